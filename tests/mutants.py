@@ -208,7 +208,7 @@ MUTANTS = [
     Mutant(
         "what is shown stays",
         "stages/ring.py",
-        "                self.write.copy_(now)\n",
+        "                self.write.copy_(present)\n",
         "                pass\n",
         f"{RANKS}::test_a_function_that_reads_at_times_among_others_that_do",
     ),
@@ -274,7 +274,7 @@ MUTANTS = [
     Mutant(
         "a second run may return any numbers",
         "stages/replay.py",
-        "                if not apart <= rounding(part):",
+        "                if not difference <= rounding(part):",
         "                if False:",
         "tests/stages/test_stage_again.py::test_state_that_the_first_run_makes_is_not_found_by_the_second",
     ),
@@ -302,14 +302,14 @@ MUTANTS = [
     Mutant(
         "other autocast in backward",
         "stages/replay.py",
-        "on, dtype = kind in self.autocast, self.autocast.get(kind)",
-        "on, dtype = False, None",
+        "enabled, dtype = kind in self.autocast, self.autocast.get(kind)",
+        "enabled, dtype = False, None",
         f"{DTYPES}::test_what_runs_again_for_a_second_derivative_meets_the_autocast_of_forward",
     ),
     Mutant(
         "autocast of backward in what runs again",
         "stages/replay.py",
-        "dict.fromkeys([*self.autocast, *now.autocast])",
+        "dict.fromkeys([*self.autocast, *present.autocast])",
         "dict.fromkeys(self.autocast)",
         f"{DTYPES}::test_autocast_inside_a_stage_and_around_it",
     ),
@@ -388,7 +388,7 @@ MUTANTS = [
     Mutant(
         "the last gradient is the sum",
         "stages/reduction.py",
-        "return out if known is None else known.add_(out)",
+        "return out if total is None else total.add_(out)",
         "return out",
         f"{ACCUMULATE}::test_uneven_micro_batches_on_processes",
     ),
@@ -424,7 +424,7 @@ MUTANTS = [
     Mutant(
         "closures pass",
         "stages/refusals.py",
-        "        if id(leaf) not in known:\n            raise RuntimeError(_closes",
+        "        if id(leaf) not in arguments:\n            raise RuntimeError(_closes",
         "        if False:\n            raise RuntimeError(_closes",
         f"{REFUSALS}::test_a_tensor_closed_over_that_needs_a_gradient_is_refused",
     ),
@@ -538,7 +538,7 @@ MUTANTS = [
     Mutant(
         "a swapped call passes",
         "optim/guard.py",
-        "if any(x is known for x in others):",
+        "if any(x is param for x in leaves_of):",
         "if False:",
         f"{OPTIMIZERS}::test_a_swapped_call_is_noticed_wherever_the_parameters_are_known",
     ),
@@ -709,7 +709,7 @@ MUTANTS = [
     Mutant(
         "each rank knows what fits by its own size",
         "transforms/fitting.py",
-        "_, rows, elements = every.amax(0).tolist()",
+        "_, rows, elements = rows_of_ranks.amax(0).tolist()",
         "_, rows, elements = row.tolist()",
         f"{RUN}/test_ragged.py::test_what_fits_is_known_of_the_rank_with_the_most",
     ),

@@ -1,4 +1,4 @@
-"""Whether parameters, gradients and state belong together, found out before a step changes any of them."""
+"""Checks that parameters, gradients and state belong together, before a step changes any of them."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ from shardfn.shards.placement import Tiers
 
 
 def gradients_differ(params: Any, grads: Any) -> Exception | None:
-    """What is wrong with gradients of these parameters; None if nothing is."""
+    """Returns an error that says how gradients do not fit these parameters; None if they fit."""
     for path, p, g in _side_by_side(params, grads):
         name = path or "the tree"
         if is_unit(p):
-            wrong = _unit_differs(path or p.layout.stage or name, p, g)
+            message = _unit_differs(path or p.layout.stage or name, p, g)
         elif isinstance(p, Tensor):
-            wrong = _plain_differs(name, p, g)
+            message = _plain_differs(name, p, g)
         elif p is None and g is None:
             continue
         elif p is None or g is None or is_unit(g):
-            wrong = _whole_or_cut(name, p, g)
+            message = _whole_or_cut(name, p, g)
         else:
-            wrong = f"the gradients' structure is not the parameters': {_structures(path, p, g)}"
-        if wrong:
-            return ValueError(wrong)
+            message = f"the gradients' structure is not the parameters': {_structures(path, p, g)}"
+        if message:
+            return ValueError(message)
     return None
 
 
 def _unit_differs(name: str, p: Any, g: Any) -> str:
+    """What is wrong with the gradient of a flat shard or a piece of one; empty if nothing is."""
     if not is_unit(g):
         if _has_units(g):
             return (
@@ -64,16 +65,16 @@ def _unit_differs(name: str, p: Any, g: Any) -> str:
     held = p.stop - p.start if type(p) is Piece else p.layout.held(process_groups.global_rank())
     if tuple(p.values.shape) != (held,):
         return f"{name}: the parameters are {_shown(p.values)}, but the layout {p.layout} says ({held},)"
-    away = p.layout.placement.tiers != Tiers()
-    if isinstance(g.values, Tensor) and (wrong := _place_differs(name, p.values, g.values, away)):
-        return wrong
+    offloaded = p.layout.placement.tiers != Tiers()
+    if isinstance(g.values, Tensor) and (message := _place_differs(name, p.values, g.values, offloaded)):
+        return message
     if not isinstance(g.values, Tensor) or (g.layout == p.layout and g.values.shape != p.values.shape):
         return f"{name}: the gradient is {_shown(g.values)}, the parameter {_shown(p.values)}"
     return ""
 
 
 def belongs(grad: Any, param: Any) -> bool:
-    """Whether a gradient is of these parameters: cut in the same way, or further."""
+    """Whether a gradient belongs to a parameter: its layout cuts it in the same way, or further."""
     if type(grad) is not type(param):
         return False
     if type(param) is Piece and (grad.entries, grad.start, grad.stop) != (param.entries, param.start, param.stop):
@@ -82,12 +83,13 @@ def belongs(grad: Any, param: Any) -> bool:
 
 
 def _finer(layout: Layout, than: Layout) -> bool:
-    cut, coarse = layout.placement, than.placement
+    """Whether `layout` is `than`, cut further along axes over which `than` has replicas."""
+    fine, coarse = layout.placement, than.placement
     return (
         layout.placed(coarse) == than
-        and cut.axes[: len(coarse.axes)] == coarse.axes
-        and set(cut.axes) <= {*coarse.axes, *coarse.replicas}
-        and cut.only_at == coarse.only_at
+        and fine.axes[: len(coarse.axes)] == coarse.axes
+        and set(fine.axes) <= {*coarse.axes, *coarse.replicas}
+        and fine.only_at == coarse.only_at
     )
 
 
@@ -101,17 +103,18 @@ def _plain_differs(name: str, p: Tensor, g: Any) -> str:
     return _whole_or_cut(name, p, g)
 
 
-def _place_differs(name: str, p: Tensor, g: Tensor, away: bool = False) -> str:
-    """What is wrong with where they are; `away`, they may be on several devices."""
-    for what, x in (("parameter", p), ("gradient", g)):
+def _place_differs(name: str, p: Tensor, g: Tensor, offloaded: bool = False) -> str:
+    """What is wrong with the tensors' layout or device; if `offloaded`, devices may differ."""
+    for role, x in (("parameter", p), ("gradient", g)):
         if x.layout is not torch.strided:
-            return f"{name}: the {what} is {x.layout}; optimizers take dense tensors: pass its to_dense()"
-    if g.device != p.device and not away:
+            return f"{name}: the {role} is {x.layout}; optimizers take dense tensors: pass its to_dense()"
+    if g.device != p.device and not offloaded:
         return f"{name}: the gradient is on {g.device}, the parameter on {p.device}"
     return ""
 
 
 def _whole_or_cut(name: str, p: Any, g: Any) -> str:
+    """The message for a flat shard beside a plain tensor or another structure."""
     if is_unit(g) and _has_units(p):
         return (
             f"these gradients are only a part of what there are parameters of: at {name} there is {_shown(g)} for "
@@ -136,7 +139,7 @@ def moves(x: Tensor) -> bool:
 
 
 def state_differs(want: Any, state: Any) -> Exception | None:
-    """What is wrong with a state, which should be like this one; None if nothing is."""
+    """Returns an error that says how a state differs from `want`, which `init` returned; None if it does not."""
     if state is None and want is not None:
         return TypeError("the state is None; it is what init makes of the parameters: state = optimizer.init(params)")
     for path, w, s in _side_by_side(want, state):
@@ -169,7 +172,7 @@ def state_differs(want: Any, state: Any) -> Exception | None:
 
 
 def _like(w: Any, s: Any) -> bool:
-    """Whether two things that are not containers of the same kind and length can stand for each other."""
+    """Whether two nodes, which are not containers of the same kind and length, can stand for each other."""
     if is_unit(w) or is_unit(s):
         return is_unit(w) and is_unit(s)
     if isinstance(w, Tensor) and w.ndim:
@@ -182,48 +185,49 @@ def _like(w: Any, s: Any) -> bool:
 # --- two trees, side by side ---
 
 
-def _side_by_side(one: Any, other: Any) -> Iterable[tuple[str, Any, Any]]:
-    """Where a tree has leaves, or another differs in structure: the path, and what each has there."""
-    leaves, tree = optree.tree_flatten(one, is_leaf=is_unit)
+def _side_by_side(first: Any, second: Any) -> Iterable[tuple[str, Any, Any]]:
+    """Yields the path and both trees' nodes at each leaf, or wherever the trees' structures differ."""
+    leaves, tree = optree.tree_flatten(first, is_leaf=is_unit)
     with contextlib.suppress(ValueError, TypeError):
-        return zip((dotted(accessor) for accessor in tree.accessors()), leaves, tree.flatten_up_to(other), strict=True)
-    return ((joined(*path), *both) for path, *both in _descended(one, other, ()))
+        return zip((dotted(accessor) for accessor in tree.accessors()), leaves, tree.flatten_up_to(second), strict=True)
+    return ((joined(*path), *both) for path, *both in _descended(first, second, ()))
 
 
-def _descended(one: Any, other: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:
-    inside = None if is_unit(one) else _inside(one)
-    if inside is None:
-        yield path, one, other
+def _descended(first: Any, second: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:
+    """As `_side_by_side`, for trees of different structure."""
+    ours = None if is_unit(first) else _inside(first)
+    if ours is None:
+        yield path, first, second
         return
-    if inside == {} and isinstance(one, dict) and isinstance(other, dict) and path:
-        return  # what is filled as steps go by
-    theirs = None if is_unit(other) else _inside(other)
-    if theirs is None or type(one) is not type(other) or inside.keys() != theirs.keys():
-        yield path, one, other
+    if ours == {} and isinstance(first, dict) and isinstance(second, dict) and path:
+        return  # steps fill this dict, such as the state of torch's optimizers
+    theirs = None if is_unit(second) else _inside(second)
+    if theirs is None or type(first) is not type(second) or ours.keys() != theirs.keys():
+        yield path, first, second
         return
-    for name, child in inside.items():
+    for name, child in ours.items():
         yield from _descended(child, theirs[name], (*path, name))
 
 
 def _inside(node: Any) -> dict[str, Any] | None:
-    """A node's children by name; None of a leaf."""
+    """A node's children by name; None for a leaf."""
     if node is None or optree.tree_is_leaf(node):
         return None
     accessors, children, _ = optree.tree_flatten_with_accessor(node, lambda x: x is not node, none_is_leaf=True)
     return {dotted(accessor): child for accessor, child in zip(accessors, children, strict=True)}
 
 
-def _structures(name: str, one: Any, other: Any, this: str = "the parameters", that: str = "the gradients") -> str:
-    """How two nodes at one place differ, in words."""
-    mine, theirs = _inside(one), _inside(other)
-    where = f" at {name}" if name and name != "the state" else ""
-    alike = mine is not None and theirs is not None and type(one) is type(other) and not is_unit(one)
-    shown = (_names(theirs or {}), _names(mine or {})) if alike else (_shown(other), _shown(one))
-    return f"{that} {'have' if that.endswith('s') else 'has'} {shown[0]}{where}, {this} {shown[1]}"
+def _structures(name: str, first: Any, second: Any, a: str = "the parameters", b: str = "the gradients") -> str:
+    """Describes how two nodes at the same place differ; `a` and `b` are what to call them."""
+    ours, theirs = _inside(first), _inside(second)
+    place = f" at {name}" if name and name != "the state" else ""
+    alike = ours is not None and theirs is not None and type(first) is type(second) and not is_unit(first)
+    shown = (_names(theirs or {}), _names(ours or {})) if alike else (_shown(second), _shown(first))
+    return f"{b} {'have' if b.endswith('s') else 'has'} {shown[0]}{place}, {a} {shown[1]}"
 
 
-def _names(found: dict[str, Any]) -> str:
-    return f"[{listed(found, 6)}]"
+def _names(children: dict[str, Any]) -> str:
+    return f"[{listed(children, 6)}]"
 
 
 def _shown(value: Any) -> str:

@@ -1,7 +1,7 @@
-"""What makes the derivative of a pure step exact, where ranks hold different elements.
+"""Keeps derivatives of a pure step exact where ranks hold different elements.
 
-A number that all ranks have moves elements that only some of them have, so its gradient is the sum of what those say;
-and a rank that holds nothing of a parameter takes part in what derivatives through it communicate.
+A number that all ranks share changes elements that only some ranks hold, so its gradient is the sum over those ranks.
+A rank that holds nothing of a parameter still takes part in the collectives of derivatives through it.
 """
 
 from __future__ import annotations
@@ -18,63 +18,63 @@ from shardfn.mesh.scope import mesh_of, scope
 from shardfn.shards.pieces import Unit, joined, spread
 
 
-def lent(known: dict[str, Tensor], unit: Unit) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """What all ranks have of each parameter of a unit, by path, for use with elements that some of them have.
+def lent(shared: dict[str, Tensor], unit: Unit) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Returns values that all ranks share, one per parameter of a unit, for use with the elements of this rank.
 
-    Its gradient is then the sum of what those ranks say: `pvary`, whose transpose all of them take part in. So the
-    result depends on the second value returned, of no elements, also where a rank has nothing of a parameter.
+    `pvary` makes their gradient the sum over the ranks; all ranks must take part in its transpose. The second value
+    returned, tensors without elements, ties the result to them on ranks that hold nothing of a parameter.
     """
-    if not any(differentiable(known[path]) for _, path, _ in spread(unit)) or unit.layout is None:
-        return known, []
+    if not any(differentiable(shared[path]) for _, path, _ in spread(unit)) or unit.layout is None:
+        return shared, []
     groups: dict[tuple[str, ...], list[str]] = {}
     for axes, path, _ in spread(unit):
         groups.setdefault(axes, []).append(path)
-    found, ties = dict(known), []
+    varying, ties = dict(shared), []
     with scope(mesh_of(unit.layout.grid, f"stage {unit.name!r}")):
         for axes, paths in groups.items():
-            rows = [known[path].reshape(-1) for path in paths]
-            every = functional.pvary(torch.cat(rows), axes) if axes else torch.cat(rows)
-            ties.append(every[:0])
-            for path, row in zip(paths, every.split([len(row) for row in rows]), strict=True):
-                found[path] = row.view(known[path].shape)
-    return found, ties
+            rows = [shared[path].reshape(-1) for path in paths]
+            packed = functional.pvary(torch.cat(rows), axes) if axes else torch.cat(rows)
+            ties.append(packed[:0])
+            for path, row in zip(paths, packed.split([len(row) for row in rows]), strict=True):
+                varying[path] = row.view(shared[path].shape)
+    return varying, ties
 
 
 def tied(x: Tensor, others: Iterable[Tensor]) -> Tensor:
-    """`x`, as a result of the others too, of whose elements it has none.
+    """`x`, made to depend on `others` as well, without taking any element of them.
 
-    A rank that has nothing of some parameters must still take part in what derivatives through them communicate.
+    A rank that holds nothing of some parameters must still take part in the collectives of derivatives through them.
     """
-    rest = [other.reshape(-1)[:0].to(x.dtype) for other in others if differentiable(other)]
-    return torch.cat([x.reshape(-1), *rest]).view(x.shape) if rest else x
+    empties = [other.reshape(-1)[:0].to(x.dtype) for other in others if differentiable(other)]
+    return torch.cat([x.reshape(-1), *empties]).view(x.shape) if empties else x
 
 
-def filled(around: Tensor, unit: Unit, parts: Iterable[Tensor], ties: Iterable[Tensor] = ()) -> Tensor:
-    """A tensor like a unit's values, with new numbers in each of its segments, as a result of the ties, too."""
-    spans = [(one.start, one.stop) for one in unit.filled]
-    return tied(joined(list(parts), unit._replace(values=around.reshape(-1)), spans).view(around.shape), ties)
+def filled(base: Tensor, unit: Unit, parts: Iterable[Tensor], ties: Iterable[Tensor] = ()) -> Tensor:
+    """A tensor like a unit's values, with `parts` in its segments; it depends on `ties` as well."""
+    spans = [(segment.start, segment.stop) for segment in unit.filled]
+    return tied(joined(list(parts), unit._replace(values=base.reshape(-1)), spans).view(base.shape), ties)
 
 
 def numbered(number: Any, unit: Unit) -> tuple[dict[str, Any], list[Tensor]]:
-    """A number that all ranks have, for use with each parameter of a unit; as `lent`, if it may be differentiated."""
-    each = {path: number for _, path, _ in spread(unit)}
-    return lent(each, unit) if isinstance(number, Tensor) else (each, [])
+    """A number that all ranks share, by parameter of a unit; a tensor goes through `lent`."""
+    by_path = {path: number for _, path, _ in spread(unit)}
+    return lent(by_path, unit) if isinstance(number, Tensor) else (by_path, [])
 
 
 def varied(number: Any, unit: Unit) -> Any:
-    """The same for all elements of a unit: the number itself, or if it may be differentiated, a vector."""
+    """The same number for all elements of a unit: the number itself, or a vector if it may be differentiated."""
     if not isinstance(number, Tensor) or unit.layout is None or not differentiable(number):
         return number
-    each, ties = numbered(number, unit)
+    by_path, ties = numbered(number, unit)
     rows, last = [], 0
-    for one in unit.segments:
-        rows += [number.detach().expand(one.start - last), each[one.path].expand(one.stop - one.start)]
-        last = one.stop
+    for seg in unit.segments:
+        rows += [number.detach().expand(seg.start - last), by_path[seg.path].expand(seg.stop - seg.start)]
+        last = seg.stop
     return torch.cat([*rows, number.detach().expand(unit.values.numel() - last), *ties]).view(unit.values.shape)
 
 
 def differentiable(x: Tensor) -> bool:
-    """Whether somebody may want a derivative by it."""
+    """Whether a derivative with respect to `x` may be taken."""
     return (
         functorch.inside_transform() or functorch.inside_forward_mode() or (torch.is_grad_enabled() and x.requires_grad)
     )

@@ -1,7 +1,7 @@
 """Optimizers that treat every element alike: SGD, Adam, AdamW, Lion.
 
-Such a rule does not care where a parameter ends, so it runs on flat shards as they are, with torch's fused kernels,
-in place. With `donate=False` it is written out in differentiable arithmetic on new tensors instead.
+Such a rule does not depend on where a parameter ends, so it runs on flat shards as they are, in place, with torch's
+fused kernels. With `donate=False` the same rule is differentiable arithmetic on new tensors.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Schedule = Callable[[int], Any]
 
 def _sgd_in_place(ps: Any, gs: Any, slots: Any, step: int, n: dict[str, Any]) -> None:
     if ps[0].device.type == "cpu" and ps[0].element_size() < 4:
-        # torch's kernel (2.13) leaves most numbers of 16 bits as they are here, and their momenta undefined.
+        # On a CPU torch's kernel (2.13) leaves most 16-bit numbers unchanged, and their momenta undefined.
         for row in zip(ps, gs, *slots, strict=True):
             p, g, *momentum = (x.float() for x in row)
-            new, kept = _sgd_pure(p, g, momentum, step, n)
-            for x, value in zip((row[0], *row[2:]), (new, *kept), strict=True):
+            new, momenta = _sgd_pure(p, g, momentum, step, n)
+            for x, value in zip((row[0], *row[2:]), (new, *momenta), strict=True):
                 x.copy_(value)
         return
     torch._fused_sgd_(
@@ -58,10 +58,10 @@ def _sgd_pure(p: Tensor, g: Tensor, slots: Any, _: int, n: dict[str, Any]) -> tu
 
 def _adam_in_place(kernel: Any) -> Callable[..., None]:
     def run(ps: list[Tensor], gs: list[Tensor], slots: Any, step: int, n: dict[str, Any]) -> None:
-        # A number that is filled in; one that is copied from the host's memory would be waited for.
+        # `full` writes the number on the device; copying it from the host's memory would make the host wait.
         steps = [torch.full((), float(step), dtype=torch.float32, device=ps[0].device)] * len(ps)
-        own = {"lr": n["lr"], "beta1": n["b1"], "beta2": n["b2"], "weight_decay": n["weight_decay"], "eps": n["eps"]}
-        kernel(ps, gs, *slots, [], steps, amsgrad=False, maximize=False, **own)
+        kw = {"lr": n["lr"], "beta1": n["b1"], "beta2": n["b2"], "weight_decay": n["weight_decay"], "eps": n["eps"]}
+        kernel(ps, gs, *slots, [], steps, amsgrad=False, maximize=False, **kw)
 
     return run
 
@@ -87,7 +87,7 @@ def _lion_in_place(ps: list[Tensor], gs: list[Tensor], slots: Any, _: int, n: di
     moves = torch._foreach_lerp(ms, gs, 1 - n["b1"])
     torch._foreach_sign_(moves)
     torch._foreach_mul_(ps, 1 - n["lr"] * n["weight_decay"])
-    if isinstance(n["lr"], Tensor):  # which as alpha would be read by the host
+    if isinstance(n["lr"], Tensor):  # as `alpha` it would be read by the host, which waits for the device
         torch._foreach_mul_(moves, n["lr"])
         torch._foreach_sub_(ps, moves)
     else:
@@ -102,7 +102,7 @@ def _lion_pure(p: Tensor, g: Tensor, slots: Any, _: int, n: dict[str, Any]) -> t
 
 
 def _kept(name: str, dtype: torch.dtype | None) -> Rounded | None:
-    """How slots are kept in a dtype."""
+    """How slots are stored for a `state_dtype`; None for the parameter's dtype."""
     if dtype is None:
         return None
     if dtype not in (torch.bfloat16, torch.float32):
@@ -139,21 +139,20 @@ def sgd(
     State: one number a parameter with momentum, none without.
 
     Args:
-        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the number of the step, which begins
-            at 1.
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the step number, which begins at 1.
         momentum: :math:`\mu`, from 0 to 1.
-        nesterov: whether with Nesterov's momentum; this needs `momentum` above 0.
+        nesterov: whether to use Nesterov's momentum, which needs `momentum` above 0.
         weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
-        state_dtype: that slots are kept in: bfloat16, rounded at random, or float32; None for the parameter's.
-        seed: of the random numbers for bfloat16, the same on every rank.
-        donate: overwrite parameters, gradients and state. If not, they stay as they are, and the step can be
-            differentiated.
+        state_dtype: dtype of the state: bfloat16 (rounded stochastically) or float32; None for the parameter's dtype.
+        seed: seed of the random numbers for bfloat16, the same on every rank.
+        donate: whether to overwrite parameters, gradients and state. If not, they stay as they are, and the step can
+            be differentiated.
 
     Returns:
-        An `Optimizer` for parameters of any floating-point or complex dtype; its state is in theirs.
+        An `Optimizer` for parameters of any floating-point or complex dtype; its state has the same dtype by default.
 
     Raises:
-        TypeError, ValueError: an argument that is not a number, or out of its range.
+        TypeError, ValueError: an argument is not a number, or out of its range.
 
     Sources: Sutskever et al., On the importance of initialization and momentum in deep learning (2013).
 
@@ -190,22 +189,21 @@ def adam(
     State: two numbers a parameter.
 
     Args:
-        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the number of the step, which begins
-            at 1.
-        b1: :math:`\beta_1`, from 0 to below 1, or a rule; for the mean of gradients.
-        b2: :math:`\beta_2`, from 0 to below 1, or a rule; for the mean of their squares.
-        eps: :math:`\epsilon`, 0 or more, or a rule; keeps the divisor from 0.
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the step number, which begins at 1.
+        b1: :math:`\beta_1`, from 0 to below 1, or a rule: decay of the mean of gradients.
+        b2: :math:`\beta_2`, from 0 to below 1, or a rule: decay of the mean of squared gradients.
+        eps: :math:`\epsilon`, 0 or more, or a rule: keeps the divisor above 0.
         weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
-        state_dtype: that slots are kept in: bfloat16, rounded at random, or float32; None for the parameter's.
-        seed: of the random numbers for bfloat16, the same on every rank.
-        donate: overwrite parameters, gradients and state. If not, they stay as they are, and the step can be
-            differentiated.
+        state_dtype: dtype of the state: bfloat16 (rounded stochastically) or float32; None for the parameter's dtype.
+        seed: seed of the random numbers for bfloat16, the same on every rank.
+        donate: whether to overwrite parameters, gradients and state. If not, they stay as they are, and the step can
+            be differentiated.
 
     Returns:
-        An `Optimizer` for parameters of any floating-point or complex dtype; its state is in theirs.
+        An `Optimizer` for parameters of any floating-point or complex dtype; its state has the same dtype by default.
 
     Raises:
-        TypeError, ValueError: an argument that is not a number, or out of its range.
+        TypeError, ValueError: an argument is not a number, or out of its range.
 
     Sources: Kingma and Ba, Adam: a method for stochastic optimization (2015), algorithm 1.
 
@@ -229,27 +227,26 @@ def adamw(
 ) -> Optimizer:
     r"""Adam with decoupled weight decay; overwrites parameters and state unless `donate=False`.
 
-    :math:`p \leftarrow (1 - \eta \lambda) p`, then the move of `adam` with :math:`\lambda = 0`.
+    :math:`p \leftarrow (1 - \eta \lambda) p`, then the update of `adam` with :math:`\lambda = 0`.
 
     State: two numbers a parameter.
 
     Args:
-        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the number of the step, which begins
-            at 1.
-        b1: :math:`\beta_1`, from 0 to below 1, or a rule; for the mean of gradients.
-        b2: :math:`\beta_2`, from 0 to below 1, or a rule; for the mean of their squares.
-        eps: :math:`\epsilon`, 0 or more, or a rule; keeps the divisor from 0.
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the step number, which begins at 1.
+        b1: :math:`\beta_1`, from 0 to below 1, or a rule: decay of the mean of gradients.
+        b2: :math:`\beta_2`, from 0 to below 1, or a rule: decay of the mean of squared gradients.
+        eps: :math:`\epsilon`, 0 or more, or a rule: keeps the divisor above 0.
         weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
-        state_dtype: that slots are kept in: bfloat16, rounded at random, or float32; None for the parameter's.
-        seed: of the random numbers for bfloat16, the same on every rank.
-        donate: overwrite parameters, gradients and state. If not, they stay as they are, and the step can be
-            differentiated.
+        state_dtype: dtype of the state: bfloat16 (rounded stochastically) or float32; None for the parameter's dtype.
+        seed: seed of the random numbers for bfloat16, the same on every rank.
+        donate: whether to overwrite parameters, gradients and state. If not, they stay as they are, and the step can
+            be differentiated.
 
     Returns:
-        An `Optimizer` for parameters of any floating-point or complex dtype; its state is in theirs.
+        An `Optimizer` for parameters of any floating-point or complex dtype; its state has the same dtype by default.
 
     Raises:
-        TypeError, ValueError: an argument that is not a number, or out of its range.
+        TypeError, ValueError: an argument is not a number, or out of its range.
 
     Sources: Loshchilov and Hutter, Decoupled weight decay regularization (2019), algorithm 2.
 
@@ -278,21 +275,20 @@ def lion(
     State: one number a parameter.
 
     Args:
-        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the number of the step, which begins
-            at 1.
-        b1: :math:`\beta_1`, from 0 to below 1, or a rule; for the gradient's weight in a move.
-        b2: :math:`\beta_2`, from 0 to below 1, or a rule; for the mean of gradients.
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the step number, which begins at 1.
+        b1: :math:`\beta_1`, from 0 to below 1, or a rule: weight of the mean in the update.
+        b2: :math:`\beta_2`, from 0 to below 1, or a rule: decay of the mean of gradients.
         weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
-        state_dtype: that slots are kept in: bfloat16, rounded at random, or float32; None for the parameter's.
-        seed: of the random numbers for bfloat16, the same on every rank.
-        donate: overwrite parameters, gradients and state. If not, they stay as they are, and the step can be
-            differentiated.
+        state_dtype: dtype of the state: bfloat16 (rounded stochastically) or float32; None for the parameter's dtype.
+        seed: seed of the random numbers for bfloat16, the same on every rank.
+        donate: whether to overwrite parameters, gradients and state. If not, they stay as they are, and the step can
+            be differentiated.
 
     Returns:
-        An `Optimizer` for parameters of any floating-point or complex dtype; its state is in theirs.
+        An `Optimizer` for parameters of any floating-point or complex dtype; its state has the same dtype by default.
 
     Raises:
-        TypeError, ValueError: an argument that is not a number, or out of its range.
+        TypeError, ValueError: an argument is not a number, or out of its range.
 
     Sources: Chen et al., Symbolic discovery of optimization algorithms (2023), algorithm 2.
 
@@ -314,28 +310,29 @@ def adamw8bit(
 ) -> Optimizer:
     r"""`adamw` with its state in 8 bits; overwrites parameters and state unless `donate=False`.
 
-    Each 256 elements of a parameter, in row-major order, are a block. A block has a scale, its largest magnitude, and
-    each element the code of 8 bits that is nearest to it: signed and dynamic for means, unsigned for squares. A step
-    computes in float32 and rounds the new state, not the move. Blocks are the parameter's, so the same numbers come out
-    on any number of ranks; the scales of the few blocks that ranks cut are agreed on, in one small all-reduce a step.
+    Every 256 elements of a parameter, in row-major order, form a block. A block has a scale, its largest magnitude;
+    each element is the nearest 8-bit dynamic code: signed for means, unsigned for squares. A step computes in float32
+    and rounds the new state, not the update. Blocks begin where the parameter begins, so results are the same on any
+    number of ranks; one small all-reduce a step agrees on the scales of the few blocks that several ranks share.
 
     State: 2.03 bytes a parameter: under `codes`, uint8, and `scales`, float32, a tree for `mean` and one for
     `square`.
 
     Args:
-        lr: as for `adamw`, and so is what follows.
-        b1: for the mean of gradients.
-        b2: for the mean of their squares.
-        eps: keeps the divisor from 0.
+        lr: as for `adamw`, like the arguments that follow.
+        b1: decay of the mean of gradients.
+        b2: decay of the mean of squared gradients.
+        eps: keeps the divisor above 0.
         weight_decay: a number, or a rule `(path, shape) -> number`.
-        donate: overwrite parameters, gradients and state. If not, they stay as they are. A derivative through one step
-            is exact; one through the state of several is an error, as rounding has none.
+        donate: whether to overwrite parameters, gradients and state. If not, they stay as they are. A derivative
+            through one step is exact; one through the state of several steps raises NotImplementedError, as rounding
+            has no derivative.
 
     Returns:
         An `Optimizer` for parameters of real floating-point dtypes.
 
     Raises:
-        TypeError, ValueError: an argument that is not a number, or out of its range; by `init`, complex parameters.
+        TypeError, ValueError: an argument is not a number, or out of its range; `init` also for complex parameters.
 
     Sources: Dettmers et al., 8-bit optimizers via block-wise quantization (2022).
 
@@ -354,14 +351,14 @@ def lion8bit(
     weight_decay: float | Rule = 0.0,
     donate: bool = True,
 ) -> Optimizer:
-    r"""`lion` with its state in 8 bits, as `adamw8bit` has it; overwrites parameters and state unless `donate=False`.
+    r"""`lion` with its state in 8 bits, as in `adamw8bit`; overwrites parameters and state unless `donate=False`.
 
     State: 1.02 bytes a parameter: under `codes`, uint8, and `scales`, float32, a tree for `mean`.
 
     Args:
-        lr: as for `lion`, and so is what follows.
-        b1: for the gradient's weight in a move.
-        b2: for the mean of gradients.
+        lr: as for `lion`, like the arguments that follow.
+        b1: weight of the mean in the update.
+        b2: decay of the mean of gradients.
         weight_decay: a number, or a rule `(path, shape) -> number`.
         donate: as for `adamw8bit`.
 
@@ -369,7 +366,7 @@ def lion8bit(
         An `Optimizer` for parameters of real floating-point dtypes.
 
     Raises:
-        TypeError, ValueError: an argument that is not a number, or out of its range; by `init`, complex parameters.
+        TypeError, ValueError: an argument is not a number, or out of its range; `init` also for complex parameters.
 
     Sources: Chen et al., Symbolic discovery of optimization algorithms (2023); Dettmers et al. (2022).
 

@@ -1,6 +1,6 @@
-"""What an optimizer notices of its calls: arguments in each other's place, and a state that is used again.
+"""Checks on an optimizer's calls: arguments in the wrong order, and a state that is used twice.
 
-It keeps no tensors alive; which trees belong together `checks` says.
+A guard keeps no tensors alive; `checks` decides which trees belong together.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ Places = tuple[int | None, int | None, list[int]]
 
 @dataclass(frozen=True)
 class Use:
-    """A state as a step got it, by what differs in the one that the step returns. It keeps no memory alive.
+    """Identifies the state that a step received, by what differs in the state that it returns; keeps no memory alive.
 
     Attributes:
-        state: its `id`. Of two states that follow each other both are alive for a moment, so theirs differ.
-        counts: the ints in it.
+        state: `id` of the state. Two successive states are alive at the same time for a moment, so their ids differ.
+        counts: the ints in the state.
         param: the first trained parameter.
-        slot: the first tensor in it that is more than a number.
-        kept: the state, if it has none, so that no other one gets its `id`.
-        version: of the parameter, before the step, or after it.
-        times: how many steps got it, one after another, if this one is made.
+        slot: the first tensor in the state that is not 0-d; None if there is none.
+        kept: the state itself if `slot` is None, so that no other state gets its `id`.
+        version: version counter of the parameter, before the step or after it.
+        times: how many steps in a row received this state, counting the present one.
     """
 
     state: int
@@ -53,7 +53,7 @@ class Use:
     times: int = 1
 
     def again(self, before: Use | None) -> bool:
-        """Whether it is that very state, with nothing written to parameters since."""
+        """Whether this is the same state as `before`, and no parameter was written to since."""
         if before is None or (self.state, self.counts, self.version) != (before.state, before.counts, before.version):
             return False
         slots = [None if use.slot is None else use.slot() for use in (self, before)]
@@ -61,34 +61,36 @@ class Use:
 
 
 class Guard:
-    """Compares what a step gets. Trees of the same structure as before, and tensors of the same shapes, it lets pass.
+    """Checks the arguments of a step; trees with the structure and shapes of the last call that passed are let through.
 
-    It keeps no tensors: of the parameters that were last seen as such it knows one, weakly, by which it notices
-    gradients in their place; and of the state that was last used one, by which it notices that this is used again.
+    It keeps weak references only: to one tensor of the last known parameters, to notice parameters that are passed as
+    gradients or state, and to the last used state, to notice when it is used again.
     """
 
     def __init__(self, name: str, init: Init) -> None:
         self.name, self.init, self._takes = name, init, f"{name} takes (params, grads, state)"
-        self.away = False  # whether anything is kept elsewhere than on the device
+        self.away = False  # whether anything is kept on the host or on disk
         self._passed: tuple[Any, list[Any], int, int, Places] | None = None
         self._used: Use | None = None
-        self._known: Callable[[], Any] = lambda: None
+        self._seen: Callable[[], Any] = lambda: None
 
     def keep(self, params: Any) -> None:
-        """Remembers what the parameters are."""
+        """Remembers which tensor is a parameter, by a weak reference."""
         if torch.compiler.is_compiling():
             return
         first: Any = next(optree.tree_iter(params, is_leaf=is_unit), None)
         values = _values(first)
-        if isinstance(values, Tensor) and values.is_meta:  # which only stand for those that it knows
+        if isinstance(values, Tensor) and values.is_meta:  # a placeholder for the parameters already remembered
             return
-        self._known = weakref.ref(values) if isinstance(values, Tensor) else lambda: None
+        self._seen = weakref.ref(values) if isinstance(values, Tensor) else lambda: None
 
     def compare(self, params: Any, grads: Any, state: Any) -> tuple[list[Any], Places] | None:
-        """The leaves of all three, and where among them is what `use` looks at; None in a graph, which has no memory.
+        """Returns the leaves of all three trees, and the places of those that `use` needs; None in a compiled graph.
+
+        A compiled graph has no memory to compare with.
 
         Raises:
-            ValueError, TypeError: they do not belong together.
+            ValueError, TypeError: the trees do not belong together.
         """
         if torch.compiler.is_compiling():
             dynamo.trace_dicts()
@@ -105,36 +107,37 @@ class Guard:
         return leaves, passed[4]
 
     def pairs(self, leaves: list[Any]) -> list[tuple[Tensor, Tensor, tuple[str, ...] | None]]:
-        """The parameters among these leaves, each with its gradient and the axes that cut both, if they are flat."""
+        """Each parameter among these leaves with its gradient, and the axes that cut both if they are flat shards."""
         assert self._passed is not None, "they were compared"
         _, _, own, others, _ = self._passed
-        both = zip(leaves[:own], leaves[own:others], strict=False)
-        found: list[tuple[Tensor, Tensor, tuple[str, ...] | None]] = []
-        for p, g in both:
+        zipped = zip(leaves[:own], leaves[own:others], strict=False)
+        pairs: list[tuple[Tensor, Tensor, tuple[str, ...] | None]] = []
+        for p, g in zipped:
             if isinstance(_values(p), Tensor) and isinstance(_values(g), Tensor):
-                found.append((_values(p), _values(g), tuple(p.layout.placement.axes) if is_unit(p) else None))
-        return found
+                pairs.append((_values(p), _values(g), tuple(p.layout.placement.axes) if is_unit(p) else None))
+        return pairs
 
     def _refuse_swapped(self, leaves: list[Any], first: int, last: int, spec: Any) -> None:
-        known = self._known()
-        if known is None or not leaves or _values(leaves[0]) is known:
+        """Raises ValueError if the remembered parameter is among the gradients or the state."""
+        param = self._seen()
+        if param is None or not leaves or _values(leaves[0]) is param:
             return
         tensors = [*map(_values, leaves)]
-        if any(x is known for x in tensors[:first]):
+        if any(x is param for x in tensors[:first]):
             return
         alike = spec.child(0) == spec.child(2)  # a state that is like the parameters may come in their place
-        for place, others in (("grads", tensors[first:last]), ("state", tensors[last:] if alike else [])):
-            if any(x is known for x in others):
+        for role, leaves_of in (("grads", tensors[first:last]), ("state", tensors[last:] if alike else [])):
+            if any(x is param for x in leaves_of):
                 raise ValueError(
-                    f"{self._takes}: the parameters came as {place} here; if they are meant as that, pass a copy"
+                    f"{self._takes}: the parameters came as {role} here; if they are meant as that, pass a copy"
                 )
 
     def use(self, leaves: list[Any], places: Places, state: Any) -> Use | None:
-        """The state that a step gets.
+        """Identifies the state that a step receives; None where there is nothing to identify it by.
 
         Raises:
-            ValueError: it was used by the two steps before, which have overwritten parameters. By one, it may be a new
-                one that looks like it.
+            ValueError: the two steps before used the same state and have overwritten parameters. After a single such
+                step it may be a new state that looks the same.
         """
         param, slot, counts = places
         p = None if param is None else _values(leaves[param])
@@ -142,9 +145,9 @@ class Guard:
             return None
         s = None if slot is None else weakref.ref(_values(leaves[slot]))
         kept = state if s is None else None
-        made = Use(id(state), [leaves[i] for i in counts], weakref.ref(p), s, kept, p._version)
-        if not made.again(self._used):
-            return made
+        use = Use(id(state), [leaves[i] for i in counts], weakref.ref(p), s, kept, p._version)
+        if not use.again(self._used):
+            return use
         assert self._used is not None, "there is one that it is equal to"
         if self._used.times > 1:
             raise ValueError(
@@ -152,56 +155,58 @@ class Guard:
                 f"dropped: parameters have moved, and the state has not counted it. Write params, state = "
                 f"optimizer.step(params, grads, state)"
             )
-        return replace(made, times=self._used.times + 1)
+        return replace(use, times=self._used.times + 1)
 
     def used(self, use: Use | None, same: bool) -> None:
-        """Remembers the state of a step that was made, if it has overwritten parameters and returned another one."""
+        """Remembers the state of a finished step, if the step overwrote parameters and returned another state."""
         p = None if use is None else use.param()
         self._used = None
         if use is not None and p is not None and p._version != use.version and not same:
             self._used = replace(use, version=p._version)
 
     def _refuse(self, params: Any, grads: Any, state: Any) -> None:
-        wrong = gradients_differ(params, grads)
-        if wrong is None and (expected := self._expected(params)) is not None:
-            wrong = state_differs(*expected, state)
-        if wrong is not None:
-            raise self._order(params, grads, state) or type(wrong)(f"{self.name}: {wrong}")
+        """Raises the error that `checks` finds, or one about the order of the arguments if that explains it."""
+        error = gradients_differ(params, grads)
+        if error is None and (expected := self._expected(params)) is not None:
+            error = state_differs(*expected, state)
+        if error is not None:
+            raise self._order(params, grads, state) or type(error)(f"{self.name}: {error}")
 
     def _order(self, params: Any, grads: Any, state: Any) -> Exception | None:
-        """What is wrong with the arguments' order, if something else than that is not."""
+        """The error for arguments in the wrong order; None if no other order would fit either."""
         if type(grads) is tuple and len(grads) == 2 and gradients_differ(params, grads[1]) is None:
             return TypeError(
                 f"{self.name}: the gradients are a pair, (value, gradients), as value_and_grad returns it: pass the "
                 f"second of it"
             )
         given = {"params": params, "grads": grads, "state": state}
-        place = {"params": "first", "grads": "second", "state": "third"}
+        position = {"params": "first", "grads": "second", "state": "third"}
         for p, g, s in list(itertools.permutations(given))[1:]:
             if self._fit(given[p], given[g], given[s]):
                 if s == "state":
-                    where = f"the {place[g]} argument has gradients, the {place[p]} parameters"
-                    return TypeError(f"{self._takes}: {where}")
+                    message = f"the {position[g]} argument has gradients, the {position[p]} parameters"
+                    return TypeError(f"{self._takes}: {message}")
                 optax = ", which is where optax's update takes it" if s == "grads" else ""
-                return TypeError(f"{self._takes}: the state came as the {place[s]} argument{optax}")
+                return TypeError(f"{self._takes}: the state came as the {position[s]} argument{optax}")
         return None
 
     def _fit(self, params: Any, grads: Any, state: Any) -> bool:
-        with contextlib.suppress(Exception):  # a state is not parameters
+        """Whether the three trees belong together in these roles."""
+        with contextlib.suppress(Exception):  # `init` and `checks` may raise anything for a tree in the wrong role
             expected = self._expected(params)
             if expected is not None and gradients_differ(params, grads) is None:
                 return state_differs(*expected, state) is None
         return False
 
     def _expected(self, params: Any) -> tuple[Any] | None:
-        """A state for such parameters, without numbers; None where `init` needs their values."""
+        """A state for such parameters, made on the meta device; None where `init` needs their values."""
         with contextlib.suppress(Exception):
             return (self.init(optree.tree_map(_hollow, params)),)
         return None
 
 
 def guarded(name: str, init: Init, step: Step) -> tuple[Init, Step]:
-    """An optimizer's two functions, of which the second compares its arguments."""
+    """An optimizer's `init` and `step`; the returned `step` checks its arguments first."""
     guard = Guard(name, init)
 
     @functools.wraps(init)
@@ -212,25 +217,25 @@ def guarded(name: str, init: Init, step: Step) -> tuple[Init, Step]:
 
     @functools.wraps(step)
     def checked(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        found = guard.compare(params, grads, state)
-        use = None if found is None else guard.use(*found, state)
-        if found is not None and (recorder := recording.current()) is not None:
-            recorder.used(guard.pairs(found[0]))
-        if guard.away and found is not None:
+        passed = guard.compare(params, grads, state)
+        use = None if passed is None else guard.use(*passed, state)
+        if passed is not None and (recorder := recording.current()) is not None:
+            recorder.used(guard.pairs(passed[0]))
+        if guard.away and passed is not None:
             refuse_elsewhere(name, state)
-        made = step(params, grads, state)
-        if guard.away and found is not None:
-            made = placed(made[0], "params"), placed(made[1])
-            released(grads, made)
-        guard.keep(made[0])
-        guard.used(use, made[1] is state)
-        return made
+        new = step(params, grads, state)
+        if guard.away and passed is not None:
+            new = placed(new[0], "params"), placed(new[1])
+            released(grads, new)
+        guard.keep(new[0])
+        guard.used(use, new[1] is state)
+        return new
 
     return first, checked
 
 
 def guarded_update(init: Init, update: Callable[..., tuple[Any, Any]]) -> tuple[Init, Step]:
-    """A transform's two functions, of which the second compares its arguments where it gets parameters."""
+    """A transform's `init` and `update`; the returned `update` checks its arguments if it gets parameters."""
     guard = Guard("update", init)
 
     @functools.wraps(init)
@@ -250,7 +255,7 @@ def guarded_update(init: Init, update: Callable[..., tuple[Any, Any]]) -> tuple[
 
 
 def _places(leaves: list[Any], own: int, others: int) -> Places:
-    """Where the first trained parameter is, the first tensor of the state, and the ints of the state."""
+    """Places of the first trained parameter, of the first non-0-d tensor of the state, and of the ints of the state."""
     values = [*map(_values, leaves)]
     trained = (
         i
@@ -267,7 +272,7 @@ def _values(leaf: Any) -> Any:
 
 
 def _kind(leaf: Any) -> Any:
-    """What a leaf must be like to pass again."""
+    """What must stay the same of a leaf for it to pass without another check."""
     if type(leaf) is FlatShard:
         return leaf.layout, leaf.values is None or leaf.values.shape
     if type(leaf) is Piece:
@@ -276,4 +281,5 @@ def _kind(leaf: Any) -> Any:
 
 
 def _hollow(leaf: Any) -> Any:
+    """A tensor of the same shape and dtype without memory."""
     return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf

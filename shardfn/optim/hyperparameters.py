@@ -1,4 +1,4 @@
-"""Whether the numbers that an optimizer is given make sense."""
+"""Checks of the numbers that an optimizer is given."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# From which to which a number may be, and whether it may be the one and the other.
+# Lower bound, upper bound, and whether each bound is included, as interval brackets.
 RANGES: dict[str, tuple[float, float, str]] = {
     "lr": (0, math.inf, "[)"),
     "momentum": (0, 1, "[]"),
@@ -33,12 +33,12 @@ DECAYS = {"adafactor": (-math.inf, 0.0, "(]"), "ema": (0.0, 1.0, "[]")}
 
 
 def check(name: str, numbers: dict[str, Any], rules: Container[str] = ("weight_decay",)) -> None:
-    """Raises TypeError or ValueError for what is not a number, or is out of its range.
+    """Raises TypeError for a value that is not a number, ValueError for one out of its range.
 
     Args:
-        name: of what it is given to.
-        numbers: by name. The learning rate may also be a tensor of one number, or a function of the step.
-        rules: those that may be functions of a parameter's path and shape.
+        name: the function that was given the numbers.
+        numbers: by argument name. The learning rate may also be a 0-d tensor, or a function of the step.
+        rules: the arguments that may be functions of a parameter's path and shape.
     """
     for key, value in numbers.items():
         if key in ("nesterov", "donate"):
@@ -56,17 +56,17 @@ def check(name: str, numbers: dict[str, Any], rules: Container[str] = ("weight_d
 
 
 def in_range(name: str, key: str, value: Any) -> None:
-    """Raises TypeError for what is not a number, ValueError for one that is out of its range."""
+    """Raises TypeError for a value that is not a number, ValueError for one out of its range."""
     low, high, ends = DECAYS.get(name, RANGES["eps"]) if key == "decay" else RANGES[key]
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}: {key}={_short(value)} is {kind(value)}; it is {_said(key, low, high, ends)}")
+        raise TypeError(f"{name}: {key}={_short(value)} is {kind(value)}; it is {_allowed(key, low, high, ends)}")
     x = float(value)
     if not (low <= x <= high) or (x == low and ends[0] == "(") or (x == high and ends[1] == ")"):
-        raise ValueError(f"{name}: {key}={value!r}; it is {_said(key, low, high, ends)}")
+        raise ValueError(f"{name}: {key}={value!r}; it is {_allowed(key, low, high, ends)}")
 
 
 def whole(name: str, key: str, value: Any, least: int) -> None:
-    """Raises TypeError for what is not an integer, ValueError for one below the least."""
+    """Raises TypeError for a value that is not an integer, ValueError for one below `least`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: {key}={_short(value)} is {kind(value)}; it is an integer of {least} or more")
     if value < least:
@@ -74,40 +74,41 @@ def whole(name: str, key: str, value: Any, least: int) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def check_rule(name: str, found: tuple[tuple[str, Any], ...]) -> None:
-    """The same for what rules said of a parameter."""
-    for key, value in found:
+def check_rule(name: str, numbers: tuple[tuple[str, Any], ...]) -> None:
+    """As `in_range`, for the numbers that rules return for a parameter."""
+    for key, value in numbers:
         in_range(f"{name}: a rule for a parameter", key, value)
 
 
 def constants(numbers: dict[str, Any]) -> dict[str, Any]:
-    """Those that are neither schedules nor rules, which a state keeps."""
+    """The numbers that are neither schedules nor rules; a state keeps these."""
     return {name: value for name, value in numbers.items() if not callable(value)}
 
 
 def at_step(value: Any, step: int) -> Any:
-    """A learning rate, or what a schedule says of a step."""
+    """A learning rate, or what a schedule returns for a step."""
     if not callable(value):
         return value
-    found = value(step)
-    if isinstance(found, Tensor):
-        return found
-    in_range(f"the schedule at step {step}", "lr", found)
-    return found
+    rate = value(step)
+    if isinstance(rate, Tensor):
+        return rate
+    in_range(f"the schedule at step {step}", "lr", rate)
+    return rate
 
 
-def _said(key: str, low: float, high: float, ends: str) -> str:
+def _allowed(key: str, low: float, high: float, ends: str) -> str:
+    """Describes the values that an argument may have."""
     first = f"above {low:g}" if ends[0] == "(" else f"{low:g} or more"
     last = f"below {high:g}" if ends[1] == ")" else f"at most {high:g}"
-    both = [part for part, end in ((first, low), (last, high)) if math.isfinite(end)]
-    found = f"a number, {' and '.join(both)}"
+    bounds = [part for part, end in ((first, low), (last, high)) if math.isfinite(end)]
+    text = f"a number, {' and '.join(bounds)}"
     if key == "lr":
-        return f"{found}, a tensor of one, or a function of the step"
-    return f"{found}, or a function of a parameter's path and shape" if key == "weight_decay" else found
+        return f"{text}, a tensor of one, or a function of the step"
+    return f"{text}, or a function of a parameter's path and shape" if key == "weight_decay" else text
 
 
 def kind(value: Any) -> str:
-    """What a value is, in words."""
+    """Describes a value's type."""
     if inspect.isfunction(value) or isinstance(value, torch.optim.Optimizer):
         name = value.__name__ if inspect.isfunction(value) else type(value).__name__
         return f"the function {name}" if inspect.isfunction(value) else f"torch's own {name}: see from_torch"

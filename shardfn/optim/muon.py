@@ -38,22 +38,21 @@ def muon(
     State: one number a parameter.
 
     Args:
-        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the number of the step, which begins
-            at 1.
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the step number, which begins at 1.
         momentum: :math:`\mu`, from 0 to 1.
-        nesterov: whether with Nesterov's momentum.
+        nesterov: whether to use Nesterov's momentum.
         weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
-        iterations: of Newton-Schulz, 1 or more.
-        dtype: that it computes in, and moves; None for the gradient's. A CPU without instructions for bfloat16 takes
-            about 80 times as long in it as in float32.
-        donate: as for `sgd`. Without it matrices are gathered on every rank, differentiably.
+        iterations: number of Newton-Schulz iterations, 1 or more.
+        dtype: dtype of the iteration and of what ranks exchange; None for the gradient's. A CPU without instructions
+            for bfloat16 takes about 80 times as long in it as in float32.
+        donate: as for `sgd`. If False, matrices are gathered on every rank, differentiably.
 
     Returns:
         An `Optimizer` for parameters of two dimensions.
 
     Raises:
-        TypeError, ValueError: an argument that is not a number, or out of its range; by `init`, a parameter that is not
-            a real matrix.
+        TypeError, ValueError: an argument is not a number, or out of its range; `init` also for a parameter that is
+            not a real matrix.
 
     Sources: Jordan et al., Muon: an optimizer for hidden layers in neural networks (2024).
 
@@ -76,44 +75,44 @@ def muon(
         return {"step": 0, "numbers": constants(numbers), "momentum": zeros_like(params)}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        count, known = state["step"] + 1, units(params)
+        count, leaves = state["step"] + 1, units(params)
         now = numbers | state["numbers"]
         now["lr"] = at_step(now["lr"], count)
-        momenta = known.beside(state["momentum"])
-        present = {i: grad for i, (_, grad) in enumerate(pairs(known, grads)) if grad is not None}
-        at, gs = list(present), list(present.values())
-        if not at:
+        momenta = leaves.beside(state["momentum"])
+        present = {i: grad for i, (_, grad) in enumerate(pairs(leaves, grads)) if grad is not None}
+        moving, gs = list(present), list(present.values())
+        if not moving:
             return params, state | {"step": count}
         with torch.set_grad_enabled(not donate and torch.is_grad_enabled()):
-            ms = [momenta[i] for i in at]
-            new = ms if donate else torch._foreach_lerp(ms, gs, 1 - now["momentum"])
+            ms = [momenta[i] for i in moving]
+            averages = ms if donate else torch._foreach_lerp(ms, gs, 1 - now["momentum"])
             if donate:
                 torch._foreach_lerp_(ms, gs, 1 - now["momentum"])
-            updates = list(torch._foreach_lerp(gs, new, now["momentum"])) if nesterov else list(new)
-            chosen = [known.each[i] for i in at]
+            updates = list(torch._foreach_lerp(gs, averages, now["momentum"])) if nesterov else list(averages)
+            chosen = [leaves.each[i] for i in moving]
             orthogonal = (on_owner if donate else on_everyone)(chosen, updates, orthogonalize, cost, dtype)
-            values = [unit.values for unit in known.each]
-            for i, unit, o, m in zip(at, chosen, orthogonal, new, strict=True):
+            values = [unit.values for unit in leaves.each]
+            for i, unit, o, m in zip(moving, chosen, orthogonal, averages, strict=True):
                 values[i], momenta[i] = _moved(unit, o, now, donate), m
-        made = params if donate else known.like(values)
-        return made, state | {"step": count, "momentum": known.like(momenta)}
+        new_params = params if donate else leaves.like(values)
+        return new_params, state | {"step": count, "momentum": leaves.like(momenta)}
 
     return Optimizer(init, on_whole(step))
 
 
 def _moved(unit: Unit, o: Tensor, now: dict[str, Any], donate: bool) -> Tensor:
-    """A unit's values after their step along `o`."""
+    """A unit's values after a step along `o`."""
     flat = unit.values.reshape(-1)
     parts: list[Tensor] = []
     rates, ties = numbered(now["lr"], unit)
-    for one in unit.filled:
-        lr = rates[one.path]
-        scale = lr * max(1.0, one.whole[0] / one.whole[1]) ** 0.5
-        keep = 1 - lr * of_rule(now["weight_decay"], one)
-        p, direction = flat[one.start : one.stop], o.reshape(-1)[one.start : one.stop].to(flat.dtype)
+    for segment in unit.filled:
+        lr = rates[segment.path]
+        scale = lr * max(1.0, segment.whole[0] / segment.whole[1]) ** 0.5
+        keep = 1 - lr * of_rule(now["weight_decay"], segment)
+        p, direction = flat[segment.start : segment.stop], o.reshape(-1)[segment.start : segment.stop].to(flat.dtype)
         if donate:
             p.mul_(keep)
-            # As alpha a tensor would be read by the host.
+            # As `alpha` a tensor would be read by the host, which waits for the device.
             p.sub_(direction * scale) if isinstance(scale, Tensor) else p.add_(direction, alpha=-scale)
         else:
             parts.append(p * keep - scale * direction)
@@ -123,17 +122,18 @@ def _moved(unit: Unit, o: Tensor, now: dict[str, Any], donate: bool) -> Tensor:
 
 
 def _refuse(unit: Unit) -> None:
+    """Raises ValueError for a trained parameter that is not a matrix."""
     entries = [unit.layout.entries[i] for i in unit.entries] if unit.layout else unit.segments
-    for one in entries:
-        if unit.trainable and len(one.shape) != 2:
+    for e in entries:
+        if unit.trainable and len(e.shape) != 2:
             raise ValueError(
-                f"muon: {one.path} has shape {one.shape}, and only matrices can be orthogonalised; give the others to "
+                f"muon: {e.path} has shape {e.shape}, and only matrices can be orthogonalised; give the others to "
                 f"another optimizer: masked(muon(...), lambda path, shape: len(shape) == 2, adamw(...))"
             )
 
 
 def orthogonalised(x: Tensor, iterations: int, dtype: torch.dtype | None) -> Tensor:
-    """`[..., r, c]` matrices with singular values of about 1."""
+    """`[..., r, c]` matrices with the same singular vectors, and singular values of about 1."""
     a, b, c = COEFFICIENTS
     y = x.to(dtype or x.dtype)
     tall = y.shape[-2] > y.shape[-1]
@@ -146,6 +146,6 @@ def orthogonalised(x: Tensor, iterations: int, dtype: torch.dtype | None) -> Ten
 
 
 def cost(shape: tuple[int, int]) -> int:
-    """Operations of an iteration: two products of `m x m` and `m x n`, and one of `m x m` and `m x m`."""
+    """Operations of an iteration: two products of `m x m` with `m x n`, and one of `m x m` with `m x m`."""
     least = min(shape)
     return 4 * shape[0] * shape[1] * least + 2 * least**3

@@ -1,7 +1,7 @@
 """Norms of sharded trees, in which every element counts once.
 
-What a rank holds is summed over exactly those axes that cut it: not over replicas, and not over tensor-parallel ranks
-that hold the same parameter whole. One reduction for each set of axes, however many parameters.
+Partial sums are added over exactly the axes that cut a parameter: not over replicas, and not over tensor-parallel
+ranks that hold the same parameter whole. There is one reduction for each set of axes, however many parameters.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Norms:
     """Euclidean norms of a tree.
 
     Attributes:
-        total: of all of it, `global_norm` as a number.
+        total: of the whole tree: `global_norm` as a number.
         stages: of each stage, by path; a plain tensor is a stage of its own.
         parameters: of each parameter, by path, such as `blocks.0.attn.q`.
     """
@@ -46,7 +46,7 @@ def norms(tree: Any) -> Norms:
     """Euclidean norms of a tree, its stages and its parameters, as plain numbers. All ranks call it together.
 
     Args:
-        tree: parameters, gradients or anything shaped like them, of any floating-point or complex dtype. Integers,
+        tree: parameters, gradients or a tree of the same structure, of any floating-point or complex dtype. Integers,
             frozen parameters and None are left out.
 
     Returns:
@@ -55,12 +55,12 @@ def norms(tree: Any) -> Norms:
     Example:
         ``for path, norm in norms(grads).parameters.items(): print(path, norm)``
     """
-    known = units(tree)
-    found = squares(known)
-    of = {path: unit.name for unit in known.each if unit.trainable for _, path, _ in spread(unit)}  # stages
-    values = torch.stack([found[name] for name in of]).tolist() if of else []
-    parameters, stages = dict(zip(of, values, strict=True)), dict.fromkeys(of.values(), 0.0)
-    for name, stage in of.items():
+    leaves = units(tree)
+    sums = squares(leaves)
+    stage_of = {path: unit.name for unit in leaves.each if unit.trainable for _, path, _ in spread(unit)}  # stages
+    values = torch.stack([sums[name] for name in stage_of]).tolist() if stage_of else []
+    parameters, stages = dict(zip(stage_of, values, strict=True)), dict.fromkeys(stage_of.values(), 0.0)
+    for name, stage in stage_of.items():
         stages[stage] += parameters[name]
     return Norms(
         sum(values) ** 0.5,
@@ -73,40 +73,41 @@ def global_norm(tree: Any) -> Tensor:
     """The Euclidean norm of a whole tree, in which each element counts once. All ranks call it together.
 
     Args:
-        tree: parameters, gradients or anything shaped like them, of any floating-point or complex dtype. Integers,
+        tree: parameters, gradients or a tree of the same structure, of any floating-point or complex dtype. Integers,
             frozen parameters and None are left out.
 
     Returns:
-        A 0-d tensor, the same on every rank: float64 if something in the tree is double, else float32. Differentiable.
+        A 0-d tensor, the same on every rank: float64 if any tensor of the tree is double, else float32.
+        Differentiable.
 
     Example:
         ``penalised = loss + 1e-4 * global_norm(params) ** 2``
     """
-    found = list(squares(units(tree)).values())
-    return torch.stack(found).sum().sqrt() if found else torch.zeros(())
+    sums = list(squares(units(tree)).values())
+    return torch.stack(sums).sum().sqrt() if sums else torch.zeros(())
 
 
 def vdot(a: Any, b: Any) -> Tensor:
     """The sum over all elements of `conj(a) * b`. All ranks call it together.
 
-    As `jax.numpy.vdot` of whole trees: each element counts once, however it is cut and repeated. Differentiable;
+    As `jax.numpy.vdot` of whole trees: each element counts once, however it is cut and replicated. Differentiable;
     integers, frozen parameters and None are left out. `vdot(a, a)` is the square of `global_norm(a)`.
 
     Args:
-        a: parameters, gradients or anything shaped like them.
-        b: another such tree, of the same layouts.
+        a: parameters, gradients or a tree of the same structure.
+        b: another such tree, with the same layouts.
 
     Returns:
-        A 0-d tensor, the same on every rank: float32, or float64 if something is double; complex if something is.
+        A 0-d tensor, the same on every rank: float32, or float64 if any tensor is double; complex if any tensor is.
 
     Raises:
-        ValueError: trees of different structure, layouts or shapes.
+        ValueError: the trees differ in structure, layouts or shapes.
 
     Example:
         A Rayleigh quotient, for the curvature along a direction `v`: ``vdot(v, hvp(v)) / vdot(v, v)``
     """
     left, right = units(a), units(b)
-    ours, theirs = ([(one.name, one.layout, one.values.shape) for one in known.each] for known in (left, right))
+    ours, theirs = ([(seg.name, seg.layout, seg.values.shape) for seg in leaves.each] for leaves in (left, right))
     if left.tree != right.tree:
         both = listed([left.tree, right.tree], separator=" and ", room=1200)
         raise ValueError(f"vdot: the trees differ: their structures are {both}")
@@ -118,37 +119,37 @@ def vdot(a: Any, b: Any) -> Tensor:
                 f"Where gradients are cut further than parameters (zero1, zero2, hfsdp), two gradients go "
                 f"together, or two trees of parameters"
             )
-    sources = [unit.values for known in (left, right) for unit in known.each if unit.trainable]
+    sources = [unit.values for leaves in (left, right) for unit in leaves.each if unit.trainable]
     numbers = 2 if any(x.is_complex() for x in sources) else 1
-    found: dict[str, Tensor] = {}
+    products: dict[str, Tensor] = {}
     for x, y in zip(left.each, right.each, strict=True):
-        for one in x.segments if x.trainable else ():
-            p, q = (unit.values.reshape(-1)[one.start : one.stop] for unit in (x, y))
+        for seg in x.segments if x.trainable else ():
+            p, q = (unit.values.reshape(-1)[seg.start : seg.stop] for unit in (x, y))
             dtype = torch.promote_types(torch.promote_types(p.dtype, q.dtype), wide(p))
             product = torch.vdot(p.to(dtype), q.to(dtype))
-            found[one.path] = torch.stack(
+            products[seg.path] = torch.stack(
                 (product.real, product.imag if product.is_complex() else product * 0)[:numbers]
             )
-    every = list(totals(left, found, lambda whole: numbers, sources).values())
-    total = torch.stack(every).sum(0) if every else torch.zeros(numbers)
+    sums = list(totals(left, products, lambda whole: numbers, sources).values())
+    total = torch.stack(sums).sum(0) if sums else torch.zeros(numbers)
     return torch.view_as_complex(total) if numbers == 2 else total[0]
 
 
 def clip_by_global_norm(limit: float, *, donate: bool = True) -> Transform:
     r"""Scales gradients so that their global norm is at most `limit`; overwrites them unless `donate=False`.
 
-    :math:`g \leftarrow g \min(1, c / \lVert g \rVert)`. The norm from before is in the state, under `"norm"`, a 0-d
-    tensor. A norm that is not finite makes all gradients so.
+    :math:`g \leftarrow g \min(1, c / \lVert g \rVert)`. The norm before clipping is in the state, under `"norm"`, a
+    0-d tensor. If it is not finite, all gradients become so.
 
     Args:
         limit: :math:`c`, above 0.
-        donate: overwrite gradients; if not, the update can be differentiated.
+        donate: whether to overwrite gradients; if not, the update can be differentiated.
 
     Returns:
         A `Transform`.
 
     Raises:
-        TypeError, ValueError: a limit that is not a number, such as gradients, or not above 0.
+        TypeError, ValueError: the limit is not a number, or not above 0.
 
     Sources: Pascanu et al., On the difficulty of training recurrent neural networks (2013), algorithm 1.
 
@@ -169,9 +170,9 @@ def clip_by_global_norm(limit: float, *, donate: bool = True) -> Transform:
         return scaled(grads, factor, donate), state | {"limit": limit, "norm": norm.detach()}
 
     def init(params: Any) -> Any:
-        known = [unit.values for unit in units(params).each if unit.trainable]
-        dtype = torch.float64 if torch.float64 in map(wide, known) else torch.float32
-        return {"limit": limit, "norm": torch.zeros((), dtype=dtype, device=known[0].device if known else None)}
+        trained = [unit.values for unit in units(params).each if unit.trainable]
+        dtype = torch.float64 if torch.float64 in map(wide, trained) else torch.float32
+        return {"limit": limit, "norm": torch.zeros((), dtype=dtype, device=trained[0].device if trained else None)}
 
     return Transform(init, update)
 
@@ -181,13 +182,13 @@ def clip_by_value(limit: float, *, donate: bool = True) -> Transform:
 
     Args:
         limit: above 0.
-        donate: overwrite gradients; if not, the update can be differentiated.
+        donate: whether to overwrite gradients; if not, the update can be differentiated.
 
     Returns:
         A `Transform`.
 
     Raises:
-        TypeError, ValueError: a limit that is not a number, or not above 0.
+        TypeError, ValueError: the limit is not a number, or not above 0.
 
     Example:
         ``chain(clip_by_value(0.1), sgd(0.01))``
@@ -203,7 +204,7 @@ def clip_by_value(limit: float, *, donate: bool = True) -> Transform:
 
 
 def scaled(tree: Any, factor: Tensor | float, donate: bool) -> Any:
-    """A tree times a number or a 0-d tensor, each in its own dtype."""
+    """A tree times a number or a 0-d tensor; each tensor keeps its dtype."""
     at = functools.cache(lambda device: factor.to(device) if isinstance(factor, Tensor) else factor)
     return _changed(
         tree, donate, lambda x: x.mul_(at(x.device)), lambda u: (u.values * varied(factor, u)).to(u.values.dtype)
@@ -211,80 +212,81 @@ def scaled(tree: Any, factor: Tensor | float, donate: bool) -> Any:
 
 
 def _changed(tree: Any, donate: bool, overwrite: Callable[[Tensor], object], replaced: Callable[[Unit], Tensor]) -> Any:
-    """A tree of which each trained tensor is overwritten, or replaced where it must not or cannot be."""
-    known = units(tree)
-    trained = [unit for unit in known.each if unit.trainable and unit.values is not None]
-    # In the gradient of a sum, say, an element of memory stands for several.
+    """A tree whose trained tensors are overwritten, or replaced if they must not or cannot be overwritten."""
+    leaves = units(tree)
+    trained = [unit for unit in leaves.each if unit.trainable and unit.values is not None]
+    # A tensor with stride 0 cannot be overwritten: the gradient of a sum, say, stores one number for many elements.
     if donate and not any(0 in unit.values.stride() and not dense(unit.values) for unit in trained):
         with torch.no_grad():
             in_place([unit.values for unit in trained], overwrite)
         return tree
-    return known.like(replaced(u) if u.trainable and u.values is not None else u.values for u in known.each)
+    return leaves.like(replaced(u) if u.trainable and u.values is not None else u.values for u in leaves.each)
 
 
-def squares(known: Units) -> dict[str, Tensor]:
+def squares(leaves: Units) -> dict[str, Tensor]:
     """The sum of squares of each parameter over all ranks, by path: 0-d, float32 or wider."""
-    found: dict[str, Tensor] = {}
+    sums: dict[str, Tensor] = {}
     parts: dict[str, Tensor] = {}
-    for unit in known.each:
+    for unit in leaves.each:
         if unit.trainable and on_disk(unit.values) and not differentiable(unit.values):
+            # A tensor on disk is in memory only here, one at a time.
             with held(unit.values.detach()) as values:
-                found |= _norms(_parts_of(unit, values))
+                sums |= _norms(_parts_of(unit, values))
         elif unit.trainable:
             parts |= _parts_of(unit, unit.values)
-    found |= _norms(parts)
-    sources = [unit.values for unit in known.each if unit.trainable]
-    return {path: total[0] for path, total in totals(known, found, lambda whole: 1, sources).items()}
+    sums |= _norms(parts)
+    sources = [unit.values for unit in leaves.each if unit.trainable]
+    return {path: total[0] for path, total in totals(leaves, sums, lambda whole: 1, sources).items()}
 
 
 def _parts_of(unit: Unit, values: Tensor) -> dict[str, Tensor]:
-    return {one.path: values.reshape(-1)[one.start : one.stop] for one in unit.segments}
+    return {segment.path: values.reshape(-1)[segment.start : segment.stop] for segment in unit.segments}
 
 
 def _norms(parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The square of each one's norm, as a vector of one."""
-    kinds: dict[Any, list[str]] = {}
+    """The squared norm of each tensor, `[1]`, in float32 or wider."""
+    groups: dict[Any, list[str]] = {}
     for path, part in parts.items():
-        kinds.setdefault((wide(part), part.device), []).append(path)
-    found: dict[str, Tensor] = {}
-    for (dtype, _), paths in kinds.items():
-        each = torch._foreach_norm([parts[path] for path in paths], 2.0, dtype=dtype)
-        found |= {path: norm.square().reshape(1) for path, norm in zip(paths, each, strict=True)}
-    return found
+        groups.setdefault((wide(part), part.device), []).append(path)
+    squared: dict[str, Tensor] = {}
+    for (dtype, _), paths in groups.items():
+        roots = torch._foreach_norm([parts[path] for path in paths], 2.0, dtype=dtype)
+        squared |= {path: norm.square().reshape(1) for path, norm in zip(paths, roots, strict=True)}
+    return squared
 
 
 def totals(
-    known: Units, here: dict[str, Tensor], length: Callable[[tuple[int, ...]], int], sources: list[Tensor]
+    leaves: Units, local: dict[str, Tensor], length: Callable[[tuple[int, ...]], int], sources: list[Tensor]
 ) -> dict[str, Tensor]:
-    """Sums, over the ranks among which each trained parameter is cut, of a vector that they have of it.
+    """Sums a vector for each trained parameter over the ranks among which the parameter is cut.
 
     Args:
-        known: the parameters.
-        here: by path, this rank's vectors; zeros where there is none.
-        length: of the vectors, from the parameter's whole shape.
-        sources: what the vectors were made from, on every rank.
+        leaves: the parameters.
+        local: this rank's vectors, by path; a missing one counts as zeros.
+        length: length of the vector, from the parameter's whole shape.
+        sources: the tensors from which vectors are made, on every rank; for derivatives.
     """
-    found: dict[str, Tensor] = {}
+    totals: dict[str, Tensor] = {}
     groups: dict[tuple[Any, ...], dict[str, int]] = {}
-    for unit in known.each:
+    for unit in leaves.each:
         if unit.trainable:
             for axes, path, whole in spread(unit):
-                kind = (unit.layout and unit.layout.grid, axes, wide(unit.values), home(unit))
-                groups.setdefault(kind, {})[path] = length(whole)
+                key = (unit.layout and unit.layout.grid, axes, wide(unit.values), home(unit))
+                groups.setdefault(key, {})[path] = length(whole)
     for (grid, axes, dtype, device), lengths in groups.items():
-        own = next((here[path].device for path in lengths if path in here), device)
+        place = next((local[path].device for path in lengths if path in local), device)
         rows = [
-            here[path].to(dtype) if path in here else torch.zeros(n, dtype=dtype, device=own)
+            local[path].to(dtype) if path in local else torch.zeros(n, dtype=dtype, device=place)
             for path, n in lengths.items()
         ]
         total = tied(torch.cat(rows).to(device), sources)
         if axes:
             with scope(mesh_of(grid, "a tree")):
                 total = functional.psum(total, axes)
-        found |= dict(zip(lengths, total.split(list(lengths.values())), strict=True))
-    return found
+        totals |= dict(zip(lengths, total.split(list(lengths.values())), strict=True))
+    return totals
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """What numbers of this dtype are added up in."""
+    """The dtype in which numbers of this dtype are summed."""
     return torch.float64 if x.dtype in (torch.float64, torch.complex128) else torch.float32

@@ -1,6 +1,6 @@
-"""What an optimizer is: two functions, `state = init(params)` and `params, state = step(params, grads, state)`.
+"""Defines an optimizer: two functions, `state = init(params)` and `params, state = step(params, grads, state)`.
 
-Whatever it remembers is in the state, a pytree; so is every number that it was given.
+Everything it remembers is in the state, a pytree, and so are the numbers that it was given.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from shardfn.shards.layout import Layout
 from shardfn.shards.pieces import Segment, is_unit, units
 
 Rule = Callable[[str, tuple[int, ...]], Any]
-"""Something that depends on a parameter: a function of its path, `blocks.0.attn.q`, and its whole shape."""
+"""A value for each parameter: a function of its path, such as `blocks.0.attn.q`, and its whole shape."""
 
 
 @dataclass(frozen=True)
 class Optimizer:
     """Two functions, `state = init(params)` and `params, state = step(params, grads, state)`.
 
-    Neither has a memory of its own, but for weak references by which it notices arguments in each other's place. Where
-    a strategy cuts optimizer state further than parameters, the two functions that it is made of get this rank's part
-    only, and new parameters are gathered.
+    They remember nothing between calls except weak references, by which they notice arguments in the wrong order. Where
+    a strategy cuts optimizer state further than parameters, the given functions see only this rank's part, and the new
+    parameters are gathered.
 
     Args:
         init: `params -> state`: any pytree of tensors, numbers and flat shards.
-        step: `(params, grads, state) -> (params, state)`. Gradients are a pytree like the parameters, of the same
-            shapes; None, or a frozen parameter's, is left out.
+        step: `(params, grads, state) -> (params, state)`. Gradients are a pytree like the parameters, with the same
+            shapes; parameters whose gradient is None, and frozen ones, are left out.
 
     Raises:
-        ValueError, TypeError: by `step`, where the three do not belong together, before anything has changed.
+        ValueError, TypeError: by `step`, if the three trees do not belong together, before anything has changed.
 
     Example:
         ``Optimizer(lambda params: (), lambda params, grads, state: (tree_map(torch.sub, params, grads), state))``
@@ -58,16 +58,16 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Transform:
-    """What is done to gradients before an optimizer gets them: `grads, state = update(params, grads, state)`.
+    """A change to gradients before an optimizer gets them: `grads, state = update(params, grads, state)`.
 
     Args:
         init: `params -> state`, a pytree.
-        update: `(params, grads, state) -> (grads, state)`. It is called by keyword, so its arguments have these names
-            and may stand in any order.
+        update: `(params, grads, state) -> (grads, state)`. It is called by keyword, so its arguments must have these
+            names, in any order.
 
     Raises:
         TypeError: `update` has arguments of other names.
-        ValueError, TypeError: by `update`, where the three do not belong together, or are in each other's place.
+        ValueError, TypeError: by `update`, if the three trees do not belong together, or are in the wrong order.
 
     Example:
         ``Transform(lambda params: (), lambda params, grads, state: (tree_map(torch.sign, grads), state))``
@@ -84,10 +84,10 @@ class Transform:
 
 
 def _refuse_other_names(update: Callable[..., Any]) -> None:
-    """Raises TypeError for a function that cannot be called with these keywords, and would mix up positions."""
+    """Raises TypeError for a function without these keywords: a call by position could mix arguments up."""
     try:
         signature = inspect.signature(update)
-    except (TypeError, ValueError):  # of a function that is not Python's
+    except (TypeError, ValueError):  # a function written in C may have no signature
         return
     try:
         signature.bind(params=None, grads=None, state=None)
@@ -99,15 +99,15 @@ def _refuse_other_names(update: Callable[..., Any]) -> None:
 
 
 def _each_once(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`init`, but not for a tree that has one tensor at two places: each would be moved by a gradient of its own."""
+    """`init`, with ValueError for a tensor at two places of the tree, where each would apply its own gradient."""
 
     @functools.wraps(init)
     def checked(params: Any) -> Any:
         seen: set[int] = set()
-        known = units(params)
-        if not any(unit.trainable for unit in known.each):
+        leaves = units(params)
+        if not any(unit.trainable for unit in leaves.each):
             _refuse_few_bits(params)
-        for unit in known.each:
+        for unit in leaves.each:
             if unit.trainable and id(unit.values) in seen:
                 raise ValueError(
                     f"{unit.name} is at two places of the tree, and each would be moved by a gradient of its own: keep "
@@ -120,7 +120,7 @@ def _each_once(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _refuse_few_bits(params: Any) -> None:
-    """Raises ValueError for parameters in few bits, where there are no others to train."""
+    """Raises ValueError for quantized parameters, if no others are to be trained."""
     accessors, leaves, _ = optree.tree_flatten_with_accessor(params, is_leaf=lambda x: is_unit(x) or is_packed(x))
     for accessor, leaf in zip(accessors, leaves, strict=True):
         layout = leaf.layout if is_unit(leaf) else None
@@ -136,21 +136,21 @@ def _refuse_few_bits(params: Any) -> None:
 
 @short_errors
 def shard_state(optimizer: Optimizer, axis: AxisName) -> Optimizer:
-    """The optimizer with its state cut along `axis` too, over which parameters are the same; ZeRO-1 for any strategy.
+    """The optimizer with its state cut along `axis` too, over which parameters are replicated; ZeRO-1 for any strategy.
 
     A rank updates its part of each parameter with its part of the gradient, which is sliced if every rank has all of
-    it, and the parts are gathered, those of all stages at once. `zero1` and `hfsdp` do this by themselves, and their
-    gradients are scattered in the first place. Plain tensors are updated everywhere.
+    it; then the parts of all stages are gathered at once. `zero1` and `hfsdp` do this by themselves, and reduce-scatter
+    their gradients in the first place. Plain tensors are updated on every rank.
 
     Args:
-        optimizer: any.
-        axis: one or several of each strategy's replicas.
+        optimizer: any optimizer.
+        axis: one or several axes over which each strategy replicates parameters.
 
     Returns:
-        An `Optimizer`; its `init` and `step` raise what follows.
+        An `Optimizer`.
 
     Raises:
-        ValueError: an axis over which a parameter is not the same.
+        ValueError: by `init` and `step`, for an axis over which a parameter is not replicated.
 
     Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (2020), 5.1.
     """
@@ -159,10 +159,10 @@ def shard_state(optimizer: Optimizer, axis: AxisName) -> Optimizer:
 
     def finer(layout: Layout) -> Layout:
         placement = layout.placement
-        wrong = [name for name in names if name not in placement.replicas + placement.axes]
-        if wrong:
+        unknown = [name for name in names if name not in placement.replicas + placement.axes]
+        if unknown:
             raise ValueError(
-                f"shard_state: stage {layout.stage!r} is not the same over {wrong[0]!r}, but over "
+                f"shard_state: stage {layout.stage!r} is not the same over {unknown[0]!r}, but over "
                 f"{listed(map(repr, placement.replicas), separator=' and ') or 'no axis'}: pass one of "
                 f"those, or another strategy"
             )
@@ -172,16 +172,16 @@ def shard_state(optimizer: Optimizer, axis: AxisName) -> Optimizer:
 
 
 def chain(*parts: Any) -> Optimizer:
-    """Transforms gradients one after another, and gives what comes out to an optimizer.
+    """Passes gradients through transforms, one after another, and the result to an optimizer.
 
     Args:
         *parts: any number of `Transform`, then one `Optimizer`.
 
     Returns:
-        An `Optimizer`, whose state is the tuple of theirs.
+        An `Optimizer`, whose state is the tuple of the parts' states.
 
     Raises:
-        TypeError: other things, or another order.
+        TypeError: the arguments are something else, or in another order.
 
     Example:
         ``chain(clip_by_global_norm(1.0), adamw(3e-4))``
@@ -199,21 +199,21 @@ def chain(*parts: Any) -> Optimizer:
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         states = []
-        for part, known in zip(transforms, state[:-1], strict=True):
-            grads, known = part.update(params, grads, known)
-            states.append(known)
-        params, known = last.step(params, grads, state[-1])
-        return params, (*states, known)
+        for part, inner in zip(transforms, state[:-1], strict=True):
+            grads, inner = part.update(params, grads, inner)
+            states.append(inner)
+        params, inner = last.step(params, grads, state[-1])
+        return params, (*states, inner)
 
     return Optimizer(init, step)
 
 
 def must_be_optimizer(name: str, value: Any) -> None:
-    """Raises TypeError for what is not an optimizer."""
+    """Raises TypeError if `value` is not an `Optimizer`."""
     if not isinstance(value, Optimizer):
         raise TypeError(f"{name} takes an optimizer, such as shardfn.optim.adamw(3e-4), not {kind(value)}")
 
 
 def of_rule(value: Any, segment: Segment) -> Any:
-    """A number, or what a rule says of a parameter."""
+    """A number, or what a rule returns for a parameter."""
     return value(segment.path, segment.whole) if callable(value) else value

@@ -1,4 +1,4 @@
-"""Optimizers for 16 bits: small changes by a master in float32 or rounding at random, small gradients by a scale."""
+"""Optimizers for 16-bit parameters: float32 master copies, stochastic rounding, loss scaling."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from shardfn.shards.random import int_seed
 
 
 def master(optimizer: Optimizer, *, donate: bool = True) -> Optimizer:
-    """The optimizer on a copy of the parameters in float32, of which the parameters are the rounded values.
+    """The optimizer on a float32 copy of the parameters; the parameters are its rounded values.
 
-    The copy, the master, is under `"master"` in the state, and cut as that is: with `zero1` or `hfsdp` a rank computes
-    with bfloat16 parameters, and keeps float32 ones for its part only. Where a strategy cuts parameters as well,
-    float32 parameters that a stage gathers in bfloat16, `stage(gather_dtype=torch.bfloat16)`, need less memory.
+    The copy, the master, is under `"master"` in the state, and cut as the state is: with `zero1` or `hfsdp` a rank
+    computes with bfloat16 parameters, and keeps float32 ones for its part only. Where a strategy cuts parameters as
+    well, float32 parameters that a stage gathers in bfloat16, `stage(gather_dtype=torch.bfloat16)`, need less memory.
 
-    State: 4 bytes a parameter of 16 bits more. Parameters of float32 or float64 are their own masters.
+    State: 4 bytes more for each 16-bit parameter. Parameters of float32 or float64 are their own masters.
 
     Args:
-        optimizer: any; its state is in float32, too.
-        donate: overwrite parameters. If not, the step can be differentiated, as far as the optimizer's can: what is
-            rounded has the derivative of what it is rounded from.
+        optimizer: any optimizer; its state is in float32, too.
+        donate: whether to overwrite parameters. If not, the step can be differentiated, as far as the optimizer's can:
+            rounding then has derivative 1.
 
     Returns:
         An `Optimizer`.
 
     Raises:
-        TypeError: what is not an optimizer; by `init`, complex parameters.
+        TypeError: `optimizer` is not an optimizer; `init` also for complex parameters.
 
     Sources: Micikevicius et al., Mixed precision training (2018), section 3.1.
 
@@ -47,45 +47,46 @@ def master(optimizer: Optimizer, *, donate: bool = True) -> Optimizer:
     check("master", {"donate": donate})
 
     def init(params: Any) -> Any:
-        known = units(params)
-        refuse_complex(known, "master")
+        leaves = units(params)
+        refuse_complex(leaves, "master")
         make = (lambda unit: copied(unit, wide(unit.values))) if donate else _widened
-        copies = [make(unit) if _narrow(unit) else None for unit in known.each]
-        return {"optimizer": optimizer.init(_with(known, copies)), "master": known.like(copies)}
+        copies = [make(unit) if _narrow(unit) else None for unit in leaves.each]
+        return {"optimizer": optimizer.init(_with(leaves, copies)), "master": leaves.like(copies)}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        known = units(params)
-        copies = known.beside(state["master"])
-        made, inner = optimizer.step(_with(known, copies), grads, state["optimizer"])
-        new = known.beside(made)
-        kept = [x if _narrow(unit) else None for x, unit in zip(new, known.each, strict=True)]
-        rounded = (x.to(unit.values.dtype) if _narrow(unit) else x for x, unit in zip(new, known.each, strict=True))
-        return _moved(known, rounded, params, donate), {"optimizer": inner, "master": known.like(kept)}
+        leaves = units(params)
+        copies = leaves.beside(state["master"])
+        new_params, inner = optimizer.step(_with(leaves, copies), grads, state["optimizer"])
+        new = leaves.beside(new_params)
+        masters = [x if _narrow(unit) else None for x, unit in zip(new, leaves.each, strict=True)]
+        rounded = (x.to(unit.values.dtype) if _narrow(unit) else x for x, unit in zip(new, leaves.each, strict=True))
+        return _moved(leaves, rounded, params, donate), {"optimizer": inner, "master": leaves.like(masters)}
 
     return Optimizer(init, step)
 
 
 def stochastic_rounding(optimizer: Optimizer, *, seed: int = 0, donate: bool = True) -> Optimizer:
-    """The optimizer, whose new bfloat16 parameters are rounded at random, up as often as they are near the upper value.
+    """The optimizer, with new bfloat16 parameters rounded stochastically: up or down, such that the mean is exact.
 
-    A change that is smaller than what bfloat16 can tell apart is then right in the mean, with no master. A step works
-    on a copy of the parameters in float32, 4 bytes for each that is here, which it gives back. The random bits come
-    from the seed, the number of the step, and a parameter's name and the element's place in it: ranks that hold the
-    same element round it alike, and the bits are the same on any number of ranks and device, and after a checkpoint.
+    A change smaller than bfloat16 can represent is then right on average, without a master copy. A step works on a
+    temporary float32 copy of this rank's parameters, 4 bytes each. The random bits depend on the seed, the step number,
+    the parameter's name and the element's place in it. So ranks that hold the same element round it alike, and the bits
+    are the same for any number of ranks, on any device, and after a checkpoint.
 
-    State: the optimizer's, whose slots are in float32 unless it has a `state_dtype` or 8 bits; the seed, and a count.
+    State: the optimizer's, with slots in float32 unless it has a `state_dtype` or 8 bits; the seed, and a step count.
 
     Args:
-        optimizer: any.
+        optimizer: any optimizer.
         seed: an int, the same on every rank.
-        donate: overwrite parameters. If not, they stay as they are, but no step can be differentiated.
+        donate: whether to overwrite parameters. If not, they stay as they are, but even then no step can be
+            differentiated.
 
     Returns:
         An `Optimizer`; parameters of float32 or float64 are not rounded.
 
     Raises:
-        TypeError: what is not an optimizer; a seed that is not an int; by `init`, complex parameters, or float16 ones,
-            for which there is `master`.
+        TypeError: `optimizer` is not an optimizer, or the seed not an int; `init` also for complex parameters, and for
+            float16, for which there is `master`.
 
     Sources: Zamirai et al., Revisiting bfloat16 training (2020).
 
@@ -97,27 +98,27 @@ def stochastic_rounding(optimizer: Optimizer, *, seed: int = 0, donate: bool = T
     first = int_seed(seed)
 
     def init(params: Any) -> Any:
-        known = units(params)
-        refuse_complex(known, "stochastic_rounding")
-        for unit in known.each:
+        leaves = units(params)
+        refuse_complex(leaves, "stochastic_rounding")
+        for unit in leaves.each:
             if _narrow(unit) and unit.values.dtype != torch.bfloat16:
                 raise TypeError(
                     f"stochastic_rounding: {unit.name} is {unit.values.dtype}, and only bfloat16 is rounded at random: "
                     f"use master(optimizer), or other parameters"
                 )
-        copies = [copied(unit, wide(unit.values)) if _narrow(unit) else None for unit in known.each]
-        return {"optimizer": optimizer.init(_with(known, copies)), "step": 0, "seed": first}
+        copies = [copied(unit, wide(unit.values)) if _narrow(unit) else None for unit in leaves.each]
+        return {"optimizer": optimizer.init(_with(leaves, copies)), "step": 0, "seed": first}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        count, known = state["step"] + 1, units(params)
-        copies = [_widened(unit) if _narrow(unit) else None for unit in known.each]
+        count, leaves = state["step"] + 1, units(params)
+        copies = [_widened(unit) if _narrow(unit) else None for unit in leaves.each]
         copies = [x.detach() if donate and x is not None else x for x in copies]
-        made, inner = optimizer.step(_with(known, copies), grads, state["optimizer"])
+        new_params, inner = optimizer.step(_with(leaves, copies), grads, state["optimizer"])
         salt = state["seed"], count, "parameters"
-        new = known.beside(made)
-        round_one = _rounded_into if donate else _rounded
-        new = [round_one(unit, x, salt) if _narrow(unit) else x for unit, x in zip(known.each, new, strict=True)]
-        return _moved(known, new, params, donate), {"optimizer": inner, "step": count, "seed": state["seed"]}
+        new = leaves.beside(new_params)
+        round_unit = _rounded_into if donate else _rounded
+        new = [round_unit(unit, x, salt) if _narrow(unit) else x for unit, x in zip(leaves.each, new, strict=True)]
+        return _moved(leaves, new, params, donate), {"optimizer": inner, "step": count, "seed": state["seed"]}
 
     return Optimizer(init, step)
 
@@ -133,24 +134,24 @@ def loss_scaled(
 ) -> Optimizer:
     """The optimizer, for gradients of `loss * state["scale"]`; overwrites gradients unless `donate=False`.
 
-    It divides them by the scale. If a number of theirs is not finite, on whatever rank, all ranks leave out the step
-    and the scale shrinks; after `every` steps in a row it grows.
+    It divides gradients by the scale. If any gradient on any rank is not finite, all ranks skip the step and the scale
+    shrinks; after `every` finite steps in a row it grows.
 
-    State: `"scale"`, `"good"` (steps since it last changed), `"skipped"`, and the optimizer's.
+    State: `"scale"`, `"good"` (finite steps since the scale last changed), `"skipped"`, and the optimizer's.
 
     Args:
-        optimizer: any.
-        scale: the first, above 0.
-        growth: what it is multiplied by when it grows, 1 or more.
-        backoff: what it is multiplied by when it shrinks, above 0 and at most 1.
-        every: after so many finite steps in a row it grows, 1 or more.
-        donate: overwrite gradients.
+        optimizer: any optimizer.
+        scale: the initial scale, above 0.
+        growth: factor by which the scale grows, 1 or more.
+        backoff: factor by which the scale shrinks, above 0 and at most 1.
+        every: finite steps in a row after which the scale grows, 1 or more.
+        donate: whether to overwrite gradients.
 
     Returns:
         An `Optimizer`.
 
     Raises:
-        TypeError, ValueError: what is not an optimizer; a number out of its range.
+        TypeError, ValueError: `optimizer` is not an optimizer; a number is out of its range.
 
     Sources: Micikevicius et al., Mixed precision training (2018), section 3.2.
 
@@ -186,9 +187,9 @@ def _widened(unit: Unit) -> Tensor:
     return unit.values.to(wide(unit.values))
 
 
-def _with(known: Units, copies: list[Any]) -> Any:
-    """The tree with copies in place of what has one."""
-    return known.like(unit.values if x is None else x for unit, x in zip(known.each, copies, strict=True))
+def _with(leaves: Units, copies: list[Any]) -> Any:
+    """The tree with copies in place of the values that have one."""
+    return leaves.like(unit.values if x is None else x for unit, x in zip(leaves.each, copies, strict=True))
 
 
 def _rounded(unit: Unit, x: Tensor, salt: tuple[Any, ...]) -> Tensor:
@@ -199,7 +200,7 @@ def _rounded(unit: Unit, x: Tensor, salt: tuple[Any, ...]) -> Tensor:
 
 @torch.no_grad()
 def _rounded_into(unit: Unit, x: Tensor, salt: tuple[Any, ...]) -> Tensor:
-    """The unit's values, overwritten, a few at a time."""
+    """Overwrites a unit's values with rounded ones, a chunk at a time, which bounds the memory for random bits."""
     source, target = x.reshape(-1), unit.values.reshape(-1)
     for start in range(0, len(source), CHUNK):
         stop = min(start + CHUNK, len(source))
@@ -208,11 +209,12 @@ def _rounded_into(unit: Unit, x: Tensor, salt: tuple[Any, ...]) -> Tensor:
     return unit.values if target.data_ptr() == unit.values.data_ptr() else target.view(unit.values.shape)
 
 
-def _moved(known: Units, new: Iterable[Any], params: Any, donate: bool) -> Any:
+def _moved(leaves: Units, new: Iterable[Any], params: Any, donate: bool) -> Any:
+    """The tree with new values; with `donate`, the old tree, overwritten."""
     if not donate:
-        return known.like(new)
+        return leaves.like(new)
     with torch.no_grad():
-        for unit, x in zip(known.each, new, strict=True):
+        for unit, x in zip(leaves.each, new, strict=True):
             if unit.trainable and x is not unit.values:
                 unit.values.copy_(x)
     return params

@@ -1,4 +1,4 @@
-"""Learning rates as functions of the number of the step, which begins at 1."""
+"""Learning rates as functions of the step number, which begins at 1."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Schedule = Callable[[int], float]
 
 
 def warmup_cosine(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> Schedule:
-    """A schedule: from 0 up to `peak` in a line over `warmup` steps, then down to `end` in half a cosine.
+    """A schedule: linear from 0 to `peak` over `warmup` steps, then half a cosine down to `end`.
 
     Args:
         peak: the learning rate at step `warmup`, 0 or more.
         warmup: steps, 0 or more.
-        steps: of the whole run, at least `warmup`; from then on it stays at `end`.
+        steps: steps of the whole run, at least `warmup`; after them the rate stays at `end`.
         end: the learning rate at step `steps`, 0 or more.
 
     Returns:
-        A function of the number of the step.
+        A function of the step number.
 
     Raises:
-        TypeError, ValueError: numbers that are not ones, or out of their range.
+        TypeError, ValueError: an argument is not a number, or out of its range.
 
     Sources: Loshchilov and Hutter, SGDR: stochastic gradient descent with warm restarts (2017), equation 5.
 
@@ -35,14 +35,14 @@ def warmup_cosine(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> 
     def rate(step: int) -> float:
         if step < warmup:
             return peak * step / warmup
-        done = min((step - warmup) / max(steps - warmup, 1), 1.0)
-        return end + (peak - end) * (1 + math.cos(math.pi * done)) / 2
+        progress = min((step - warmup) / max(steps - warmup, 1), 1.0)
+        return end + (peak - end) * (1 + math.cos(math.pi * progress)) / 2
 
     return rate
 
 
 def linear(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> Schedule:
-    """A schedule: from 0 up to `peak` in a line over `warmup` steps, then down to `end` in a line, reached at `steps`.
+    """A schedule: linear from 0 to `peak` over `warmup` steps, then linear down to `end` at step `steps`.
 
     Also called `warmup_linear`. Arguments, result and errors are those of `warmup_cosine`.
 
@@ -54,20 +54,20 @@ def linear(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> Schedul
 
 
 def wsd(peak: float, *, warmup: int, decay: int, steps: int, end: float = 0.0) -> Schedule:
-    """A schedule that warms up, stays and decays, in lines: to `peak`, and to `end` over the last `decay` of `steps`.
+    """A warmup-stable-decay schedule: linear to `peak`, constant, linear to `end` over the last `decay` steps.
 
     Args:
-        peak: the learning rate between, 0 or more.
+        peak: the learning rate between warmup and decay, 0 or more.
         warmup: steps, 0 or more.
         decay: steps, 0 or more.
-        steps: of the whole run, at least `warmup + decay`; from then on it stays at `end`.
+        steps: steps of the whole run, at least `warmup + decay`; after them the rate stays at `end`.
         end: the last learning rate, 0 or more.
 
     Returns:
-        A function of the number of the step.
+        A function of the step number.
 
     Raises:
-        TypeError, ValueError: numbers that are not ones, or out of their range.
+        TypeError, ValueError: an argument is not a number, or out of its range.
 
     Sources: Hu et al., MiniCPM (2024), section 4.2.
 

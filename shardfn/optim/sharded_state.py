@@ -1,7 +1,7 @@
 """Optimizer state that is cut further than the parameters: ZeRO-1 and HFSDP, for any optimizer.
 
-A rank updates its part of what several ranks hold, with its part of the gradient, and gathers the others' parts. The
-part is a flat shard with a finer layout, so no optimizer knows about it.
+A rank updates its part of the parameters that several ranks hold, with its part of the gradient, and gathers the
+other ranks' parts. The part is a flat shard with a finer layout, so optimizers need not know about it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Finer = Callable[[Layout], Layout]
 
 
 def divided(layout: Layout) -> Layout:
-    """The layout of a parameter's optimizer state, as its strategy says."""
+    """The layout of a parameter's optimizer state by its strategy."""
     return layout.state_layout
 
 
 def divides_init(init: Init, finer: Finer = divided) -> Init:
-    """`init` on this rank's part of what strategies divide."""
+    """`init` on this rank's part of each flat shard that `finer` cuts further."""
 
     @functools.wraps(init)
     def wrapped(params: Any) -> Any:
@@ -50,7 +50,7 @@ def divides_init(init: Init, finer: Finer = divided) -> Init:
 
 
 def divides_step(step: Step, finer: Finer = divided) -> Step:
-    """`step` on this rank's part of what strategies divide; then parts are gathered."""
+    """`step` on this rank's part of each flat shard that `finer` cuts further; then gathers the new parts."""
 
     @functools.wraps(step)
     def wrapped(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
@@ -58,8 +58,8 @@ def divides_step(step: Step, finer: Finer = divided) -> Step:
             return step(params, grads, state)
         parts = _parts(params, finer)
         before = [_version(node) for node in optree.tree_leaves(parts, is_leaf=is_flat)]
-        made, state = step(parts, _gradients(params, grads, finer), state)
-        return _gathered(params, parts, before, made, finer), state
+        new_parts, state = step(parts, _gradients(params, grads, finer), state)
+        return _gathered(params, parts, before, new_parts, finer), state
 
     return wrapped
 
@@ -77,7 +77,7 @@ def _parts(params: Any, finer: Finer) -> Any:
 
 
 def _gradients(params: Any, grads: Any, finer: Finer) -> Any:
-    """This rank's parts of gradients, of which `value_and_grad` gives only these."""
+    """This rank's parts of the gradients; `value_and_grad` may already return only these."""
 
     def part(node: Any, grad: Any) -> Any:
         if not is_flat(node) or grad is None:
@@ -97,6 +97,7 @@ def _gradients(params: Any, grads: Any, finer: Finer) -> Any:
 
 
 def _part(node: FlatShard, fine: Layout) -> FlatShard:
+    """This rank's part of a flat shard: a view, or a differentiable slice."""
     layout, values = node.layout, node.values
     if fine == layout or not layout.trainable or not isinstance(values, Tensor):
         return node
@@ -107,28 +108,30 @@ def _part(node: FlatShard, fine: Layout) -> FlatShard:
     return FlatShard(values.detach()[start : start + fine.piece], fine)
 
 
-def _gathered(params: Any, parts: Any, before: list[int], made: Any, finer: Finer) -> Any:
+def _gathered(params: Any, parts: Any, before: list[int], new_parts: Any, finer: Finer) -> Any:
+    """The parameters with all ranks' new parts, gathered together."""
     leaves, tree = optree.tree_flatten(params, is_leaf=is_flat)
     handles: list[tuple[str, str, Handle]] = []
-    whole = []
-    every = zip(leaves, tree.flatten_up_to(parts), before, tree.flatten_up_to(made), strict=True)
-    for node, part, version, new in every:
+    gathered = []
+    rows = zip(leaves, tree.flatten_up_to(parts), before, tree.flatten_up_to(new_parts), strict=True)
+    for node, part, version, new in rows:
         if not is_flat(node):
-            whole.append(new)
+            gathered.append(new)
         elif finer(node.layout) == node.layout or not node.layout.trainable:
-            whole.append(FlatShard(new.values, node.layout))
+            gathered.append(FlatShard(new.values, node.layout))
         else:
-            same = autograd.storage_of(new.values) == autograd.storage_of(part.values)
-            # A rank may have nothing to update, and return it as it was: also one that overwrites nothing.
-            donated = same and (_version(part) != version or differentiable(new.values))
-            whole.append(FlatShard(_whole(node, new.values, donated, finer(node.layout), handles), node.layout))
+            shared = autograd.storage_of(new.values) == autograd.storage_of(part.values)
+            # Sharing memory is not enough: without `donate`, a rank with nothing to update may return its part as is.
+            donated = shared and (_version(part) != version or differentiable(new.values))
+            gathered.append(FlatShard(_whole(node, new.values, donated, finer(node.layout), handles), node.layout))
     for stage, group, handle in handles:
         try:
+            # All gathers are in flight before the first is waited for, so they overlap.
             arrived(handle, "all_gather", group, stage)
         except RuntimeError as error:
-            what = f"stage {stage!r}: gathering its new parameters failed on this rank: {error}"
-            raise RuntimeError(what) from waiting.cause(error)
-    return optree.tree_unflatten(tree, whole)
+            message = f"stage {stage!r}: gathering its new parameters failed on this rank: {error}"
+            raise RuntimeError(message) from waiting.cause(error)
+    return optree.tree_unflatten(tree, gathered)
 
 
 def _whole(node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: list[tuple[str, str, Handle]]) -> Tensor:
@@ -138,14 +141,14 @@ def _whole(node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: l
     values, start = node.values, _start(layout, fine)
     if differentiable(new):
         with scope(mesh), torch.set_grad_enabled(not donated and torch.is_grad_enabled()):
-            every = functional.all_gather(new, names, to="invariant")
-            return values.copy_(every) if donated else every
+            gathered = functional.all_gather(new, names, to="invariant")
+            return values.copy_(gathered) if donated else gathered
     if layout.placement.tiers.params != "device":
         return _whole_away(node, new, donated, mesh, names)
     with torch.no_grad(), attributed_to(layout.stage):
         whole = values.detach() if donated else torch.empty_like(values)
         own = whole[start : start + fine.piece]
-        if autograd.storage_of(whole) != autograd.storage_of(new):
+        if autograd.storage_of(whole) != autograd.storage_of(new):  # or else the part is in place already
             own.copy_(new)
         if layout.grid.size(names) > 1 and layout.here(process_groups.global_rank()):
             along = communicator_of(mesh, names)
@@ -157,26 +160,27 @@ def _whole(node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: l
 
 
 def _whole_away(node: FlatShard, new: Tensor, donated: bool, mesh: DeviceMesh, names: tuple[str, ...]) -> Tensor:
-    """The same for parameters that are kept elsewhere: one at a time by the device, which others do not wait for."""
+    """As `_whole`, for parameters on the host or on disk: the device gathers them one at a time."""
     tier = node.layout.placement.tiers.params
     with torch.no_grad(), scope(mesh):
-        every = functional.all_gather(brought(new.detach(), mesh), names, to="invariant")
+        gathered = functional.all_gather(brought(new.detach(), mesh), names, to="invariant")
         if not donated:
-            return placing.put(every, tier, "params", mesh)
-        copying.copy_(node.values.detach(), every)
+            return placing.put(gathered, tier, "params", mesh)
+        copying.copy_(node.values.detach(), gathered)
         return node.values
 
 
 def _version(node: Any) -> int:
+    """The version counter of a node's values, which counts in-place changes."""
     values = node.values if is_flat(node) else node
     return values._version if isinstance(values, Tensor) and not values.is_inference() else 0
 
 
 def _more(layout: Layout, fine: Layout) -> tuple[str, ...]:
-    """The axes that cut the part from what this rank holds."""
+    """The axes along which `fine` is cut and `layout` is not."""
     return fine.placement.axes[len(layout.placement.axes) :]
 
 
 def _start(layout: Layout, fine: Layout) -> int:
-    """Where in what this rank holds its part begins."""
+    """Where this rank's part begins in its piece."""
     return layout.grid.index(process_groups.global_rank(), _more(layout, fine)) * fine.piece

@@ -1,7 +1,7 @@
-"""How an optimizer keeps what it remembers of each element: in 8 bits, or in another dtype than the parameter's.
+"""Stores optimizer state in 8 bits, or in another dtype than the parameter's.
 
-It computes in float32, or wider. What it has computed is rounded when it is put back: in 8 bits to the nearest code,
-in bfloat16 at random, so that the mean over many steps is right where a small change would be lost in each of them.
+Steps compute in float32 or wider, and round when they store: in 8 bits to the nearest code, in bfloat16
+stochastically, so that changes too small for a single step are right on average over many.
 """
 
 from __future__ import annotations
@@ -23,13 +23,19 @@ from shardfn.shards.pieces import Unit, Units
 from shardfn.shards.pieces import slot as slot_of
 from shardfn.shards.random import mixed
 
-Stored = tuple[Tensor, ...]  # what is kept of a unit in one slot
+Stored = tuple[Tensor, ...]  # the tensors that store one slot of a unit
 POSITIVE = ("square",)  # slots without negative numbers
 
 
 @dataclass
 class Opened:
-    """Elements that an optimizer works on: a unit by its number, which part of it, and new numbers by slot."""
+    """Decoded elements of a unit, on which an optimizer works.
+
+    Attributes:
+        unit: index of the unit.
+        part: the runs of elements.
+        numbers: the numbers of each slot, as vectors.
+    """
 
     unit: int
     part: Runs
@@ -37,47 +43,48 @@ class Opened:
 
     @property
     def ready(self) -> bool:
-        """Whether it can be closed without asking other ranks."""
-        return all(one.shared < 0 for one in self.part)
+        """Whether it can be closed without asking other ranks: it has no shared blocks."""
+        return all(run.shared < 0 for run in self.part)
 
 
 @dataclass(frozen=True)
 class Coded:
-    """Codes of 8 bits, and for each block its largest magnitude, which the largest code stands for.
+    """Stores 8-bit codes, and for each block its largest magnitude, which the largest code stands for.
 
     Attributes:
-        dtypes: of the tensors that are kept of a unit in one slot.
+        dtypes: dtypes of the tensors that store one slot of a unit.
     """
 
     dtypes = torch.uint8, torch.float32
 
-    def init(self, known: Units, slots: Sequence[str]) -> dict[str, Any]:
-        """The entries of slots that are zero: codes and scales."""
+    def init(self, leaves: Units, slots: Sequence[str]) -> dict[str, Any]:
+        """The state's entries for slots that are zero: codes and scales."""
 
         def zeros(unit: Unit, slot: str) -> Stored:
+            # The code of zero.
             zero = 0 if slot in POSITIVE else 127
             return slot_of(unit, dtype=torch.uint8, fill=zero), slot_of(unit, (blocks.count(unit),), torch.float32)
 
         return self.entries(
-            known, {slot: [zeros(u, slot) if u.trainable else None for u in known.each] for slot in slots}
+            leaves, {slot: [zeros(u, slot) if u.trainable else None for u in leaves.each] for slot in slots}
         )
 
-    def stored(self, known: Units, state: Any, slot: str) -> list[Stored | None]:
-        """What a slot has of each unit: codes and scales."""
-        each = zip(known.beside(state["codes"][slot]), blocks.beside(known, state["scales"][slot]), strict=True)
-        return [None if of_codes is None else (of_codes, scales) for of_codes, scales in each]
+    def stored(self, leaves: Units, state: Any, slot: str) -> list[Stored | None]:
+        """The tensors that store a slot of each unit: codes and scales."""
+        rows = zip(leaves.beside(state["codes"][slot]), blocks.beside(leaves, state["scales"][slot]), strict=True)
+        return [None if of_codes is None else (of_codes, scales) for of_codes, scales in rows]
 
-    def entries(self, known: Units, slots: dict[str, list[Stored | None]]) -> dict[str, Any]:
-        """The entries of the optimizer's state: trees of codes, and trees of scales, by slot."""
+    def entries(self, leaves: Units, slots: dict[str, list[Stored | None]]) -> dict[str, Any]:
+        """The state's entries: trees of codes and trees of scales, by slot."""
         entries: dict[str, Any] = {"codes": {}, "scales": {}}
         for slot, stored in slots.items():
-            of_codes, scales = zip(*(one or (None, None) for one in stored), strict=True) if stored else ((), ())
-            entries["codes"][slot] = known.like(of_codes)
-            entries["scales"][slot] = known.rebuilt(map(blocks.like, known.each, scales))
+            of_codes, scales = zip(*(pair or (None, None) for pair in stored), strict=True) if stored else ((), ())
+            entries["codes"][slot] = leaves.like(of_codes)
+            entries["scales"][slot] = leaves.rebuilt(map(blocks.like, leaves.each, scales))
         return entries
 
     def chunks(self, unit: Unit, start: int, stop: int) -> Sequence[Runs]:
-        """Elements `start` to `stop` of a unit, a few at a time: whole blocks."""
+        """Elements `start` to `stop` of a unit, in chunks of whole blocks."""
         return blocks.chunks(unit, start, stop)
 
     def whole(self, unit: Unit) -> Runs:
@@ -85,50 +92,50 @@ class Coded:
         return blocks.runs(unit)
 
     def places(self, part: Runs) -> tuple[slice, ...]:
-        """Where in what is stored this part is: of its codes, and of its scales."""
+        """Where this part is in the stored tensors: in the codes, and in the scales."""
         last = part[-1]
         return slice(part[0].start, last.stop), slice(part[0].at, last.at + last.blocks)
 
     def opened(self, slot: str, stored: Stored, part: Runs) -> Tensor:
-        """The numbers of some elements, as a vector."""
+        """Decodes some elements, as a vector."""
         of_codes, scales = stored
         return blocks.times(_code(slot).decode(of_codes), scales, part)
 
     def closed(
-        self, known: Units, slots: Sequence[str], every: Sequence[Opened], salt: Any, *, together: bool
+        self, leaves: Units, slots: Sequence[str], opened: Sequence[Opened], salt: Any, *, together: bool
     ) -> list[list[Stored]]:
-        """What is to be kept of numbers: for each `Opened`, what replaces that part in each slot.
+        """Encodes numbers: for each `Opened`, the tensors to store for each slot.
 
-        `together` all ranks call it once in a step; by itself a rank calls it for what is `ready`.
+        With `together`, all ranks call it once a step; without, a rank calls it alone, for what is `ready`.
         """
         del salt
-        largest = [[blocks.largest(x.detach(), one.part) for x in one.numbers] for one in every]
+        largest = [[blocks.largest(x.detach(), item.part) for x in item.numbers] for item in opened]
         if together:
-            largest = self._agreed(known, len(slots), every, largest)
-        found: list[list[Stored]] = []
-        for one, tops in zip(every, largest, strict=True):
-            found.append([])
-            for slot, x, top in zip(slots, one.numbers, tops, strict=True):
-                divisor = torch.where(top == 0, 1.0, top)
-                scaled = _over(x.detach().float(), divisor, one.part)
-                found[-1].append((_code(slot).encode(scaled), _refusing(x, top)))
-        return found
+            largest = self._agreed(leaves, len(slots), opened, largest)
+        closed: list[list[Stored]] = []
+        for item, maxima in zip(opened, largest, strict=True):
+            closed.append([])
+            for slot, x, maximum in zip(slots, item.numbers, maxima, strict=True):
+                divisor = torch.where(maximum == 0, 1.0, maximum)
+                scaled = _over(x.detach().float(), divisor, item.part)
+                closed[-1].append((_code(slot).encode(scaled), _refusing(x, maximum)))
+        return closed
 
     def _agreed(
-        self, known: Units, slots: int, every: Sequence[Opened], largest: list[list[Tensor]]
+        self, leaves: Units, slots: int, opened: Sequence[Opened], largest: list[list[Tensor]]
     ) -> list[list[Tensor]]:
-        """With what other ranks have of the same blocks."""
-        asked: list[tuple[int, int, int, Said]] = []
-        for i, (one, tops) in enumerate(zip(every, largest, strict=True)):
-            for slot, top in enumerate(tops):
-                for run in one.part:
+        """The largest magnitudes, agreed on with the ranks that share a block."""
+        shared: list[tuple[int, int, int, Said]] = []
+        for i, (item, maxima) in enumerate(zip(opened, largest, strict=True)):
+            for slot, maximum in enumerate(maxima):
+                for run in item.part:
                     if run.shared >= 0:
-                        at = run.at - one.part[0].at
-                        asked.append((i, slot, at, Said(one.unit, slot, run.shared, top[at : at + 1])))
-        answers = blocks.agreed(known, slots, [one for *_, one in asked])
-        for (i, slot, at, _), answer in zip(asked, answers, strict=True):
-            top = largest[i][slot]
-            largest[i][slot] = torch.cat((top[:at], answer.to(top.device), top[at + 1 :]))
+                        at = run.at - item.part[0].at
+                        shared.append((i, slot, at, Said(item.unit, slot, run.shared, maximum[at : at + 1])))
+        answers = blocks.agreed(leaves, slots, [item for *_, item in shared])
+        for (i, slot, at, _), answer in zip(shared, answers, strict=True):
+            maximum = largest[i][slot]
+            largest[i][slot] = torch.cat((maximum[:at], answer.to(maximum.device), maximum[at + 1 :]))
         return largest
 
 
@@ -145,128 +152,131 @@ def _over(x: Tensor, divisors: Tensor, part: Runs) -> Tensor:
 
 @dataclass(frozen=True)
 class Rounded:
-    """In a dtype; in bfloat16 rounded at random, to the one or the other neighbour, so that the mean is right."""
+    """Stores numbers in a dtype; bfloat16 is rounded stochastically, up or down, such that the mean is exact."""
 
     dtype: torch.dtype
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Its own."""
+        """Dtypes of the tensors that store one slot of a unit."""
         return (self.dtype,)
 
-    def init(self, known: Units, slots: Sequence[str]) -> dict[str, Any]:
-        """Zeros."""
-        each = {slot: [slot_of(u, dtype=self.dtype) if u.trainable else None for u in known.each] for slot in slots}
-        return {slot: known.like(zeros) for slot, zeros in each.items()}
+    def init(self, leaves: Units, slots: Sequence[str]) -> dict[str, Any]:
+        """The state's entries for slots that are zero."""
+        by_slot = {slot: [slot_of(u, dtype=self.dtype) if u.trainable else None for u in leaves.each] for slot in slots}
+        return {slot: leaves.like(zeros) for slot, zeros in by_slot.items()}
 
-    def stored(self, known: Units, state: Any, slot: str) -> list[Stored | None]:
-        """The tensors."""
-        return [None if x is None else (x,) for x in known.beside(state[slot])]
+    def stored(self, leaves: Units, state: Any, slot: str) -> list[Stored | None]:
+        """The tensors that store a slot of each unit."""
+        return [None if x is None else (x,) for x in leaves.beside(state[slot])]
 
-    def entries(self, known: Units, slots: dict[str, list[Stored | None]]) -> dict[str, Any]:
-        """A tree of tensors for each slot."""
-        return {slot: known.like(None if one is None else one[0] for one in stored) for slot, stored in slots.items()}
+    def entries(self, leaves: Units, slots: dict[str, list[Stored | None]]) -> dict[str, Any]:
+        """The state's entries: a tree of tensors for each slot."""
+        return {slot: leaves.like(None if x is None else x[0] for x in stored) for slot, stored in slots.items()}
 
     def chunks(self, unit: Unit, start: int, stop: int) -> Sequence[Runs]:
-        """In order."""
+        """Elements `start` to `stop` of a unit, in chunks."""
         return [(Run(at, min(at + CHUNK, stop), 0, 0, -1),) for at in range(start, stop, CHUNK)]
 
     def whole(self, unit: Unit) -> Runs:
-        """All."""
+        """All elements of a unit."""
         n = unit.values.numel()
         return (Run(0, n, 0, 0, -1),) if n else ()
 
     def places(self, part: Runs) -> tuple[slice, ...]:
-        """Of the elements."""
+        """Where this part is in the stored tensor."""
         return (slice(part[0].start, part[-1].stop),)
 
     def opened(self, slot: str, stored: Stored, part: Runs) -> Tensor:
-        """In float32."""
+        """The numbers of some elements, in float32."""
         del slot, part
         return stored[0].float()
 
     def closed(
-        self, known: Units, slots: Sequence[str], every: Sequence[Opened], salt: Any, *, together: bool
+        self, leaves: Units, slots: Sequence[str], opened: Sequence[Opened], salt: Any, *, together: bool
     ) -> list[list[Stored]]:
-        """Rounded."""
+        """Rounds numbers: for each `Opened`, the tensors to store for each slot."""
         del slots, together
-        found: list[list[Stored]] = []
-        for one in every:
-            (run,) = one.part
-            unit = known.each[one.unit]._replace(values=one.numbers[0])  # which may not be where it is kept
-            bits = drawn(unit, run.start, run.stop, len(one.numbers), salt)
-            found.append([(closed_to(x, self.dtype, some),) for x, some in zip(one.numbers, bits, strict=True)])
-        return found
+        out: list[list[Stored]] = []
+        for item in opened:
+            (run,) = item.part
+            unit = leaves.each[item.unit]._replace(values=item.numbers[0])  # may be on another device
+            draws = drawn(unit, run.start, run.stop, len(item.numbers), salt)
+            out.append([(closed_to(x, self.dtype, draw),) for x, draw in zip(item.numbers, draws, strict=True)])
+        return out
 
 
 Kept = Coded | Rounded
-"""A way to keep slots: trees of tensors that stand for numbers, and are entries of the optimizer's state."""
+"""A way to store slots: trees of tensors that encode numbers, and are entries of the optimizer's state."""
 
 
-# --- rounding at random ---
+# --- stochastic rounding ---
 
 
 def rounded(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
-    """Numbers in `dtype`; in bfloat16 the lower or the upper neighbour, as often as it is near.
+    """Rounds numbers to `dtype`; to bfloat16 stochastically, up or down, such that the mean is exact.
 
     Args:
         x: floating-point numbers.
-        dtype: bfloat16, or one that is at least as wide as float32, which needs no rounding.
-        bits: of the same shape, int32 from 0 to below 2^16, evenly spread.
+        dtype: bfloat16, or one at least as wide as float32, which needs no rounding.
+        bits: int32 of the same shape, uniform from 0 to below 2^16.
     """
     if dtype != torch.bfloat16:
         return x.to(dtype)
     wide = x.float()
+    # bfloat16 is the upper half of float32: adding to the lower half carries into the upper with the right probability.
     up = ((wide.view(torch.int32) + bits) & -(2**16)).view(torch.float32)
     return torch.where(wide.isfinite(), up, wide).to(dtype)
 
 
 def closed_to(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
-    """As `rounded`; a derivative through it is an error."""
+    """As `rounded`; a derivative through it raises NotImplementedError."""
     return _refusing(x, rounded(x.detach(), dtype, bits))
 
 
 def drawn(unit: Unit, start: int, stop: int, n: int, salt: Any) -> Iterator[Tensor]:
     """Random bits for elements of a unit, as `rounded` takes them, `n` times.
 
-    They depend on the salt, the parameter's name and the element's place in it, and on nothing else: they are the same
-    on all ranks that have the element, and however many there are.
+    They depend only on the salt, the parameter's name and the element's place in it, so they are the same on all ranks
+    that hold the element, for any number of ranks.
     """
     for first in range(0, n, 2):
-        both = _hashed(_places(unit, start, stop, (*salt, first)))
-        yield both & 0xFFFF
+        # One hash of 32 bits gives two draws of 16.
+        pair = _hashed(_places(unit, start, stop, (*salt, first)))
+        yield pair & 0xFFFF
         if first + 1 < n:
-            yield (both >> 16) & 0xFFFF
+            yield (pair >> 16) & 0xFFFF
 
 
 def _places(unit: Unit, start: int, stop: int, salt: tuple[Any, ...]) -> Tensor:
-    """A number for each element, int32: its place in its parameter, times one and plus another that the salt gives."""
-    rows, last, device = [], start, unit.values.device
-    for one in unit.filled:
-        low, high = max(one.start, start), min(one.stop, stop)
+    """A hash key for each element, int32: `factor * i + term` for its index `i` in the parameter."""
+    rows, done, device = [], start, unit.values.device
+    for segment in unit.filled:
+        low, high = max(segment.start, start), min(segment.stop, stop)
         if low >= high:
             continue
-        if last < low:
-            rows.append(torch.zeros(low - last, dtype=torch.int32, device=device))
-        factor, more = _keys(salt, one.path, one.corner)
-        begin = one.first + low - one.start
-        wide = torch.int32 if begin + high - low < 2**31 else torch.int64
-        place = torch.arange(begin, begin + high - low, dtype=wide, device=device).to(torch.int32)
-        rows.append(place.mul_(factor).add_(more))
-        last = high
-    if last < stop:
-        rows.append(torch.zeros(stop - last, dtype=torch.int32, device=device))
+        if done < low:
+            rows.append(torch.zeros(low - done, dtype=torch.int32, device=device))
+        factor, term = _keys(salt, segment.path, segment.corner)
+        index = segment.first + low - segment.start
+        dtype = torch.int32 if index + high - low < 2**31 else torch.int64
+        key = torch.arange(index, index + high - low, dtype=dtype, device=device).to(torch.int32)
+        rows.append(key.mul_(factor).add_(term))
+        done = high
+    if done < stop:
+        rows.append(torch.zeros(stop - done, dtype=torch.int32, device=device))
     return torch.cat(rows) if len(rows) > 1 else rows[0]
 
 
 @dynamo.constant_when_traced
 def _keys(salt: tuple[Any, ...], path: str, corner: tuple[int, ...]) -> tuple[int, int]:
+    """An odd factor and a term, both from a hash of the salt, the path and the corner."""
     key = mixed(*salt, path, *corner)
     return (key & 0x7FFFFFFF) | 1, (key >> 31) & 0x7FFFFFFF
 
 
 def _hashed(x: Tensor) -> Tensor:
-    """Each number's bits mixed, such that every bit depends on all of them: "lowbias32" of Wellons (2018)."""
+    """Mixes each number's bits so that every bit depends on all of them: "lowbias32" of Wellons (2018)."""
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x.mul_(0x7FEB352D)
     x ^= (x >> 15) & 0x1FFFF
@@ -279,8 +289,8 @@ def _hashed(x: Tensor) -> Tensor:
 
 
 def _refusing(x: Tensor, kept: Tensor) -> Tensor:
-    """What is kept of numbers. A derivative through it is an error: that of rounding is 0, which nobody means."""
-    if torch.compiler.is_compiling():  # a graph cannot wait and see
+    """`kept`, through which a derivative raises NotImplementedError: that of rounding is 0, which nobody means."""
+    if torch.compiler.is_compiling():  # a graph cannot raise later, when a derivative is taken
         if (torch.is_grad_enabled() and x.requires_grad) or _inside():
             dynamo.refuse_in_graph(f"in a graph of torch.compile, {REFUSED}")
         return kept
@@ -293,7 +303,7 @@ def _inside() -> bool:
 
 
 class _Refusing(torch.autograd.Function):
-    """`kept`, as a result of `x`."""
+    """Returns a copy of `kept` that depends on `x`; any derivative raises NotImplementedError."""
 
     @staticmethod
     def forward(x: Tensor, kept: Tensor) -> Tensor:
@@ -313,7 +323,7 @@ class _Refusing(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, dims: Any, x: Tensor, kept: Tensor) -> Any:
-        """One call, of all."""
+        """One call for the whole batch."""
         return _Refusing.apply(x if dims[0] is None else x.movedim(dims[0], 0), kept), dims[1]  # type: ignore[no-untyped-call]
 
 

@@ -1,7 +1,7 @@
-"""Steps on what is not on the device that computes: where it has to be before and after, and who brings it in.
+"""Optimizer steps on tensors that are on the host or on disk: where they are before and after, and who moves them.
 
-Rules for elements take it through memory a few elements at a time, see `stepping`. Other optimizers work on whole
-tensors: on disk by pages that come and go, and what is on an accelerator's host comes in for the step.
+Elementwise rules stream them through memory a few elements at a time, see `stepping`. Other optimizers work on whole
+tensors: those on disk are memory-mapped, and those on an accelerator's host are copied to the device for the step.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 def placed_together(name: str, init: Callable[[Any], Any], params: Any) -> Any:
-    """A new state, on its tiers; a rank that has no room for it tells the others."""
-    away = [node for node in _nodes(params) if node.layout.placement.tiers.state == "disk"]
-    if not any(placing.plain(node.values) for node in away):
+    """A new state, on its tiers; if a rank has no room for it, all ranks raise."""
+    on_disk = [node for node in _nodes(params) if node.layout.placement.tiers.state == "disk"]
+    if not any(placing.plain(node.values) for node in on_disk):
         return placed(init(params))
-    meshes = dict.fromkeys(map(_mesh, away))
+    meshes = dict.fromkeys(map(_mesh, on_disk))
     with failing_together(list(meshes), name, (OSError, ValueError)):
         state = placed(init(params))
     for mesh in meshes:
@@ -40,18 +40,18 @@ _STATE = ("the new states", "Each rank needs room for its own, in the folder tha
 
 
 def placed(tree: Any, kind: str = "state") -> Any:
-    """An optimizer's state, or parameters, of which what came to be elsewhere is where its placement keeps that."""
+    """An optimizer's state, or parameters, with each tensor on the tier of its placement."""
     return _put(tree, kind) if _any_away(tree) else tree
 
 
 def released(*trees: Any) -> None:
-    """What is on disk of trees takes no memory, whatever was done to it by its pages."""
+    """Lets the system drop the memory pages of tensors on disk, which a step may have touched."""
     for node in _nodes(trees):
         tensors.release(node.values)
 
 
 def refuse_elsewhere(name: str, state: Any) -> None:
-    """Raises ValueError for a state that has left its tier: it would stay in memory, without a word."""
+    """Raises ValueError for a state that has left its tier, which would otherwise stay in memory unnoticed."""
     for node in _nodes(state):
         tier = node.layout.placement.tiers.state
         if node.layout.trainable and placing.plain(node.values) and not _there(node, tier):
@@ -63,12 +63,13 @@ def refuse_elsewhere(name: str, state: Any) -> None:
 
 
 def on_whole(step: Step) -> Step:
-    """A step that works on whole tensors, for what may be elsewhere."""
+    """A step on whole tensors that also takes tensors on the host or on disk."""
 
     @functools.wraps(step)
     def wrapped(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         if not _any_away(params):
             return step(params, grads, state)
+        # On a CPU the host is the device, and tensors on disk are mapped into memory: nothing has to move.
         if any(_mesh(node).device_type != "cpu" for node in _nodes(params)):
             params, grads, state = (_put(tree, "") for tree in (params, grads, state))
         params, state = step(params, grads, state)
@@ -80,11 +81,12 @@ def on_whole(step: Step) -> Step:
 
 
 def _any_away(tree: Any) -> bool:
+    """Whether the strategy of any flat shard keeps something on the host or on disk."""
     return any(node.layout.placement.tiers != NOWHERE for node in _nodes(tree))
 
 
 def _nodes(tree: Any) -> list[Any]:
-    """The flat shards of a tree, and parts of such, that have numbers."""
+    """The flat shards of a tree, and pieces of flat shards, that have values."""
     leaves = optree.tree_leaves(tree, is_leaf=is_unit)
     return [leaf for leaf in leaves if is_unit(leaf) and isinstance(leaf.values, Tensor)]
 
@@ -94,16 +96,17 @@ def _mesh(node: Any) -> Any:
 
 
 def _there(node: Any, tier: str) -> bool:
+    """Whether a node's values are on a tier."""
     return placing.there(node.values.detach(), tier, _mesh(node))
 
 
 def _put(tree: Any, kind: str) -> Any:
-    """A tree on the tiers that its placements have for a kind; on the device for none."""
+    """A tree on the tiers that its placements have for `kind`; on the device if `kind` is empty."""
 
     def put(node: Any) -> Any:
         if not is_unit(node) or not placing.plain(node.values) or node.values.requires_grad:
             return node
-        if kind == "state" and not node.layout.trainable:  # the parameters' own
+        if kind == "state" and not node.layout.trainable:  # a frozen one has the parameters' own values
             return node
         tier = getattr(node.layout.placement.tiers, kind) if kind else "device"
         if _there(node, tier):

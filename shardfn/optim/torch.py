@@ -1,4 +1,4 @@
-"""Optimizers of torch, and others made like them, on the shards."""
+"""Runs optimizers of torch, and others with the same interface, on the shards."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from shardfn.shards.pieces import Unit, dense, is_unit, pairs, stretches, units
 
 
 def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **options: Any) -> Optimizer:
-    """An elementwise optimizer of torch's kind, as an `Optimizer` on the shards; its steps overwrite parameters.
+    """Makes an elementwise `torch.optim.Optimizer` class an `Optimizer` on the shards; its steps overwrite parameters.
 
-    State: a pytree, for each leaf of the parameters what the optimizer remembers of it, by name.
+    State: a pytree; for each leaf of the parameters, what the optimizer remembers of it, by name.
 
     Args:
-        make: its class, such as `torch.optim.RMSprop` or `bitsandbytes.optim.AdamW8bit`.
-        block: stretches of so many elements are handed over together, and what remains of a shard by itself: 256 for
+        make: the optimizer's class, such as `torch.optim.RMSprop` or `bitsandbytes.optim.AdamW8bit`.
+        block: a multiple of this many elements is passed as one tensor, and the rest of a shard as another: 256 for
             `torchao.optim.AdamW8bit`, which otherwise does not compress.
-        **options: what the class takes. `lr` may be a function of the step, any other number a rule
+        **options: arguments of the class. `lr` may be a function of the step, any other number a rule
             `(path, shape) -> number`.
 
     Returns:
         An `Optimizer`; its steps cannot be differentiated.
 
     Raises:
-        TypeError, ValueError: not a class of optimizers; a block of less than 1; an optimizer that treats elements of
-            one parameter together, for which a shard is not enough; by `init`, parameters that several ranks hold, for
-            an optimizer that draws random numbers, such as torchao's with `bf16_stochastic_round=True`, or whose state
-            is kept on the host or on disk, for blocks of more than 1.
+        TypeError, ValueError: `make` is not an optimizer class; a block below 1; an optimizer that treats elements of
+            one parameter together, for which a shard is not enough. By `init`: replicated parameters, if the optimizer
+            draws random numbers, such as torchao's with `bf16_stochastic_round=True`; a strategy that keeps the state
+            on the host or on disk, if `block` is above 1.
 
     Example:
         ``from_torch(torch.optim.RMSprop, lr=1e-3, weight_decay=lambda path, shape: 0.1 * (len(shape) > 1))``
@@ -54,15 +54,15 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
     rules = {name: value for name, value in options.items() if callable(value) and name != "lr"}
 
     def init(params: Any) -> Any:
-        known = units(params)
-        for unit in known.each:
+        leaves = units(params)
+        for unit in leaves.each:
             if unit.layout and unit.trainable:
                 _refuse_placed(name, unit, unit.layout, block, draws)
-        memory: list[dict[str, Any]] = [{} for _ in known.each]
+        memory: list[dict[str, Any]] = [{} for _ in leaves.each]
         return {"step": 0, "numbers": constants(options), "memory": memory}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        count, known = state["step"] + 1, units(params)
+        count, leaves = state["step"] + 1, units(params)
         now = dict(state["numbers"])
         if callable(options.get("lr")):
             now["lr"] = at_step(options["lr"], count)
@@ -70,30 +70,31 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
         work: list[tuple[Tensor, Unit, dict[str, Any], _Stretch]] = []
         memory = [*map(dict, state["memory"])]
         moved: list[tuple[Tensor, Tensor]] = []
-        for i, (unit, grad) in enumerate(pairs(known, grads)):
+        for i, (unit, grad) in enumerate(pairs(leaves, grads)):
             if grad is None:
                 continue
-            for one in _stretches(unit, rules, block):
-                variable = _variable(unit.values, grad, one)
-                if not dense(_cut(unit.values, one.start, one.stop)):
+            for stretch in _stretches(unit, rules, block):
+                variable = _variable(unit.values, grad, stretch)
+                if not dense(_cut(unit.values, stretch.start, stretch.stop)):
                     moved.append((unit.values, variable))
-                groups.setdefault(one.options, []).append(variable)
-                work.append((variable, unit, memory[i], one))
+                groups.setdefault(stretch.options, []).append(variable)
+                work.append((variable, unit, memory[i], stretch))
         if not groups:
             return params, state | {"step": count}
         optimizer = make([{"params": members, **dict(key)} for key, members in groups.items()], **now)
-        for variable, _, known_of, one in work:
-            if one.name in known_of:
-                kept = known_of[one.name]
-                optimizer.state[variable] = {name: x.values if is_unit(x) else x for name, x in kept.items()}
+        for variable, _, unit_memory, stretch in work:
+            if stretch.name in unit_memory:
+                slots = unit_memory[stretch.name]
+                optimizer.state[variable] = {name: x.values if is_unit(x) else x for name, x in slots.items()}
         optimizer.step()
-        torch.autograd.graph.increment_version([variable for variable, *_ in work])  # fused kernels do not
+        # Fused kernels do not increment versions, by which autograd and caches notice that a tensor has changed.
+        torch.autograd.graph.increment_version([variable for variable, *_ in work])
         with torch.no_grad():
-            for x, made in moved:
-                x.copy_(made)
-        for variable, unit, known_of, one in work:
-            known_of[one.name] = {
-                name: unit.part(one.entries, one.start, one.stop, x)
+            for x, copy in moved:
+                x.copy_(copy)
+        for variable, unit, unit_memory, stretch in work:
+            unit_memory[stretch.name] = {
+                name: unit.part(stretch.entries, stretch.start, stretch.stop, x)
                 if unit.layout and block == 1 and isinstance(x, Tensor) and x.shape == variable.shape
                 else x
                 for name, x in optimizer.state[variable].items()
@@ -104,9 +105,9 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
 
 
 def comes_later(state: Any) -> bool:
-    """Whether a state, or one inside of it, is this module's, to which the first step adds what torch's remember."""
-    found = optree.tree_leaves(state, is_leaf=_without_memory)
-    return any(map(_without_memory, found))
+    """Whether a state has one of this module's in it whose memory is still empty; the first step fills it."""
+    leaves = optree.tree_leaves(state, is_leaf=_without_memory)
+    return any(map(_without_memory, leaves))
 
 
 def _without_memory(node: Any) -> bool:
@@ -114,14 +115,14 @@ def _without_memory(node: Any) -> bool:
 
 
 def _variable(values: Tensor, grad: Tensor, stretch: _Stretch) -> Tensor:
-    """A stretch of a unit with its gradient, as an optimizer takes it: one memory, or a copy where it is not dense."""
+    """A range of a unit with its gradient, as an optimizer takes it: a view, or a copy if the range is not dense."""
     variable = _cut(values, stretch.start, stretch.stop).detach()
-    if not dense(variable):  # kernels may go through memory in order
+    if not dense(variable):  # kernels may walk through memory in order, gaps included
         variable = variable.contiguous()
     variable.requires_grad_()
-    own = _cut(grad, stretch.start, stretch.stop).detach()
-    same = own.stride() == variable.stride()
-    variable.grad = own if same else torch.empty_like(variable, requires_grad=False).copy_(own)
+    g = _cut(grad, stretch.start, stretch.stop).detach()
+    alike = g.stride() == variable.stride()
+    variable.grad = g if alike else torch.empty_like(variable, requires_grad=False).copy_(g)
     return variable
 
 
@@ -137,22 +138,22 @@ class _Stretch:
 
 
 def _stretches(unit: Unit, rules: dict[str, Any], block: int) -> list[_Stretch]:
-    """Those with the same options, each in whole blocks and a rest."""
+    """Ranges with the same options, each split into whole blocks and a rest."""
 
     def options(path: str, whole: tuple[int, ...]) -> Any:
         return tuple((name, rule(path, whole)) for name, rule in rules.items())
 
     if unit.layout is None:
-        (one,) = unit.segments
-        runs: Any = [(options(one.path, one.whole), (), 0, unit.values.numel())]
+        (stretch,) = unit.segments
+        runs: Any = [(options(stretch.path, stretch.whole), (), 0, unit.values.numel())]
     else:
         runs = stretches(unit, options)
-    found = []
+    split = []
     for number, (key, entries, start, stop) in enumerate(runs):
         middle = start + (stop - start) // block * block if unit.layout else stop
-        found.append(_Stretch(key, entries, start, middle, str(number)))
-        found.append(_Stretch(key, entries, middle, stop, f"{number}, rest"))
-    return [one for one in found if one.start < one.stop]
+        split.append(_Stretch(key, entries, start, middle, str(number)))
+        split.append(_Stretch(key, entries, middle, stop, f"{number}, rest"))
+    return [stretch for stretch in split if stretch.start < stretch.stop]
 
 
 def _cut(x: Tensor, start: int, stop: int) -> Tensor:
@@ -160,12 +161,12 @@ def _cut(x: Tensor, start: int, stop: int) -> Tensor:
 
 
 def _plain(options: dict[str, Any]) -> dict[str, Any]:
-    """The options for a parameter of which no rule says anything, at the first step."""
+    """The options at the first step, for a parameter with no rules."""
     return constants(options) | ({"lr": at_step(options["lr"], 1)} if callable(options.get("lr")) else {})
 
 
 def _draws(make: Callable[..., torch.optim.Optimizer], options: dict[str, Any], block: int) -> bool:
-    """Whether steps draw random numbers, on parameters in float32 or bfloat16."""
+    """Whether steps draw random numbers, on parameters in float32 or bfloat16; found out by a step on the CPU."""
     with torch.random.fork_rng(devices=[]):
         before = torch.get_rng_state()
         for dtype in (torch.float32, torch.bfloat16):
@@ -177,7 +178,7 @@ def _draws(make: Callable[..., torch.optim.Optimizer], options: dict[str, Any], 
 
 
 def _refuse_placed(name: str, unit: Unit, layout: Layout, block: int, draws: bool) -> None:
-    """Raises ValueError for parameters whose copies would drift apart, or whose state could not leave the device."""
+    """Raises ValueError for parameters whose replicas would diverge, or whose state could not be offloaded."""
     replicas, tier = layout.placement.replicas, layout.placement.tiers.state
     if draws and layout.grid.size(replicas) > 1:
         raise ValueError(
@@ -185,7 +186,7 @@ def _refuse_placed(name: str, unit: Unit, layout: Layout, block: int, draws: boo
             f"{listed(map(repr, replicas), separator=' and ')}: its copies would drift apart. Round by "
             f"stochastic_rounding(from_torch(...)), or take a strategy that cuts the state there"
         )
-    if block > 1 and tier != NOWHERE.state:  # a state in blocks is not made of plain tensors
+    if block > 1 and tier != NOWHERE.state:  # a state in blocks has tensor subclasses, which tiers do not take
         raise ValueError(
             f"from_torch: with block={block} its state stays on the device, and the strategy keeps that of "
             f"{unit.name} on {'disk' if tier == 'disk' else 'the host'}: take adamw8bit or lion8bit, which can, or "
@@ -194,10 +195,10 @@ def _refuse_placed(name: str, unit: Unit, layout: Layout, block: int, draws: boo
 
 
 def _refuse_coupled(name: str, make: Callable[..., torch.optim.Optimizer], options: dict[str, Any], block: int) -> None:
-    """Raises ValueError unless a vector is trained as its parts are, which are whole blocks."""
+    """Raises ValueError unless a vector is updated in the same way as its parts, which are whole blocks."""
     plain = _plain(options)
     start = torch.linspace(-1.0, 2.0, 8 * block, dtype=torch.float32, device="cpu")
-    found = []
+    results = []
     for parts in ([start.clone()], [start[: 3 * block].clone(), start[3 * block :].clone()]):
         variables = [x.requires_grad_() for x in parts]
         optimizer = make(variables, **plain)
@@ -208,9 +209,9 @@ def _refuse_coupled(name: str, make: Callable[..., torch.optim.Optimizer], optio
                 optimizer.step()
             except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
                 raise ValueError(f"from_torch: {name} does not step on vectors: {error}") from error
-        found.append(torch.cat([x.detach() for x in variables]))
-    whole, halves = found
-    if not torch.allclose(whole, halves, rtol=1e-5, atol=1e-7):
+        results.append(torch.cat([x.detach() for x in variables]))
+    whole, split = results
+    if not torch.allclose(whole, split, rtol=1e-5, atol=1e-7):
         raise ValueError(
             f"from_torch: {name} moves an element by what its neighbours are, and a shard has not all of them. "
             f"shardfn.optim has adafactor and muon, which know of shards"

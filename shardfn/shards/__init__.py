@@ -1,4 +1,4 @@
-"""Where parameters live: placements, layouts, flat shards, and how trees are cut, drawn and put together.
+"""Where parameters live: placements, layouts and flat shards, and how trees are sharded, initialised and gathered.
 
-It may import `collectives` and what is below.
+Imports `collectives` and what is below.
 """

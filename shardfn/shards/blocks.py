@@ -1,7 +1,7 @@
-"""Blocks of 256 elements, of which each has one number: a parameter's own, wherever ranks cut it.
+"""Blocks of 256 elements, with one number each: they belong to a parameter, wherever ranks cut it.
 
-They begin where the parameter does, so they are the same however many ranks there are. What of a block lies on another
-rank has the same number there: `agreed` sees to that.
+Blocks begin where the parameter begins, so they are the same for any number of ranks. If ranks share a block, `agreed`
+gives it the same number on all of them.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from shardfn.shards.layout import Layout
 from shardfn.shards.pieces import Piece, Unit, Units, cuts_within, home, is_unit, node
 
 BLOCK = 256
-CHUNK = 2**16  # elements that are worked on at a time, so that they stay in a cache
+CHUNK = 2**16  # elements processed at a time, so that they stay in a cache
 
 
 class Run(NamedTuple):
-    """Whole blocks of a unit, one after another, or what this rank has of a single one.
+    """Consecutive whole blocks of a unit, or this rank's part of a single block.
 
     Attributes:
         start: first element in the unit.
-        stop: behind the last.
-        at: number of the first block among the unit's blocks here.
-        blocks: how many.
-        shared: number among the blocks that several ranks have some of; -1 if it is whole here.
+        stop: behind the last element.
+        at: index of the first block among the unit's blocks on this rank.
+        blocks: number of blocks.
+        shared: index among the blocks that several ranks share; -1 if the block is whole on this rank.
     """
 
     start: int
@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
     @property
     def full(self) -> bool:
-        """Whether all blocks have as many elements as a block may have."""
+        """Whether all blocks have 256 elements."""
         return self.stop - self.start == self.blocks * BLOCK
 
 
@@ -52,20 +52,20 @@ Runs = tuple[Run, ...]
 
 
 class Blocks(Piece):
-    """The numbers of the blocks of which this rank has elements: a pytree node with one leaf.
+    """One number for each block of which this rank has elements: a pytree node with one leaf.
 
-    A checkpoint keeps them under the parameter's name, `[blocks]`, or where tensor-parallel axes cut the parameter,
-    each part of which has its own blocks, `[*parts, blocks]`.
+    A checkpoint stores them under the parameter's name, as `[blocks]`, or as `[*parts, blocks]` where tensor-parallel
+    axes cut the parameter, as each part has its own blocks.
 
     Attributes:
-        values: the numbers, `[blocks]`; the other attributes say of which elements they are.
+        values: the numbers, `[blocks]`; the other attributes say which elements they belong to.
     """
 
     __slots__ = ()
 
     @property
     def spec(self) -> P:
-        """As `shard_map` sees them: ranks along these axes have others."""
+        """The spec for `shard_map`: they differ between ranks along these axes."""
         return P(self.layout.placement.axes)
 
     def __repr__(self) -> str:
@@ -76,15 +76,15 @@ node(Blocks)
 
 
 def like(unit: Unit, values: Any) -> Any:
-    """A node for numbers of a unit's blocks; of a plain tensor, the numbers themselves; of a frozen one, none."""
+    """A node for the numbers of a unit's blocks; for a plain tensor, the numbers themselves."""
     if unit.layout is None or values is None:
         return unit.like(values)
     return Blocks(values, unit.layout, unit.entries, unit.start, unit.stop)
 
 
-def beside(known: Units, tree: Any) -> list[Any]:
-    """The numbers of each unit's blocks; None for what is not there."""
-    leaves = known.tree.flatten_up_to(tree)
+def beside(units: Units, tree: Any) -> list[Any]:
+    """The numbers of each unit's blocks; None where there are none."""
+    leaves = units.tree.flatten_up_to(tree)
     return [leaf.values if type(leaf) is Blocks or is_unit(leaf) else leaf for leaf in leaves]
 
 
@@ -92,14 +92,14 @@ def beside(known: Units, tree: Any) -> list[Any]:
 
 
 def runs(unit: Unit) -> Runs:
-    """The blocks of a unit, in order; behind parameters there may be elements of none."""
+    """The blocks of a unit, in order; padding between parameters belongs to no block."""
     return tuple([Run(*row) for row in _rows(unit.layout, unit.entries, unit.start, unit.stop)])
 
 
 def count(unit: Unit) -> int:
-    """How many blocks of a unit are here."""
-    every = runs(unit)
-    return every[-1].at + every[-1].blocks if every else 0
+    """Number of blocks of a unit on this rank."""
+    all_runs = runs(unit)
+    return all_runs[-1].at + all_runs[-1].blocks if all_runs else 0
 
 
 @dynamo.constant_when_traced
@@ -123,31 +123,31 @@ def _in_layout(
 
 
 def _cut_up(stretches: Iterable[tuple[int, int, int, int]], shared: dict[tuple[int, int], int]) -> list[Run]:
-    """Elements `low` to `high` of parameters, which stand at `at`."""
-    found: list[Run] = []
+    """Cuts ranges `(parameter, low, high, at)` into runs: elements `low` to `high`, which stand at `at`."""
+    runs: list[Run] = []
     blocks = 0
     for number, low, high, at in stretches:
         while low < high:
             n = (high - low) // BLOCK if low % BLOCK == 0 else 0
             length = n * BLOCK or min(high - low, BLOCK - low % BLOCK)
             run = Run(at, at + length, blocks, n or 1, shared.get((number, low // BLOCK), -1))
-            if n and found and found[-1].full and found[-1].stop == at:
-                run = Run(found[-1].start, run.stop, found[-1].at, found[-1].blocks + n, -1)
-                found.pop()
-            found.append(run)
+            if n and runs and runs[-1].full and runs[-1].stop == at:
+                run = Run(runs[-1].start, run.stop, runs[-1].at, runs[-1].blocks + n, -1)
+                runs.pop()
+            runs.append(run)
             low, at, blocks = low + length, at + length, blocks + (n or 1)
-    return found
+    return runs
 
 
 @functools.lru_cache(maxsize=4096)
 def _shared(layout: Layout, entries: tuple[int, ...]) -> dict[tuple[int, int], int]:
-    """The blocks that pieces cut, `(parameter, block)`, numbered in the same way on all ranks."""
-    found: dict[tuple[int, int], int] = {}
+    """The blocks that pieces cut, `(parameter, block)`, numbered alike on all ranks."""
+    numbers: dict[tuple[int, int], int] = {}
     for index in range(layout.size):
         for number, low, _, _ in layout.cuts[index]:
             if number in entries and low % BLOCK:
-                found.setdefault((number, low // BLOCK), len(found))
-    return found
+                numbers.setdefault((number, low // BLOCK), len(numbers))
+    return numbers
 
 
 @dynamo.constant_when_traced
@@ -156,32 +156,32 @@ def _shared_count(layout: Layout, entries: tuple[int, ...]) -> int:
 
 
 def chunks(unit: Unit, start: int, stop: int) -> list[Runs]:
-    """The blocks between two elements of a unit, a few at a time; shared ones by themselves."""
+    """The blocks between two elements of a unit, in chunks; a shared block is a chunk of its own."""
     key = unit.layout, unit.entries, unit.start, unit.stop
     return _chunks(*key, process_groups.global_rank(), start, stop)
 
 
 @functools.lru_cache(maxsize=4096)
 def _chunks(layout: Layout | None, entries: Any, first: int, last: int, rank: int, start: int, stop: int) -> list[Runs]:
-    every = _plain(last) if layout is None else _in_layout(layout, entries, first, last, rank)
-    found: list[list[Run]] = []
+    rows = _plain(last) if layout is None else _in_layout(layout, entries, first, last, rank)
+    chunks: list[list[Run]] = []
     room = 0
-    for whole in map(Run._make, every):
+    for whole in map(Run._make, rows):
         run = _between(whole, start, stop)
         if run is None:
             continue
         for part in _parts(run):
             length = part.stop - part.start
             if part.shared >= 0 or room < length:
-                found.append([])
+                chunks.append([])
                 room = CHUNK
-            found[-1].append(part)
+            chunks[-1].append(part)
             room = 0 if part.shared >= 0 else room - length
-    return [tuple(parts) for parts in found]
+    return [tuple(parts) for parts in chunks]
 
 
 def _between(run: Run, start: int, stop: int) -> Run | None:
-    """What of a run is between two elements, where parameters begin: whole blocks of several may be one run."""
+    """The part of a run between two elements where parameters begin: blocks of several parameters may be one run."""
     low, high = max(run.start, start), min(run.stop, stop)
     if low >= high:
         return None
@@ -191,7 +191,7 @@ def _between(run: Run, start: int, stop: int) -> Run | None:
 
 
 def _parts(run: Run) -> Iterator[Run]:
-    """A run in parts that are no longer than a chunk."""
+    """Splits a run into parts no longer than a chunk."""
     most = CHUNK // BLOCK
     for n in range(0, run.blocks, most):
         stop = min(run.start + (n + most) * BLOCK, run.stop)
@@ -202,35 +202,35 @@ def _parts(run: Run) -> Iterator[Run]:
 
 
 def largest(x: Tensor, parts: Runs) -> Tensor:
-    """The largest magnitude in each block, of elements from the first run's first on; `[blocks]`, float32."""
+    """The largest magnitude in each block, `[blocks]` in float32; `x` begins at the first run's first element."""
     first = parts[0].start if parts else 0
-    rows = [x[one.start - first : one.stop - first].view(one.blocks, -1).abs().amax(1) for one in parts]
+    rows = [x[run.start - first : run.stop - first].view(run.blocks, -1).abs().amax(1) for run in parts]
     return (torch.cat(rows) if len(rows) != 1 else rows[0]).float() if rows else x.new_zeros(0, dtype=torch.float32)
 
 
 def times(x: Tensor, numbers: Tensor, parts: Runs) -> Tensor:
-    """Elements, from the first run's first on, times the numbers of their blocks; 0 where there is no block."""
+    """Elements times the numbers of their blocks, 0 outside of blocks; `x` begins at the first run's first element."""
     if len(parts) == 1:
         return (x.view(parts[0].blocks, -1) * numbers[:, None]).view(-1)
     return x * spread(numbers, parts, x)
 
 
 def spread(numbers: Tensor, parts: Runs, like: Tensor) -> Tensor:
-    """The number of each element's block, for elements from the first run's first on."""
+    """The number of each element's block, for `len(like)` elements from the first run's first element on."""
     rows: list[Tensor] = []
     last, at = parts[0].start if parts else 0, parts[0].at if parts else 0
     first = last
-    for one in parts:
-        if last < one.start:
-            rows.append(numbers.new_zeros(one.start - last))
-        own = numbers[one.at - at : one.at - at + one.blocks]
-        rows.append(own[:, None].expand(one.blocks, (one.stop - one.start) // one.blocks).reshape(-1))
-        last = one.stop
+    for run in parts:
+        if last < run.start:
+            rows.append(numbers.new_zeros(run.start - last))
+        of_run = numbers[run.at - at : run.at - at + run.blocks]
+        rows.append(of_run[:, None].expand(run.blocks, (run.stop - run.start) // run.blocks).reshape(-1))
+        last = run.stop
     return torch.cat([*rows, numbers.new_zeros(len(like) - (last - first))])
 
 
 class Said(NamedTuple):
-    """What this rank says of a block that it shares: the unit, the slot, the block's number, and `[1]`."""
+    """This rank's value for a shared block: unit, slot, index among the unit's shared blocks, and a tensor `[1]`."""
 
     unit: int
     slot: int
@@ -238,55 +238,55 @@ class Said(NamedTuple):
     value: Tensor
 
 
-def agreed(known: Units, slots: int, said: list[Said]) -> list[Tensor]:
-    """The largest of what ranks say of each block that they share; what is not finite is infinite.
+def agreed(units: Units, slots: int, values: list[Said]) -> list[Tensor]:
+    """The maximum over ranks of each shared block's value; NaN counts as infinite.
 
-    All ranks call it together, also those that have nothing of a unit.
+    All ranks call it together, also those that hold nothing of a unit.
     """
     groups: dict[Any, list[int]] = {}
-    for i, unit in enumerate(known.each):
+    for i, unit in enumerate(units.each):
         if unit.trainable and unit.layout is not None and _shared_count(unit.layout, unit.entries):
             kind = unit.layout.grid, unit.layout.placement.axes, home(unit)
             groups.setdefault(kind, []).append(i)
-    mine: dict[tuple[int, int], list[Said]] = {}
-    for one in said:
-        mine.setdefault((one.unit, one.slot), []).append(one)
-    every: dict[tuple[int, int], Tensor] = {}
+    local: dict[tuple[int, int], list[Said]] = {}
+    for value in values:
+        local.setdefault((value.unit, value.slot), []).append(value)
+    maxima: dict[tuple[int, int], Tensor] = {}
     for (grid, axes, device), numbers in groups.items():
         keys, rows, lengths = [], [], []
         for i in numbers:
-            unit = known.each[i]
+            unit = units.each[i]
             assert unit.layout is not None, "plain tensors share nothing"
             for slot in range(slots):
                 keys.append((i, slot))
                 lengths.append(_shared_count(unit.layout, unit.entries))
-                rows += _row(mine.get((i, slot), []), lengths[-1], device)
+                rows += _row(local.get((i, slot), []), lengths[-1], device)
         with scope(mesh_of(grid, "a tree")):
-            most = functional.pmax(torch.cat(rows).nan_to_num(nan=math.inf, posinf=math.inf), axes)
-        every |= dict(zip(keys, most.split(lengths), strict=True))
-    return [every[one.unit, one.slot][one.number : one.number + 1] for one in said]
+            maximum = functional.pmax(torch.cat(rows).nan_to_num(nan=math.inf, posinf=math.inf), axes)
+        maxima |= dict(zip(keys, maximum.split(lengths), strict=True))
+    return [maxima[value.unit, value.slot][value.number : value.number + 1] for value in values]
 
 
-def _row(said: list[Said], n: int, device: torch.device) -> list[Tensor]:
-    """Numbers of all blocks that are shared of a unit, in order; zeros where this rank says nothing."""
-    found, at = [], 0
-    for one in said:
-        found += [torch.zeros(one.number - at, dtype=torch.float32, device=device), one.value.to(device)]
-        at = one.number + 1
-    return [*found, torch.zeros(n - at, dtype=torch.float32, device=device)]
+def _row(values: list[Said], n: int, device: torch.device) -> list[Tensor]:
+    """The values of all shared blocks of a unit, in order; zeros where this rank has none."""
+    row, at = [], 0
+    for value in values:
+        row += [torch.zeros(value.number - at, dtype=torch.float32, device=device), value.value.to(device)]
+        at = value.number + 1
+    return [*row, torch.zeros(n - at, dtype=torch.float32, device=device)]
 
 
 # --- in checkpoints ---
 
 
 class Part(NamedTuple):
-    """What a checkpoint has of a parameter's blocks.
+    """A rank's part of a parameter's blocks in a checkpoint.
 
     Attributes:
-        number: of the parameter in the layout.
-        offsets: where in the tensor of all blocks those here begin.
-        start: which of the node's numbers are here, from
-        stop: to.
+        number: index of the parameter in the layout.
+        offsets: where the part begins in the tensor of all blocks.
+        start: first of the node's numbers in the part.
+        stop: behind the last.
     """
 
     number: int
@@ -296,23 +296,23 @@ class Part(NamedTuple):
 
 
 def whole_shape(layout: Layout, number: int) -> tuple[int, ...]:
-    """Of all numbers of a parameter's blocks."""
+    """Shape of the tensor of all blocks of a parameter."""
     parts = layout.parts(number)
     return (*(parts if math.prod(parts) > 1 else ()), -(-layout.entries[number].numel // BLOCK))
 
 
 def parts(node: Blocks, rank: int, mine: bool) -> list[Part]:
-    """What a rank has of each parameter's blocks; if `mine`, without those that another rank has the first element of.
+    """A rank's part of each parameter's blocks; with `mine`, without blocks whose first element another rank holds.
 
-    Parameters without elements have a part where their place is.
+    Parameters without elements have a part at their position.
     """
-    layout, found, at = node.layout, [], 0
+    layout, parts, at = node.layout, [], 0
     for number, start, stop, place in layout.cuts_of(rank):
         if number not in node.entries or not node.start <= place <= node.stop:
             continue
         low, high = start // BLOCK, -(-stop // BLOCK)
         skipped = int(mine and start % BLOCK > 0)
         corner = layout.part(number, rank) if len(whole_shape(layout, number)) > 1 else ()
-        found.append(Part(number, (*corner, low + skipped), at + skipped, at + high - low))
+        parts.append(Part(number, (*corner, low + skipped), at + skipped, at + high - low))
         at += high - low
-    return found
+    return parts

@@ -1,4 +1,4 @@
-"""Parameters of one dtype, one after another in one buffer, which is cut into equal pieces: integers alone."""
+"""Positions of parameters of one dtype in one buffer, which is cut into equal pieces: integers only."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ class Entry:
     """One parameter in the buffer.
 
     Attributes:
-        path: its name, the keys from the root of the whole tree joined by dots, to which an empty key adds nothing:
-            `blocks.0.attn.q`.
-        leaves: which leaves of the stage's tree it is; several, where one tensor stood at several places.
-        shape: of this rank's value.
-        spec: how that value is cut from the whole parameter, over axes that the buffer is not cut over.
-        offset: its first element in the buffer.
+        path: the keys from the root of the whole tree, joined by dots; an empty key adds nothing: `blocks.0.attn.q`.
+        leaves: indices of the leaves of the stage's tree; several, if one tensor is at several places.
+        shape: shape of this rank's value.
+        spec: how other axes than the buffer's cut that value from the whole parameter.
+        offset: position of its first element in the buffer.
     """
 
     path: str
@@ -41,23 +40,23 @@ class Entry:
 
 
 def aligned(numel: int, dtype: torch.dtype) -> int:
-    """The least multiple of the alignment that has room for `numel` elements."""
+    """The least multiple of the alignment that is `numel` or more, in elements."""
     step = max(1, ALIGNMENT // dtype.itemsize)
     return -(-numel // step) * step
 
 
 def _unused(taken: Iterable[tuple[int, int]], length: int) -> tuple[tuple[int, int], ...]:
-    """First element and length of each stretch between those that are taken, `(start, stop)` in order."""
-    found, at = [], 0
+    """First element and length of each gap between the taken ranges, `(start, stop)` in order."""
+    gaps, at = [], 0
     for start, stop in (*taken, (length, length)):
         if start > at:
-            found.append((at, start - at))
+            gaps.append((at, start - at))
         at = stop
-    return tuple(found)
+    return tuple(gaps)
 
 
 class Buffer:
-    """Where parameters stand in a buffer of `size` pieces of `piece` elements, and in each piece."""
+    """Positions of parameters in a buffer of `size` pieces with `piece` elements each."""
 
     entries: tuple[Entry, ...]
 
@@ -73,7 +72,7 @@ class Buffer:
 
     @cached_property
     def total(self) -> int:
-        """Elements in use, from the first to the last parameter's end."""
+        """Elements in use, up to the end of the last parameter."""
         return max((entry.offset + entry.numel for entry in self.entries), default=0)
 
     @property
@@ -83,11 +82,11 @@ class Buffer:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """First element and length of each stretch that no parameter uses."""
+        """First element and length of each range that no parameter uses."""
         return _unused(((entry.offset, entry.offset + entry.numel) for entry in self.entries), self.padded)
 
     def within(self, number: int, index: int) -> tuple[int, int, int]:
-        """Elements `low` to `high` of a parameter that a piece holds, and where in it they begin; none if equal."""
+        """Elements `low` to `high` of a parameter that a piece holds, and their position in it; none if equal."""
         entry, start = self.entries[number], index * self.piece
         low = min(max(start - entry.offset, 0), entry.numel)
         high = min(max(start + self.piece - entry.offset, 0), entry.numel)
@@ -95,21 +94,21 @@ class Buffer:
 
     @cached_property
     def cuts(self) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
-        """What each piece holds: `(entry, start, stop, at)`, elements of an entry that stand at `at` in the piece."""
-        every = range(len(self.entries))
-        found = ([(number, *self.within(number, index)) for number in every] for index in range(self.size))
-        return tuple(tuple(cut for cut in piece if cut[1] < cut[2]) for piece in found)
+        """The contents of each piece: `(entry, start, stop, at)`, elements of an entry at position `at`."""
+        numbers = range(len(self.entries))
+        pieces = ([(number, *self.within(number, index)) for number in numbers] for index in range(self.size))
+        return tuple(tuple(cut for cut in piece if cut[1] < cut[2]) for piece in pieces)
 
     @cached_property
     def holes(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Of each piece: first element and length of each stretch that no parameter uses."""
+        """First element and length of each range that no parameter uses, for each piece."""
         return tuple(
             _unused(((at, at + stop - start) for _, start, stop, at in cuts), self.piece) for cuts in self.cuts
         )
 
     @cached_property
     def splits(self) -> tuple[list[int], list[int]]:
-        """The lengths into which the whole buffer is cut, and which of the parts are the entries."""
+        """The lengths into which the whole buffer is split, and the indices of those parts that are entries."""
         lengths, chosen, at = [], [], 0
         for entry in self.entries:
             if entry.offset > at:

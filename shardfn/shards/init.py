@@ -1,4 +1,6 @@
-"""Parameters from functions that draw them: whole on one process, or made one stage at a time and cut at once."""
+"""Initialises parameters from functions that draw them: whole on one process, or one stage at a time and sharded at
+once.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +32,21 @@ def init(makers: Any, seed: int, *, fill: Fill | None = None) -> Any:
     """Whole parameters from a tree of makers; on one process the same as `init_sharded` gives on many.
 
     Args:
-        makers: a pytree whose leaves are functions of a `torch.Generator` that return tensors or pytrees of them, and
-            tensors.
-        seed: any int. Each maker draws from a generator of its own, folded from the seed and the maker's path, also
-            where it names none; torch's own generators are left as they are.
-        fill: `(path, tensor, generator) -> tensor`, for leaves on the meta device: a tensor of the same shape and
-            dtype, with values. For a `quant.Packed` it is asked for the parameter, which is then encoded.
+        makers: a pytree whose leaves are tensors, and functions of a `torch.Generator` that return tensors or pytrees
+            of tensors.
+        seed: any int. Each maker draws from a generator of its own, seeded from the seed and the maker's path, even
+            where it passes no generator; torch's own generators stay as they are.
+        fill: `(path, tensor, generator) -> tensor`, for leaves on the meta device: returns a tensor of the same shape
+            and dtype, with values. For a `quant.Packed` it gets the parameter, which is then quantized.
 
     Returns:
-        The tree with what each maker returned in its place, on whatever devices they chose.
+        The tree with each maker's result in its place, on the devices that the makers chose.
 
     Raises:
-        RuntimeError: a maker that seeds torch's own generators.
-        TypeError: a leaf that is neither a tensor nor a function; a seed that is not an int; what `fill` returned is
-            no tensor, or one of another dtype.
-        ValueError: it is of another shape.
+        RuntimeError: a maker seeds torch's own generators.
+        TypeError: a leaf is neither a tensor nor a function; the seed is not an int; `fill` returned no tensor, or one
+            of another dtype.
+        ValueError: `fill` returned a tensor of another shape.
 
     Example:
         >>> import torch
@@ -67,15 +69,16 @@ def init_sharded(
     frozen: Which = (),
     specs: Specs = P(),  # noqa: B008
 ) -> Any:
-    """Parameters made one stage at a time and cut at once, so that a rank never holds more than one stage whole.
+    """Parameters made one stage at a time and sharded at once, so that a rank never holds more than one stage whole.
 
     The same seed gives the same parameters on any mesh, and as `init(makers, seed)`.
 
     Args:
-        makers: as for `init`: `{"embed": init_embed, "blocks": [init_block] * 8, "head": init_head}`. A function
-            that makes several stages makes them whole: give each stage its own.
+        makers: as for `init`: `{"embed": init_embed, "blocks": [init_block] * 8, "head": init_head}`. A function that
+            makes
+            several stages makes them whole: give each stage its own function.
         seed: any int, the same on every rank.
-        mesh: as for `shard`, like what follows.
+        mesh: as for `shard`, like the arguments that follow.
         strategy: as for `shard`.
         fill: `(path, tensor, generator) -> tensor`, for leaves on the meta device.
         stages: as for `shard`.
@@ -100,9 +103,9 @@ def init_sharded(
 
 
 def _made(makers: Any, path: str, seed: int, fill: Fill | None) -> Any:
-    """The tensors of a tree of makers that stands at `path`."""
+    """The tensors from a tree of makers at `path`."""
     accessors, leaves, tree = optree.tree_flatten_with_accessor(makers, is_leaf=is_packed)
-    made: list[Any] = []
+    tensors: list[Any] = []
     seen: set[str] = set()
     for accessor, leaf in zip(accessors, leaves, strict=True):
         name = joined(path, dotted(accessor))
@@ -110,34 +113,35 @@ def _made(makers: Any, path: str, seed: int, fill: Fill | None) -> Any:
         seen.add(name)
         if isinstance(leaf, Tensor):
             refuse_sparse(name, leaf)
-            made.append(_filled(fill, name, leaf, seed) if fill and leaf.is_meta else leaf)
+            tensors.append(_filled(fill, name, leaf, seed) if fill and leaf.is_meta else leaf)
         elif is_packed(leaf):
-            if fill and leaf.is_meta:  # in few bits, from the values that `fill` gives it
+            if fill and leaf.is_meta:  # `fill` makes the parameter itself, which is then quantized
                 like = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
                 leaf = pack(_filled(fill, name, like, seed), leaf.format)
-            made.append(leaf)
+            tensors.append(leaf)
         elif callable(leaf):
-            made.append(_made(_drawn(leaf, name, seed), name, seed, fill))
+            tensors.append(_made(_drawn(leaf, name, seed), name, seed, fill))
         else:
             raise TypeError(
                 f"{name or 'the tree'} is of type {type(leaf).__name__}; a maker is a function of a torch.Generator "
                 f"that returns tensors, or a tensor"
             )
-    return optree.tree_unflatten(tree, made)
+    return optree.tree_unflatten(tree, tensors)
 
 
 def _filled(fill: Fill, name: str, like: Tensor, seed: int) -> Tensor:
-    made: Any = _drawn(functools.partial(fill, name, like), name, seed)
-    if not isinstance(made, Tensor) or made.dtype != like.dtype:
-        what = f"of {made.dtype}" if isinstance(made, Tensor) else f"of type {type(made).__name__}"
-        raise TypeError(f"fill returned {what} for {name}, which is a tensor of {like.dtype}")
-    if made.shape != like.shape:
-        raise ValueError(f"fill returned shape {list(made.shape)} for {name}, which has {list(like.shape)}")
-    return made
+    """The values that `fill` returns for a leaf, with their dtype and shape checked."""
+    tensor: Any = _drawn(functools.partial(fill, name, like), name, seed)
+    if not isinstance(tensor, Tensor) or tensor.dtype != like.dtype:
+        description = f"of {tensor.dtype}" if isinstance(tensor, Tensor) else f"of type {type(tensor).__name__}"
+        raise TypeError(f"fill returned {description} for {name}, which is a tensor of {like.dtype}")
+    if tensor.shape != like.shape:
+        raise ValueError(f"fill returned shape {list(tensor.shape)} for {name}, which has {list(like.shape)}")
+    return tensor
 
 
 def _drawn(make: Make, path: str, seed: int) -> Any:
-    """What a maker makes at a path; where it draws without a generator, too, it is from the one that it is given."""
+    """A maker's result at a path; draws without a generator come from the generator that it is given."""
     generator = torch.Generator().manual_seed(mixed(int_seed(seed), path))
     with Drawing(generator, f"the maker of {path or 'the tree'}"):
         return make(generator)

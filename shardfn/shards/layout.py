@@ -1,7 +1,7 @@
 """How a stage's parameters lie in one flat buffer, and this rank's piece of that buffer.
 
-Parameters of one dtype stand one after another, each at a multiple of 64 bytes, and the whole is cut into equal
-contiguous pieces. So gathering the pieces gives the parameters themselves: each one is a view, and nothing is copied.
+Parameters of one dtype follow each other, each aligned to 64 bytes, and the buffer is cut into equal contiguous pieces.
+So gathering the pieces gives the parameters themselves: each is a view, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from shardfn.shards.placement import Placement, Tier
 from shardfn.tiers import copying
 from shardfn.tiers.tensors import on_disk
 
-COARSE = 65536  # bytes a parameter, on average
+COARSE = 65536  # bytes per parameter, on average
 
 
 @dataclass(frozen=True)
 class Range:
     """Elements `start` to `stop`, in row-major order, of the value of parameter `path` that a rank computes with.
 
-    That value has shape `shape` and begins at index `corner` of the whole parameter: all zeros, and the whole
-    parameter itself, unless it is cut over other axes too.
+    That value has shape `shape` and begins at index `corner` of the whole parameter. It is the whole parameter, and
+    `corner` all zeros, unless other axes cut the parameter too.
     """
 
     path: str
@@ -46,17 +46,17 @@ class Range:
 
 @dataclass(frozen=True, eq=False)
 class Layout(Buffer):
-    """Static and hashable: everything about a flat shard but its numbers.
+    """Everything about a flat shard except its values; static and hashable.
 
     Attributes:
         stage: path of the stage in the whole tree, joined by dots.
         tree: structure of the stage's parameters, of which this buffer may hold some.
         entries: the parameters in the buffer.
-        dtype: of the parameters.
+        dtype: dtype of the parameters.
         trainable: whether they get gradients.
-        placement: the axes.
-        grid: the mesh.
-        room: elements of the whole buffer, where it is larger than it need be.
+        placement: the axes that cut and replicate the buffer.
+        grid: the mesh's axes and ranks.
+        room: elements of the whole buffer, if it is larger than necessary; else 0.
     """
 
     stage: str
@@ -70,7 +70,7 @@ class Layout(Buffer):
     _hash: int = field(init=False, repr=False, default=0)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash(self._known()))
+        object.__setattr__(self, "_hash", hash(self._fields()))
 
     def __hash__(self) -> int:
         return self._hash
@@ -78,9 +78,9 @@ class Layout(Buffer):
     def __eq__(self, other: object) -> bool:
         if self is other or not isinstance(other, Layout):
             return self is other
-        return self._hash == other._hash and self._known() == other._known()
+        return self._hash == other._hash and self._fields() == other._fields()
 
-    def _known(self) -> tuple[Any, ...]:
+    def _fields(self) -> tuple[Any, ...]:
         return self.stage, self.tree, self.entries, self.dtype, self.trainable, self.placement, self.grid, self.room
 
     def __reduce__(self) -> Any:
@@ -104,7 +104,7 @@ class Layout(Buffer):
     def piece(self) -> int:
         """Elements of one rank's piece. The last piece ends in at least 64 unused bytes.
 
-        It can be cut over the replicas too, so that the buffer is as large however it is placed on these axes.
+        It is divisible among the replicas too, so that the buffer has the same size however it is placed on these axes.
         """
         if self.room:
             return self.room // self.size
@@ -112,49 +112,49 @@ class Layout(Buffer):
         return aligned(-(-(self.total + step) // finest), self.dtype) * (finest // self.size)
 
     def here(self, rank: int) -> bool:
-        """Whether a rank is where the parameters live; others hold nothing of them."""
+        """Whether a rank is at a position of `only_at` where the parameters live; other ranks hold nothing of them."""
         return all(self.grid.index(rank, name) == position for name, position in self.placement.only_at)
 
     def index(self, rank: int) -> int:
-        """Which of the pieces a rank holds, where the parameters live."""
+        """Index of the piece that a rank holds, where the parameters live."""
         return self.grid.index(rank, self.placement.axes)
 
     def held(self, rank: int) -> int:
-        """Elements that a rank holds: a piece, or none where the parameters do not live."""
+        """Elements that a rank holds: a piece, or 0 where the parameters do not live."""
         return self.piece if self.here(rank) else 0
 
     @cached_property
     def state_layout(self) -> Layout:
-        """Of the gradient and the optimizer state; its pieces are parts of these."""
+        """Layout of the gradient and the optimizer state; its pieces are parts of this layout's pieces."""
         return self.placed(self.placement.of_state)
 
     @cached_property
     def secondary(self) -> Layout | None:
-        """Of the copy that backward gathers from; these pieces are parts of its."""
+        """Layout of the copy that backward gathers from, or None; this layout's pieces are parts of its pieces."""
         secondary = self.placement.secondary
         return None if secondary is None else self.placed(secondary)
 
     def placed(self, placement: Placement) -> Layout:
-        """The same buffer, placed otherwise."""
+        """The same buffer with another placement."""
         if placement == self.placement:
             return self
         return replace(self, placement=placement)
 
     def alone(self, places: tuple[tuple[str, int], ...]) -> Layout:
-        """The same pieces, as the ranks at these positions see them, which run independently along these axes."""
+        """The same pieces, as seen by the ranks at these positions, which run independently along these axes."""
         names = {name for name, _ in places}
-        left = self.placement.without(names)
-        only_at = (*left.only_at, *(place for place in places if place[0] not in left.only_at_axes))
-        return replace(self, placement=replace(left, only_at=only_at), room=self.padded)
+        placement = self.placement.without(names)
+        only_at = (*placement.only_at, *(place for place in places if place[0] not in placement.only_at_axes))
+        return replace(self, placement=replace(placement, only_at=only_at), room=self.padded)
 
     @property
     def partial(self) -> bool:
-        """Whether the stage has parameters in other buffers too."""
+        """Whether other buffers hold some of the stage's parameters."""
         return sum(len(entry.leaves) for entry in self.entries) < self.tree.num_leaves
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether the parameters in the buffer are all of the stage's, each one leaf, in the order of the leaves."""
+        """Whether the buffer holds all of the stage's parameters, each one leaf, in the order of the leaves."""
         return [entry.leaves for entry in self.entries] == [(leaf,) for leaf in range(self.tree.num_leaves)]
 
     @property
@@ -164,88 +164,88 @@ class Layout(Buffer):
 
     @cached_property
     def skeleton(self) -> Any:
-        """The stage's parameters with their numbers, as strings, in place of them: a tree that is plain Python."""
+        """The stage's tree with the leaves' indices, as strings, for parameters: plain Python."""
         return optree.tree_unflatten(self.tree, map(str, range(self.tree.num_leaves)))
 
     @cached_property
     def packed(self) -> dict[int, Packed]:
-        """Of the stage's parameters those that are kept in few bits, by the numbers of their leaves."""
+        """The stage's quantized parameters, by the indices of their leaves."""
         return in_few_bits(self.tree)
 
     def packed_at(self, number: int) -> Packed | None:
-        """A parameter that is kept in few bits, without them; None of others."""
+        """The description of a quantized parameter, without its bytes; None for others."""
         return self.packed.get(self.entries[number].leaves[0])
 
     def meant_shape(self, number: int) -> tuple[int, ...]:
-        """Of the whole parameter that a function meets, which may be kept in few bits."""
+        """Shape of the whole parameter as a function sees it, also of a quantized one."""
         packed = self.packed_at(number)
         return self.whole_shape(number) if packed is None else packed.shape
 
     def cuts_of(self, rank: int) -> list[tuple[int, int, int, int]]:
-        """What a rank holds, as `cuts` has it; parameters without elements are where their place is."""
+        """The cuts that a rank holds, as in `cuts`, and parameters without elements at their positions."""
         if not self.here(rank):
             return []
-        every = ((number, *self.within(number, self.index(rank))) for number in range(len(self.entries)))
+        cuts = ((number, *self.within(number, self.index(rank))) for number in range(len(self.entries)))
         return [
             (number, low, high, at)
-            for number, low, high, at in every
+            for number, low, high, at in cuts
             if low < high or (self.entries[number].numel == 0 and 0 <= at < self.piece)
         ]
 
     def ranges(self, rank: int) -> list[Range]:
         """Which elements of which parameters the global rank `rank` holds."""
-        found = []
+        ranges = []
         for number, low, high, _ in self.cuts_of(rank):
             entry = self.entries[number]
-            found.append(Range(entry.path, low, high, entry.shape, self.corner(number, rank)))
-        return found
+            ranges.append(Range(entry.path, low, high, entry.shape, self.corner(number, rank)))
+        return ranges
 
     def whole_shape(self, number: int) -> tuple[int, ...]:
-        """Of a parameter, of whose value ranks may have parts."""
+        """Shape of the whole parameter, of whose value ranks may have parts."""
         return tuple(n * k for n, k in zip(self.entries[number].shape, self.parts(number), strict=True))
 
     def parts(self, number: int) -> tuple[int, ...]:
-        """In how many parts each dimension of a parameter is cut, of which ranks have one as its value."""
+        """Number of parts into which `spec` cuts each dimension of a parameter; a rank's value is one of them."""
         entry = self.entries[number]
         cuts = [self.grid.size(names) for names in entry.spec.by_dim()]
         return (*cuts, *(1,) * (len(entry.shape) - len(cuts)))
 
     def part(self, number: int, rank: int) -> tuple[int, ...]:
-        """Which of these a rank has, in each dimension."""
+        """Index of a rank's part in each dimension."""
         entry = self.entries[number]
         places = [self.grid.index(rank, names) for names in entry.spec.by_dim()]
         return (*places, *(0,) * (len(entry.shape) - len(places)))
 
     def cut_axes(self, number: int) -> tuple[str, ...]:
-        """Along which ranks hold different elements of a parameter, or some hold none; in the mesh's order."""
+        """Axes along which ranks hold different elements of a parameter, or some hold none; in the mesh's order."""
         cut = {*self.placement.axes, *self.placement.only_at_axes, *self.entries[number].spec.axes}
         return tuple(name for name, _ in self.grid.sizes if name in cut)
 
     def same_axes(self, number: int) -> tuple[str, ...]:
-        """Along which ranks hold the same elements of a parameter: the others."""
+        """The other axes, along which ranks hold the same elements of a parameter."""
         cut = self.cut_axes(number)
         return tuple(name for name, _ in self.grid.sizes if name not in cut)
 
     def corner(self, number: int, rank: int) -> tuple[int, ...]:
-        """Where in the whole parameter the value begins that a rank has."""
+        """Index in the whole parameter at which a rank's value begins."""
         return tuple(i * length for i, length in zip(self.part(number, rank), self.entries[number].shape, strict=True))
 
     def __str__(self) -> str:
         spread = f"1/{self.size} over {' x '.join(self.placement.axes)}" if self.size > 1 else "whole"
-        more = f", the same over {' x '.join(self.placement.replicas)}" if self.placement.replicas else ""
-        more += "".join(f", only at {name}={position}" for name, position in self.placement.only_at)
+        suffix = f", the same over {' x '.join(self.placement.replicas)}" if self.placement.replicas else ""
+        suffix += "".join(f", only at {name}={position}" for name, position in self.placement.only_at)
         if self.state_layout is not self:
-            more += f", gradients 1/{self.state_layout.size} over {' x '.join(self.placement.gradients)}"
-        here = self.piece * self.dtype.itemsize
+            suffix += f", gradients 1/{self.state_layout.size} over {' x '.join(self.placement.gradients)}"
+        size = self.piece * self.dtype.itemsize
         params, *others = self.placement.tiers
-        kept = "".join(
+        elsewhere = "".join(
             f", {kind} {_WHERE[tier]}"
             for kind, tier in zip(("gradients", "state"), others, strict=True)
             if tier != "device"
         )
         return (
             f"{self.stage or 'all'}: {str(self.dtype).removeprefix('torch.')}{'' if self.trainable else ', frozen'}, "
-            f"{spread}{more}, {byte_count(here)} a rank{' ' * (params != 'device')}{_WHERE[params]}{kept}"
+            f"{spread}{suffix}, {byte_count(size)} a rank{' ' * (params != 'device')}{_WHERE[params]}{elsewhere}"
         )
 
 
@@ -253,6 +253,7 @@ _WHERE: dict[Tier, str] = {"device": "", "host": "on the host", "disk": "on disk
 
 
 def _meant(flat: FlatShard) -> str:
+    """Says what a flat shard is and how to get parameters, for messages."""
     stage = f"stage {flat.layout.stage!r}" if flat.layout.stage else "the parameters"
     return (
         f"it is this rank's piece of {stage}. A function that shardfn.stage wraps gets the whole parameters, "
@@ -261,6 +262,8 @@ def _meant(flat: FlatShard) -> str:
 
 
 def _refused(what: str) -> Callable[..., Any]:
+    """A method that raises TypeError."""
+
     def refuse(self: FlatShard, *_: Any) -> Any:
         raise TypeError(f"a FlatShard {what}: {_meant(self)}")
 
@@ -270,21 +273,21 @@ def _refused(what: str) -> Callable[..., Any]:
 class FlatShard:
     """This rank's piece of a stage's parameters: a pytree node with one tensor leaf.
 
-    Any `tree_map` over a tree of parameters (an optimizer, a moving average, a norm) is therefore one operation a
-    stage. What a node holds is not checked until a stage, or `unshard`, uses it.
+    Any `tree_map` over a tree of parameters (an optimizer, a moving average, a norm) is therefore one operation per
+    stage. The values are not checked until a stage, or `unshard`, uses them.
 
-    As long as there is one, its mesh is there: with its process groups, and the buffers that its stages share.
+    While a flat shard exists, its mesh stays alive, with its process groups and the buffers that its stages share.
 
     Attributes:
         values: `[layout.piece]`, contiguous; `[0]` on ranks where the parameters do not live.
-        layout: what the numbers are.
+        layout: which elements of which parameters the values are.
     """
 
     __slots__ = ("_mesh", "layout", "values")
 
     def __init__(self, values: Tensor, layout: Layout) -> None:
         self.values, self.layout = values, layout
-        self._mesh = None if torch.compiler.is_compiling() else layout.grid.mesh()  # which a graph cannot hold
+        self._mesh = None if torch.compiler.is_compiling() else layout.grid.mesh()  # a graph cannot hold it
 
     def __reduce__(self) -> Any:
         return FlatShard, (self.values, self.layout)
@@ -294,7 +297,7 @@ class FlatShard:
 
     @property
     def spec(self) -> P:
-        """The piece as `shard_map` sees it: a vector that is cut over the layout's axes."""
+        """The spec for `shard_map`: a vector that is cut over the layout's axes."""
         return P(self.layout.placement.axes)
 
     def __repr__(self) -> str:
@@ -302,11 +305,11 @@ class FlatShard:
             return f"FlatShard({self.values!r}, {self.layout})"
         lines = [f"  {entry.path or '(itself)'} {list(entry.shape)}" for entry in self.layout.entries]
         cast = self.values.dtype != self.layout.dtype
-        now = [f"{str(self.values.dtype).removeprefix('torch.')}, {byte_count(self.values.nbytes)}"] * cast
+        actual = [f"{str(self.values.dtype).removeprefix('torch.')}, {byte_count(self.values.nbytes)}"] * cast
         if self.values.numel() and on_disk(self.values) is not (self.layout.placement.tiers.params == "disk"):
-            now.append("on disk" if on_disk(self.values) else "in memory")
-        here = f"now {', '.join(now)}; " if now else ""
-        return "\n".join([f"FlatShard({here}{self.layout},", *lines, ")"])
+            actual.append("on disk" if on_disk(self.values) else "in memory")
+        actually = f"now {', '.join(actual)}; " if actual else ""
+        return "\n".join([f"FlatShard({actually}{self.layout},", *lines, ")"])
 
     __getitem__: Any = _refused("cannot be indexed")
     __len__: Any = _refused("has no length")
@@ -320,20 +323,20 @@ class FlatShard:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            if name.startswith("__") or name in FlatShard.__slots__:  # which copying and pickling ask for
+            if name.startswith("__") or name in FlatShard.__slots__:  # copying and pickling probe for these
                 raise AttributeError(name)
             raise AttributeError(f"a FlatShard has no .{name}: {_meant(self)}")
 
     @classmethod
     def __torch_function__(cls, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raises TypeError: no function of torch takes a flat shard."""
-        found = next((x for x in optree.tree_leaves((args, kwargs), is_leaf=is_flat) if is_flat(x)), None)
+        """Raises TypeError: functions of torch do not take flat shards."""
+        flat = next((x for x in optree.tree_leaves((args, kwargs), is_leaf=is_flat) if is_flat(x)), None)
         name = getattr(f, "__name__", str(f))
-        raise TypeError(f"torch's {name} takes no FlatShard: {_meant(found) if found else 'see shardfn.stage'}")
+        raise TypeError(f"torch's {name} takes no FlatShard: {_meant(flat) if flat else 'see shardfn.stage'}")
 
 
 def local_parameters(flat: FlatShard) -> dict[str, Tensor]:
-    """What this rank holds of each parameter of a flat shard, by name.
+    """This rank's elements of each parameter of a flat shard, by path.
 
     Args:
         flat: the shard.
@@ -360,7 +363,7 @@ def lay(
     placement: Placement,
     grid: Grid,
 ) -> Layout:
-    """The layout of parameters `(path, leaves, shape, spec)`, one after another."""
+    """The layout of parameters `(path, leaves, shape, spec)`, one after another in a buffer."""
     entries, at = [], 0
     for path, leaves, shape, spec in parts:
         entries.append(Entry(path, leaves, shape, spec, at))
@@ -374,7 +377,7 @@ def is_flat(value: Any) -> bool:
 
 
 def is_stage(value: Any) -> bool:
-    """Whether a value is all of a stage's parameters: a flat shard, or a dict of those that make up one stage."""
+    """Whether a value is all of a stage's parameters: a flat shard, or the dict of a stage's flat shards."""
     if is_flat(value):
         return True
     if type(value) is not dict or not value or not all(map(is_flat, value.values())):
@@ -390,13 +393,13 @@ def stage_shards(value: Any) -> list[FlatShard]:
 
 
 def in_few_bits(tree: optree.PyTreeSpec) -> dict[int, Packed]:
-    """The parameters of a structure that are kept in few bits, by the numbers of their leaves."""
-    found = optree.tree_leaves(tree.unflatten(range(tree.num_leaves)), is_leaf=is_packed)
-    return {one.values: one for one in found if is_packed(one)}
+    """The quantized parameters of a structure, by the indices of their leaves."""
+    leaves = optree.tree_leaves(tree.unflatten(range(tree.num_leaves)), is_leaf=is_packed)
+    return {leaf.values: leaf for leaf in leaves if is_packed(leaf)}
 
 
 def assemble(layouts: Sequence[Layout], views: Sequence[Sequence[Any]]) -> Any:
-    """A stage's parameters as the function meets them, from the views of each of its buffers."""
+    """A stage's parameters in their tree, from the views of each of its buffers."""
     if len(layouts) == 1 and layouts[0].in_order:
         return optree.tree_unflatten(layouts[0].tree, views[0])
     leaves: list[Any] = [None] * layouts[0].tree.num_leaves

@@ -1,4 +1,4 @@
-"""Trees taken apart by a rule, and put together again: what is trained, and what is not."""
+"""Splits trees by a rule and combines them again, such as what is trained and what is frozen."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ T = TypeVar("T")
 
 @short_errors
 def partition(tree: Any, predicate: Which) -> tuple[Any, Any]:
-    """Two trees of one structure: the parameters that the rule chooses, and the rest; None where the other has it.
+    """Two trees of one structure: the chosen parameters, and the rest, each with None in place of the other's leaves.
 
-    A gradient, an optimizer's `init` and its `step` leave None out, so what is not passed to them is frozen: it moves
-    no gradients and has no state. `torch.func` takes a None for a parameter, and refuses it: see `pruned`.
+    Gradients, an optimizer's `init` and its `step` leave None out, so parameters that are not passed to them are
+    frozen: they have no gradients and no state. `torch.func` treats None as a parameter, and refuses it: see `pruned`.
 
     Args:
         tree: a pytree of tensors, flat shards and anything else, which goes to the rest.
-        predicate: which parameters: a regular expression that matches their whole path, `blocks.0.attn.q`, several of
-            them, or a function of a path and a whole shape.
+        predicate: which parameters: a regular expression that matches the whole path, such as `blocks.0.attn.q`,
+            several of them, or a function of a path and a whole shape.
 
     Returns:
         `(chosen, rest)`; `combine(chosen, rest)` is the tree.
 
     Raises:
-        ValueError: a flat shard of which the rule chooses some parameters only; a pattern that matches nothing.
-        TypeError: something other than patterns or a function.
+        ValueError: a flat shard of which the rule chooses only some parameters; a pattern that matches nothing.
+        TypeError: `predicate` is neither patterns nor a function.
 
     Example:
         >>> import torch
@@ -44,23 +44,24 @@ def partition(tree: Any, predicate: Which) -> tuple[Any, Any]:
     """
     accessors, leaves, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_flat)
     which, paths = chosen(predicate, "partition"), list(map(dotted, accessors))
-    names = [one for path, leaf in zip(paths, leaves, strict=True) for one in _names(path, leaf)]
+    names = [name for path, leaf in zip(paths, leaves, strict=True) for name in _names(path, leaf)]
     if unused := which.unused(names):
         raise ValueError(f"partition: nothing matches {listed(sorted(unused))}; there are {listed(names)}")
     taken = [_chosen(path, leaf, which) for path, leaf in zip(paths, leaves, strict=True)]
-    yes = [leaf if one else None for leaf, one in zip(leaves, taken, strict=True)]
-    no = [None if one else leaf for leaf, one in zip(leaves, taken, strict=True)]
+    yes = [leaf if take else None for leaf, take in zip(leaves, taken, strict=True)]
+    no = [None if take else leaf for leaf, take in zip(leaves, taken, strict=True)]
     return optree.tree_unflatten(spec, yes), optree.tree_unflatten(spec, no)
 
 
 def combine(*trees: Any) -> Any:
-    """The inverse of `partition`: one tree that has at each place what one of the trees has there.
+    """The inverse of `partition`: one tree with the leaves of all trees.
 
     Args:
-        *trees: of one structure, with None where another has something. All but one may be `pruned`.
+        *trees: trees of one structure, at most one of them with a leaf at each place, the others with None there. All
+            but one may be `pruned`.
 
     Raises:
-        ValueError: trees of different structures; a place at which two trees have something.
+        ValueError: trees of different structures; two trees have a leaf at the same place.
 
     Example:
         >>> combine({"a": 1, "b": None}, {"a": None, "b": 2})
@@ -68,24 +69,25 @@ def combine(*trees: Any) -> Any:
     """
     if not trees:
         raise ValueError("combine: there are no trees")
-    every = [_places(tree) for tree in trees]
-    whole = next((one for one in every if all(one.has_places_of(other) for other in every)), None)
+    flattened = [_places(tree) for tree in trees]
+    whole = next((places for places in flattened if all(places.has_places_of(other) for other in flattened)), None)
     if whole is None:
-        raise ValueError(_different(every))
-    made: list[Any] = []
+        raise ValueError(_different(flattened))
+    leaves: list[Any] = []
     for i, path in enumerate(whole.paths):
-        found = [one.leaves[i] if one.spec == whole.spec else one.tree.get(path) for one in every]
-        there = [leaf for leaf in found if leaf is not None]
-        if len(there) > 1:
-            raise ValueError(f"combine: {len(there)} trees have something at {path or 'the root'}")
-        made.append(there[0] if there else None)
-    return optree.tree_unflatten(whole.spec, made)
+        candidates = [places.leaves[i] if places.spec == whole.spec else places.tree.get(path) for places in flattened]
+        present = [leaf for leaf in candidates if leaf is not None]
+        if len(present) > 1:
+            raise ValueError(f"combine: {len(present)} trees have something at {path or 'the root'}")
+        leaves.append(present[0] if present else None)
+    return optree.tree_unflatten(whole.spec, leaves)
 
 
 def pruned(tree: Any) -> dict[str, Any]:
-    """What a tree has, by path, in a dict with nothing in it for a None; `combine` puts it back.
+    """The leaves of a tree by path, in a dict without entries for None; `combine` puts them back.
 
-    All registries of pytrees know dicts, so `torch.func.jvp`, `vjp` and `vmap` take what `partition` chose, alone.
+    All registries of pytrees know dicts, so `torch.func.jvp`, `vjp` and `vmap` accept the chosen tree of `partition` in
+    this form.
 
     Args:
         tree: a pytree of tensors, flat shards, None and anything else.
@@ -94,7 +96,7 @@ def pruned(tree: Any) -> dict[str, Any]:
         `{path: leaf}`.
 
     Raises:
-        ValueError: two places with one path.
+        ValueError: two places have the same path.
 
     Example:
         >>> import torch
@@ -113,16 +115,16 @@ def pruned(tree: Any) -> dict[str, Any]:
 
 
 def with_leaves(leaves: Sequence[T], at: Iterable[int], others: Iterable[T]) -> list[T]:
-    """The leaves of a tree, but others at some places."""
-    mixed = list(leaves)
+    """A copy of `leaves` with others at the indices `at`."""
+    replaced = list(leaves)
     for i, leaf in zip(at, others, strict=True):
-        mixed[i] = leaf
-    return mixed
+        replaced[i] = leaf
+    return replaced
 
 
 @dataclass(frozen=True)
 class _Places:
-    """A tree taken apart, a None being a leaf; `by_path` says whether it can be a dict that `pruned` made."""
+    """A flattened tree, in which None is a leaf; `by_path` says whether it may be a dict that `pruned` made."""
 
     tree: Any
     paths: list[str]
@@ -131,29 +133,29 @@ class _Places:
     by_path: bool
 
     def has_places_of(self, other: _Places) -> bool:
-        """Whether what the other tree has can be put into this one."""
+        """Whether this tree has a place for each leaf of the other."""
         return other.spec == self.spec or (other.by_path and set(other.paths) <= set(self.paths))
 
 
 def _places(tree: Any) -> _Places:
     accessors, leaves, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_flat, none_is_leaf=True)
-    by_path = type(tree) is dict and all(len(one) == 1 for one in accessors) and all(type(key) is str for key in tree)
+    by_path = type(tree) is dict and all(len(path) == 1 for path in accessors) and all(type(key) is str for key in tree)
     return _Places(tree, list(map(dotted, accessors)), leaves, spec, by_path)
 
 
-def _different(every: Sequence[_Places]) -> str:
-    """Why trees do not go together."""
-    if all(one.by_path for one in every):
+def _different(trees: Sequence[_Places]) -> str:
+    """Why trees do not fit together."""
+    if all(tree.by_path for tree in trees):
         return (
             "combine: each tree is a dict of another structure, with keys that the others lack, so nothing says what "
             "the whole looks like: one of them must have all places, as both trees that partition returns do"
         )
-    n, whole = next((n, one) for n, one in enumerate(every, 1) if not one.by_path)
-    m, other = next((m, one) for m, one in enumerate(every, 1) if not whole.has_places_of(one))
+    n, whole = next((n, tree) for n, tree in enumerate(trees, 1) if not tree.by_path)
+    m, other = next((m, tree) for m, tree in enumerate(trees, 1) if not whole.has_places_of(tree))
     if other.by_path:
-        lost = [path for path in other.paths if path not in whole.paths]
+        missing = [path for path in other.paths if path not in whole.paths]
         return (
-            f"combine: tree {m} has {listed(lost, 3)}, for which tree {n} has no place, whose paths are "
+            f"combine: tree {m} has {listed(missing, 3)}, for which tree {n} has no place, whose paths are "
             f"{listed(whole.paths)}: both must come from one partition"
         )
     both = listed([other.spec, whole.spec], separator=" and ", room=1200)

@@ -1,4 +1,4 @@
-"""Parameters as an optimizer sees them: as the elements that this rank holds, and whose they are."""
+"""Parameters as an optimizer sees them: this rank's elements, and the parameters to which they belong."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from shardfn.tiers.streaming import in_place
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements of one parameter, as they stand in a vector.
+    """Elements of one parameter within a vector.
 
     Attributes:
-        path: of the parameter.
+        path: path of the parameter.
         whole: shape of the parameter.
-        shape: of the value that they are part of, which tensor-parallel axes may have cut from it.
-        corner: where in the parameter that value begins.
-        first: number of the first of them in that value, row by row.
-        start: where in the vector they begin.
-        stop: where they end.
+        shape: shape of the value that they are part of, which tensor-parallel axes may have cut from the parameter.
+        corner: index in the parameter at which that value begins.
+        first: row-major index of the first element in that value.
+        start: first position in the vector.
+        stop: position behind the last.
     """
 
     path: str
@@ -44,14 +44,14 @@ class Segment:
 
 
 class Piece:
-    """Some parameters of a flat shard: elements `start` to `stop` of its piece, a pytree node with one leaf.
+    """Some parameters of a flat shard: elements `start` to `stop` of this rank's piece, a pytree node with one leaf.
 
     Attributes:
         values: the elements.
-        layout: of the flat shard.
-        entries: numbers of the parameters in the layout, on whatever rank they are.
+        layout: layout of the flat shard.
+        entries: indices of the parameters in the layout, on every rank the same.
         start: first element.
-        stop: behind the last; the same as `start` where this rank holds none.
+        stop: behind the last element; the same as `start` where this rank holds none.
     """
 
     __slots__ = ("entries", "layout", "start", "stop", "values")
@@ -68,12 +68,12 @@ class Piece:
 
     @property
     def place(self) -> tuple[Layout, tuple[int, ...], int, int]:
-        """All but the values."""
+        """Everything but the values."""
         return self.layout, self.entries, self.start, self.stop
 
 
 def node(kind: type[Piece]) -> None:
-    """Makes a kind of piece a pytree node with one leaf."""
+    """Registers a class of pieces as a pytree node with one leaf."""
 
     def flatten(piece: Piece) -> tuple[tuple[Any], Any, tuple[str]]:
         return (piece.values,), (piece.layout, piece.entries, piece.start, piece.stop), ("values",)
@@ -93,11 +93,11 @@ class Unit(NamedTuple):
 
     Attributes:
         values: its elements on this rank.
-        segments: whose they are.
-        layout: of the flat shard that it is, or is a part of; None for a plain tensor.
-        entries: numbers of its parameters in the layout, on whatever rank they are.
-        start: where in that shard it begins.
-        stop: where in that shard it ends; of a plain tensor, how many elements it has.
+        segments: the parameters' elements within `values`.
+        layout: layout of the flat shard that it is, or is a part of; None for a plain tensor.
+        entries: indices of its parameters in the layout, on every rank the same.
+        start: where in this rank's piece of that shard it begins.
+        stop: where in that piece it ends; for a plain tensor, its number of elements.
         trainable: whether it is trained.
     """
 
@@ -112,22 +112,22 @@ class Unit(NamedTuple):
     @property
     def filled(self) -> list[Segment]:
         """The segments that have elements."""
-        return [one for one in self.segments if one.start < one.stop]
+        return [segment for segment in self.segments if segment.start < segment.stop]
 
     @property
     def name(self) -> str:
-        """The stage's path, or the plain tensor's."""
+        """Path of the stage, or of the plain tensor."""
         return self.layout.stage if self.layout else self.segments[0].path
 
     def part(self, entries: tuple[int, ...], start: int, stop: int, values: Any) -> Any:
-        """A node for these parameters, of which elements `start` to `stop` are here, with these values."""
+        """A node for some of its parameters, with `values` for elements `start` to `stop` of this unit."""
         assert self.layout is not None, "a plain tensor has no parts"
         if entries == self.entries and (start, stop) == (0, self.values.numel()):
             return self.like(values)
         return Piece(values, self.layout, entries, self.start + start, self.start + stop)
 
     def like(self, values: Any) -> Any:
-        """A node of the same kind as the leaf was."""
+        """A node of the same kind as the leaf was, with other values."""
         if self.layout is None:
             return values
         held, n, _ = _constants(self.layout)
@@ -137,12 +137,12 @@ class Unit(NamedTuple):
 
 
 def is_unit(node: Any) -> bool:
-    """Whether a node of a tree is one leaf to an optimizer."""
+    """Whether a node of a tree is a single leaf to an optimizer."""
     return type(node) is Piece or is_flat(node)
 
 
 class Units(NamedTuple):
-    """A tree of parameters, taken apart."""
+    """A flattened tree of parameters."""
 
     each: list[Unit]
     tree: optree.PyTreeSpec
@@ -152,19 +152,19 @@ class Units(NamedTuple):
         return optree.tree_unflatten(self.tree, list(leaves))
 
     def like(self, values: Iterable[Any]) -> Any:
-        """A tree of the same structure, with other numbers."""
+        """A tree of the same structure, with other values."""
         return self.rebuilt(unit.like(x) for unit, x in zip(self.each, values, strict=True))
 
     def beside(self, tree: Any) -> list[Any]:
-        """The numbers at the same places of a tree of this structure; None for what is not there."""
+        """The values at the same places of a tree of this structure; None where it has None."""
         leaves = self.tree.flatten_up_to(tree)
         return [leaf.values if is_unit(leaf) else leaf for leaf in leaves]
 
 
 def units(tree: Any) -> Units:
-    """A tree of flat shards and plain tensors as an optimizer sees it."""
+    """Flattens a tree of flat shards and plain tensors."""
     leaves, spec = optree.tree_flatten(tree, is_leaf=is_unit)
-    if all(map(is_unit, leaves)):  # these know their names
+    if all(map(is_unit, leaves)):  # their layouts have the paths
         return Units([_unit("", leaf) for leaf in leaves], spec)
     paths = [dotted(accessor) for accessor in optree.tree_accessors(tree, is_leaf=is_unit)]
     return Units([_unit(path, leaf) for path, leaf in zip(paths, leaves, strict=True)], spec)
@@ -188,10 +188,10 @@ def _unit(path: str, leaf: Any) -> Unit:
 
 
 def _traced_unit(flat: FlatShard) -> Unit:
-    """The unit of a flat shard in a graph, which takes what is known of the layout as constants."""
+    """The unit of a flat shard in a compiled graph, which takes facts about the layout as constants."""
     held, n, trainable = _constants(flat.layout)
-    every = tuple(range(n))
-    return Unit(flat.values, _segments_of(flat.layout, every, 0, held), flat.layout, every, 0, held, trainable)
+    entries = tuple(range(n))
+    return Unit(flat.values, _segments_of(flat.layout, entries, 0, held), flat.layout, entries, 0, held, trainable)
 
 
 @dynamo.constant_when_traced
@@ -207,30 +207,30 @@ def _segments_of(layout: Layout, entries: tuple[int, ...], start: int, stop: int
 
 @dynamo.constant_when_traced
 def _rows(layout: Layout, entries: tuple[int, ...], start: int, stop: int) -> tuple[Any, ...]:
-    found = _segments(layout, process_groups.global_rank(), entries, start, stop)
-    return tuple(map(astuple, found))
+    segments = _segments(layout, process_groups.global_rank(), entries, start, stop)
+    return tuple(map(astuple, segments))
 
 
 @functools.lru_cache(maxsize=4096)
 def _of_layout(layout: Layout, rank: int) -> tuple[tuple[Segment, ...], Layout, tuple[int, ...], int, int, bool]:
-    """All that is known of a flat shard on a rank but its numbers, as `Unit` takes it."""
-    every, held = tuple(range(len(layout.entries))), layout.held(rank)
-    return _segments(layout, rank, every, 0, held), layout, every, 0, held, layout.trainable
+    """The arguments of `Unit` for a flat shard on a rank, without the values."""
+    entries, held = tuple(range(len(layout.entries))), layout.held(rank)
+    return _segments(layout, rank, entries, 0, held), layout, entries, 0, held, layout.trainable
 
 
 @functools.lru_cache(maxsize=4096)
 def _segments(layout: Layout, rank: int, entries: tuple[int, ...], start: int, stop: int) -> tuple[Segment, ...]:
-    found = []
+    segments = []
     for number, low, high, at in cuts_within(layout, rank, entries, start, stop):
         entry, whole = layout.entries[number], layout.whole_shape(number)
-        found.append(Segment(entry.path, whole, entry.shape, layout.corner(number, rank), low, at, at + high - low))
-    return tuple(found)
+        segments.append(Segment(entry.path, whole, entry.shape, layout.corner(number, rank), low, at, at + high - low))
+    return tuple(segments)
 
 
 def cuts_within(
     layout: Layout, rank: int, entries: Collection[int], start: int, stop: int
 ) -> list[tuple[int, int, int, int]]:
-    """What elements `start` to `stop` of a rank's piece hold of these parameters: as `layout.cuts`, from `start` on."""
+    """`layout.cuts` of these parameters within elements `start` to `stop` of a rank's piece, counted from `start`."""
     if not layout.here(rank):
         return []
     return [
@@ -241,123 +241,123 @@ def cuts_within(
 
 
 def runs(unit: Unit, key: Callable[[Segment], Any]) -> list[tuple[Any, int, int]]:
-    """The fewest stretches of a unit in which all parameters have the same key: `(key, start, stop)`."""
-    found: list[tuple[Any, int, int]] = []
-    for one in unit.segments:
-        k = key(one)
-        if found and found[-1][0] == k:
-            found[-1] = (k, found[-1][1], one.stop)
+    """The fewest ranges of a unit in which all parameters have the same key: `(key, start, stop)`."""
+    runs: list[tuple[Any, int, int]] = []
+    for segment in unit.segments:
+        k = key(segment)
+        if runs and runs[-1][0] == k:
+            runs[-1] = (k, runs[-1][1], segment.stop)
         else:
-            found.append((k, one.start, one.stop))
-    if len(found) == 1:
-        return [(found[0][0], 0, unit.values.numel())]  # and what lies between them
-    return found
+            runs.append((k, segment.start, segment.stop))
+    if len(runs) == 1:
+        return [(runs[0][0], 0, unit.values.numel())]  # including the padding between parameters
+    return runs
 
 
 def stretches(unit: Unit, key: Callable[[str, tuple[int, ...]], Any]) -> list[tuple[Any, tuple[int, ...], int, int]]:
     """The fewest runs of parameters with the same key: `(key, entries, start, stop)`, the same runs on every rank.
 
-    Elements `start` to `stop` of the unit are here; none, where this rank holds nothing of them.
+    This rank holds elements `start` to `stop` of the unit; `start == stop` where it holds nothing of the run.
     """
     layout, n = unit.layout, unit.values.numel()
     assert layout is not None, "a plain tensor has no parts"
-    found: list[tuple[Any, list[int]]] = []
+    groups: list[tuple[Any, list[int]]] = []
     for number in unit.entries:
         k = key(layout.entries[number].path, layout.whole_shape(number))
-        if found and found[-1][0] == k:
-            found[-1][1].append(number)
+        if groups and groups[-1][0] == k:
+            groups[-1][1].append(number)
         else:
-            found.append((k, [number]))
-    if len(found) == 1:
-        return [(found[0][0], unit.entries, 0, n)]  # and what lies between them
+            groups.append((k, [number]))
+    if len(groups) == 1:
+        return [(groups[0][0], unit.entries, 0, n)]  # including the padding between parameters
     begin = layout.index(process_groups.global_rank()) * layout.piece + unit.start
 
-    def here(offset: int) -> int:
+    def clamped(offset: int) -> int:
         return min(max(offset - begin, 0), n)
 
     runs = []
-    for k, numbers in found:
+    for k, numbers in groups:
         first, last = layout.entries[numbers[0]], layout.entries[numbers[-1]]
-        runs.append((k, tuple(numbers), here(first.offset), here(last.offset + last.numel)))
+        runs.append((k, tuple(numbers), clamped(first.offset), clamped(last.offset + last.numel)))
     return runs
 
 
 def spread(unit: Unit) -> list[tuple[tuple[str, ...], str, tuple[int, ...]]]:
-    """Each parameter of a unit, wherever it is: the axes that cut it, its path, and its whole shape."""
+    """Each parameter of a unit, wherever its elements are: the axes that cut it, its path, and its whole shape."""
     if unit.layout is None:
-        (one,) = unit.segments
-        return [((), one.path, one.whole)]
-    layout, found = unit.layout, []
+        (segment,) = unit.segments
+        return [((), segment.path, segment.whole)]
+    layout, parameters = unit.layout, []
     for number in unit.entries:
-        found.append((layout.cut_axes(number), layout.entries[number].path, layout.whole_shape(number)))
-    return found
+        parameters.append((layout.cut_axes(number), layout.entries[number].path, layout.whole_shape(number)))
+    return parameters
 
 
-def refuse_complex(known: Units, name: str) -> None:
-    """Raises TypeError for a parameter of complex numbers."""
-    for unit in known.each:
+def refuse_complex(leaves: Units, name: str) -> None:
+    """Raises TypeError for a complex parameter."""
+    for unit in leaves.each:
         if unit.trainable and unit.values.is_complex():
             raise TypeError(f"{name}: {unit.name} is {unit.values.dtype}; train complex parameters by adamw, say")
 
 
 def zeros_like(tree: Any) -> Any:
     """Zeros for every trained parameter, None for the others."""
-    known = units(tree)
-    return known.like(slot(unit) if unit.trainable else None for unit in known.each)
+    leaves = units(tree)
+    return leaves.like(slot(unit) if unit.trainable else None for unit in leaves.each)
 
 
 def home(unit: Unit) -> torch.device:
-    """Where ranks talk about a unit, which may be kept elsewhere."""
+    """The device of a unit for collectives; the unit may be kept elsewhere, on the host or on disk."""
     if unit.layout is None or unit.layout.placement.tiers == Tiers():
         return unit.values.device
     return torch.empty(0, device=mesh_of(unit.layout.grid, "a tree").device_type).device
 
 
 def slot(unit: Unit, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None, fill: int = 0) -> Tensor:
-    """What an optimizer remembers of a unit at first: zeros like its elements, or a number, where its state is kept."""
+    """The initial state of a unit: zeros like its elements, or `fill`, on the tier where its state is kept."""
     x, layout = unit.values, unit.layout
     if layout is None or torch.compiler.is_compiling() or layout.placement.tiers == Tiers() or not placing.plain(x):
         simple = shape is None and dtype is None and not fill
-        made = zeros(x) if simple else x.new_full(x.shape if shape is None else shape, fill, dtype=dtype)
+        new = zeros(x) if simple else x.new_full(x.shape if shape is None else shape, fill, dtype=dtype)
         if layout is not None and x.is_meta and not torch.compiler.is_compiling():
-            placing.intend(made, layout.placement.tiers.state)
-        return made
+            placing.intend(new, layout.placement.tiers.state)
+        return new
     mesh, tier = mesh_of(layout.grid, f"the state of {layout.stage!r}"), layout.placement.tiers.state
-    made = placing.new(tuple(x.shape) if shape is None else shape, dtype or x.dtype, tier, "state", mesh)
+    new = placing.new(tuple(x.shape) if shape is None else shape, dtype or x.dtype, tier, "state", mesh)
     if fill:
-        in_place([made], lambda x: x.fill_(fill))
-    return made
+        in_place([new], lambda x: x.fill_(fill))
+    return new
 
 
 def copied(unit: Unit, dtype: torch.dtype | None = None) -> Tensor:
-    """A unit's elements once more, in a dtype of their own say, where its state is kept."""
+    """A copy of a unit's elements, in `dtype` if given, on the tier where its state is kept."""
     x, dtype = unit.values, dtype or unit.values.dtype
     if unit.layout is None or unit.layout.placement.tiers == Tiers() or not placing.plain(x):
-        made = x.detach().to(dtype, copy=True)
+        copy = x.detach().to(dtype, copy=True)
         if unit.layout is not None and x.is_meta and not torch.compiler.is_compiling():
-            placing.intend(made, unit.layout.placement.tiers.state)
-        return made
-    made = slot(unit, dtype=dtype)
-    copying.copy_(made, x.detach())
-    return made
+            placing.intend(copy, unit.layout.placement.tiers.state)
+        return copy
+    copy = slot(unit, dtype=dtype)
+    copying.copy_(copy, x.detach())
+    return copy
 
 
 def zeros(x: Tensor) -> Tensor:
-    """Zeros like a tensor; on the meta device, where there are no numbers, without what torch would import for them."""
+    """Zeros like a tensor; on the meta device left empty, which spares torch an import."""
     return x.new_empty(x.shape) if x.is_meta else torch.zeros_like(x)
 
 
-def pairs(known: Units, grads: Any) -> list[tuple[Unit, Tensor | None]]:
-    """Each unit with its gradient, in the parameter's dtype; None where there is none.
+def pairs(leaves: Units, grads: Any) -> list[tuple[Unit, Tensor | None]]:
+    """Each unit with its gradient, in the parameter's dtype; None if there is none.
 
     Raises:
-        ValueError: a gradient of another shape.
+        ValueError: a gradient of another shape or layout.
     """
-    found: list[tuple[Unit, Tensor | None]] = []
-    for unit, node in zip(known.each, known.tree.flatten_up_to(grads), strict=True):
+    pairs: list[tuple[Unit, Tensor | None]] = []
+    for unit, node in zip(leaves.each, leaves.tree.flatten_up_to(grads), strict=True):
         grad = node.values if is_unit(node) else node
         if not unit.trainable or grad is None:
-            found.append((unit, None))
+            pairs.append((unit, None))
             continue
         layout = node.layout if is_unit(node) else None
         if layout is not unit.layout and layout != unit.layout and grad.shape == unit.values.shape:
@@ -370,24 +370,24 @@ def pairs(known: Units, grads: Any) -> list[tuple[Unit, Tensor | None]]:
                 f"gradient that is cut further than its parameter goes through shard_state"
             )
         dtype = unit.values.dtype
-        found.append((unit, grad if grad.dtype == dtype else grad.to(dtype)))
-    return found
+        pairs.append((unit, grad if grad.dtype == dtype else grad.to(dtype)))
+    return pairs
 
 
 def dense(x: Tensor) -> bool:
-    """Whether a tensor's elements are each others' neighbours in memory, in whatever order, and none is there twice."""
+    """Whether a tensor's elements fill a range of memory, in any order, each exactly once."""
     if x.is_contiguous():
         return True
-    wanted = 1
+    expected = 1
     for stride, n in sorted(zip(x.stride(), x.shape, strict=True)):
-        if n > 1 and stride != wanted:
+        if n > 1 and stride != expected:
             return False
-        wanted *= n
+        expected *= n
     return True
 
 
 def joined(parts: Sequence[Tensor], unit: Unit, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """A unit's values with these stretches of them replaced, as a new tensor."""
+    """A unit's values with these ranges replaced, as a new tensor."""
     if len(parts) == 1 and spans[0] == (0, unit.values.numel()):
         return parts[0]
     flat, rows, at = unit.values, [], 0

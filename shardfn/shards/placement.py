@@ -1,6 +1,6 @@
-"""One table of placements: over which axes parameters, gradients and optimizer state are cut, and what is kept.
+"""Placements: over which axes parameters, gradients and optimizer state are cut, and what is kept.
 
-A strategy is a row of it, a `Placement`. The functions here write the rows that have names; users write their own.
+A strategy is a `Placement`. The functions here make the placements that have names; users may write their own.
 `strategy` finds them by the names of other libraries.
 """
 
@@ -26,7 +26,7 @@ Tier = Literal["device", "host", "disk"]
 
 
 class Tiers(NamedTuple):
-    """Where the numbers of each kind are: on the device that computes, in the memory of its host, or on disk."""
+    """Where parameters, gradients and state are kept: on the device, in the memory of its host, or on disk."""
 
     params: Tier = "device"
     grads: Tier = "device"
@@ -38,17 +38,19 @@ class Placement:
     """How a buffer of parameters, its gradient and its optimizer state are spread over a mesh.
 
     Attributes:
-        axes: parameters are cut into equal pieces along these, major to minor. Default: none, they are whole.
-        replicas: they are the same along these, where ranks work on other data: gradients are summed over them.
-        reshard: when what forward gathered is given back. True: after forward, and backward gathers it again; False:
-            after backward; `"step"`: after the whole step, for all of its micro-batches; some axes, the first of
-            `axes`: after forward, but for a copy that is cut over these axes only, from which backward gathers.
-        gradients: the gradients that `value_and_grad` returns *and the optimizer state* are cut along these: `axes`
-            first, and then some of `replicas`. Default: `axes`.
-        hierarchical: axes are gathered one after another, the last, with the slowest links, first.
-        only_at: only ranks at these positions of these axes hold anything of it, `(("pipe", 1),)`; see `at`.
-        gather: the few bits in which floating-point parameters travel, such as `quant.int8()`; see `stage`.
-        reduce: the few bits in which their gradients travel.
+        axes: axes along which parameters are cut into equal pieces, major to minor. Default: none, parameters are
+            whole.
+        replicas: axes along which parameters are the same and ranks work on different data: gradients are summed over
+            them.
+        reshard: when gathered parameters are freed. True: after forward, and backward gathers again; False: after
+            backward; `"step"`: after the whole step, with all its micro-batches; some axes, the first of `axes`: after
+            forward, except a copy that is cut over these axes only, from which backward gathers.
+        gradients: axes along which the gradients of `value_and_grad` *and the optimizer state* are cut: `axes` first,
+            then some of `replicas`. Default: `axes`.
+        hierarchical: whether to gather one axis after another, starting with the last, with the slowest links.
+        only_at: positions of axes; only ranks there hold the parameters, such as `(("pipe", 1),)`; see `at`.
+        gather: format in which floating-point parameters are sent, such as `quant.int8()`; see `stage`.
+        reduce: format in which their gradients are sent.
         tiers: where parameters, gradients and optimizer state are kept; see `on`.
 
     Raises:
@@ -97,10 +99,10 @@ class Placement:
         self._check()
 
     def _check(self) -> None:
-        every = (*self.axes, *self.replicas, *self.only_at_axes)
+        names = (*self.axes, *self.replicas, *self.only_at_axes)
         for name in ("gather", "reduce"):
             check_format(getattr(self, name), f"a strategy's {name}")
-        twice = [name for name in every if every.count(name) > 1]
+        twice = [name for name in names if names.count(name) > 1]
         if twice:
             raise ValueError(
                 f"a strategy names the axis {twice[0]!r} twice: axes={self.axes}, replicas={self.replicas}"
@@ -109,21 +111,21 @@ class Placement:
         for kind, tier in self.tiers._asdict().items():
             if tier not in ("device", "host", "disk"):
                 raise ValueError(f'a strategy has {kind}={tier!r}; a tier is "device", "host" or "disk"')
-        begin, more = self.gradients[: len(self.axes)], self.gradients[len(self.axes) :]
-        if begin != self.axes or not set(more) <= set(self.replicas) or len(set(more)) < len(more):
+        first, rest = self.gradients[: len(self.axes)], self.gradients[len(self.axes) :]
+        if first != self.axes or not set(rest) <= set(self.replicas) or len(set(rest)) < len(rest):
             raise ValueError(
                 f"a strategy with axes={self.axes} and replicas={self.replicas} has gradients={self.gradients}: they "
                 f"are cut along the axes, in this order, and then along some replicas"
             )
-        copy = self.reshard if isinstance(self.reshard, tuple) else self.axes
-        if copy != self.axes[: len(copy)] or self.reshard not in (True, False, "step", copy):
+        kept = self.reshard if isinstance(self.reshard, tuple) else self.axes
+        if kept != self.axes[: len(kept)] or self.reshard not in (True, False, "step", kept):
             raise ValueError(
                 f'reshard is True, False, "step", or the first of axes={self.axes}, not reshard={self.reshard!r}'
             )
 
     @property
     def keep(self) -> Keep:
-        """What backward finds of what forward gathered: nothing, the whole, or a copy that is cut over some axes."""
+        """What is kept from forward to backward: nothing, everything, or a copy that is cut over some axes."""
         return keep_of(self.reshard)
 
     def resharding(self, reshard: Reshard) -> Placement:
@@ -132,19 +134,19 @@ class Placement:
 
     @property
     def of_state(self) -> Placement:
-        """Of gradients and optimizer state."""
+        """Placement of gradients and optimizer state."""
         if self.gradients == self.axes:
             return self
-        left = tuple(name for name in self.replicas if name not in self.gradients)
+        replicas = tuple(name for name in self.replicas if name not in self.gradients)
         return Placement(
-            self.gradients, left, only_at=self.only_at, gather=self.gather, reduce=self.reduce, tiers=self.tiers
+            self.gradients, replicas, only_at=self.only_at, gather=self.gather, reduce=self.reduce, tiers=self.tiers
         )
 
     def at(self, **positions: int) -> Placement:
         """The same, but only on the ranks at these positions: `full_shard("shard").at(pipe=1)`.
 
-        The others hold nothing of it, and do not call its stage. So pipelined models keep their parameters' names and
-        shapes, and every rank the same tree.
+        Other ranks hold none of the parameters, and do not call their stage. So every rank of a pipelined model has the
+        same tree, with the same names and shapes.
         """
         return replace(self, only_at=(*self.only_at, *positions.items()))
 
@@ -152,27 +154,27 @@ class Placement:
         """The same, kept elsewhere than on the device: `full_shard("shard").on(params="host", state="disk")`.
 
         Args:
-            params: where a rank's pieces of parameters are: `"device"`; `"host"`, the memory of the host; or
-                `"disk"`, a file in the folder that `make_mesh(..., scratch=...)` names. Gathers read them from there.
-            grads: where its gradients go as they come.
-            state: where the optimizer's state is, which a step takes through memory a stretch at a time.
+            params: where a rank's pieces of parameters are: `"device"`; `"host"`, the memory of the host; or `"disk"`,
+                a file in the folder that `make_mesh(..., scratch=...)` names. Gathers read them from there.
+            grads: where gradients go as backward computes them.
+            state: where the optimizer's state is; a step streams it through memory, a range at a time.
 
-        What is left out stays as it is. On a mesh of CPUs the host is the device, so that `"host"` changes nothing.
+        Arguments that are left out stay as they are. On a CPU mesh the host is the device, so `"host"` changes nothing.
 
         Raises:
-            ValueError: no such tier.
+            ValueError: there is no such tier.
         """
         given = {"params": params, "grads": grads, "state": state}
         return replace(self, tiers=self.tiers._replace(**{k: v for k, v in given.items() if v is not None}))
 
     def without(self, names: Collection[str]) -> Placement:
-        """The same, where other ranks along these replicas are left out of account."""
-        replicas, gradients = (tuple(n for n in some if n not in names) for some in (self.replicas, self.gradients))
+        """The same, without these axes among replicas and gradients."""
+        replicas, gradients = (tuple(n for n in axes if n not in names) for axes in (self.replicas, self.gradients))
         return replace(self, replicas=replicas, gradients=gradients)
 
     @property
     def only_at_axes(self) -> tuple[str, ...]:
-        """Axes of which only one position holds the parameters."""
+        """Axes along which only one position holds the parameters."""
         return tuple(name for name, _ in self.only_at)
 
     def dividing(self, axis: AxisName) -> Placement:
@@ -182,7 +184,7 @@ class Placement:
 
     @property
     def secondary(self) -> Placement | None:
-        """Of the copy that backward gathers from, if that is cut less than the parameters."""
+        """Placement of the copy that backward gathers from; None if `reshard` keeps no such copy."""
         if not isinstance(self.reshard, tuple):
             return None
         rest = self.replicas + self.axes[len(self.reshard) :]
@@ -196,12 +198,12 @@ def _names(what: str, axis: AxisName) -> tuple[str, ...]:
 
 
 def keep_of(reshard: Reshard) -> Keep:
-    """What is kept, of what is given back when."""
+    """The `keep` that corresponds to a `reshard`."""
     return not reshard if isinstance(reshard, bool) else reshard
 
 
 def _by_name(make: Callable[_Axes, Placement]) -> Callable[_Axes, Placement]:
-    """The function, which says what to write where axes come without names, in the mesh's order or in another."""
+    """The function, with a TypeError for axes that are passed by position, as their order could mean either."""
 
     @functools.wraps(make)
     def named(*axes: _Axes.args, **axes_by_name: _Axes.kwargs) -> Placement:
@@ -217,14 +219,14 @@ def _by_name(make: Callable[_Axes, Placement]) -> Callable[_Axes, Placement]:
 
 
 Strategy = Placement | Callable[[str, tuple[int, ...]], Placement]
-"""A placement for all parameters, or a function of a parameter's path and whole shape that says which."""
+"""A placement for all parameters, or a function from a parameter's path and whole shape to a placement."""
 
 
 def ddp(axis: AxisName) -> Placement:
     """Everything whole on every rank; gradients are summed over `axis` (NO_SHARD, ZeRO stage 0).
 
     Args:
-        axis: the mesh axes along which ranks work on other data, a name or a tuple of names.
+        axis: the mesh axes along which ranks work on different data, a name or a tuple of names.
 
     Returns:
         The placement, for `shard`. A step all-reduces the gradient of each stage, and gathers nothing.
@@ -242,14 +244,14 @@ def ddp(axis: AxisName) -> Placement:
 def zero1(axis: AxisName) -> Placement:
     """Parameters whole, optimizer state cut over `axis` (ZeRO stage 1, distributed optimizer).
 
-    ZeRO-1 lets a gradient be whole; here it never need be, so this is the same placement as `zero2`.
+    ZeRO-1 allows whole gradients; here they are never needed whole, so this is the same placement as `zero2`.
 
     Args:
-        axis: the mesh axes along which ranks work on other data.
+        axis: the mesh axes along which ranks work on different data.
 
     Returns:
-        The placement, for `shard`. A step reduce-scatters the gradient of each stage, the optimizer works on `1/n` of
-        it, and all-gathers the parameters that it has updated. Forward and backward gather nothing.
+        The placement, for `shard`. A step reduce-scatters the gradient of each stage; the optimizer updates `1/n` of
+        the parameters and all-gathers them. Forward and backward gather nothing.
 
     Source:
         Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
@@ -262,16 +264,16 @@ def zero1(axis: AxisName) -> Placement:
 
 
 def zero2(axis: AxisName) -> Placement:
-    """Parameters whole, gradients and optimizer state cut over `axis`, as DeepSpeed's stage 2 has them.
+    """Parameters whole, gradients and optimizer state cut over `axis` (DeepSpeed's stage 2).
 
     Nothing is gathered while micro-batches accumulate; PyTorch's SHARD_GRAD_OP, which cuts parameters too, is
     `shard_grad_op`.
 
     Args:
-        axis: the mesh axes along which ranks work on other data.
+        axis: the mesh axes along which ranks work on different data.
 
     Returns:
-        The placement, for `shard`: it moves what `zero1` moves.
+        The placement, for `shard`; it communicates as `zero1` does.
 
     Source:
         Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
@@ -284,7 +286,7 @@ def zero2(axis: AxisName) -> Placement:
 
 
 def shard_grad_op(axis: AxisName) -> Placement:
-    """As `full_shard`, but what forward gathered is kept for backward (PyTorch's SHARD_GRAD_OP).
+    """As `full_shard`, but gathered parameters are kept for backward (PyTorch's SHARD_GRAD_OP).
 
     Args:
         axis: the mesh axes over which parameters, gradients and optimizer state are cut.
@@ -310,8 +312,8 @@ def full_shard(axis: AxisName) -> Placement:
         axis: the mesh axes over which they are cut, a name or a tuple of names, major to minor.
 
     Returns:
-        The placement, for `shard`. The parameters of a stage are all-gathered for its forward, given back, and
-        all-gathered again for its backward, which reduce-scatters their gradient.
+        The placement, for `shard`. The parameters of a stage are all-gathered for its forward, freed, and all-gathered
+        again for its backward, which reduce-scatters their gradient.
 
     Source:
         Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
@@ -328,8 +330,8 @@ def hybrid_shard(*, shard: AxisName, replica: AxisName) -> Placement:
     """Everything cut over `shard` and the same over `replica` (FSDP's HYBRID_SHARD, HSDP).
 
     Args:
-        shard: the axes that cut, with fast links, within a node say.
-        replica: the axes along which such groups repeat.
+        shard: the axes that cut, with fast links, such as those within a node.
+        replica: the axes along which these groups are replicated.
 
     Returns:
         The placement, for `shard`. Gathers stay within `shard`; gradients are reduce-scattered there, and all-reduced
@@ -347,11 +349,11 @@ def hybrid_shard(*, shard: AxisName, replica: AxisName) -> Placement:
 
 @_by_name
 def hybrid_shard_zero2(*, shard: AxisName, replica: AxisName) -> Placement:
-    """As `hybrid_shard`, but what forward gathered is kept for backward (FSDP's _HYBRID_SHARD_ZERO2).
+    """As `hybrid_shard`, but gathered parameters are kept for backward (FSDP's _HYBRID_SHARD_ZERO2).
 
     Args:
         shard: the axes that cut.
-        replica: the axes along which such groups repeat.
+        replica: the axes along which these groups are replicated.
 
     Returns:
         The placement, for `shard`: `hybrid_shard(shard=shard, replica=replica).resharding(False)`.
@@ -385,15 +387,15 @@ def hfsdp(*, shard: AxisName, replica: AxisName) -> Placement:
 
 @_by_name
 def hpz(*, shard: AxisName, replica: AxisName) -> Placement:
-    """Everything cut over both, but backward gathers over `shard` only, from a copy that forward left (ZeRO++'s hpZ).
+    """Everything cut over both axes; backward gathers over `shard` only, from a copy that forward keeps (ZeRO++'s hpZ).
 
     Args:
         shard: the axes with fast links, over which the copy is cut.
         replica: the other axes.
 
     Returns:
-        The placement, for `shard`. Forward gathers over both, backward within `shard`; a rank holds a copy of
-        `1/shard` of the parameters from forward to backward.
+        The placement, for `shard`. Forward gathers over both, backward within `shard`; from forward to backward a
+        rank holds a copy of the parameters divided by the size of `shard`.
 
     Source:
         Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023: one of its
@@ -411,17 +413,17 @@ def hpz(*, shard: AxisName, replica: AxisName) -> Placement:
 def zeropp(
     *, shard: AxisName, replica: AxisName, gather: Format | None = None, reduce: Format | None = None
 ) -> Placement:
-    """As `hpz`, and what travels does so in few bits (ZeRO++): parameters in 8, gradients in 4.
+    """As `hpz`, with quantized communication (ZeRO++): parameters in 8 bits, gradients in 4.
 
-    Parameters are rounded where forward gathers them, and backward computes with the same numbers. Gradients are
-    summed over `shard` first, so that what crosses `replica` is that much less, and rounded before each. What an
-    optimizer updates has all of its bits.
+    Parameters are rounded when forward gathers them, and backward computes with the same numbers. Gradients are summed
+    over `shard` first, so that less of them crosses `replica`, and rounded before each sum. The optimizer updates
+    parameters in full precision.
 
     Args:
         shard: the axes with fast links.
         replica: the other axes.
-        gather: of parameters. Default: `quant.int8(256)`, 1.02 bytes each (qwZ).
-        reduce: of gradients. Default: `quant.int4(64)`, 0.56 bytes each (qgZ).
+        gather: format of parameters. Default: `quant.int8(256)`, 1.02 bytes each (qwZ).
+        reduce: format of gradients. Default: `quant.int4(64)`, 0.56 bytes each (qgZ).
 
     Returns:
         The placement, for `shard`.
@@ -440,9 +442,9 @@ def mics(shard: AxisName, *, replica: AxisName = ()) -> Placement:
     """As `hybrid_shard`, where `shard` is several axes that are gathered one after another (MiCS).
 
     Args:
-        shard: the axes of the group that holds the parameters once, fast links first: `("gpu", "node")` gathers
-            over nodes, a small piece each, and then within each.
-        replica: the axes along which such groups repeat.
+        shard: the axes over which parameters are cut, fast links first: `("gpu", "node")` gathers small pieces over
+            nodes first, then within each node.
+        replica: the axes along which these groups are replicated.
 
     Returns:
         The placement, for `shard`.
@@ -458,19 +460,19 @@ def mics(shard: AxisName, *, replica: AxisName = ()) -> Placement:
 
 
 def uncut(strategy: Strategy, below: int) -> Callable[[str, tuple[int, ...]], Placement]:
-    """A strategy, but parameters of fewer elements than `below` stay whole on every rank, as under `ddp`.
+    """A strategy that leaves parameters of fewer than `below` elements whole on every rank, as under `ddp`.
 
-    In each stage they make a buffer of their own, which is never gathered, and whose gradient is summed.
+    In each stage they form a buffer of their own, which is never gathered, and whose gradient is summed.
 
     Args:
-        strategy: for the others: a placement, or a function of a parameter's path and whole shape.
+        strategy: for the other parameters: a placement, or a function of a parameter's path and whole shape.
         below: a number of elements of the whole parameter.
 
     Returns:
         A strategy, for `shard`.
 
     Raises:
-        TypeError: something other than a strategy.
+        TypeError: `strategy` is not a strategy.
 
     Example:
         >>> uncut(full_shard("shard"), below=100)("norm.weight", (64,)) == ddp("shard")
@@ -514,23 +516,23 @@ _OVER_ALL = ("ddp", "zero1", "zero2", "shard_grad_op", "full_shard")
 def strategy(name: str, *, shard: AxisName = "shard", replica: AxisName = ()) -> Placement:
     """A strategy by any of its names: PyTorch's, Accelerate's, Lightning's, DeepSpeed's, Hugging Face's or Megatron's.
 
-    A name means what it means to its owner: `"deepspeed_stage_2"` keeps parameters whole (`zero2`), `"SHARD_GRAD_OP"`
-    cuts them (`shard_grad_op`). Of Lightning's names the part that says how processes start, `_spawn`, is left to
-    whoever starts them. A parameter that no rank used has no gradient, whatever `find_unused_parameters` says, and a
-    stage that only some ranks run is an error. `auto_wrap` is what `shard` does by itself.
+    A name means what it means in its library: `"deepspeed_stage_2"` keeps parameters whole (`zero2`), `"SHARD_GRAD_OP"`
+    cuts them (`shard_grad_op`). The part of Lightning's names that says how processes start, such as `_spawn`, is
+    ignored. So is `find_unused_parameters`: a parameter that no rank used has no gradient, and a stage that only some
+    ranks run is an error. `auto_wrap` is ignored, as `shard` does this by itself.
 
     Args:
         name: such as `"FULL_SHARD"`, `"full_shard auto_wrap"`, `"deepspeed_stage_2"` or `"hsdp"`; case, `-`, `_` and
             spaces do not matter. Accelerate's numbers are written `"fsdp:3"`, DeepSpeed's `"zero:3"`.
-        shard: the axes that cut parameters, within a node say.
-        replica: the axes between such groups. Strategies that know no such difference spread over both.
+        shard: the axes that cut parameters, such as those within a node.
+        replica: the axes along which these groups are replicated. Strategies with one kind of axes use both.
 
     Returns:
         The placement, for `shard`.
 
     Raises:
         ValueError: an unknown name; a bare number, which means different things to different libraries; a name that
-            asks for more than there is, such as offloading; a hybrid strategy without `replica`.
+            includes offloading; a hybrid strategy without `replica`.
 
     Example:
         >>> strategy("HYBRID_SHARD", shard="shard", replica="replica") == hybrid_shard(shard="shard", replica="replica")
@@ -538,11 +540,11 @@ def strategy(name: str, *, shard: AxisName = "shard", replica: AxisName = ()) ->
         >>> strategy("full_shard auto_wrap") == full_shard("shard")
         True
     """
-    known = _known(name)
-    make, _ = _NAMES[known]
-    if known in _OVER_ALL:
+    own = _own_name(name)
+    make, _ = _NAMES[own]
+    if own in _OVER_ALL:
         return make(as_names(replica) + as_names(shard))
-    if not as_names(replica) and known != "mics":
+    if not as_names(replica) and own != "mics":
         raise ValueError(
             f"strategy {name!r} distinguishes two kinds of axes: pass replica= as well as shard={shard!r}: parameters, "
             f"or the copies that are gathered again, are the same over it"
@@ -550,31 +552,31 @@ def strategy(name: str, *, shard: AxisName = "shard", replica: AxisName = ()) ->
     return make(shard=shard, replica=replica)
 
 
-def _known(name: Any) -> str:
-    """What a name is called here."""
-    said = str(getattr(name, "name", name)).removeprefix("ShardingStrategy.").replace("|", " ")  # an enum's, too
-    wanted = _plain(re.sub(r"(?i)[\s,+]auto[_-]?wrap\b|\bauto[_-]?wrap[\s,+]", " ", said))
-    found = next((own for own, (_, others) in _NAMES.items() if wanted in map(_plain, (own, *others.split()))), None)
-    if found is not None:
-        return found
+def _own_name(name: Any) -> str:
+    """The name in `_NAMES` for a name of another library."""
+    text = str(getattr(name, "name", name)).removeprefix("ShardingStrategy.").replace("|", " ")  # an enum's, too
+    wanted = _plain(re.sub(r"(?i)[\s,+]auto[_-]?wrap\b|\bauto[_-]?wrap[\s,+]", " ", text))
+    match = next((own for own, (_, others) in _NAMES.items() if wanted in map(_plain, (own, *others.split()))), None)
+    if match is not None:
+        return match
     if wanted.isdecimal():
-        spelled = [f'"{one}:{wanted}"' for one in ("fsdp", "zero") if _is_name(f"{one}:{wanted}")]
+        spelled = [f'"{library}:{wanted}"' for library in ("fsdp", "zero") if _is_name(f"{library}:{wanted}")]
         raise ValueError(
             f"strategy {name!r}: a bare number means different things to different libraries (3 is DDP to Accelerate, "
             f"and full sharding to DeepSpeed): write {' or '.join(spelled) or 'a name'}, Accelerate's numbers as "
             f'"fsdp:1" to "fsdp:5" and DeepSpeed\'s as "zero:0" to "zero:3"'
         )
-    rest = re.sub(r"(cpu|nvme|optimizer|param)?offload(nvme|cpu)?", "", wanted)
-    if rest != wanted:
-        plain = next((own for own in (rest, rest.removeprefix("fsdpnative")) if _is_name(own)), "full_shard")
+    stripped = re.sub(r"(cpu|nvme|optimizer|param)?offload(nvme|cpu)?", "", wanted)
+    if stripped != wanted:
+        plain = next((own for own in (stripped, stripped.removeprefix("fsdpnative")) if _is_name(own)), "full_shard")
         raise ValueError(
             f"strategy {short(repr(name))}: what leaves the device is said apart from how it is cut, for each kind: "
-            f'write "{_known(plain)}", and of what that gives .on(params="host", grads="host", state="host"), or '
+            f'write "{_own_name(plain)}", and of what that gives .on(params="host", grads="host", state="host"), or '
             f'"disk"; and stage(f, remat="offload") for activations in the memory of the host'
         )
     lists = {own: f" ({', '.join(others.split())})" * bool(others) for own, (_, others) in _NAMES.items()}
-    every = "; ".join(own + others for own, others in lists.items())
-    raise ValueError(f"there is no strategy {short(repr(name))}. There are: {every}")
+    choices = "; ".join(own + others for own, others in lists.items())
+    raise ValueError(f"there is no strategy {short(repr(name))}. There are: {choices}")
 
 
 def _is_name(plain: str) -> bool:

@@ -1,4 +1,4 @@
-"""The values of shards from one tier to another."""
+"""Moves the values of shards between tiers."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from shardfn.tiers import placing
 
 @short_errors
 def put(tree: Any, tier: Tier) -> Any:
-    """A tree of the same structure, whose shards have their values on a tier; as `jax.device_put` to a memory kind.
+    """The same tree with the values of its shards on a tier, as `jax.device_put` to a memory kind.
 
-    One shard moves after another, so that there is room for one more of them at most. Nothing but the values changes:
-    a strategy decides where a step puts what it makes, and gathers read values from where they are. Parameters that
-    were put on the host of an accelerator by hand come back to the device before a step, unless their strategy has
-    them there: `full_shard("shard").on(params="host")`.
+    Shards move one after another, so at most one of them exists twice. Only values move: a strategy still decides where
+    a step puts its results, and gathers read values from where they are. Parameters that were put on the host of an
+    accelerator by hand return to the device before a step, unless their strategy keeps them on the host:
+    `full_shard("shard").on(params="host")`.
 
     Args:
-        tree: a pytree of flat shards: parameters, gradients, an optimizer's state. What is not a shard stays as it is.
-        tier: `"device"`; `"host"`, the memory of the host, which on a mesh of CPUs is the device; or `"disk"`, a file
-            in the folder that `make_mesh(..., scratch=...)` names.
+        tree: a pytree of flat shards: parameters, gradients, an optimizer's state. Other leaves stay as they are.
+        tier: `"device"`; `"host"`, the memory of the host, which on a CPU mesh is the device; or `"disk"`, a file in
+            the folder that `make_mesh(..., scratch=...)` names.
 
     Returns:
         The tree. Values that are on the tier already are the same tensors; others are new ones.
 
     Raises:
-        TypeError: a tier in place of the tree.
-        ValueError: no such tier; disk, and nobody has said which.
+        TypeError: the tier is passed as the tree.
+        ValueError: there is no such tier; disk without a `scratch` folder.
         OSError: the disk has no room.
-        NotImplementedError: a transform, or autograd, follows the values.
+        NotImplementedError: a transform or autograd tracks the values.
 
     Example:
         ``waiting = put((params, state), "disk")``, and later ``params, state = put(waiting, "device")``
@@ -50,34 +50,34 @@ def put(tree: Any, tier: Tier) -> Any:
         )
     if tier not in get_args(Tier):
         raise ValueError(f'put: tier={tier!r}; a tier is "device", "host" or "disk"')
-    known: dict[int, Tensor] = {}  # one tensor at several places stays one
-    return optree.tree_map(lambda node: _put(node, tier, known), tree, is_leaf=_is_node)
+    moved: dict[int, Tensor] = {}  # by id: one tensor at several places stays one
+    return optree.tree_map(lambda node: _put(node, tier, moved), tree, is_leaf=_is_node)
 
 
 def _is_node(x: Any) -> bool:
     return is_unit(x) or type(x) is Blocks
 
 
-def _put(node: Any, tier: Tier, known: dict[int, Tensor]) -> Any:
+def _put(node: Any, tier: Tier, moved: dict[int, Tensor]) -> Any:
     if not _is_node(node) or not isinstance(node.values, Tensor):
         return node
     x, layout = node.values, node.layout
     _refuse_followed(x, layout)
-    if id(x) not in known:
-        made = placing.put(x, tier, "values", mesh_of(layout.grid, f"put: stage {layout.stage!r}"))
-        known[id(x)] = made if made is x else made.requires_grad_(x.requires_grad)
-    return optree.tree_map(lambda _: known[id(x)], node)
+    if id(x) not in moved:
+        new = placing.put(x, tier, "values", mesh_of(layout.grid, f"put: stage {layout.stage!r}"))
+        moved[id(x)] = new if new is x else new.requires_grad_(x.requires_grad)
+    return optree.tree_map(lambda _: moved[id(x)], node)
 
 
 def _refuse_followed(x: Tensor, layout: Layout) -> None:
-    """Raises NotImplementedError for values that are more than their numbers."""
+    """Raises NotImplementedError for values that a transform or autograd tracks, or that are on the meta device."""
     followed = {kind for _, kind in functorch.followed(x)} - ({"gradient"} if x.is_leaf else set())
     if not followed and placing.plain(x):
         return
-    what = "a transform is running"
+    reason = "a transform is running"
     if followed or x.is_meta:
-        what = f"they carry a {' and a '.join(sorted(followed))}" if followed else "they are on the device meta"
+        reason = f"they carry a {' and a '.join(sorted(followed))}" if followed else "they are on the device meta"
     raise NotImplementedError(
-        f"put: the values of stage {layout.stage!r} cannot be put elsewhere here, as {what}: call it outside of "
+        f"put: the values of stage {layout.stage!r} cannot be put elsewhere here, as {reason}: call it outside of "
         f"transforms, on parameters that have numbers"
     )

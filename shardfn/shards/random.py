@@ -1,4 +1,4 @@
-"""Random numbers that differ along some mesh axes and agree along the others."""
+"""Random numbers that differ along some mesh axes and agree along others."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from shardfn.mesh.scope import bound_axis, current_mesh
 
 
 def fold_in(seed: int, *what: int | AxisName) -> torch.Generator:
-    """A generator seeded from `seed` and all of `what`, the same on every rank that folds in the same.
+    """A generator seeded from `seed` and all of `what`, the same on every rank that folds in the same values.
 
-    An axis name stands for this rank's position along the axis: ranks along it get different numbers. An
-    int (a step, a layer) is folded in as it is. Axes that are not named do not matter, so their ranks agree.
+    An axis name stands for this rank's position along the axis, so ranks along it get different numbers. An int (a
+    step, a layer) is folded in as it is. Ranks along other axes agree.
 
     Args:
         seed: any int.
-        *what: axis names of the mesh in scope, or tuples of them for the position along their product, and ints, in an
-            order that counts.
+        *what: axis names of the mesh in scope, tuples of them for the position along their product, and ints; the order
+            matters.
 
     Returns:
         A new generator on the mesh's device.
 
     Raises:
         NameError, ValueError: an axis name without a mesh in scope, or one that the mesh does not have.
-        TypeError: something that is neither an int nor a name, nor a tuple of names.
+        TypeError: an argument that is neither an int nor a name, nor a tuple of names.
 
     Example:
         Dropout that differs along `data` and agrees along `tensor`, at each step:
@@ -53,10 +53,10 @@ def _int(part: object) -> int:
 
 
 def int_seed(seed: object) -> int:
-    """A seed, of whatever kind of int.
+    """A seed of any integer type, as an int.
 
     Raises:
-        TypeError: something else, of which `repr` may say something else on every rank.
+        TypeError: it is something else, whose `repr` may differ between ranks.
     """
     try:
         return operator.index(seed)  # type: ignore[arg-type]
@@ -65,19 +65,19 @@ def int_seed(seed: object) -> int:
 
 
 def mixed(seed: int, *parts: int | str) -> int:
-    """A 63-bit seed from a seed and further numbers or words: the same everywhere, unrelated for different parts."""
+    """A 63-bit seed, hashed from a seed and further numbers or words: the same on every machine."""
     digest = hashlib.blake2b(repr((seed, *parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 class Drawing(modes.DispatchMode):
-    """Inside, what torch would draw from its own generators comes from another one, and they stay as they are.
+    """A context in which draws from torch's own generators come from another generator; torch's own stay as they are.
 
-    On other devices it comes from generators with the same seed.
+    On other devices draws come from generators with the same seed.
 
     Args:
-        generator: on the CPU.
-        what: draws, for messages.
+        generator: a generator on the CPU.
+        what: the function that draws, for messages.
     """
 
     def __init__(self, generator: torch.Generator, what: str) -> None:
@@ -99,25 +99,25 @@ class Drawing(modes.DispatchMode):
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else _device_of(args)
-        found = dispatch.drawing(func)
-        if found is None or device.type == "meta":
-            result = func(*args, **kwargs)  # it may draw nothing after all
+        overload = dispatch.drawing(func)
+        if overload is None or device.type == "meta":
+            result = func(*args, **kwargs)  # the tag only says that it may draw
             self._refuse_seeding(f" by {func.name()}, which takes no generator")
             return result
-        op, number = found
+        op, number = overload
         if kwargs.get("generator") is not None or (number < len(args) and args[number] is not None):
             return func(*args, **kwargs)
         self._refuse_seeding()
         return op(*args[:number], **kwargs | {"generator": self._on(device)})
 
     def _on(self, device: torch.device) -> torch.Generator:
-        where = "cpu" if device.type == "cpu" else str(device)
-        if where not in self.generators:
-            self.generators[where] = torch.Generator(device=device).manual_seed(self.seed)
-        return self.generators[where]
+        key = "cpu" if device.type == "cpu" else str(device)
+        if key not in self.generators:
+            self.generators[key] = torch.Generator(device=device).manual_seed(self.seed)
+        return self.generators[key]
 
     def _refuse_seeding(self, how: str = "") -> None:
-        """Raises RuntimeError if torch's own generator is not what it was, and puts that right."""
+        """Raises RuntimeError if torch's own generator has changed, and restores it."""
         if not torch.equal(torch.get_rng_state(), self.before):
             torch.set_rng_state(self.before)
             verb = "draws from" if how else "seeds"

@@ -1,4 +1,4 @@
-"""Whether values that claim to be the same on several ranks are."""
+"""Checks that values which should be the same on several ranks are the same."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Claim:
-    """What this rank holds of one value, and along which axes others hold other parts of it."""
+    """A checksum of this rank's part of a value, and the axes along which other ranks hold other parts."""
 
     path: str
     axes: tuple[str, ...]
@@ -35,17 +35,17 @@ class Claim:
 
 @short_errors
 def assert_replicated(tree: Any, mesh: DeviceMesh | None = None) -> None:
-    """Raises an error on every rank unless what ranks hold of the same thing is the same, bit for bit.
+    """Raises an error on every rank unless replicated values are equal bit for bit.
 
-    A flat shard is the same over its replicas, and a parameter in it over every axis that does not cut it; another
-    tensor is the same on all ranks. All ranks call it together.
+    A flat shard is replicated over its `replicas`, and each of its parameters over every axis that does not cut it; a
+    plain tensor over all ranks. All ranks call it together.
 
     Args:
         tree: a pytree of flat shards and tensors.
-        mesh: default: the one of the flat shards, else the one in scope.
+        mesh: default: the mesh of the flat shards, else the one in scope.
 
     Raises:
-        ValueError: values that differ, with their paths and who holds what; a tree without a mesh.
+        ValueError: values differ; the message has their paths, and which ranks hold which; a tree without a mesh.
     """
     accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_flat)
     claims: list[Claim] = []
@@ -72,31 +72,32 @@ def assert_replicated(tree: Any, mesh: DeviceMesh | None = None) -> None:
 
 
 def _compare(claims: list[Claim], grid: Grid, mesh: DeviceMesh) -> None:
-    rows = gathered(torch.tensor([process_groups.global_rank(), *(one.digest for one in claims)]), mesh)
+    rows = gathered(torch.tensor([process_groups.global_rank(), *(claim.digest for claim in claims)]), mesh)
     digests = {row[0]: row[1:] for row in rows.tolist()}
-    wrong = []
-    for i, one in enumerate(claims):
+    problems = []
+    for i, claim in enumerate(claims):
         places: dict[int, dict[int, list[int]]] = {}
         for rank in sorted(grid.ranks):
-            held = places.setdefault(grid.index(rank, one.axes), {})
-            held.setdefault(digests[rank][i], []).append(rank)
-        for held in places.values():
-            if len(held) > 1:
-                who = " and others on ".join(f"rank{'s' * (len(r) > 1)} {listed(r)}" for r in held.values())
-                wrong.append(f"{one.path or 'the tree itself'} has some numbers on {who}")
-    if wrong:
+            by_digest = places.setdefault(grid.index(rank, claim.axes), {})
+            by_digest.setdefault(digests[rank][i], []).append(rank)
+        for by_digest in places.values():
+            if len(by_digest) > 1:
+                # More than one digest: these ranks should agree and do not.
+                who = " and others on ".join(f"rank{'s' * (len(r) > 1)} {listed(r)}" for r in by_digest.values())
+                problems.append(f"{claim.path or 'the tree itself'} has some numbers on {who}")
+    if problems:
         raise ValueError(
-            f"assert_replicated: {findings(wrong)}: they must be the same there. Start every rank from one "
+            f"assert_replicated: {findings(problems)}: they must be the same there. Start every rank from one "
             f"seed, or make the parameters with init_sharded"
         )
 
 
 def checksum(value: Tensor) -> int:
-    """The same for the same bytes; what differs between ranks differs here, but for odds of 1 in 2^63."""
+    """A 63-bit checksum of a tensor's bytes: equal bytes give equal sums, others differ but for odds of 1 in 2^63."""
     if value.numel() == 0:
         return 0
     data = value.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    odd = torch.arange(1, 2 * _WORDS, 2, device=data.device)  # so that the order counts
+    odd = torch.arange(1, 2 * _WORDS, 2, device=data.device)  # odd weights, so that the order of words matters
     total = 0
     for part in _parts(data):
         total = (total * 0x9E3779B97F4A7C15 + int((part * odd[: len(part)]).sum())) % 2**63
@@ -104,14 +105,14 @@ def checksum(value: Tensor) -> int:
 
 
 def _parts(data: Tensor) -> Iterator[Tensor]:
-    """Bytes as numbers."""
-    for some in portions(data):
-        if some.storage_offset() % 8:
-            some = some.clone()
-        end = len(some) // 8 * 8
-        yield from some[:end].view(torch.int64).split(_WORDS)
-        if end < len(some):
-            yield some[end:].long()
+    """The bytes as 64-bit integers, and the rest as single bytes."""
+    for chunk in portions(data):
+        if chunk.storage_offset() % 8:  # a view as int64 must be aligned
+            chunk = chunk.clone()
+        end = len(chunk) // 8 * 8
+        yield from chunk[:end].view(torch.int64).split(_WORDS)
+        if end < len(chunk):
+            yield chunk[end:].long()
 
 
 _WORDS = 2**16  # summed at a time, so that little memory is needed

@@ -1,6 +1,6 @@
-"""From whole parameters to flat shards and back, and parameters that are never whole anywhere.
+"""Turns whole parameters into flat shards, also from a stream, so that no rank holds all of them whole.
 
-A tree of parameters becomes a tree of stages: one `FlatShard` for each, or a dict of them where a stage has several
+A tree of parameters becomes a tree of stages: a `FlatShard` for each stage, or a dict of them where a stage has several
 dtypes, frozen parameters or placements.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 Specs = P | ByPath | Callable[[str, tuple[int, ...]], P]
-"""How parameters are cut over other axes than the buffer's: one for all, by patterns, or by a function."""
+"""How parameters are cut over other axes than the buffer's: one spec for all, by patterns, or by a function."""
 
 
 @short_errors
@@ -50,27 +50,26 @@ def shard(
 
     Args:
         tree: a pytree of dense tensors of any shapes and dtypes, the same on every rank. They are copied.
-        mesh: whose ranks hold the pieces, on its kind of device.
-        strategy: over which axes they are cut, and over which they are the same: `full_shard("shard")`, ...; or a
-            function of a parameter's path and whole shape that returns one.
-        stages: which subtrees become stages: a regular expression that matches their whole path (keys joined by
-            dots), several of them, or a function of a path and a shape, which is None for a node above tensors.
-            Default: each top-level entry of the tree, and each item of a list or tuple entry.
-        frozen: which parameters get no gradient, as those of integers never do: patterns, or a function of a path and
-            a whole shape.
-        specs: how parameters are cut over *other* axes, tensor parallel ones say: a `P` for all, `by_path`, or a
-            function of a path and the shape of what was passed that returns a `P`.
-        inputs: `"global"`: tensors are whole, and are cut as `specs` say; `"local"`: they are this rank's pieces.
+        mesh: the mesh whose ranks hold the pieces, on its kind of device.
+        strategy: over which axes parameters are cut, and over which they are replicated: `full_shard("shard")`, ...;
+            or a function of a parameter's path and whole shape that returns such a placement.
+        stages: which subtrees become stages: a regular expression that matches the whole path (keys joined by dots),
+            several of them, or a function of a path and a shape, which is None for a node above tensors. Default:
+            each top-level entry of the tree, and each item of a list or tuple entry.
+        frozen: which parameters get no gradient: patterns, or a function of a path and a whole shape. Integer
+            parameters never get one.
+        specs: how parameters are cut over *other* axes, such as tensor-parallel ones: a `P` for all, `by_path`, or a
+            function of a path and the shape of the tensor passed that returns a `P`.
+        inputs: `"global"`: tensors are whole, and are cut as `specs` say; `"local"`: they are this rank's parts.
 
     Returns:
         The tree with a `FlatShard` in place of each stage; where a stage has several dtypes or placements, or frozen
-        parameters as well as others, a dict of them, such as `{"float32": ..., "float32 frozen": ...}`.
+        parameters as well as others, a dict of flat shards, such as `{"float32": ..., "float32 frozen": ...}`.
 
     Raises:
         ValueError: unknown axes; a dimension that does not divide; a parameter in no stage; one tensor in two stages;
             a pattern that matches nothing; values that differ between ranks.
-        TypeError: a leaf that is not a plain tensor; something other than patterns or functions where these are
-            expected.
+        TypeError: a leaf that is not a plain tensor; an argument that is neither patterns nor a function.
 
     Example:
         ``params = shard(init(makers, seed=0), mesh, full_shard("shard"), frozen=r"embed\\..*")``
@@ -90,14 +89,14 @@ def shard_named(
     frozen: Which = (),
     specs: Specs = P(),  # noqa: B008
 ) -> Any:
-    """Parameters from a stream of named whole tensors, such as a checkpoint's: each is cut as it comes.
+    """Shards a stream of named whole tensors, such as a checkpoint's, one tensor at a time.
 
     All ranks pass the same stream.
 
     Args:
-        named: `(path, tensor)` in any order, each path once; the peak is one tensor above the shards.
-        like: a pytree of tensors of the right shapes and dtypes, on the meta device say.
-        mesh: as for `shard`, like what follows.
+        named: `(path, tensor)` in any order, each path once; at most one whole tensor is in memory beside the shards.
+        like: a pytree of tensors of the right shapes and dtypes, such as on the meta device.
+        mesh: as for `shard`, like the arguments that follow.
         strategy: as for `shard`.
         stages: as for `shard`.
         frozen: as for `shard`.
@@ -107,7 +106,7 @@ def shard_named(
         As `shard` of the whole tree.
 
     Raises:
-        ValueError: a name that is missing, unknown or there twice; a shape or dtype that is not the one of `like`.
+        ValueError: a name that is missing, unknown or twice in the stream; a shape or dtype that differs from `like`.
         TypeError: as `shard`; a value that is not a tensor.
 
     Example:
@@ -147,7 +146,7 @@ _PARAMETERS = (
 
 
 class Rules:
-    """What one call of `shard` and its kin goes by, and what it has met so far."""
+    """The arguments of one call of `shard`, `shard_named` or `init_sharded`, and the parameters seen so far."""
 
     def __init__(
         self,
@@ -173,7 +172,7 @@ class Rules:
         self.mesh, self.grid, self.strategy, self.rank = mesh, grid_of(mesh), strategy, process_groups.global_rank()
         self.placements: set[Placement] = set()
         if isinstance(strategy, Placement):
-            self._known(strategy)
+            self._valid(strategy)
         self.inputs, self.filled, self.specs = inputs, filled, specs
         self.stages = None if stages is None else chosen(stages, "stages")
         self.frozen = chosen(frozen, "frozen")
@@ -183,20 +182,20 @@ class Rules:
         self.compared: list[str] = []
         self.places: dict[str, tuple[FlatShard, int, torch.Size]] = {}
         self.owners: dict[Any, tuple[weakref.ref[Tensor], str]] = {}
-        self.rooms: list[Tensor] = []  # on disk, for the gradients, which find it free when this is gone
+        self.rooms: list[Tensor] = []  # reserve space on disk, which is freed for the gradients with this object
 
-    def map_stages(self, tree: Any, f: Callable[[str, Any], Any], made: Callable[[str, Any], Any] | None = None) -> Any:
+    def map_stages(self, tree: Any, f: Callable[[str, Any], Any], make: Callable[[str, Any], Any] | None = None) -> Any:
         """The tree with `f(path, subtree)` in place of each stage."""
-        return self._walk(tree, "", 0, f, made)
+        return self._walk(tree, "", 0, f, make)
 
-    def _walk(self, node: Any, path: str, depth: int, f: Any, made: Any) -> Any:
+    def _walk(self, node: Any, path: str, depth: int, f: Any, make: Any) -> Any:
         if node is None:
             return None
         leaf = is_flat(node) or is_packed(node) or optree.tree_is_leaf(node)
-        if made and leaf and callable(node) and not isinstance(node, Tensor):
-            return self._walk(made(path, node), path, depth, f, made)
+        if make and leaf and callable(node) and not isinstance(node, Tensor):
+            return self._walk(make(path, node), path, depth, f, make)
         if self._ends(node, path, depth, leaf):
-            return f(path, made(path, node) if made else node)
+            return f(path, make(path, node) if make else node)
         if leaf:
             raise ValueError(
                 f"{path or 'the tree itself'} is in no stage: stages are {self.stages}; add it, or a node above it"
@@ -206,41 +205,44 @@ class Rules:
         )
         names = [dotted(accessor) for accessor in accessors]
         walked = [
-            self._walk(child, joined(path, name), depth + 1, f, made)
+            self._walk(child, joined(path, name), depth + 1, f, make)
             for name, child in zip(names, children, strict=True)
         ]
         return optree.tree_unflatten(one_level, walked)
 
     def _ends(self, node: Any, path: str, depth: int, leaf: bool) -> bool:
+        """Whether a node is a stage."""
         if self.stages is not None:
             return self._chooses(self.stages, path, tuple(node.shape) if isinstance(node, (Tensor, Packed)) else None)
         return leaf or depth == 2 or (depth == 1 and type(node) not in (list, tuple))
 
     def cut(self, path: str, subtree: Any) -> Any:
-        """One stage's parameters as flat shards."""
+        """The flat shards of one stage's parameters."""
         layouts, values = self.laid(path, subtree)
         if not layouts:
             return subtree
-        made = {key: self._flat(layout, values) for key, layout in layouts.items()}
+        shards = {key: self._flat(layout, values) for key, layout in layouts.items()}
         per_mesh(self.mesh, "stages", dict[str, list[Layout]])[path] = list(layouts.values())
-        return next(iter(made.values())) if len(made) == 1 else made
+        return next(iter(shards.values())) if len(shards) == 1 else shards
 
     def laid(self, path: str, subtree: Any) -> tuple[dict[str, Layout], dict[str, Tensor]]:
-        """How one stage's parameters are laid out, and these by their names; nothing, if it has none."""
+        """The layouts of one stage's parameters, and the parameters by name; both empty if it has none."""
         accessors, leaves, tree = optree.tree_flatten_with_accessor(subtree, is_leaf=is_flat)
         names = [joined(path, dotted(accessor)) for accessor in accessors]
-        found: dict[Any, tuple[str, Tensor, list[int]]] = {}
+        tensors: dict[Any, tuple[str, Tensor, list[int]]] = {}
         for number, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
-            found.setdefault(self._identity(name, leaf, path), (name, leaf, []))[2].append(number)
+            tensors.setdefault(self._identity(name, leaf, path), (name, leaf, []))[2].append(number)
         packed = in_few_bits(tree)
         parameters = [
             self._parameter(name, leaf, tuple(numbers), packed.get(numbers[0]))
-            for name, leaf, numbers in found.values()
+            for name, leaf, numbers in tensors.values()
         ]
-        return plan(path, tree, parameters, self.grid), {name: leaf for name, leaf, _ in found.values()}
+        return plan(path, tree, parameters, self.grid), {name: leaf for name, leaf, _ in tensors.values()}
 
     def _parameter(self, name: str, leaf: Tensor, leaves: tuple[int, ...], packed: Packed | None) -> Parameter:
-        """What the rules say of it; `packed`: what its bytes are, whose shape is the one that rules know."""
+        """A parameter with what the rules say of it; for a quantized one they see the shape in `packed`, not the
+        bytes'.
+        """
         spec = self._spec(name, tuple(leaf.shape) if packed is None else packed.shape)
         if packed is not None and spec.axes:
             raise ValueError(
@@ -256,6 +258,7 @@ class Rules:
         return Parameter(name, leaves, shape, spec, leaf.dtype, trainable, self._placement(name, whole, spec))
 
     def _flat(self, layout: Layout, values: dict[str, Tensor]) -> FlatShard:
+        """A flat shard of a layout, filled with this rank's part of `values` if there are any yet."""
         held = layout.held(self.rank)
         flat = FlatShard(placing.new((held,), layout.dtype, layout.placement.tiers.params, "params", self.mesh), layout)
         if layout.trainable and layout.placement.tiers.grads == "disk":
@@ -272,7 +275,7 @@ class Rules:
         return flat
 
     def fill(self, flat: FlatShard, number: int, name: str, value: Tensor) -> None:
-        """Copies this rank's part of one parameter to its place."""
+        """Copies this rank's part of a parameter into its flat shard."""
         if value.is_meta:
             raise ValueError(
                 f"{name} is on the meta device, without values: use init_sharded(..., fill=...) or shard_named"
@@ -288,76 +291,80 @@ class Rules:
             copying.copy_(flat.values[at : at + high - low], local.reshape(-1)[low:high])
 
     def _identity(self, name: str, leaf: Any, stage: str) -> Any:
+        """A key that is equal for leaves that are the same tensor."""
         if isinstance(leaf, FlatShard) or not isinstance(leaf, Tensor) or is_dtensor(leaf):
-            what = f"of type {type(leaf).__name__}"
+            description = f"of type {type(leaf).__name__}"
             if is_dtensor(leaf) or is_flat(leaf):
-                what = (
+                description = (
                     "a DTensor: pass its full_tensor()" if is_dtensor(leaf) else "a FlatShard already: unshard it first"
                 )
             hint = "what configures a model belongs in its functions, by functools.partial say"
             if hasattr(leaf, "tree") or isinstance(leaf, torch.nn.Module):
                 hint = "those of a module are interop.functional(module).tree"
-            raise TypeError(f"{name or 'the tree'} is {what}; parameters are plain tensors ({hint})")
+            raise TypeError(f"{name or 'the tree'} is {description}; parameters are plain tensors ({hint})")
         refuse_sparse(name, leaf)
         if leaf.is_meta or leaf.numel() == 0:
-            same: Any = id(leaf)
+            key: Any = id(leaf)
         else:
-            same = (autograd.storage_of(leaf), leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype)
-        known, owner = self.owners.get(same, (None, stage))
-        if known is None or known() is None:  # the memory of a tensor that is gone may be another's
-            self.owners[same] = (weakref.ref(leaf), stage)
+            key = (autograd.storage_of(leaf), leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype)
+        owned, owner = self.owners.get(key, (None, stage))
+        if owned is None or owned() is None:  # the memory of a deleted tensor may have been reused
+            self.owners[key] = (weakref.ref(leaf), stage)
         elif owner != stage:
             raise ValueError(
                 f"{name} is the same tensor as one in stage {owner!r}: a copy in each stage would be trained apart. "
                 f"Leave it in one and pass that stage's parameters to both functions, or clone it"
             )
-        return same
+        return key
 
     def _placement(self, name: str, shape: tuple[int, ...], spec: P) -> Placement:
-        found = self.strategy if isinstance(self.strategy, Placement) else self._known(self.strategy(name, shape), name)
-        both = [axis for axis in spec.axes if axis in (*found.gradients, *found.only_at_axes)]
-        if both:
-            verb = "puts it at one place of" if both[0] in found.only_at_axes else "cuts the buffer over"
-            raise ValueError(f"{name}: {spec} cuts over {both[0]!r}, but the strategy {verb} that axis already")
-        return found
+        """The placement of a parameter; raises ValueError if its spec cuts over an axis of the placement."""
+        place = self.strategy if isinstance(self.strategy, Placement) else self._valid(self.strategy(name, shape), name)
+        clash = [axis for axis in spec.axes if axis in (*place.gradients, *place.only_at_axes)]
+        if clash:
+            verb = "puts it at one place of" if clash[0] in place.only_at_axes else "cuts the buffer over"
+            raise ValueError(f"{name}: {spec} cuts over {clash[0]!r}, but the strategy {verb} that axis already")
+        return place
 
-    def _known(self, found: Any, name: str = "") -> Placement:
-        """A strategy's answer, looked at once."""
-        if not isinstance(found, Placement):
-            raise TypeError(f"{name}: the strategy is a function that returned {found!r}, not a Placement")
-        if found not in self.placements:
+    def _valid(self, placement: Any, name: str = "") -> Placement:
+        """A placement that the strategy returned; its type, axes and positions are checked once."""
+        if not isinstance(placement, Placement):
+            raise TypeError(f"{name}: the strategy is a function that returned {placement!r}, not a Placement")
+        if placement not in self.placements:
             where = "the strategy" + (f" of {name}" if name else "")
-            check_axes(found.axes + found.replicas + found.only_at_axes, self.mesh, where)
-            for axis, position in found.only_at:
+            check_axes(placement.axes + placement.replicas + placement.only_at_axes, self.mesh, where)
+            for axis, position in placement.only_at:
                 size = self.grid.size(axis)
                 if not 0 <= position < size:
                     raise ValueError(f"{where}: at {axis}={position}, but positions run from 0 to {size - 1}")
-            self.placements.add(found)
-        return found
+            self.placements.add(placement)
+        return placement
 
     def _spec(self, name: str, shape: tuple[int, ...]) -> P:
+        """The spec of a parameter."""
         if isinstance(self.specs, P):
             return self.specs
         if not isinstance(self.specs, ByPath):
-            said = self.specs(name, shape)
-            if not isinstance(said, P):
-                raise TypeError(f"{name}: specs is a function that returned {said!r}, not a P")
-            return said
-        found = next(((rule.pattern, spec) for rule, spec in self.specs.rules if rule.fullmatch(name)), None)
-        if found is None or not isinstance(found[1], P):
+            answer = self.specs(name, shape)
+            if not isinstance(answer, P):
+                raise TypeError(f"{name}: specs is a function that returned {answer!r}, not a P")
+            return answer
+        first_match = next(((rule.pattern, spec) for rule, spec in self.specs.rules if rule.fullmatch(name)), None)
+        if first_match is None or not isinstance(first_match[1], P):
             if self.specs.strict:
                 raise ValueError(f"specs: by_path has no rule for {name}; add one, or pass strict=False")
             return P()
-        self.unused.discard(found[0])
-        return found[1]
+        self.unused.discard(first_match[0])
+        return first_match[1]
 
     def _chooses(self, which: Chosen, path: str, shape: tuple[int, ...] | None) -> bool:
+        """Whether patterns choose a parameter; takes note of the patterns that match."""
         self.unused -= which.matching(path)
         return which(path, shape)
 
 
 class Parameter(NamedTuple):
-    """A parameter before it has a place: which leaves it is, its shape on this rank, and what the rules say of it."""
+    """A parameter before it has a place in a buffer; `leaves` are indices in the tree, `shape` is this rank's."""
 
     name: str
     leaves: tuple[int, ...]
@@ -369,30 +376,30 @@ class Parameter(NamedTuple):
 
 
 def plan(stage: str, tree: optree.PyTreeSpec, parameters: Sequence[Parameter], grid: Grid) -> dict[str, Layout]:
-    """How one stage's parameters are laid out: a buffer for each dtype, frozen or not, and placement, by its name."""
+    """Layouts of one stage's parameters, by name: a buffer for each dtype, trainable or not, and placement."""
     groups: dict[tuple[torch.dtype, bool, Placement], list[Parameter]] = {}
-    for one in parameters:
-        groups.setdefault((one.dtype, one.trainable, one.placement), []).append(one)
+    for p in parameters:
+        groups.setdefault((p.dtype, p.trainable, p.placement), []).append(p)
     return {
-        key: lay(stage, tree, [(one.name, one.leaves, one.shape, one.spec) for one in group], *kind, grid)
+        key: lay(stage, tree, [(p.name, p.leaves, p.shape, p.spec) for p in group], *kind, grid)
         for key, (kind, group) in zip(_keys(list(groups)), groups.items(), strict=True)
     }
 
 
 def _keys(kinds: list[tuple[torch.dtype, bool, Placement]]) -> list[str]:
-    """What the buffers of one stage are called: by what tells them apart."""
-    found: list[str] = []
+    """Names for the buffers of one stage, by what distinguishes them."""
+    keys: list[str] = []
     several = len({placement for *_, placement in kinds}) > 1
     for dtype, trainable, placement in kinds:
         where = f" over {' x '.join(placement.axes)}" if placement.axes else " whole"
         key = str(dtype).removeprefix("torch.") + ("" if trainable else " frozen") + (where if several else "")
-        same = sum(one.split(", ")[0] == key for one in found)
-        found.append(f"{key}, {same + 1}" if same else key)
-    return found
+        taken = sum(other.split(", ")[0] == key for other in keys)
+        keys.append(f"{key}, {taken + 1}" if taken else key)
+    return keys
 
 
 def agreed(rules: Rules, name: str, run: Callable[[], Any]) -> Any:
-    """Runs on every rank, and fails on all of them if it does on one, or if they were given different values."""
+    """Runs a function on every rank; raises on all ranks if it fails on one, or if ranks got different values."""
     with failing_together([rules.mesh], name, (ValueError, TypeError, OSError)):
         result = run()
         if rules.unused:
@@ -401,7 +408,7 @@ def agreed(rules: Rules, name: str, run: Callable[[], Any]) -> Any:
                 f"{listed(rules.places)}"
             )
     agree(sorted(rules.compared), rules.mesh, name, subject=_PARAMETERS)
-    if rules.inputs == "local":  # whole values were compared already, and more of them than a rank keeps
+    if rules.inputs == "local":  # for whole values, `compared` already has checksums
         assert_replicated(result, rules.mesh)
     return result
 
@@ -413,7 +420,7 @@ def refuse_sparse(name: str, leaf: Tensor) -> None:
 
 
 def refuse_second(name: str, others: Container[str]) -> None:
-    """Raises ValueError for the name of a parameter that another one has."""
+    """Raises ValueError for a name that another parameter has."""
     if name in others:
         raise ValueError(
             f"two parameters are called {name!r}: a name is the keys to it joined by dots, to which an empty key adds "

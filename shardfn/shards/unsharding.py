@@ -1,4 +1,4 @@
-"""From flat shards back to whole parameters: on all ranks, or on some alone, to which the others send their parts."""
+"""Turns flat shards back into whole parameters: on all ranks, or on some, to which the others send their parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Part = tuple[int, int, int, int]
-"""Number of a parameter, elements `start` to `stop` of the value that a rank has, and where in its piece they begin."""
+"""Index of a parameter, elements `start` to `stop` of a rank's value, and their position in the rank's piece."""
 
 
 def unshard(
@@ -38,60 +38,60 @@ def unshard(
 ) -> Any:
     """The whole parameters of a tree with flat shards: the inverse of `shard`.
 
-    Of a gradient, what has none is None. Other leaves are left as they are. Linear, and differentiable as
-    `all_gather(to="invariant")` is, `V -> I`, unless `ranks` are named.
+    In a gradient, parameters without one become None. Other leaves stay as they are. Linear, and differentiable as
+    `all_gather(to="invariant")` is, `V -> I`, unless `ranks` are given.
 
     Args:
         tree: any pytree; all ranks that have a part of it call together, with the same `ranks` and `only`.
-        mesh: default: the one in scope, else the one that the tree was sharded on.
-        ranks: global ranks, which get the parameters; elsewhere there is None in each one's place, and a rank needs no
-            more memory than for what it sends: its piece of one stage. Default: all of them.
+        mesh: default: the mesh in scope, else the one that the tree was sharded on.
+        ranks: global ranks that get the parameters; other ranks get None for each, and need memory only for what they
+            send: their piece of one stage. Default: all ranks.
         to: the device on which whole parameters are put, one stage before the next is gathered. Default: the mesh's.
-        only: which parameters, as patterns for their paths or a function of a path and a whole shape; there is None in
-            the place of the others, plain tensors among them. Default: all of them.
+        only: which parameters, as patterns for their paths or a function of a path and a whole shape; the others, plain
+            tensors too, become None. Default: all parameters.
 
     Returns:
         The tree with each stage's parameters in place of its flat shards: new tensors of their whole shapes, in the
-        dtype of the shard's values. Of a stack of shards, with values `[*n, piece]`, they are `[*n, *shape]`.
+        dtype of the shard's values. For a stack of shards, with values `[*n, piece]`, they are `[*n, *shape]`.
 
     Raises:
         ValueError: the mesh is not the one of the shards; `ranks` that are not in it; a pattern that matches nothing;
             `ranks` or `only` that differ between ranks; a device that a rank does not have.
-        TypeError: `ranks` that are not integers; something other than patterns or a function.
+        TypeError: `ranks` that are not integers; `only` is neither patterns nor a function.
         NotImplementedError: `ranks` inside a transform.
 
     Example:
-        ``whole = unshard(params, ranks=[0], to="cpu")``, then ``if mesh.get_rank() == 0: torch.save(whole, path)``;
-        or one parameter of all, ``unshard(params, only="head.w")["head"]["w"]``
+        ``whole = unshard(params, ranks=[0], to="cpu")``, then ``if mesh.get_rank() == 0: torch.save(whole, path)``; or
+        one parameter of all, ``unshard(params, only="head.w")["head"]["w"]``
     """
     if torch.compiler.is_compiling():
         with dynamo.one_graph():
             dynamo.refuse_in_graph(None if ranks is None and only is None else _NOT_IN_A_GRAPH)
-        every = _Asked(to=None if to is None else torch.device(to))
-        return optree.tree_map(lambda node: _made_whole(node, mesh, every), tree, is_leaf=is_stage)
+        everything = _Request(to=None if to is None else torch.device(to))
+        return optree.tree_map(lambda node: _made_whole(node, mesh, everything), tree, is_leaf=is_stage)
     with waiting.during("sf.unshard"):
-        asked = _asked(tree, mesh, ranks, only, to)
+        request = _request(tree, mesh, ranks, only, to)
         accessors, nodes, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_stage)
-        made = (
-            _made_whole(node, mesh, asked) if is_stage(node) or asked.names is None else asked.plain(path, node)
+        whole = (
+            _made_whole(node, mesh, request) if is_stage(node) or request.names is None else request.plain(path, node)
             for path, node in zip(map(dotted, accessors), nodes, strict=True)
         )
-        return optree.tree_unflatten(spec, list(made))
+        return optree.tree_unflatten(spec, list(whole))
 
 
-class _Asked(NamedTuple):
-    """What a call of `unshard` gives: on which device, to which ranks, which parameters by name; None for all."""
+class _Request(NamedTuple):
+    """Arguments of `unshard`: the device, the ranks, and the names of the parameters; None for the default."""
 
     to: torch.device | None = None
     ranks: tuple[int, ...] | None = None
     names: frozenset[str] | None = None
 
     def numbers(self, layout: Layout) -> list[int]:
-        """The parameters of a flat shard that are asked for."""
+        """Indices of the requested parameters of a flat shard."""
         return [i for i, entry in enumerate(layout.entries) if self.names is None or entry.path in self.names]
 
     def plain(self, path: str, leaf: Any) -> Any:
-        """What becomes of a leaf that is not cut."""
+        """A leaf that is not a flat shard, or None if it is not requested."""
         return leaf if self.names is None or path in self.names or not isinstance(leaf, Tensor) else None
 
 
@@ -101,26 +101,26 @@ _NOT_IN_A_GRAPH = (
 _ARGUMENTS = ("ranks= and only=", "Every rank passes the same")
 
 
-def _asked(tree: Any, mesh: DeviceMesh | None, ranks: Any, only: Which | None, to: Any) -> _Asked:
-    """What is asked for, on which all ranks agree, but for the device, which each of them has to have."""
+def _request(tree: Any, mesh: DeviceMesh | None, ranks: Any, only: Which | None, to: Any) -> _Request:
+    """The arguments of `unshard`, checked; all ranks must agree on them, except for the device."""
     if ranks is None and only is None and to is None:
-        return _Asked()
+        return _Request()
     accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_flat)
     grids = dict.fromkeys(leaf.layout.grid for leaf in leaves if is_flat(leaf))
     meshes = [mesh] * bool(grids) if mesh else [mesh_of(grid, "unshard: the tree") for grid in grids]
-    with failing_together(meshes, "unshard"):  # `only` may be a function that raises anything
-        found = _Asked(
+    with failing_together(meshes, "unshard"):  # `only` may be a function that raises on one rank
+        request = _Request(
             None if to is None else device_of(to),
             None if ranks is None else targets(ranks, grids),
             None if only is None else _named(list(map(dotted, accessors)), leaves, chosen(only, "only")),
         )
-    for one in meshes:
-        agree([f"ranks={found.ranks}", f"only={sorted(found.names or ())}"], one, "unshard", subject=_ARGUMENTS)
-    return found
+    for member in meshes:
+        agree([f"ranks={request.ranks}", f"only={sorted(request.names or ())}"], member, "unshard", subject=_ARGUMENTS)
+    return request
 
 
 def _named(paths: Sequence[str], leaves: Sequence[Any], which: Chosen) -> frozenset[str]:
-    """The names of the parameters that are chosen."""
+    """The names of the chosen parameters."""
     shapes: list[tuple[str, tuple[int, ...]]] = []
     for path, leaf in zip(paths, leaves, strict=True):
         if is_flat(leaf):
@@ -136,29 +136,30 @@ def _named(paths: Sequence[str], leaves: Sequence[Any], which: Chosen) -> frozen
     return frozenset(name for name, shape in shapes if which(name, shape))
 
 
-def _made_whole(node: Any, mesh: DeviceMesh | None, asked: _Asked) -> Any:
+def _made_whole(node: Any, mesh: DeviceMesh | None, request: _Request) -> Any:
     """A stage's parameters in place of its flat shards."""
     if not is_stage(node):
         return node
     shards = stage_shards(node)
-    return assemble([flat.layout for flat in shards], [_whole(flat, mesh, asked) for flat in shards])
+    return assemble([flat.layout for flat in shards], [_whole(flat, mesh, request) for flat in shards])
 
 
-def _whole(flat: FlatShard, mesh: DeviceMesh | None, asked: _Asked) -> list[Tensor | None]:
-    layout, to = flat.layout, asked.to
-    found: list[Tensor | None] = [None] * len(layout.entries)
-    numbers = asked.numbers(layout)
-    if flat.values is None or not numbers:  # without values: as in a gradient, of what is frozen
-        return found
-    if flat.values.ndim > 1 and asked.ranks is None:
-        return _whole_stack(flat, mesh, asked)
+def _whole(flat: FlatShard, mesh: DeviceMesh | None, request: _Request) -> list[Tensor | None]:
+    """The whole parameters of a flat shard; None for those that are not requested."""
+    layout, to = flat.layout, request.to
+    whole: list[Tensor | None] = [None] * len(layout.entries)
+    numbers = request.numbers(layout)
+    if flat.values is None or not numbers:  # a gradient has no values for frozen parameters
+        return whole
+    if flat.values.ndim > 1 and request.ranks is None:
+        return _whole_stack(flat, mesh, request)
     where = mesh_of(layout.grid, f"unshard: stage {layout.stage!r}") if mesh is None else mesh
     with scope(where):
         mesh_of(layout.grid, f"unshard: stage {layout.stage!r}")
-        if asked.ranks is not None:
-            for number, value in gathered_to(flat, asked.ranks, numbers, where, to).items():
-                found[number] = value
-            return found
+        if request.ranks is not None:
+            for number, value in gathered_to(flat, request.ranks, numbers, where, to).items():
+                whole[number] = value
+            return whole
         buffer = brought(flat.values, where)
         for name, position in layout.placement.only_at:
             buffer = _spread(buffer, layout, name, position)
@@ -170,22 +171,22 @@ def _whole(flat: FlatShard, mesh: DeviceMesh | None, asked: _Asked) -> list[Tens
             for dim, names in enumerate(layout.entries[number].spec.by_dim()):
                 if names:
                     view = functional.all_gather(view, names, dim=dim, to="invariant")
-            found[number] = view.clone(memory_format=torch.contiguous_format) if to is None else _moved(view, to)
-        return found
+            whole[number] = view.clone(memory_format=torch.contiguous_format) if to is None else _moved(view, to)
+        return whole
 
 
-def _whole_stack(flat: FlatShard, mesh: DeviceMesh | None, asked: _Asked) -> list[Tensor | None]:
-    """The same of a stack of shards, `[*n, piece]`: parameters `[*n, *shape]`."""
-    numbers, lead = asked.numbers(flat.layout), flat.values.shape[:-1]
+def _whole_stack(flat: FlatShard, mesh: DeviceMesh | None, request: _Request) -> list[Tensor | None]:
+    """As `_whole`, for a stack of shards `[*n, piece]`: parameters `[*n, *shape]`."""
+    numbers, lead = request.numbers(flat.layout), flat.values.shape[:-1]
 
     def each(values: Tensor) -> tuple[Any, ...]:
-        views = _whole(FlatShard(values, flat.layout), mesh, asked)
+        views = _whole(FlatShard(values, flat.layout), mesh, request)
         return tuple(views[number] for number in numbers)
 
-    made = torch.func.vmap(each)(flat.values.reshape(-1, flat.values.shape[-1]))
-    found = dict(zip(numbers, made, strict=True))
+    stacked = torch.func.vmap(each)(flat.values.reshape(-1, flat.values.shape[-1]))
+    by_number = dict(zip(numbers, stacked, strict=True))
     return [
-        found[number].view(*lead, *found[number].shape[1:]) if number in found else None
+        by_number[number].view(*lead, *by_number[number].shape[1:]) if number in by_number else None
         for number in range(len(flat.layout.entries))
     ]
 
@@ -195,19 +196,19 @@ def _moved(view: Tensor, to: torch.device) -> Tensor:
 
 
 def _spread(buffer: Tensor, layout: Layout, name: str, position: int) -> Tensor:
-    """What one position of an axis holds, on all of them: `V -> I`."""
-    if buffer.shape[-1] == 0:  # of a piece that lives elsewhere; its derivative goes there
+    """The piece at one position of an axis, on all ranks: `V -> I`."""
+    if buffer.shape[-1] == 0:  # other positions hold nothing, and pad for the gather
         buffer = torch.nn.functional.pad(buffer, (0, layout.piece))
-    every = functional.all_gather(buffer, name, to="invariant")
-    return every.narrow(0, position * layout.piece, layout.piece)
+    gathered = functional.all_gather(buffer, name, to="invariant")
+    return gathered.narrow(0, position * layout.piece, layout.piece)
 
 
 def targets(ranks: Any, grids: Iterable[Grid]) -> tuple[int, ...]:
-    """The global ranks that are meant, each of which is in all of these meshes.
+    """The global ranks that get parameters; each must be in all of these meshes.
 
     Raises:
         TypeError: not a list of integers.
-        ValueError: none, one of them twice, or one that is not in a mesh.
+        ValueError: an empty list, a rank twice, or one that is not in a mesh.
     """
     ranks = list(ranks) if isinstance(ranks, Iterable) else ranks
     if not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
@@ -219,17 +220,17 @@ def targets(ranks: Any, grids: Iterable[Grid]) -> tuple[int, ...]:
             f"unshard: ranks={short(ranks)}; it names at least one rank, and each once; None is all of them"
         )
     for grid in grids:
-        wrong = [rank for rank in ranks if rank not in grid.ranks]
-        if wrong:
+        foreign = [rank for rank in ranks if rank not in grid.ranks]
+        if foreign:
             raise ValueError(
-                f"unshard: ranks={short(ranks)}, but rank {wrong[0]} is not in the mesh ({grid}), whose ranks are "
+                f"unshard: ranks={short(ranks)}, but rank {foreign[0]} is not in the mesh ({grid}), whose ranks are "
                 f"{listed(sorted(grid.ranks))}"
             )
     return tuple(ranks)
 
 
 def device_of(to: Any) -> torch.device:
-    """The device that is meant, which there is.
+    """The device, which must exist in this process.
 
     Raises:
         ValueError: there is none.
@@ -237,81 +238,82 @@ def device_of(to: Any) -> torch.device:
     try:
         device = torch.device(to)
         torch.empty(0, device=device)
-    except Exception as error:  # each device has its own
-        said = str(error).partition("\n")[0]
-        raise ValueError(f"unshard: to={to!r} is not a device of this process ({said})") from error
+    except Exception as error:  # each backend raises its own type
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"unshard: to={to!r} is not a device of this process ({reason})") from error
     return device
 
 
 def gathered_to(
     flat: FlatShard, ranks: Sequence[int], numbers: Sequence[int], mesh: DeviceMesh, to: torch.device | None
 ) -> dict[int, Tensor]:
-    """These parameters of a flat shard by number, whole, where this rank is among `ranks`; elsewhere nothing.
+    """These parameters of a flat shard, whole, by index, on ranks among `ranks`; empty on other ranks.
 
     Each element is sent once to each of the ranks, by the nearest rank that has it.
 
     Raises:
-        NotImplementedError: a transform follows the shard.
+        NotImplementedError: a transform or autograd tracks the shard.
     """
     _refuse_followed(flat, ranks)
-    layout, me, found = flat.layout, process_groups.global_rank(), {}
+    layout, me, whole = flat.layout, process_groups.global_rank(), {}
     members, names = layout.grid.ranks, tuple(name for name, _ in layout.grid.sizes)
     with scope(mesh), torch.no_grad():
         values = brought(flat.values.detach(), mesh)
         for target in ranks:
-            own = parts(layout, numbers, me, target)
-            rows = [values[at : at + stop - start] for _, start, stop, at in own]
+            outgoing = parts(layout, numbers, me, target)
+            rows = [values[at : at + stop - start] for _, start, stop, at in outgoing]
             sent = rows[0] if len(rows) == 1 else torch.cat([values[:0], *rows])
             lengths = [_length(parts(layout, numbers, rank, target)) if me == target else 0 for rank in members]
-            came = functional.ragged_all_to_all(
+            received = functional.ragged_all_to_all(
                 sent, names, [len(sent) if rank == target else 0 for rank in members], lengths
             )
             if me == target:
-                every = [(rank, parts(layout, numbers, rank, target)) for rank in members]
-                found = _assembled(layout, numbers, every, came, to)
-    return found
+                incoming = [(rank, parts(layout, numbers, rank, target)) for rank in members]
+                whole = _assembled(layout, numbers, incoming, received, to)
+    return whole
 
 
 def parts(layout: Layout, numbers: Sequence[int], source: int, target: int) -> list[Part]:
-    """What one rank sends to another: what it holds, unless a rank that is nearer to the other holds the same."""
+    """What one rank sends to another: what it holds, unless a rank nearer to the target holds the same."""
     if not layout.here(source):
         return []
-    index, found = layout.index(source), []
+    index, sent = layout.index(source), []
     for number in numbers:
         same = layout.same_axes(number)
         start, stop, at = layout.within(number, index)
         if start < stop and layout.grid.index(source, same) == layout.grid.index(target, same):
-            found.append((number, start, stop, at))
-    return found
+            sent.append((number, start, stop, at))
+    return sent
 
 
-def _length(some: Sequence[Part]) -> int:
-    return sum(stop - start for _, start, stop, _ in some)
+def _length(held: Sequence[Part]) -> int:
+    return sum(stop - start for _, start, stop, _ in held)
 
 
 def _assembled(
-    layout: Layout, numbers: Sequence[int], every: list[tuple[int, list[Part]]], came: Tensor, to: torch.device | None
+    layout: Layout, numbers: Sequence[int], sent: list[tuple[int, list[Part]]], data: Tensor, to: torch.device | None
 ) -> dict[int, Tensor]:
-    """Whole parameters from what came from each rank, in the order of ranks."""
-    where = came.device if to is None else to
-    whole = {i: torch.empty(layout.whole_shape(i), dtype=came.dtype, device=where) for i in numbers}
-    cut: dict[tuple[int, tuple[int, ...]], Tensor] = {}  # values of which the whole ones are made
+    """Whole parameters from the elements received from each rank, in the order of ranks."""
+    device = data.device if to is None else to
+    whole = {i: torch.empty(layout.whole_shape(i), dtype=data.dtype, device=device) for i in numbers}
+    values: dict[tuple[int, tuple[int, ...]], Tensor] = {}  # the ranks' values, which are parts of a whole parameter
     at = 0
-    for rank, some in every:
-        for number, start, stop, _ in some:
+    for rank, held in sent:
+        for number, start, stop, _ in held:
             entry = layout.entries[number]
             value = whole[number]
             if entry.spec.axes:
-                value = cut.setdefault((number, layout.corner(number, rank)), value.new_empty(entry.shape))
-            value.view(-1)[start:stop].copy_(came[at : at + stop - start])
+                value = values.setdefault((number, layout.corner(number, rank)), value.new_empty(entry.shape))
+            value.view(-1)[start:stop].copy_(data[at : at + stop - start])
             at += stop - start
-    for (number, corner), value in cut.items():
+    for (number, corner), value in values.items():
         region = tuple(slice(low, low + n) for low, n in zip(corner, value.shape, strict=True))
         whole[number][region].copy_(value)
     return whole
 
 
 def _refuse_followed(flat: FlatShard, ranks: Sequence[int]) -> None:
+    """Raises NotImplementedError if a transform or autograd tracks the shard."""
     followed = {kind for _, kind in functorch.followed(flat.values)}
     if not torch.is_grad_enabled():
         followed.discard("gradient")

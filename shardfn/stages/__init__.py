@@ -1,4 +1,4 @@
-"""When it happens: the calls of stages, the schedule of their gathers and sums, the buffers they borrow.
+"""Calls of stages: the schedule of their gathers and reductions, and the buffers that they borrow.
 
 Imports `transforms` and what is below.
 """

@@ -1,8 +1,8 @@
-"""Activations that are away from their device, from the time autograd has saved them until backward needs them.
+"""Moves activations off the device after autograd saves them, and back before backward needs them.
 
-What moves is a stretch of a storage, as it was then; what autograd saved of it, once or several times, are views. It
-leaves while forward goes on. Backward follows the tape in reverse, and what the call before the one it is at has saved
-is on its way back meanwhile.
+What moves is a range of a storage, with the bytes it has at that time; what autograd saved, once or several times, are
+views of it. A range leaves while forward goes on. Backward follows the tape in reverse, and while one call's backward
+runs, the activations of the call before it are on their way back.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from shardfn.tiers.transfers import Buffer, Reading, Transfer, reading, writing
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-CHUNK = 2**23  # bytes that are written at once
-WRITING = 2**26  # bytes on their way to disk at once
-COPYING = 2**29  # bytes on their way to the host
-SPARSE = 8  # a stretch with that many times the bytes of what was saved of it does not move
+CHUNK = 2**23  # bytes in one write
+WRITING = 2**26  # most bytes in flight to disk
+COPYING = 2**29  # most bytes in flight to the host
+SPARSE = 8  # a range with more than this many times the bytes of the saved tensor does not move
 
 _log = logging.getLogger("shardfn")
 
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """What autograd saved: a tensor's numbers in a stretch that is away.
+    """A tensor that autograd saved, as a view of a range that has left the device.
 
     Attributes:
-        away: whose the stretch is.
-        activation: the stretch.
-        start: where in it they are, in bytes.
-        dtype: of the tensor.
-        shape: of the tensor.
-        strides: of the tensor.
-        conj: whether its numbers are the conjugates of those.
-        witness: a tensor without numbers that counts the writes into the one that was saved.
-        version: how many there had been.
+        away: the object that moves the range.
+        activation: the range.
+        start: offset of the tensor in the range, in bytes.
+        dtype: dtype of the tensor.
+        shape: shape of the tensor.
+        strides: strides of the tensor.
+        conj: whether the tensor is a conjugate view.
+        witness: an empty tensor that shares the saved tensor's version counter.
+        version: the version when it was saved.
     """
 
     away: Away
@@ -63,32 +63,32 @@ class View:
     version: int
 
     def brought(self) -> Tensor:
-        """The tensor, with these numbers.
+        """The saved tensor, on the device.
 
         Raises:
-            RuntimeError: they cannot be read.
+            RuntimeError: its bytes cannot be read.
         """
         memory = self.away.bring(self.activation)
-        at = (int(memory.storage_offset()) + self.start) // self.dtype.itemsize
+        offset = (int(memory.storage_offset()) + self.start) // self.dtype.itemsize
         tensor = torch.empty(0, dtype=self.dtype, device=memory.device)
-        tensor.set_(memory.untyped_storage(), at, self.shape, self.strides)
+        tensor.set_(memory.untyped_storage(), offset, self.shape, self.strides)
         return tensor.conj() if self.conj else tensor
 
 
 @dataclass(eq=False)
 class Activation:
-    """A stretch of a storage. It takes memory on the device as long as `here` is there, or what is back.
+    """A range of a storage. It takes memory on the device while `here` or `back` is set.
 
     Attributes:
-        here: the stretch itself, until it has left.
-        storage: a weak reference: as long as there is one, no other storage gets its number.
-        host: the same in pinned memory, where the device has other memory than the host.
-        left: an event, after which it is there.
-        place: the same on disk.
-        parts: how many parts of it are still to be written there.
-        coming: it is being read.
-        back: it is here again.
-        arrived: an event, after which it is.
+        here: the range itself, until it has left.
+        storage: a weak reference to the storage: while it exists, no other storage gets the same id.
+        host: a copy in pinned memory, if the device has other memory than the host.
+        left: an event after which that copy is complete.
+        place: the copy on disk.
+        parts: how many parts of it are still to be written to disk.
+        coming: the read from disk that is under way.
+        back: the range, back on the device.
+        arrived: an event after which `back` is complete.
     """
 
     here: Tensor | None
@@ -103,28 +103,28 @@ class Activation:
 
 
 class Away:
-    """What has left of the activations of one engine, and what is on its way."""
+    """The activations of one engine that have left the device or are in flight."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._known: weakref.WeakValueDictionary[Any, Activation] = weakref.WeakValueDictionary()
+        self._activations: weakref.WeakValueDictionary[Any, Activation] = weakref.WeakValueDictionary()
         self._copying: deque[Activation] = deque()  # to the host
         self._writing: deque[tuple[Activation, Transfer, int]] = deque()
-        self._copied = self._written = 0  # bytes that are on their way so
+        self._copied = self._written = 0  # bytes in flight to the host, and to disk
         self._freed = 0
-        self._brought: list[weakref.ref[Activation]] = []  # back, or on their way
-        self._next: list[weakref.ref[Activation]] = []  # those of the call whose backward comes next
+        self._brought: list[weakref.ref[Activation]] = []  # back on the device, or on their way back
+        self._next: list[weakref.ref[Activation]] = []  # of the call whose backward comes next
         self._side: Any = None
 
     # --- out ---
 
     def leave(self, x: Tensor, above: int, file: File | None) -> View | None:
-        """Sends off what a tensor's memory holds, unless that has happened; None if it stays.
+        """Starts to move the range of a tensor off the device, unless it is moving already; None if it stays.
 
         Args:
-            x: that autograd saves.
+            x: a tensor that autograd saves.
             above: the fewest bytes that move.
-            file: on disk, where they go; None for the host.
+            file: the file on disk to which it moves; None for the host.
         """
         self._settle()
         span = _stretch(x)
@@ -132,16 +132,16 @@ class Away:
             return None
         start, stop = span
         key = autograd.storage_of(x), x._version, start, stop
-        activation = self._known.get(key)
+        activation = self._activations.get(key)
         if activation is None:
             stretch = torch.empty(0, dtype=torch.uint8, device=x.device)
             stretch.set_(x.untyped_storage(), start, (stop - start,), (1,))
-            activation = self._known[key] = Activation(stretch, autograd.weak_storage(x))
+            activation = self._activations[key] = Activation(stretch, autograd.weak_storage(x))
             self._send(activation, stop - start, file)
-        at = int(x.storage_offset()) * x.dtype.itemsize - start
+        offset = int(x.storage_offset()) * x.dtype.itemsize - start
         witness = x.detach()
-        witness.data = x.new_empty(0)  # the count of writes stays what it was: that of the tensor that was saved
-        return View(self, activation, at, x.dtype, x.shape, x.stride(), x.is_conj(), witness, x._version)
+        witness.data = x.new_empty(0)  # keeps the version counter of the saved tensor, but not its memory
+        return View(self, activation, offset, x.dtype, x.shape, x.stride(), x.is_conj(), witness, x._version)
 
     def _send(self, activation: Activation, nbytes: int, file: File | None) -> None:
         if file is not None:
@@ -153,7 +153,7 @@ class Away:
             self._copy(activation, nbytes)
 
     def _copy(self, activation: Activation, nbytes: int) -> None:
-        """Starts to copy to the host; its own memory must not be used for others before that has ended."""
+        """Starts a copy to the host; the memory on the device must not be reused before the copy is complete."""
         assert activation.here is not None, "it leaves once"
         activation.host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         side = self._beside()
@@ -162,13 +162,14 @@ class Away:
             activation.left = side.record_event()
         self._copying.append(activation)
         self._copied += nbytes
+        # Bounds the pinned memory and the device memory that copies in flight hold.
         while self._copied > COPYING and len(self._copying) > 1:
             self._end_copy()
 
     def _end_copy(self) -> None:
         activation = self._copying.popleft()
         assert activation.host is not None, "it is on its way"
-        self._now().wait_event(activation.left)  # the memory goes to what is computed after that
+        self._now().wait_event(activation.left)  # the allocator may reuse the memory on this stream, so it waits
         self._copied -= activation.host.nbytes
         activation.here = None
         if activation.place is not None:
@@ -176,11 +177,13 @@ class Away:
             self._write(activation)
 
     def _write(self, activation: Activation) -> None:
+        """Starts to write a range to disk, from the device if that is the CPU, else from its copy on the host."""
         source = activation.here if activation.host is None else activation.host
         assert source is not None, "it has not left"
         assert activation.place is not None, "it has a place"
         for start in range(0, source.nbytes, CHUNK):
             part = slice(start, min(start + CHUNK, source.nbytes))
+            # Bounds the bytes in flight to disk.
             while self._written and self._written + CHUNK > WRITING:
                 self._end_write()
             transfer = writing(activation.place[part], source[part])
@@ -190,7 +193,7 @@ class Away:
     def _end_write(self) -> None:
         activation, transfer, nbytes = self._writing.popleft()
         self._written -= nbytes
-        transfer.wait()  # of one that fails the numbers stay in memory
+        transfer.wait()  # if this raises, the range stays in memory
         transfer.give_back()
         activation.parts -= 1
         if activation.parts == 0:
@@ -198,14 +201,14 @@ class Away:
         self._free(nbytes)
 
     def _free(self, nbytes: int) -> None:
-        """Memory of the host is used no more."""
+        """Counts freed host memory, and from time to time returns it to the system."""
         self._freed += nbytes
         if self._freed > WRITING:
             self._freed = 0
             mapping.trim()
 
     def _settle(self) -> None:
-        """Takes note of what has arrived."""
+        """Completes the transfers that have finished, without waiting."""
         while self._copying and self._copying[0].left.query():
             self._end_copy()
         while self._writing and all(part.done() for part in self._writing[0][1].parts):
@@ -214,40 +217,40 @@ class Away:
     # --- back ---
 
     def ahead(self, tape: Tape | None, run: StageRun) -> None:
-        """Brings back what a run's backward reads, and starts to do so for the one that comes next."""
-        if not self._known:
+        """Starts to bring back what this run's backward reads, and what the next one reads."""
+        if not self._activations:
             return
         self._settle()
         runs = tape.runs[: run.index] if tape is not None and run.signature.options.prefetch else []
-        behind = next((other for other in reversed(runs) if other.away and not other.done), None)
-        self._next = list(behind.away) if behind else []
+        following = next((other for other in reversed(runs) if other.away and not other.done), None)
+        self._next = list(following.away) if following else []
         wanted = [*_alive(run.away), *_alive(self._next)]
         self._forget(wanted)
         for activation in wanted:
             self._start(activation)
 
     def done(self) -> None:
-        """A run's backward is over: what it alone has brought back goes."""
+        """Ends a run's backward: releases what was brought back for it alone."""
         if self._brought:
             self._forget(_alive(self._next))
 
-    def _forget(self, but: Iterable[Activation]) -> None:
-        """Lets go of what came back, or was to, but for these."""
-        needed = {id(activation) for activation in but}
+    def _forget(self, needed: Iterable[Activation]) -> None:
+        """Releases everything that was brought back, or is coming back, except these activations."""
+        ids = {id(activation) for activation in needed}
         kept = []
         for activation in _alive(self._brought):
-            if id(activation) in needed:
+            if id(activation) in ids:
                 kept.append(weakref.ref(activation))
                 continue
             if activation.arrived is not None:
-                self._now().wait_event(activation.arrived)  # nothing else may get the memory before that
+                self._now().wait_event(activation.arrived)  # the memory must not be reused before the copy ends
             if activation.place is not None and self.device.type == "cpu":
                 self._free(activation.place.nbytes)
             activation.coming = activation.back = activation.arrived = None
         self._brought = kept
 
     def _start(self, activation: Activation) -> None:
-        """Starts to bring a stretch back, unless it is here, or on its way."""
+        """Starts to bring a range back, unless it is on the device or on its way."""
         if activation.here is not None or activation.back is not None or activation.coming is not None:
             return
         self._brought.append(weakref.ref(activation))
@@ -264,7 +267,7 @@ class Away:
             activation.arrived = side.record_event()
 
     def bring(self, activation: Activation) -> Tensor:
-        """The bytes of a stretch, on the device.
+        """The bytes of a range, on the device.
 
         Raises:
             RuntimeError: they cannot be read.
@@ -276,18 +279,19 @@ class Away:
             coming, activation.coming = (
                 activation.coming,
                 None,
-            )  # one that fails is not waited for again, but read again
+            )  # cleared first: after a failure the range is read again, not waited for
             coming.wait()
             activation.back = coming.values.to(self.device, non_blocking=True)
         assert activation.back is not None, "it has been started"
         if activation.arrived is not None:
-            now = self._now()
-            now.wait_event(activation.arrived)
-            activation.back.record_stream(now)
+            stream = self._now()
+            stream.wait_event(activation.arrived)
+            # The copy was made on another stream; the allocator must know that this one uses its memory.
+            activation.back.record_stream(stream)
         return activation.back
 
     def end(self) -> None:
-        """A step is over: what nobody has taken is not waited for."""
+        """Ends a step: drops what backward has not used, and completes what is in flight."""
         self._next = []
         self._forget(())
         while self._copying:
@@ -295,7 +299,7 @@ class Away:
         while self._writing:
             try:
                 self._end_write()
-            except RuntimeError as error:  # nobody needs it any more, or it is read from where it still is
+            except RuntimeError as error:  # harmless: a range that was not written is still in memory
                 _log.warning("%s", error)
 
     def _module(self) -> Any:
@@ -305,48 +309,48 @@ class Away:
         return self._module().current_stream(self.device)
 
     def _beside(self) -> Any:
-        """The stream for copies, after what the device was told so far."""
+        """The stream for copies, made to wait for what the current stream has been given so far."""
         if self._side is None:
             self._side = self._module().Stream(device=self.device)
         self._side.wait_stream(self._now())
         return self._side
 
 
-def _alive(some: Iterable[weakref.ref[Activation]]) -> list[Activation]:
-    return [activation for activation in (ref() for ref in some) if activation is not None]
+def _alive(references: Iterable[weakref.ref[Activation]]) -> list[Activation]:
+    return [activation for activation in (ref() for ref in references) if activation is not None]
 
 
 def _stretch(x: Tensor) -> tuple[int, int] | None:
-    """Which bytes of its storage move for a tensor: all, or if that is much more, those that it spans; None if none."""
-    whole, own = x.untyped_storage().nbytes(), x.nbytes
-    if whole <= SPARSE * own:
-        return (0, whole) if own else None
+    """The bytes of a tensor's storage that move: all, or the tensor's span if the storage is much larger, or None."""
+    total, used = x.untyped_storage().nbytes(), x.nbytes
+    if total <= SPARSE * used:
+        return (0, total) if used else None
     start = int(x.storage_offset()) * x.dtype.itemsize
-    span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if own else 0
+    span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if used else 0
     nbytes = span * x.dtype.itemsize
-    return (start, start + nbytes) if 0 < nbytes <= SPARSE * own else None
+    return (start, start + nbytes) if 0 < nbytes <= SPARSE * used else None
 
 
 class Offloading:
-    """What of one run leaves the device. Called with a tensor that autograd saves; None for one that stays."""
+    """Decides what one run offloads. Called with a tensor that autograd saves; returns None for one that stays."""
 
     def __init__(self, away: Away, asked: Offload, file: File | None, run: StageRun) -> None:
         self.away, self.asked, self.file = away, asked, file
         self.left = run.away
 
     def __call__(self, x: Tensor) -> View | None:
-        """What becomes of it."""
+        """The view that is saved in place of a tensor; None if the tensor stays."""
         view = self.away.leave(x, self.asked.above, self.file) if self._movable(x) else None
         if view is not None:
             self.left.append(weakref.ref(view.activation))
         return view
 
     def lets_go(self, x: Tensor) -> bool:
-        """Whether an argument of the stage is not to be held by its graph."""
+        """Whether the stage's graph should not hold this argument."""
         return self._movable(x) and x.nbytes >= max(self.asked.above, 1)
 
     def _movable(self, x: Tensor) -> bool:
-        """Whether a tensor is ordinary memory of the device."""
+        """Whether a tensor is ordinary memory of the device: strided, without subclass or transform, not on disk."""
         plain = x.layout is torch.strided and not functorch.wrapped(x)
         plain = plain and (
             type(x) in (Tensor, torch.nn.Parameter) or (self.file is None and type(x) is dynamo.fake_tensors())
@@ -355,21 +359,21 @@ class Offloading:
 
 
 def offloading(away: Away, mesh: Callable[[], DeviceMesh], run: StageRun) -> Offloading | None:
-    """What of a run leaves; None if nothing does.
+    """What decides about a run's activations; None if the run offloads nothing.
 
     Raises:
-        ValueError: it goes to disk, and nobody has said where.
+        ValueError: they would go to disk, but there is no folder.
     """
-    asked, name = run.signature.options.remat, run.signature.name
-    if not isinstance(asked, Offload):
+    options, name = run.signature.options.remat, run.signature.name
+    if not isinstance(options, Offload):
         return None
-    if not asked.moves(away.device.type):
+    if not options.moves(away.device.type):
         _warn_of_nothing(name)
         return None
-    if asked.to == "host":
-        return Offloading(away, asked, None, run)
+    if options.to == "host":
+        return Offloading(away, options, None, run)
     try:
-        return Offloading(away, asked, placing.file_of(mesh(), "activations"), run)
+        return Offloading(away, options, placing.file_of(mesh(), "activations"), run)
     except ValueError as error:
         raise ValueError(
             f'{run.signature}: remat=offload(to="disk"), but nobody has said where: pass a '
@@ -379,7 +383,7 @@ def offloading(away: Away, mesh: Callable[[], DeviceMesh], run: StageRun) -> Off
 
 @functools.cache
 def _warn_of_nothing(name: str) -> None:
-    """Says so once for each stage."""
+    """Warns once for each stage; the cache remembers the names."""
     _log.warning(
         'stage %s: remat="offload" keeps activations in the memory of the host, where they are anyway on a mesh of '
         'CPUs: it changes nothing here. remat=True saves memory everywhere, and remat=shardfn.offload("disk") too',

@@ -1,7 +1,7 @@
-"""One call of a stage: its function run on gathered parameters, under an autograd of its own.
+"""One call of a stage: its function run on gathered parameters, with an autograd graph of its own.
 
-The graph that autograd makes here belongs to the call alone. What leaves it is detached, and its gradients are asked
-for when the call's turn comes in backward; or it is made then, by running the function again.
+That graph belongs to the call alone. Its outputs leave detached, and its gradients are computed when the call's turn
+comes in backward. With remat, the graph is only made then, by running the function again.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Residuals:
     """What one run of a stage's function leaves for its gradient.
 
     Attributes:
-        parameters: each shard's, leaves of the graph.
+        parameters: each shard's parameters, leaves of the graph.
         inputs: the other tensors, leaves of the graph.
-        outputs: its ends; those that have let go of their numbers are edges, and None where there is no gradient.
-        decoding: of the parameters in few bits, which the graph reads decoded.
+        outputs: the ends of the graph; after `let_go`, edges instead of tensors, and None where there is no gradient.
+        decoding: of quantized parameters, which the graph reads decoded.
     """
 
     parameters: list[list[Tensor]]
@@ -50,12 +50,12 @@ class Residuals:
     decoding: Decoding | None = None
 
     def let_go(self) -> None:
-        """Keeps where the graph ends, and not the numbers there."""
+        """Keeps the edges at which the graph ends, and drops the output tensors."""
         self.outputs = [get_gradient_edge(y) if y.requires_grad else None for y in self.outputs]
 
 
 class _Argument(torch.autograd.Function):
-    """An argument whose place at the beginning of the graph another tensor takes: the graph holds that, and not it."""
+    """Puts a stand-in for an argument at the beginning of the graph, which then does not hold the argument."""
 
     @staticmethod
     def forward(ctx: Any, begin: Tensor, x: Tensor) -> Tensor:
@@ -71,21 +71,21 @@ class Call:
 
     Attributes:
         leaves: the arguments that are not tensors.
-        mesh: of the shards, which is alive until the call's backward has run.
-        at: where among them the tensors are that are not shards.
-        needs: which of shards and those tensors are differentiated.
-        step: the evaluation of gradients that it is part of.
-        collected: shards whose gradient that step takes from the stage, None for the others.
-        tape: that it is on; None if no backward follows.
-        run: its place there.
+        mesh: the mesh of the shards, kept alive until the call's backward has run.
+        at: indices in `leaves` of the tensors that are not shards.
+        needs: which shards and which of those tensors are differentiated.
+        step: the evaluation of gradients to which the call belongs.
+        collected: the shards whose gradient that step takes from the stage, None for the others.
+        tape: the call's tape; None if no backward follows.
+        run: its entry on the tape.
         residuals: of the last run, until a backward takes them.
-        surroundings: the random numbers and autocast that it began with.
-        contexts: for the first run and the next, where a policy says what to keep.
+        surroundings: the random state and autocast at the beginning of the call.
+        contexts: of a policy that says what to keep: one for the first run and one for the second.
         transformed: whether a torch.func transform is running outside.
-        reverse: whether all that run only take gradients.
+        reverse: whether all running transforms only take gradients.
         differentiable: which outputs may have a gradient.
-        form: of what the first run returned.
-        sample: of the numbers in it, where a later run is compared with it.
+        form: the form of the first run's result.
+        sample: some numbers of that result, if a later run is compared with it.
     """
 
     __slots__ = (  # noqa: RUF023  # in the order in which they come to be
@@ -121,18 +121,18 @@ class Call:
         self.sample: Sample | None = None
 
     def rebuilt(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
-        """The function's result with these tensors."""
-        tree, leaves, _, order = self._known()
+        """The function's result, with these tensors."""
+        tree, leaves, _, order = self._form()
         tensors = iter([outputs[k] if k >= 0 else inputs[~k] for k in order])
         return optree.tree_unflatten(tree, [next(tensors) if leaf is TENSOR else leaf for leaf in leaves])
 
     def outputs(self, result: Any, inputs: Sequence[Tensor], transformed: bool = False) -> list[Tensor]:
-        """What the call itself gives of the tensors in its result: each once, and none that came in as it is.
+        """The call's own outputs: each tensor of the result once, without inputs that are returned as they are.
 
         Args:
-            result: what the function returned.
+            result: the function's result.
             inputs: the tensors that it was given.
-            transformed: whether these may belong to a transform.
+            transformed: whether they may belong to a transform.
 
         Raises:
             RuntimeError: an earlier run returned something else.
@@ -144,28 +144,28 @@ class Call:
             raise RuntimeError(other_result(self.signature, str(self.form), str(form)))
         elif self.sample is not None and (off := self.sample.off(tensors)) is not None:
             raise RuntimeError(other_numbers(self.signature, off))
-        own = dict(zip(self.form.order, tensors, strict=True))
-        return [own[k] for k in sorted(own) if k >= 0]
+        by_number = dict(zip(self.form.order, tensors, strict=True))
+        return [by_number[k] for k in sorted(by_number) if k >= 0]
 
     def remember(self, outputs: Sequence[Tensor]) -> None:
-        """Keeps some of the numbers that the first run returned, by which it is seen whether another returns them."""
+        """Keeps some of the numbers that the first run returned, to compare a second run with them."""
         assert self.form is not None, "the function has run"
-        given = iter(outputs)
-        numbers = {k: next(given) for k in sorted(set(self.form.order)) if k >= 0}
+        remaining = iter(outputs)
+        numbers = {k: next(remaining) for k in sorted(set(self.form.order)) if k >= 0}
         self.sample = Sample([numbers.get(k) for k in self.form.order])
 
     def refuse_constant(self, outputs: Sequence[Tensor]) -> None:
-        """Raises RuntimeError if outputs of another run have a gradient where the first run's had none, or none."""
-        for i, (y, moves) in enumerate(zip(outputs, self.differentiable, strict=True)):
-            if y.requires_grad is not moves:
-                first, now = ("with a gradient", "without") if moves else ("without a gradient", "with one")
+        """Raises RuntimeError if an output has a gradient in one of two runs and none in the other."""
+        for i, (y, had_gradient) in enumerate(zip(outputs, self.differentiable, strict=True)):
+            if y.requires_grad is not had_gradient:
+                first, now = ("with a gradient", "without") if had_gradient else ("without a gradient", "with one")
                 raise RuntimeError(other_result(self.signature, f"output {i} {first}", now))
 
     def leaves_returned(self) -> list[Any]:
-        """What is not a tensor in the result."""
-        return self._known().leaves
+        """The leaves of the result that are not tensors."""
+        return self._form().leaves
 
-    def _known(self) -> Form:
+    def _form(self) -> Form:
         assert self.form is not None, "the function has run"
         return self.form
 
@@ -178,40 +178,40 @@ def evaluate(
     records: bool,
     saving: Any,
     decoding: Decoding | None,
-    away: Offloading | None,
+    offloader: Offloading | None,
 ) -> Residuals:
-    """The function on its arguments; with `records` under autograd, where `saving` is a context for what that saves.
+    """Runs the function on its arguments; with `records` under autograd, with `saving` as context for what that saves.
 
-    Of arguments that `away` lets go of, the graph does not hold the numbers.
+    Arguments that `offloader` lets go of are not held by the graph.
     """
     signature, options = call.signature, call.signature.options
-    given = call.needs[len(signature.shards) :]
+    needs = call.needs[len(signature.shards) :]
     name = f"{signature.name} ({signature.stage})"
     checked = call.step is not None
     arguments = [x.detach() for x in inputs]
-    light = [False] * len(arguments)
+    replaced = [False] * len(arguments)
     begins = arguments
-    if away is not None and not call.transformed:
-        light = [away.lets_go(x) for x in arguments]
-        begins = [  # tensors of one number in the place of those
+    if offloader is not None and not call.transformed:
+        replaced = [offloader.lets_go(x) for x in arguments]
+        begins = [  # stand-ins of the same shape, which take the memory of one number
             torch.empty_strided(x.shape, (0,) * x.ndim, dtype=x.dtype, device=x.device) if yes else x
-            for x, yes in zip(arguments, light, strict=True)
+            for x, yes in zip(arguments, replaced, strict=True)
         ]
-    begins = [owned(x, records and need, name, checked) for x, need in zip(begins, given, strict=True)]
+    begins = [owned(x, records and need, name, checked) for x, need in zip(begins, needs, strict=True)]
     leaves = list(call.leaves)
-    around = [scope(mesh, known_axes(mesh))] if current_mesh() is not mesh else []
+    contexts = [scope(mesh, known_axes(mesh))] if current_mesh() is not mesh else []
     if call.surroundings.autocast:
-        around.append(call.surroundings.uncached())
+        contexts.append(call.surroundings.uncached())
     if call.transformed:
-        around.append(RefuseWrapped(signature, call.reverse))
+        contexts.append(RefuseWrapped(signature, call.reverse))
     if call.contexts:
-        around.append(call.contexts.pop(0))
+        contexts.append(call.contexts.pop(0))
     if saving:
-        around.append(saving)
-    # Gradients are on already where no argument needs one: an output that does shows what was closed over.
-    with entered(around), torch.set_grad_enabled(records or torch.is_grad_enabled()):
+        contexts.append(saving)
+    # Without `records` the grad mode stays as it is: an output that then needs a gradient shows a closure over one.
+    with entered(contexts), torch.set_grad_enabled(records or torch.is_grad_enabled()):
         for k, i in enumerate(call.at):
-            if light[k] and given[k]:
+            if replaced[k] and needs[k]:
                 arguments[k] = _Argument.apply(begins[k], arguments[k])  # type: ignore[no-untyped-call]
             x = arguments[k]
             leaves[i] = cast(x, options.input_dtype)
@@ -222,6 +222,7 @@ def evaluate(
 def _run(
     signature: Signature, leaves: Sequence[Any], parameters: Sequence[Sequence[Tensor]], decoding: Decoding | None
 ) -> Any:
+    """Calls the function; turns some errors of torch into ones that name the stage."""
     enter(signature)
     try:
         with unscheduled():
@@ -244,44 +245,44 @@ def differentiated(
     n = len(residuals.parameters)
     wanted = [p for ps, need in zip(residuals.parameters, needs[:n], strict=True) if need for p in ps]
     wanted += [x for x, need in zip(residuals.inputs, needs[n:], strict=True) if need]
-    ends = [y if not isinstance(y, Tensor) or y.requires_grad else None for y in residuals.outputs]
-    pairs = [(y, ct) for y, ct in zip(ends, cotangents, strict=True) if ct is not None and y is not None]
-    asked = [x for x in wanted if x.requires_grad]  # the function may have said that it needs none of some
-    gradients: list[Tensor | None] = [None] * len(asked)
-    if pairs and asked:
+    outputs = [y if not isinstance(y, Tensor) or y.requires_grad else None for y in residuals.outputs]
+    pairs = [(y, ct) for y, ct in zip(outputs, cotangents, strict=True) if ct is not None and y is not None]
+    variables = [x for x in wanted if x.requires_grad]  # the function may have called requires_grad_(False)
+    gradients: list[Tensor | None] = [None] * len(variables)
+    if pairs and variables:
         ys, cts = zip(*pairs, strict=True)
         with unscheduled():
-            gradients = list(autograd.gradients(ys, asked, cts))
-    if len(asked) < len(wanted):
-        rest = iter(gradients)
-        gradients = [next(rest) if x.requires_grad else None for x in wanted]
-    rest = iter(gradients)
+            gradients = list(autograd.gradients(ys, variables, cts))
+    if len(variables) < len(wanted):
+        remaining = iter(gradients)
+        gradients = [next(remaining) if x.requires_grad else None for x in wanted]
+    remaining = iter(gradients)
     of_parameters = [
-        list(islice(rest, len(ps) if need else 0)) for ps, need in zip(residuals.parameters, needs, strict=False)
+        list(islice(remaining, len(ps) if need else 0)) for ps, need in zip(residuals.parameters, needs, strict=False)
     ]
-    return of_parameters, [next(rest) if need else None for need in needs[n:]]
+    return of_parameters, [next(remaining) if need else None for need in needs[n:]]
 
 
 class SharedMemory(Exception):
-    """Outputs of a stage share memory with each other, or with inputs, of which a transform cannot know."""
+    """Outputs of a stage share memory with each other or with inputs, which a transform cannot represent."""
 
 
 def detached(outputs: Sequence[Tensor], storages: list[int], inputs: Sequence[Tensor], transformed: bool) -> Any:
-    """The outputs as they leave a call, without its graph.
+    """The outputs of a call, detached from its graph.
 
-    Those that share memory do so outside too, as views by which autograd refuses a write that it could not follow.
+    Outputs that share memory still do so outside, as views, on which autograd refuses a write that it could not follow.
     """
-    taken = {autograd.storage_of(x): x for x in inputs}
-    if len(set(storages)) == len(storages) and taken.keys().isdisjoint(storages):
+    bases = {autograd.storage_of(x): x for x in inputs}
+    if len(set(storages)) == len(storages) and bases.keys().isdisjoint(storages):
         return tuple([y.detach() for y in outputs])
     if transformed:
         raise SharedMemory
-    outside = []
+    results = []
     for y, storage in zip(outputs, storages, strict=True):
-        if storage not in taken and storages.count(storage) == 1:
-            outside.append(y.detach())
+        if storage not in bases and storages.count(storage) == 1:
+            results.append(y.detach())
             continue
-        base = taken.setdefault(storage, y.detach())
-        same = base.dtype == y.dtype
-        outside.append(base.as_strided(y.shape, y.stride(), y.storage_offset()) if same else y.detach().clone())
-    return tuple(outside)
+        base = bases.setdefault(storage, y.detach())
+        viewable = base.dtype == y.dtype
+        results.append(base.as_strided(y.shape, y.stride(), y.storage_offset()) if viewable else y.detach().clone())
+    return tuple(results)

@@ -1,8 +1,8 @@
-"""What a stage means: its function on parameters that differentiable collectives gather.
+"""The meaning of a stage: its function on parameters that differentiable collectives gather.
 
-Every transform goes through this, and every later derivative. `composed` runs it; `traced` is the same in Python that
-torch.compile follows. What is known there before any number is, layouts and axes, is found out once, while tracing, by
-functions whose results a graph takes as constants; dynamo guards on the layouts that it gave them.
+Every transform and every later derivative goes through this. `composed` runs it; `traced` is the same in Python that
+torch.compile can follow. Facts that do not depend on numbers, such as layouts and axes, are computed once, while
+tracing, by functions whose results are constants of the graph; dynamo guards on the layouts passed to them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def composed(signature: Signature, leaves: Sequence[Any], mesh: DeviceMesh) -> Any:
     """The result of a call."""
     options = signature.options
-    mixed = [cast(leaf, options.input_dtype) for leaf in leaves]
+    arguments = [cast(leaf, options.input_dtype) for leaf in leaves]
     enter(signature)
     try:
         with (
@@ -45,9 +45,9 @@ def composed(signature: Signature, leaves: Sequence[Any], mesh: DeviceMesh) -> A
             shards = zip(signature.shards, signature.layouts, strict=True)
             whole = [_parameters(leaves[i], layout, options) for i, layout in shards]
             try:
-                result = signature.call(mixed, whole)
+                result = signature.call(arguments, whole)
             except RuntimeError as error:
-                refuse_mixed(signature, error, whole, mixed)
+                refuse_mixed(signature, error, whole, arguments)
                 raise
     finally:
         running.stage = None
@@ -55,7 +55,7 @@ def composed(signature: Signature, leaves: Sequence[Any], mesh: DeviceMesh) -> A
 
 
 def _parameters(shard: Tensor, layout: Layout, options: Options) -> list[Tensor]:
-    """The parameters of a shard, differentiably."""
+    """The parameters of a shard, gathered differentiably."""
     values = shard
     lower = _lower(shard, options)
     wire = wire_of(layout, shard.dtype, options.gather)
@@ -72,14 +72,14 @@ def _parameters(shard: Tensor, layout: Layout, options: Options) -> list[Tensor]
 
 
 def _lower(shard: Tensor, options: Options) -> torch.dtype:
-    """The dtype in which a shard travels and the function gets it."""
+    """The dtype in which a shard is gathered and passed to the function."""
     return (options.gather_dtype or shard.dtype) if shard.dtype.is_floating_point else shard.dtype
 
 
 def _whole(
     values: Tensor, lower: torch.dtype, options: Options, axes: tuple[str, ...], replicas: tuple[str, ...]
 ) -> Tensor:
-    """The whole buffer, gathered. Gradients are summed in the wider of the dtypes asked for."""
+    """Gathers the whole buffer. Gradients are summed in the wider of the requested dtypes."""
     if lower != values.dtype:
         values = values.to(lower).to(torch.promote_types(options.sum_dtype(values.dtype), lower))
     if replicas:
@@ -90,9 +90,9 @@ def _whole(
 
 
 def _refuse_bases(values: Tensor, layout: Layout) -> None:
-    """Raises RuntimeError where a shard's tangents are a basis on each rank at once: nobody's columns would come out.
+    """Raises RuntimeError if a shard's tangents form a basis on every rank, which would sum columns of different ranks.
 
-    Of tangents of the whole parameters, a unit vector is one on a single rank, and zero on the others.
+    For tangents of the whole parameters, a unit vector is nonzero on a single rank only.
     """
     for tangents in functorch.tangents(values) if functorch.batching() else ():
         if tangents.ndim != 2:
@@ -116,7 +116,7 @@ def _refuse_bases(values: Tensor, layout: Layout) -> None:
 
 
 def traced(name: str, function: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> Any:
-    """The function on whole parameters in place of the shards among its arguments."""
+    """Calls the function with whole parameters in place of the shards among its arguments."""
     dynamo.trace_dicts()
     nodes, tree = optree.tree_flatten((args, kwargs), is_leaf=lambda x: type(x) is Packed or _is_stage(x))
     nodes = [node.decoded() if type(node) is Packed else node for node in nodes]
@@ -134,7 +134,7 @@ def traced(name: str, function: Callable[..., Any], options: Options, args: Any,
 
 
 def _is_stage(node: Any) -> bool:
-    """What `is_stage` says, without a look at what dynamo cannot see."""
+    """As `is_stage`, using only what dynamo can trace."""
     if type(node) is FlatShard:
         return True
     if type(node) is not dict or not node or not all(type(part) is FlatShard for part in node.values()):
@@ -153,13 +153,13 @@ def _flats(node: Any) -> list[FlatShard]:
 
 @dynamo.constant_when_traced
 def _check(number: int | None, name: str, *layouts: Layout) -> None:
-    """Refuses a call on these, if anything is wrong with it, where the axes of this number are in scope."""
+    """Refuses a call on shards of these layouts if anything is wrong with it; `number` identifies the axes in scope."""
     flats = tuple(FlatShard(None, layout) for layout in layouts)  # type: ignore[arg-type]
     try:
         signature = signature_of(name, _check, Options(), flats, {})
-        where = f"stage {name}: {signature.stage!r}"
+        place = f"stage {name}: {signature.stage!r}"
         with contextlib.nullcontext() if number is None else scope(mesh_numbered(number)):
-            mesh_of(signature.grid, where)
+            mesh_of(signature.grid, place)
         signature.refuse_elsewhere()
     except ValueError as error:
         dynamo.refuse_in_graph(str(error))
@@ -173,7 +173,7 @@ def _home(layout: Layout) -> Any:
 
 @dynamo.constant_when_traced
 def _plan(layout: Layout) -> Any:
-    """A layout's facts as plain numbers; its `skeleton` is there afterwards, for dynamo to read."""
+    """A layout's facts as plain numbers; makes its cached `skeleton`, so that dynamo can read it."""
     assert layout.skeleton is not None
     entries = tuple((entry.shape, tuple(map(str, entry.leaves))) for entry in layout.entries)
     replicas = layout.placement.replicas if layout.grid.size(layout.placement.replicas) > 1 else ()
@@ -183,7 +183,7 @@ def _plan(layout: Layout) -> Any:
 
 
 def _traced_stage(name: str, node: Any, options: Options) -> Any:
-    """A stage's parameters in the place of its shards."""
+    """A stage's parameters in place of its shards."""
     leaves: dict[str, Tensor] = {}
     flats = _flats(node)
     for flat in flats:
@@ -207,8 +207,8 @@ def _traced_stage(name: str, node: Any, options: Options) -> Any:
 
 
 @dynamo.constant_when_traced
-def _travels(layout: Layout, dtype: torch.dtype, asked: bool) -> bool:
-    """Whether a shard, or its gradient, travels in few bits."""
+def _travels(layout: Layout, dtype: torch.dtype, requested: bool) -> bool:
+    """Whether a shard or its gradient is sent in a quantized format."""
     placement = layout.placement
-    asked = asked or placement.gather is not None or placement.reduce is not None
-    return asked and dtype.is_floating_point and (layout.size > 1 or layout.grid.size(placement.replicas) > 1)
+    requested = requested or placement.gather is not None or placement.reduce is not None
+    return requested and dtype.is_floating_point and (layout.size > 1 or layout.grid.size(placement.replicas) > 1)

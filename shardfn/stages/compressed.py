@@ -1,6 +1,6 @@
-"""Numbers that travel in few bits: encoded where they leave, decoded and summed in float32 where they arrive.
+"""Collectives on quantized numbers: encoded where they are sent, decoded and summed in float32 where they arrive.
 
-The bytes of a piece are followed by a tag, which says what it belongs to, and is the same on every rank.
+A tag follows the bytes of each piece. It identifies the buffer to which the piece belongs, and is equal on all ranks.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from shardfn.compat import dispatch
 from shardfn.debugging import debugging
 from shardfn.quant.formats import Format
 
-STEP = 64  # bytes: a piece is a multiple of them
+STEP = 64  # bytes: the length of a piece is a multiple of this
 
 
 @dataclass(frozen=True)
 class Wire:
-    """How pieces of `numel` numbers travel.
+    """The encoding of pieces of `numel` numbers.
 
     Attributes:
-        format: of their bytes.
+        format: format of the bytes.
         numel: numbers in a piece.
         room: bytes of the tag.
     """
@@ -49,16 +49,16 @@ class Wire:
 
     @property
     def used(self) -> int:
-        """Bytes of the numbers."""
+        """Bytes of the encoded numbers."""
         return self.format.nbytes(self.numel)
 
     @property
     def length(self) -> int:
-        """Bytes of a piece."""
+        """Bytes of a piece, including the tag and padding."""
         return -(-(self.used + self.room) // STEP) * STEP
 
     def write(self, x: Tensor, pieces: Tensor) -> None:
-        """Encodes `[..., numel]` into `[..., length]`, but for the tag."""
+        """Encodes `[..., numel]` into `[..., length]`, without the tag."""
         pieces[..., : self.used].copy_(self.format.encode(x))
 
     def read(self, pieces: Tensor, dtype: torch.dtype) -> Tensor:
@@ -66,22 +66,22 @@ class Wire:
         return self.format.decode(pieces[..., : self.used], self.numel, dtype)
 
     def rounded(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """What arrives of `[numel]`, in the dtype of `x`; differentiated as if that were `x` itself."""
+        """`x [numel]`, encoded and decoded, in its own dtype; the derivative is that of `x` itself."""
         arrived = self.format.decode(self.format.encode(x), self.numel, dtype).to(x.dtype)
         return arrived.detach() + (x - x.detach())
 
     def tags(self, pieces: Tensor) -> Tensor:
-        """Where in `[..., length]` the tags are."""
+        """Views of the tags in `[..., length]`."""
         return pieces[..., self.length - self.room :]
 
 
 def reduce_scatter(
     flat: Tensor, out: Tensor, comm: Communicator, format: Format, tag: Tensor, scratch: Callable[[int], Tensor]
 ) -> Handle:
-    """Fills `out [n]` with the sum over ranks of their piece of `flat [size * n]` for this rank.
+    """Fills `out [n]` with the sum over ranks of this rank's piece of `flat [size * n]`.
 
-    Each piece is rounded once, but for the one that stays here, and sums are in the dtype of `out`: Quantized Gradient
-    ZeRO (Wang et al. 2023, ZeRO++, section 3.3) by one all-to-all. `scratch(n)` lends `n` bytes until the wait.
+    Each piece is rounded once, except this rank's own, and sums are in the dtype of `out`: Quantized Gradient ZeRO
+    (Wang et al. 2023, ZeRO++, section 3.3) by one all-to-all. `scratch(n)` lends `n` bytes until the wait.
     """
     if debugging.collectives:
         compared("reduce_scatter", comm, (flat.nbytes, flat.dtype), more=f" in {format}")
@@ -104,12 +104,12 @@ def reduce_scatter(
 
 
 def all_reduce(x: Tensor, comm: Communicator, format: Format, tag: Tensor, scratch: Callable[[int], Tensor]) -> Handle:
-    """Sums `x [n]` over ranks, in place: scattered as by `reduce_scatter`, and the sums gathered, rounded once more."""
+    """Sums `x [n]` over ranks in place: a `reduce_scatter`, then an all-gather of the sums, rounded once more."""
     size, index = comm.axis.size, comm.axis.index
     n = -(-len(x) // size)
     padded = torch.cat((x, x.new_zeros(n * size - len(x))))
     part, wire = torch.empty_like(padded[:n]), Wire(format, n, len(tag))
-    first = reduce_scatter(padded, part, comm, format, tag, scratch)
+    scattered = reduce_scatter(padded, part, comm, format, tag, scratch)
 
     def gather() -> Handle:
         whole = scratch(size * wire.length).view(size, -1)
@@ -117,18 +117,18 @@ def all_reduce(x: Tensor, comm: Communicator, format: Format, tag: Tensor, scrat
         wire.tags(whole[index]).copy_(tag)
         _record("all_gather", wire, comm, size - 1)
 
-        def take() -> None:
+        def finish() -> None:
             _compare(wire, list(whole), tag, comm)
             x.copy_(wire.read(whole, x.dtype).view(-1)[: len(x)])
 
-        how = comm.overrides.get("all_gather") or comm.chosen["all_gather"]
-        return Together([TRANSPORTS["all_gather"][how](whole.view(-1), comm)], take)
+        transport = comm.overrides.get("all_gather") or comm.chosen["all_gather"]
+        return Together([TRANSPORTS["all_gather"][transport](whole.view(-1), comm)], finish)
 
-    return Later(first, gather)
+    return Later(scattered, gather)
 
 
 def _exchange(received: Tensor, sent: Tensor, comm: Communicator) -> Handle:
-    """Row `i` of what is sent goes to rank `i`, from which row `i` comes."""
+    """All-to-all of rows: row `i` of `sent` goes to rank `i`, and row `i` of `received` comes from it."""
     if sends_pieces(comm, "reduce_scatter"):
         return exchanged([[row] for row in received], [[row] for row in sent], comm)
     return dist.all_to_all_single(received.view(-1), sent.view(-1), group=comm.reductions, async_op=True)
@@ -140,10 +140,10 @@ def _record(op: str, wire: Wire, comm: Communicator, pieces: int) -> None:
 
 
 def _compare(wire: Wire, pieces: list[Tensor], tag: Tensor, comm: Communicator) -> None:
-    """Whether what came from each rank belongs to what was sent to it."""
-    wrong = "ranks sum the gradients of different stages, or in different formats"
+    """Raises RuntimeError unless the tags of all received pieces match this rank's."""
+    message = "ranks sum the gradients of different stages, or in different formats"
     for piece in pieces if comm.checks else ():
         if piece.device.type != "cpu":
-            dispatch.assert_on_device((wire.tags(piece) == tag).all(), wrong)
+            dispatch.assert_on_device((wire.tags(piece) == tag).all(), message)
         elif not torch.equal(wire.tags(piece), tag):
-            raise RuntimeError(wrong)
+            raise RuntimeError(message)

@@ -1,4 +1,4 @@
-"""What ranks that run stages together have in common: the same stages, in the same order, from one thread at a time."""
+"""Checks that ranks run the same stages in the same order, from one thread at a time."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _STAGES = (
 
 
 class LaneState:
-    """What the ranks have agreed on in one lane, whichever thread of it runs the stages.
+    """What the ranks have agreed on in one lane, shared by all its threads.
 
     Attributes:
-        compared: stages that run on all of them, and how their gradients are summed.
-        inside: who runs a stage.
+        compared: plans of the stages that were compared between ranks, and how their gradients are summed.
+        inside: the context of the thread that runs a stage.
     """
 
     def __init__(self) -> None:
@@ -38,12 +38,12 @@ class LaneState:
 
 
 def lane_state() -> LaneState:
-    """That of this thread's lane: of the world and not of a mesh, which may go sooner on one rank than on another."""
+    """The state of this thread's lane; it belongs to the world, as a mesh may be freed earlier on some ranks."""
     return world_of_thread().agreed.setdefault(lane(), LaneState())
 
 
 class _Alone:
-    """A context: no other thread of the lane runs stages, since other ranks could not tell what is for which."""
+    """A context in which no other thread of the lane may run stages: other ranks could not tell them apart."""
 
     __slots__ = ("depth", "lane_state", "name")
 
@@ -66,21 +66,23 @@ class _Alone:
 
 
 def alone(mesh: DeviceMesh, lane_state: LaneState) -> Any:
-    """A context that refuses a second thread of the lane, where there are other ranks to confuse."""
+    """A context that refuses a second thread of the lane, if there are several ranks."""
     return _Alone(lane_state) if mesh.size() > 1 else contextlib.nullcontext()
 
 
 def callers(mesh: DeviceMesh, signature: Signature) -> tuple[str, ...]:
-    """Along which all ranks call a stage: not where one position has its parameters, or ranks run independently."""
+    """Axes along which all ranks call a stage: not those where one position has its parameters, or ranks are
+    independent.
+    """
     elsewhere = (*signature.only_at_axes, *independent_axes())
     return tuple(name for name in sizes(mesh) if name not in elsewhere)
 
 
 def compare(mesh: DeviceMesh, signature: Signature, plan: GatherPlan, lane_state: LaneState) -> None:
-    """Compares a stage that runs for the first time between ranks.
+    """Compares a stage between ranks when it runs for the first time.
 
     Raises:
-        RuntimeError: they run different ones.
+        RuntimeError: ranks run different stages.
     """
     if (plan, signature.summed) in lane_state.compared:
         return

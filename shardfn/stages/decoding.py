@@ -1,7 +1,7 @@
-"""Parameters in few bits as a stage's function meets them: decoded, into memory that all stages share.
+"""Decodes quantized parameters for a stage's function, into memory that all stages share.
 
-What autograd saved of them are views of that memory; they stay valid, because backward decodes the same bytes to the
-same place before it reads them. So a stage keeps its bytes alone, however many stages there are.
+Tensors that autograd saved are views of that memory; they stay valid, because backward decodes the same bytes to the
+same place before it reads them. So a stage keeps only its quantized bytes, however many stages there are.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from shardfn.stages.signature import Signature
 
 
 class Memory:
-    """Bytes that one run after another decodes its parameters to.
+    """Memory into which one run after another decodes its parameters.
 
     Attributes:
-        buffer: of which decoded parameters are views.
-        busy: whether a function, or its backward, is running on what it holds.
-        holds: the mark of the run whose parameters it has; None for nobody's.
+        buffer: the bytes; decoded parameters are views of them.
+        busy: whether a function or its backward is using the contents.
+        holds: mark of the run whose parameters it contains; None for none.
     """
 
     __slots__ = ("__weakref__", "_write", "buffer", "busy", "holds")
@@ -38,33 +38,33 @@ class Memory:
         self.holds: object = None
         with ordinary_tensors():
             self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            self._write = self.buffer.data  # a version counter of its own: autograd takes no write for a change
+            self._write = self.buffer.data  # has its own version counter, so autograd does not notice writes
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """In use; what another run has in it, around this one, is there again afterwards."""
-        around, before, self.busy = self.buffer.clone() if self.busy else None, self.holds, True
+        """Marks the memory as in use; restores the contents of an outer run that was using it."""
+        outer, held, self.busy = self.buffer.clone() if self.busy else None, self.holds, True
         try:
             yield
         finally:
-            self.busy = around is not None
+            self.busy = outer is not None
             with ordinary_tensors():
-                if around is not None:
-                    self._write.copy_(around)
-                    self.holds = before
+                if outer is not None:
+                    self._write.copy_(outer)
+                    self.holds = held
                 elif debugging.memory and not functorch.inside_transform():
-                    self._write.fill_(255)  # whoever reads it still will see that
+                    self._write.fill_(255)  # nan or -1, so that a late read is noticed
                     self.holds = None
 
     def put(self, at: int, x: Tensor) -> Tensor:
-        """Writes a tensor there; a view that is read-only for autograd."""
+        """Writes a tensor at an offset; returns a view, whose version counter the write leaves as it is."""
         with ordinary_tensors():
             self._write[at : at + x.nbytes].view(x.dtype).view(x.shape).copy_(x)
             return self.buffer[at : at + x.nbytes].view(x.dtype).view(x.shape).detach()
 
 
 class Decoded(NamedTuple):
-    """A parameter, where in the memory it is, and the same memory by a tensor that nobody else has."""
+    """A decoded parameter, its offset in the memory, and a private second tensor for the same memory."""
 
     packed: Packed
     at: int
@@ -73,11 +73,11 @@ class Decoded(NamedTuple):
 
 
 class Decoding:
-    """One run's parameters, decoded. Called with one in few bits; `again` decodes all of them to where they were.
+    """Decodes one run's parameters. Called with a quantized one; `again` decodes all of them to the same places.
 
     Attributes:
-        memory: where they are.
-        each: what the function was given.
+        memory: the memory that holds them.
+        each: the parameters passed to the function.
     """
 
     __slots__ = ("_at", "_dtype", "_mark", "each", "memory")
@@ -85,10 +85,10 @@ class Decoding:
     def __init__(self, memory: Memory, dtype: torch.dtype | None) -> None:
         self.memory, self._dtype, self._at = memory, dtype, 0
         self.each: list[Decoded] = []
-        self._mark = object()  # the memory outlives runs, and must not keep their bytes
+        self._mark = object()  # not `self`: the memory outlives the run, and must not keep its bytes alive
 
     def __call__(self, packed: Packed) -> Tensor:
-        """The parameter."""
+        """The decoded parameter."""
         self.memory.holds = self._mark
         x = self.memory.put(self._at, packed.decoded(self._dtype))
         self.each.append(Decoded(packed, self._at, x, x.detach()))
@@ -96,44 +96,44 @@ class Decoding:
         return x
 
     def again(self) -> None:
-        """Puts all of them there once more, unless nobody else's were there since."""
+        """Decodes all parameters once more, unless the memory still holds them."""
         if self.memory.holds is self._mark:
             return
-        self.memory.holds = None  # until all of them are there
+        self.memory.holds = None  # in case decoding fails half-way
         for decoded in self.each:
             self.memory.put(decoded.at, decoded.packed.decoded(self._dtype))
         self.memory.holds = self._mark
 
     def intact(self) -> bool:
-        """Whether what was lent still has the numbers that the bytes stand for."""
+        """Whether the decoded parameters still equal what their bytes decode to, bit for bit."""
         pairs = ((decoded.twin, decoded.packed.decoded(self._dtype)) for decoded in self.each)
-        return all(torch.equal(_bytes(x), _bytes(y)) for x, y in pairs)  # nan and signs of zero too
+        return all(torch.equal(_bytes(x), _bytes(y)) for x, y in pairs)  # bitwise, for nan and -0
 
     @property
     def storage(self) -> int:
-        """The number of the storage that they are in."""
+        """Id of the memory's storage."""
         return autograd.storage_of(self.memory.buffer)
 
 
 class Memories:
-    """What the runs of one engine decode to: one memory while such runs follow each other, or a graph needs it."""
+    """The decoding memory of one engine: one memory while runs with quantized parameters follow each other."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._kept: Memory | None = None
-        self._known: Callable[[], Memory | None] = lambda: None
+        self._latest: Callable[[], Memory | None] = lambda: None
 
     def take(self, signature: Signature) -> Decoding | None:
-        """For a run; None if its parameters are not in few bits."""
+        """A `Decoding` for a run; None if none of its parameters are quantized."""
         if not signature.packed:
-            self._kept = None  # a large stage of another kind, such as the last, has its room
+            self._kept = None  # frees the memory for a large stage without quantized parameters, such as the last
             return None
         dtype = signature.options.gather_dtype
         nbytes = sum(room(part.numel * (dtype or part.dtype).itemsize) for part in signature.packed)
-        memory = self._known()
+        memory = self._latest()
         if memory is None or len(memory.buffer) < nbytes:
-            memory = Memory(nbytes, self.device)  # runs that still need the smaller one keep it alive
-            self._known = weakref.ref(memory)
+            memory = Memory(nbytes, self.device)  # runs that still use a smaller one keep that alive
+            self._latest = weakref.ref(memory)
         self._kept = memory
         return Decoding(memory, dtype)
 
@@ -143,5 +143,5 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def room(nbytes: int) -> int:
-    """The bytes that a parameter of so many takes up."""
+    """Bytes that a parameter takes up in the memory, aligned."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,8 +1,8 @@
 """The schedule of the stages on one mesh, as one thread runs them.
 
-Forward of a call: its parameters are gathered into a slot, the next gather starts, the function runs on views of the
-slot. Backward: the same from the other end, then the gradients are sent on their way. The calls of a step form a tape,
-which backward follows in reverse to gather ahead; nothing outlives the step, so another order is never wrong.
+Forward of a call: its parameters are gathered into a slot, the next gather starts, and the function runs on views of
+the slot. Backward: the same in reverse, then the reduction of the gradients starts. The calls of a step form a tape,
+which backward follows in reverse to gather ahead. Nothing outlives the step, so a different order in the next is fine.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """What the stages on one mesh share that one thread runs."""
+    """The state shared by all stages that one thread runs on one mesh."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = weakref.ref(mesh)
@@ -73,21 +73,21 @@ class Engine:
         self.away = Away(self.device)
         self.reads = Reads(mesh, lambda: self.mesh)
         self.reductions = Reductions(self.device, GradOffload(lambda: self.mesh))
-        self._held: dict[Any, list[Any]] = {}  # the form of the parameters of these
-        self.looked: set[Any] = set()  # the kinds of runs whose parameters were compared byte by byte
-        self.touching: set[Any] = set()  # the kinds of calls that put something on their parameters
+        self._held: dict[Any, list[Any]] = {}  # the form of the parameters, by kind of run
+        self.looked: set[Any] = set()  # kinds of runs whose parameters were compared byte by byte
+        self.touching: set[Any] = set()  # kinds of calls that attach something to their parameters, such as hooks
         self._communicators: dict[tuple[str, ...], Communicator | None] = {}
         self._known_reductions: dict[Any, Reduction] = {}
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh."""
+        """The mesh; the engine holds it weakly."""
         mesh = self._mesh()
         assert mesh is not None, "a mesh whose stages run is alive"
         return mesh
 
     def communicator(self, names: tuple[str, ...]) -> Communicator | None:
-        """The axes, or None where there is one rank along them."""
+        """The communicator along these axes; None if there is one rank along them."""
         if names not in self._communicators:
             several = math.prod(sizes(self.mesh)[name] for name in names) > 1
             self._communicators[names] = communicator_of(self.mesh, names) if several else None
@@ -96,7 +96,7 @@ class Engine:
     # --- the schedule ---
 
     def forward(self, call: Call, shards: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Runs a call of a stage; its tensor outputs, without a graph."""
+        """Runs a call of a stage; returns its tensor outputs, detached from the call's graph."""
         with self.alone, attributed_to(call.signature.stage, backward=False):
             run = self._begin(call, shards)
             self.residency.gather(run)
@@ -111,18 +111,18 @@ class Engine:
                 run.slot.give_back()
             if call.tape is not None and isinstance(call.signature.keep, tuple) and (run.reads or not keeps):
                 self.residency.leave(run)
-            left: tuple[Tensor, ...] = detached(residuals.outputs, storages, inputs, call.transformed)
+            outputs: tuple[Tensor, ...] = detached(residuals.outputs, storages, inputs, call.transformed)
             if records and (debugging.memory or not call.signature.compared):
-                call.remember(left)
-                call.signature.compared = keeps  # that may never run again
+                call.remember(outputs)
+                call.signature.compared = keeps  # such calls may never run again, so one sample is enough
             if keeps and isinstance(call.signature.options.remat, Offload):
                 residuals.let_go()
-            return left
+            return outputs
 
     def saving_arguments(self, call: Call, shards: Sequence[Tensor]) -> Any:
-        """A context for what autograd saves of a call as a whole: its arguments, some of which leave the device."""
-        asked = call.signature.options.remat
-        if not isinstance(asked, Offload) or not asked.moves(self.device.type) or call.transformed:
+        """A context for what autograd saves of the call as a whole: its arguments, some of which are offloaded."""
+        remat = call.signature.options.remat
+        if not isinstance(remat, Offload) or not remat.moves(self.device.type) or call.transformed:
             return contextlib.nullcontext()
 
         def leave(x: Tensor) -> Any:
@@ -142,11 +142,11 @@ class Engine:
         """Gradients of a call with respect to shards and inputs; None for those that are collected or not needed.
 
         Args:
-            call: as it ran forward.
+            call: the call, as it ran forward.
             needs: which gradients are needed.
             cotangents: of the outputs; None for one that the loss does not use.
             inputs: as in forward.
-            collect: whether the step may take gradients past autograd, and let them fly.
+            collect: whether the step may collect gradients outside of autograd, and let them arrive later.
         """
         tape, run = call.tape, call.run
         assert run is not None, "a call runs forward before backward"
@@ -157,7 +157,7 @@ class Engine:
             self._reclaim()
             self.away.ahead(tape, run)
             if residuals is None or run.reads:
-                if run.slot is None and run.plan.nbytes:  # it gave its own back, and runs backward again
+                if run.slot is None and run.plan.nbytes:  # backward runs a second time, after the slot was given back
                     self.residency.take(None, run, call.signature.options.prefetch + 1)
                 self.residency.gather(run)
             self.prefetch.behind(tape, run)
@@ -169,27 +169,27 @@ class Engine:
             with _in_use(run, residuals.decoding):
                 if residuals.decoding is not None:
                     residuals.decoding.again()
-                new = run.reads and (debugging.memory or (*run.kind, "backward") not in self.looked)
-                returned = self._lends(run, residuals.parameters, None, ("backward",)) if new else None
+                unseen = run.reads and (debugging.memory or (*run.kind, "backward") not in self.looked)
+                returned = self._lends(run, residuals.parameters, None, ("backward",)) if unseen else None
                 gradients = differentiated(residuals, needs, cotangents)
                 if returned is not None:
                     returned.check_hooks()
             self.away.done()
-            if debugging.nan and run.trains:  # then all ranks come here: their gradients travel
+            if debugging.nan and run.trains:  # all ranks get here, as all take part in summing the gradient
                 nonfinite.after_backward(call.mesh, run, inputs, cotangents, gradients)
             of_shards = self._reduced(run, call.step, needs, gradients[0], collect)
             self._done(tape, run)
             return [*of_shards, *gradients[1]]
 
     def catch_up(self, tape: Tape, stop: int) -> None:
-        """Takes the part of this rank in the backward of later calls, whose outputs its own loss does not use.
+        """Does this rank's part in the backward of later calls whose outputs its own loss does not use.
 
-        Other ranks' losses may: what travels there comes in the order of the tape, on every rank.
+        Other ranks' losses may use them, and all ranks must issue collectives in the order of the tape.
         """
         front = len(tape.runs) if tape.front is None else tape.front
         for run in reversed(tape.runs[stop:front]):
             if run.done or (run.trains and not any(x is not None for x in run.collected)):
-                continue  # for gradients that autograd has to carry on there is no place
+                continue  # its gradient goes through autograd, which has no use for one from here
             tape.closed = True
             with in_lane(self.lane), attributed_to(run.plan.stage, backward=True):
                 if run.reads or not run.signature.keeps_graph:
@@ -203,7 +203,7 @@ class Engine:
         tape.front = min(front, stop)
 
     def end(self) -> None:
-        """A step is over: nothing that it gathered is used again."""
+        """Ends a step: nothing that it gathered is used again."""
         try:
             self.reductions.drain()
         finally:
@@ -214,17 +214,17 @@ class Engine:
     # --- a call's place on the tape ---
 
     def _begin(self, call: Call, shards: tuple[Tensor, ...]) -> StageRun:
-        """Gives a call its place on the tape and its slot, which starts to fill."""
+        """Puts a call on the tape and gives it a slot, which starts to fill."""
         signature = call.signature
         for layout in signature.layouts if independent_axes() else ():
             refuse_independent(layout.placement.axes, f"stage {signature.name}: gathering {layout.stage!r}")
         plan = signature.plan(shards)
         if (plan, signature.summed) not in self.met:
             self._meet(signature, plan)
-        which = identities(shards)
-        tape = call.tape = self._tape(call, plan, which) if any(call.needs) else None
+        shard_ids = identities(shards)
+        tape = call.tape = self._tape(call, plan, shard_ids) if any(call.needs) else None
         keep = self._keep(call)
-        run = StageRun(signature, plan, shards, key_of(tape, call.step, keep, plan, which), keep)
+        run = StageRun(signature, plan, shards, key_of(tape, call.step, keep, plan, shard_ids), keep)
         call.run = run
         self._reclaim()
         if tape is not None:
@@ -237,7 +237,7 @@ class Engine:
         return run
 
     def _keep(self, call: Call) -> Keep:
-        """What a call keeps of its slot."""
+        """How long a call keeps its slot."""
         keep = call.signature.keep
         if keep == "step" and call.step is not None:
             call.step.meet(self)
@@ -245,7 +245,7 @@ class Engine:
         return call.tape is not None and keep in (True, "step")
 
     def _tape(self, call: Call, plan: GatherPlan, now: Identities) -> Tape:
-        """The tape of a new call: another one after a backward, for another step, or for other parameters."""
+        """The tape of a new call: a new one after a backward, for another step, or for other parameters."""
         if (
             self.tape.closed
             or self.tape.step is not call.step
@@ -259,25 +259,26 @@ class Engine:
         return self.tape
 
     def _reclaim(self) -> None:
-        """Takes back what calls kept that are gone."""
+        """Takes back slots kept by calls that no longer exist."""
         self.residency.reclaim(None if self.tape.closed else self.tape)
 
     def _done(self, tape: Tape | None, run: StageRun) -> None:
+        """Notes that a run's backward is done, and ends the step after the last one if no `Step` does."""
         self.residency.release(run)
         run.secondary = None
         if tape is not None and not run.done:
             tape.waiting -= 1
             if tape.waiting == 0 and tape is self.tape and tape.step is None:
-                self.end()  # nobody else says so, and the parameters must not be held on to
+                self.end()  # no `Step` will end it, and slots must not keep the parameters alive
         run.done = True
 
     def _meet(self, signature: Signature, plan: GatherPlan) -> None:
-        """What runs here for the first time is compared between ranks, and the ring made large enough for its like."""
+        """Compares a stage between ranks when it first runs, and makes the ring large enough for the mesh's stages."""
         expected = per_mesh(self.mesh, "stages", dict[str, list[Layout]])
         for layouts in expected.values():
-            here = tuple(layout for layout in layouts if layout.here(process_groups.global_rank()))
-            like = plan_of(signature.options, here, tuple(layout.dtype for layout in here))
-            self.residency.ring.reserve(like.nbytes)
+            local = tuple(layout for layout in layouts if layout.here(process_groups.global_rank()))
+            plan_here = plan_of(signature.options, local, tuple(layout.dtype for layout in local))
+            self.residency.ring.reserve(plan_here.nbytes)
         compare(self.mesh, signature, plan, self.lane_state)
         self.met.add((plan, signature.summed))
 
@@ -286,40 +287,40 @@ class Engine:
     def _run(
         self, call: Call, run: StageRun, inputs: tuple[Tensor, ...], records: bool, again: bool
     ) -> tuple[Residuals, list[int]]:
-        """The function on the gathered parameters, and the storages of its outputs; with `records`, under autograd."""
-        # What computes again in backward has a graph too, for a moment: it shows what is closed over, what may be
-        # differentiated, and it is what a loss runs into that gets past the outputs. Backward takes the same room.
+        """Runs the function on its parameters, with `records` under autograd; returns the outputs' storages too."""
+        # With remat there is a graph too, for a moment: it shows what the function closes over and which outputs can
+        # be differentiated, and a loss that bypasses the outputs meets it. Backward needs the same memory anyway.
         signature, slot = call.signature, run.slot
-        lent = self.reads.watch(call, run) if records and not again and signature.keeps_graph else None
+        loan = self.reads.watch(call, run) if records and not again and signature.keeps_graph else None
         own = {autograd.storage_of(x) for x in run.shards}
         if slot is not None:
             own.add(autograd.storage_of(slot.buffer))
-        if lent is None:
+        if loan is None:
             parameters = whole_parameters(slot, run.plan, run.shards, call.needs, run.kind in self.touching)
         else:
-            parameters = lent.parameters
-            own.add(lent.storage)
+            parameters = loan.parameters
+            own.add(loan.storage)
         records_once = records and not again
-        away = offloading(self.away, lambda: self.mesh, run) if records_once else None
-        saving = saved_tensor_hooks(signature, own, away, call.transformed) if records_once else None
+        offloader = offloading(self.away, lambda: self.mesh, run) if records_once else None
+        saving = saved_tensor_hooks(signature, own, offloader, call.transformed) if records_once else None
         decoding = self.memories.take(signature)
         if decoding is not None:
             own.add(decoding.storage)
         if (recorder := recording.current()) is not None:
-            for gather, shard, some in zip(run.plan.each, run.shards, parameters, strict=False):
-                record_parameters(recorder, gather.layout, shard, some)
-        given = [x for x in (*run.shards, *inputs) if not x.is_inference()]
-        given += [] if slot is None else [slot.buffer]
-        given += [] if decoding is None else [decoding.memory.buffer]
-        versions = _versions(given, lent)
-        when = "again" if again else "forward" if records else "alone"
-        returned = self._lends(run, parameters, decoding, (when, *call.needs[: len(run.shards)]))
+            for gather, shard, ps in zip(run.plan.each, run.shards, parameters, strict=False):
+                record_parameters(recorder, gather.layout, shard, ps)
+        watched = [x for x in (*run.shards, *inputs) if not x.is_inference()]
+        watched += [] if slot is None else [slot.buffer]
+        watched += [] if decoding is None else [decoding.memory.buffer]
+        versions = _versions(watched, loan)
+        phase = "again" if again else "forward" if records else "alone"
+        returned = self._lends(run, parameters, decoding, (phase, *call.needs[: len(run.shards)]))
         changed = False
         with _in_use(run, decoding):
             try:
-                residuals = evaluate(call, call.mesh, parameters, inputs, records, saving, decoding, away)
+                residuals = evaluate(call, call.mesh, parameters, inputs, records, saving, decoding, offloader)
             finally:
-                written = _versions(given, lent) != versions
+                written = _versions(watched, loan) != versions
                 changed = returned is not None and returned.changed()
                 if written and slot is not None:
                     slot.forget()
@@ -335,30 +336,30 @@ class Engine:
         refuse_opaque(signature, call.leaves_returned())
         if not again and (records or any(y.requires_grad for y in residuals.outputs)):
             refuse_closure(signature, (*residuals.parameters, residuals.inputs), residuals.outputs)
-        if lent is not None:
-            self.reads.saw(run, lent.kept())
+        if loan is not None:
+            self.reads.saw(run, loan.kept())
         if debugging.nan and not again:
             nonfinite.after_forward(call.mesh, run, parameters, inputs, residuals)
         return residuals, storages
 
     def _lends(
-        self, run: StageRun, parameters: list[list[Tensor]], decoding: Decoding | None, when: tuple[Any, ...]
+        self, run: StageRun, parameters: list[list[Tensor]], decoding: Decoding | None, phase: tuple[Any, ...]
     ) -> Returned | None:
-        """What parameters are before a run of its kind, or of the debug mode; None of tensors without memory."""
+        """The state of the parameters before a run, to compare with it afterwards; None for tensors without memory."""
         if any(type(p) is not Tensor for ps in parameters for p in ps[:1]):
             return None
-        kind = (*run.kind, *when)
+        kind = (*run.kind, *phase)
         looked = None if kind in self.looked and not debugging.memory else partial(self.looked.add, kind)
         form = self._held.get(kind)
-        if form is None or when == ("backward",):  # they were lent before
+        if form is None or phase == ("backward",):  # forward may have changed the form of its parameters
             form = self._held[kind] = held(parameters)
         return Returned(run.signature, run.plan, parameters, form, decoding, looked)
 
     def _touches(self, call: Call, run: StageRun, returned: Returned) -> None:
-        """Calls of this kind get tensors of their own from now on; those before may have had the same as this one.
+        """Notes that calls of this kind need parameter tensors of their own; earlier calls may share this one's.
 
         Raises:
-            RuntimeError: what it did to them would be done to the gradient of an earlier call, too.
+            RuntimeError: an earlier call shares them, so the change would affect its gradient too.
         """
         touches = run.kind in self.touching
         self.touching.add(run.kind)
@@ -376,10 +377,10 @@ class Engine:
         of_parameters: list[list[Tensor | None]],
         collect: bool,
     ) -> list[Tensor | None]:
-        """The gradients of the parameters become those of the shards."""
+        """Reduces the gradients of parameters to those of the shards."""
         pendings: list[Any] = [None] * len(run.shards)
-        # Two memories in turn. By what all ranks send alike, and not by a place on the tape, which may differ between
-        # them: when a memory is free again decides the order of hops.
+        # Two scratch memories in turn. Counted by reductions, which are the same on all ranks, and not by the tape,
+        # which may differ: the order of hops depends on when a memory is free again, and must be the same everywhere.
         turn = self.reductions.turn() if any(needs[: len(run.shards)]) else 0
         recorder = recording.current()
         for k, (gather, shard) in enumerate(zip(run.plan.each, run.shards, strict=True)):
@@ -410,70 +411,72 @@ class Engine:
         dtype: torch.dtype,
         divides: bool,
     ) -> Reduction:
-        """How a buffer's gradient travels; `divides`: to where the optimizer state of its shard is."""
+        """How a buffer's gradient is reduced; with `divides`, to the layout of the shard's optimizer state."""
         format = (signature.options.reduce or gather.layout.placement.reduce) if dtype.is_floating_point else None
         key = (gather, memory, summed, dtype, divides, format)
         reduction = self._known_reductions.get(key)
         if reduction is None:
             layout = gather.layout
             fine = layout.state_layout if divides else layout
-            first = fine if layout.size == 1 else layout  # one that is whole is scattered once, over all
-            done, left = first.placement.axes, fine.placement.replicas
-            levels = self._levels(done) if format else ()
-            split, replica = map(self.communicator, (fine.placement.axes[len(done) :], left))
-            route = Route(self.communicator(done), split, replica, levels)
+            first = fine if layout.size == 1 else layout  # a whole parameter's gradient is scattered over all at once
+            axes, replicas = first.placement.axes, fine.placement.replicas
+            levels = self._levels(axes) if format else ()
+            split, replica = map(self.communicator, (fine.placement.axes[len(axes) :], replicas))
+            route = Route(self.communicator(axes), split, replica, levels)
             dtypes = Dtypes(gather.dtype, summed, dtype)
             reduction = self._known_reductions[key] = Reduction(first, route, dtypes, memory, format)
         return reduction
 
     def _levels(self, axes: tuple[str, ...]) -> tuple[Level, ...]:
-        """A scatter axis by axis, the last of the mesh first: its links are the fastest, and leave that much less."""
-        of = sizes(self.mesh)
-        left, levels = [name for name in axes if of[name] > 1], []
-        for name in sorted(left, key=list(of).index, reverse=True):
+        """A scatter axis by axis, the mesh's last axis first: its links are the fastest, and less is left for the
+        others.
+        """
+        size_of = sizes(self.mesh)
+        remaining, levels = [name for name in axes if size_of[name] > 1], []
+        for name in sorted(remaining, key=list(size_of).index, reverse=True):
             along = self.communicator((name,))
             assert along is not None, "there are several ranks along it"
-            at = left.index(name)
-            levels.append(Level(along, math.prod(of[other] for other in left[:at])))
-            left.remove(name)
+            i = remaining.index(name)
+            levels.append(Level(along, math.prod(size_of[other] for other in remaining[:i])))
+            remaining.remove(name)
         return tuple(levels)
 
 
 def engine_of(mesh: DeviceMesh) -> Engine:
-    """The engine of a mesh for this thread: each has its own ring and its own tape."""
+    """The engine of a mesh for this thread and lane; each has its own ring and tape."""
     return per_mesh(mesh, ("engine", get_ident(), lane()), lambda: Engine(mesh))
 
 
 class _in_use:
-    """A context: a function, or its backward, reads what a run's slot holds, and what is decoded of that."""
+    """A context in which a function or its backward reads a run's slot and decoded parameters."""
 
-    __slots__ = ("around", "before", "slot")
+    __slots__ = ("before", "contexts", "slot")
 
     def __init__(self, run: StageRun, decoding: Decoding | None) -> None:
         self.slot = run.slot
-        self.around: list[Any] = []
+        self.contexts: list[Any] = []
         if run.saved is not None and run.slot is not None:
-            self.around.append(run.slot.showing(run.saved))
+            self.contexts.append(run.slot.showing(run.saved))
         if decoding is not None:
-            self.around.append(decoding.memory.lent())
+            self.contexts.append(decoding.memory.lent())
 
     def __enter__(self) -> None:
         if self.slot is not None:
             self.before, self.slot.busy = self.slot.busy, True
-        for context in self.around:
+        for context in self.contexts:
             context.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        for context in reversed(self.around):
+        for context in reversed(self.contexts):
             context.__exit__(*error)
         if self.slot is not None:
             self.slot.busy = self.before
 
 
-def _versions(given: list[Tensor], lent: Loan | None) -> list[int]:
-    """Change when the function writes into its parameters, or into what else it was given."""
-    versions = [x._version for x in given]
-    return versions if lent is None else [*versions, lent.version]
+def _versions(watched: list[Tensor], loan: Loan | None) -> list[int]:
+    """Version counters that change when the function writes into its parameters or other arguments."""
+    versions = [x._version for x in watched]
+    return versions if loan is None else [*versions, loan.version]
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

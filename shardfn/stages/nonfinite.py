@@ -1,7 +1,7 @@
-"""The first stage that makes a number which is not finite says so, on all ranks that run it.
+"""Reports the first stage that makes a number that is not finite, on all ranks that run the stage.
 
-It runs where `debugging.nan` is set, after a stage's function and after its backward. Ranks compare what they found:
-one that raised alone would leave the others waiting.
+It runs if `debugging.nan` is set, after a stage's function and after its backward. Ranks exchange what they found: a
+rank that raised alone would leave the others waiting.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ def after_forward(
     inputs: Sequence[Tensor],
     residuals: Residuals,
 ) -> None:
-    """Raises FloatingPointError on all ranks that run the stage, if its outputs are not all finite on one of them."""
+    """Raises FloatingPointError on all ranks that run the stage, if an output on any of them is not finite."""
     outputs = [y for y in residuals.outputs if isinstance(y, Tensor)]
     text = ""
-    if wrong := not_finite(outputs):
+    if bad := not_finite(outputs):
         entries = [entry for gather in run.plan.each for entry in gather.layout.entries]
-        given = [p for some in parameters for p in some]
-        updated = [entry.path for entry, p in zip(entries, given, strict=True) if not_finite([p])]
-        of = "finite inputs and parameters"
+        params = [p for ps in parameters for p in ps]
+        updated = [entry.path for entry, p in zip(entries, params, strict=True) if not_finite([p])]
+        origin = "finite inputs and parameters"
         if updated:
-            of = f"parameters that were not finite before it ran: {listed(updated, 6)}: the last update made them"
-        elif came := not_finite(inputs):
+            origin = f"parameters that were not finite before it ran: {listed(updated, 6)}: the last update made them"
+        elif bad_inputs := not_finite(inputs):
             before = "what is before the stage, outside of any other, made them"
-            of = f"inputs that were not finite ({kinds(came)}): {before}"
-        text = f"the forward made {kinds(wrong)}, of {of}"
+            origin = f"inputs that were not finite ({kinds(bad_inputs)}): {before}"
+        text = f"the forward made {kinds(bad)}, of {origin}"
     compare(mesh, run, text)
 
 
@@ -57,31 +57,31 @@ def after_backward(
     cotangents: Sequence[Tensor | None],
     gradients: tuple[list[list[Tensor | None]], list[Tensor | None]],
 ) -> None:
-    """Raises FloatingPointError on all ranks that run the stage, if a gradient is not finite on one of them."""
-    wrong = [
+    """Raises FloatingPointError on all ranks that run the stage, if a gradient on any of them is not finite."""
+    paths = [
         entry.path
-        for gather, some in zip(run.plan.each, gradients[0], strict=True)
-        for entry, x in zip(gather.layout.entries, some, strict=False)  # none, for a shard that needs no gradient
+        for gather, gs in zip(run.plan.each, gradients[0], strict=True)
+        for entry, x in zip(gather.layout.entries, gs, strict=False)  # empty for a shard that needs no gradient
         if x is not None and not_finite([x])
     ]
     text = ""
-    further = not_finite(x for x in gradients[1] if x is not None)
-    if wrong or further:
-        of = [f"gradients of {listed(wrong, 6)}"] if wrong else []
-        of += [f"gradients of its inputs ({kinds(further)})"] if further else []
-        given = "a finite gradient"
+    bad_inputs = not_finite(x for x in gradients[1] if x is not None)
+    if paths or bad_inputs:
+        parts = [f"gradients of {listed(paths, 6)}"] if paths else []
+        parts += [f"gradients of its inputs ({kinds(bad_inputs)})"] if bad_inputs else []
+        cause = "a finite gradient"
         if not_finite(x for x in cotangents if x is not None):
-            given = "a gradient that was not finite when it came in: what follows the stage, outside of any, made it"
-        elif came := not_finite(inputs):
-            given = f"a finite gradient and inputs that were not ({kinds(came)}): what is before the stage made them"
-        text = f"the backward made {' and '.join(of)} that are not finite, of {given}"
+            cause = "a gradient that was not finite when it came in: what follows the stage, outside of any, made it"
+        elif bad := not_finite(inputs):
+            cause = f"a finite gradient and inputs that were not ({kinds(bad)}): what is before the stage made them"
+        text = f"the backward made {' and '.join(parts)} that are not finite, of {cause}"
     compare(mesh, run, text)
 
 
 def not_finite(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Those that have a number which is not finite."""
-    moves = [x.detach() for x in tensors if (x.is_floating_point() or x.is_complex()) and x.numel()]
-    return [x for x in moves if not bool(torch.isfinite(_wide(x)).all())]
+    """The tensors that have a number which is not finite."""
+    floating = [x.detach() for x in tensors if (x.is_floating_point() or x.is_complex()) and x.numel()]
+    return [x for x in floating if not bool(torch.isfinite(_wide(x)).all())]
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -89,18 +89,18 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def kinds(tensors: Sequence[Tensor]) -> str:
-    """What is wrong with tensors: `"nan in float32[2, 8]"`."""
+    """Describes tensors that are not finite, such as `"nan in float32[2, 8]"`."""
     return ", ".join(
         f"{'nan' if bool(torch.isnan(_wide(x)).any()) else 'inf'} in {kind_of(x.dtype, x.shape)}" for x in tensors
     )
 
 
-def compare(mesh: DeviceMesh, run: StageRun, found: str) -> None:
-    """Raises FloatingPointError on all ranks that run a stage, if one of them has found something.
+def compare(mesh: DeviceMesh, run: StageRun, message: str) -> None:
+    """Raises FloatingPointError on all ranks that run a stage, if any of them found something.
 
-    One whose own loss does not use the outputs takes part with an empty text.
+    A rank whose own loss does not use the outputs takes part with an empty text.
     """
-    signature, text = run.signature, found.encode()[:2000]
+    signature, text = run.signature, message.encode()[:2000]
     axes = callers(mesh, signature)
     with unscheduled():
         row = torch.tensor([len(text), process_groups.global_rank()])
@@ -111,7 +111,7 @@ def compare(mesh: DeviceMesh, run: StageRun, found: str) -> None:
         padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
         rows = gathered(padded, mesh, axes, "comparing what is not finite", str(signature))
     texts = [bytes(row[:n].tolist()).decode(errors="replace") for row, n in zip(rows, lengths, strict=True)]
-    where = [rank for rank, text in zip(ranks, texts, strict=True) if text]
+    reporting = [rank for rank, text in zip(ranks, texts, strict=True) if text]
     first = next(text for text in texts if text)
-    more = f" (and something like it on {len(where) - 1} more)" if len(where) > 1 else ""
-    raise FloatingPointError(f"{signature}, on rank {where[0]}{more}: {first}")
+    others = f" (and something like it on {len(reporting) - 1} more)" if len(reporting) > 1 else ""
+    raise FloatingPointError(f"{signature}, on rank {reporting[0]}{others}: {first}")

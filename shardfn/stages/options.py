@@ -1,4 +1,4 @@
-"""What a stage can be asked for, and what is refused."""
+"""The options of `stage`, and checks of their values."""
 
 from __future__ import annotations
 
@@ -17,32 +17,31 @@ Where = Literal["host", "disk"]
 
 @dataclass(frozen=True)
 class Offload:
-    """Activations that leave the device; see `offload`, which makes it."""
+    """Activations that leave the device, as made by `offload`."""
 
     to: Where
     above: int
 
     def moves(self, device_type: str) -> bool:
-        """Whether anything leaves a device of this kind: a CPU's memory is the host's."""
+        """Whether anything leaves a device of this type: a CPU's memory is the host's."""
         return self.to == "disk" or device_type != "cpu"
 
 
 def offload(to: Where = "host", above: int = 2**20) -> Offload:
-    """A value for `stage(remat=...)`: activations leave the device after forward, and are back in time for backward.
+    """A value for `stage(remat=...)`: activations leave the device in forward, and return in time for backward.
 
-    They leave while the function goes on, and come back while the backward of the call after theirs computes; how many
-    bytes are on their way at once is bounded. What is saved several times moves once. A stage's other arguments are
-    among what leaves, so what stays of a call does not grow with its activations. Gradients are those of
-    `remat=False`, bit for bit.
+    They leave while the function goes on, and return while the backward of the following call computes; the bytes in
+    flight are bounded. A tensor that is saved several times moves once. A stage's other arguments leave too, so the
+    memory of a call does not grow with its activations. Gradients are those of `remat=False`, bit for bit.
 
     Args:
-        to: "host", pinned memory of the host, which changes nothing on a mesh of CPUs; "disk", this rank's own file in
-            the folder of `make_mesh(scratch=...)` or of the environment's `SHARDFN_SCRATCH`.
-        above: bytes; what takes less memory stays where it is.
+        to: "host", pinned memory of the host, which changes nothing on a CPU mesh; "disk", this rank's own file in the
+            folder of `make_mesh(scratch=...)` or of the environment variable `SHARDFN_SCRATCH`.
+        above: bytes; smaller tensors stay on the device.
 
     Raises:
-        ValueError: another place, or less than no bytes.
-        TypeError: `above` is not a number of bytes.
+        ValueError: there is no such place; a negative number of bytes.
+        TypeError: `above` is not an int.
 
     Example:
         ``block = stage(block, remat=sf.offload("disk"))`` on ``make_mesh(shard=-1, scratch="/local/nvme")``
@@ -64,7 +63,7 @@ Remat = bool | Literal["offload"] | Offload | Callable[..., Any] | Sequence[Any]
 
 @dataclass(frozen=True)
 class Options:
-    """What `stage` was asked for; see there."""
+    """The arguments of `stage`."""
 
     remat: Any = False
     reshard: bool | Literal["step"] | None = None
@@ -77,14 +76,14 @@ class Options:
     output_dtype: torch.dtype | None = None
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What gradients of shards of a dtype are summed in."""
+        """The dtype in which gradients of shards of a dtype are summed."""
         return self.reduce_dtype if self.reduce_dtype and dtype.is_floating_point else dtype
 
     def checked(self) -> Options:
-        """The same with `remat` as calls use it.
+        """The same, with `remat` as calls use it.
 
         Raises:
-            ValueError, TypeError: one is not what it can be.
+            ValueError, TypeError: an option has a value that it cannot have.
         """
         remat = _policy(self.remat)
         if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < 0:
@@ -111,6 +110,7 @@ class Options:
 
 
 def _policy(remat: Remat) -> Any:
+    """`remat` as calls use it: a bool, an `Offload`, or a function that makes contexts for selective checkpointing."""
     if isinstance(remat, (bool, Offload)):
         return remat
     if isinstance(remat, str) and remat == "offload":

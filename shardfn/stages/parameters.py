@@ -1,9 +1,9 @@
-"""Whole parameters as one run of a function gets them: views of its slot, or lent such that it is seen who keeps them.
+"""Whole parameters for one run of a function: views of its slot, or tensors that show whether anything keeps them.
 
-A stage whose backward reads no parameter need not gather them again. But a function can keep what it read in many
-ways: autograd saves it, a Function has it as an attribute, a hook, a checkpoint or a closure holds it. So nobody is
-asked: lent parameters are views of the slot by a storage of their own, and what refers to that storage, and to them,
-is counted before and after.
+A stage whose backward reads no parameter need not gather them again. But a function can keep what it read in many ways:
+autograd saves it, a Function has it as an attribute, a hook, a checkpoint or a closure holds it. So references are
+counted instead: lent parameters are views of the slot by a storage of their own, and the references to that storage and
+to the views are counted before and after the run.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 def whole_parameters(
     slot: Slot | None, plan: GatherPlan, shards: Sequence[Tensor], needs: Sequence[bool], anew: bool = False
 ) -> list[list[Tensor]]:
-    """Each shard's parameters, as leaves of autograd: views of the slot, or of the shard itself.
+    """Each shard's parameters as leaves of autograd: views of the slot, or of the shard itself.
 
-    Those of a slot are known from earlier calls; `anew` makes others.
+    The slot's views are reused between calls, unless `anew`.
     """
     if anew and slot is not None:
         slot.views.clear()
@@ -57,14 +57,14 @@ def _leaves(layout: Layout, whole: Tensor, need: bool) -> list[Tensor]:
 
 
 class Known(NamedTuple):
-    """Parameters in a slot, and where in memory they are."""
+    """Parameters in a slot, and their addresses."""
 
     parameters: list[Tensor]
     at: list[int]
 
     def untouched(self, need: bool) -> bool:
-        """Whether nobody who had them has made anything else of them, or put anything on them, since."""
-        own = int(need)  # the stage that they belong to
+        """Whether the tensors are as they were made: nothing was assigned to them or attached to them."""
+        own = int(need)  # `owned` sets one attribute, the stage's name, on those that need a gradient
         for p in self.parameters:
             if p.requires_grad is not need or p._backward_hooks or p.grad is not None or len(p.__dict__) != own:
                 return False
@@ -72,22 +72,22 @@ class Known(NamedTuple):
 
 
 def _of_slot(slot: Slot, gather: Gather, values: Tensor, need: bool) -> list[Tensor]:
-    known: Known | None = slot.views.get((gather, need))
-    if known is None or not known.untouched(need):
+    cached: Known | None = slot.views.get((gather, need))
+    if cached is None or not cached.untouched(need):
         views = _views(slot.buffer, gather, need)
-        known = slot.views[(gather, need)] = Known(views, [p.data_ptr() for p in views])
-    return _with_own(known.parameters, slot, gather, values, need)
+        cached = slot.views[(gather, need)] = Known(views, [p.data_ptr() for p in views])
+    return _with_own(cached.parameters, slot, gather, values, need)
 
 
 def _views(buffer: Tensor, gather: Gather, need: bool) -> list[Tensor]:
-    """The parameters where one gather puts them in a slot's bytes."""
+    """The parameters of one gather as views of a slot's bytes."""
     with ordinary_tensors():
         whole = buffer[gather.start : gather.stop].view(gather.dtype)
     return _leaves(gather.layout, whole, need)
 
 
 def _with_own(views: list[Tensor], slot: Slot, gather: Gather, values: Tensor, need: bool) -> list[Tensor]:
-    """The same, but views of the shard for those that this rank's piece holds whole, and that have stayed there."""
+    """The same, but views of the shard for parameters that this rank's piece holds whole and that were not copied."""
     part = slot.part(gather)
     if not part.in_pieces:
         return views
@@ -103,11 +103,11 @@ def _with_own(views: list[Tensor], slot: Slot, gather: Gather, values: Tensor, n
 
 
 class Loan:
-    """One run's parameters.
+    """One run's parameters, with the number of references to them.
 
     Attributes:
-        parameters: of each shard.
-        storage: the number of the storage under those that are lent.
+        parameters: the parameters of each shard.
+        storage: id of the storage under those that are lent.
     """
 
     __slots__ = ("_base", "_before", "_edges", "_lent", "parameters", "storage")
@@ -124,17 +124,17 @@ class Loan:
             for gather, values, need in pairs
         ]
         self._lent = [p for ps in self.parameters for p in ps if autograd.storage_of(p) == self.storage]
-        # Autograd refers to a leaf once it is used: here that has happened already.
+        # Autograd adds a reference to a leaf at its first use: made here, so that it counts before the run.
         self._edges = [get_gradient_edge(p) for p in self._lent if p.requires_grad]
         self._before = self._references()
 
     @property
     def version(self) -> int:
-        """Changes when somebody writes into the parameters."""
+        """A version counter that changes if the function writes into the parameters."""
         return self._base._version
 
     def kept(self) -> bool:
-        """Whether anything that a run left behind refers to the parameters."""
+        """Whether anything that the run left behind refers to the parameters."""
         return self._references() != self._before
 
     def _references(self) -> tuple[int, list[Any]]:
@@ -142,12 +142,12 @@ class Loan:
 
 
 class Reads:
-    """Whether a stage's backward reads its parameters: one that does not is never gathered for it.
+    """Whether a stage's backward reads its parameters; if not, they are never gathered for it.
 
-    This is what the ranks of one engine have seen and agreed on.
+    All ranks of the engine's mesh agree on it.
 
     Attributes:
-        known: by the kind of a call, whether backward of such a call was seen to read parameters.
+        known: by kind of call, whether backward of such a call was seen to read parameters.
     """
 
     def __init__(self, mesh: DeviceMesh, mesh_of: Callable[[], DeviceMesh]) -> None:
@@ -155,28 +155,28 @@ class Reads:
         self.mesh_of = mesh_of
 
     def watch(self, call: Call, run: StageRun) -> Loan | None:
-        """A loan by which it is seen whether backward reads parameters; none where that is known, or makes no odds.
+        """A loan that shows whether backward reads parameters; None if that is known, or makes no difference.
 
-        A call like one that did not is watched again, since gathering for its backward is left out.
+        A call whose kind did not read them is watched again, since its backward will not gather.
         """
-        known = self.known.get(run.kind)
-        if run.slot is None or run.keep or known or (known is None and call.transformed):
+        reads = self.known.get(run.kind)
+        if run.slot is None or run.keep or reads or (reads is None and call.transformed):
             return None
-        if not any(call.needs[: len(run.shards)]):  # of a frozen stage, ranks differ in whether there is a backward
+        if not any(call.needs[: len(run.shards)]):  # for a frozen stage, ranks may differ in whether backward runs
             return None
         base = None
         if autograd.COUNTS_REFERENCES:
             with ordinary_tensors():
                 base = autograd.second_storage(run.slot.write)
-        if base is None:  # references cannot be counted, as those of fake tensors
+        if base is None:  # references cannot be counted, for fake tensors say
             self.saw(run, True)
             return None
         return Loan(base, run.slot, run.plan, run.shards, call.needs)
 
     def saw(self, run: StageRun, reads: bool) -> None:
-        """Whether a call's backward will gather, which all ranks must do or none: they agree once.
+        """Decides whether a call's backward gathers, which all ranks must do or none: they agree once per kind.
 
-        Not on what none of them has computed, which says nothing of later calls.
+        If no rank has computed the stage, this says nothing of later calls, and is not remembered.
         """
         kind = run.kind
         if kind not in self.known:
@@ -191,27 +191,27 @@ class Reads:
             run.saved = run.slot.save()
 
 
-# --- what a checked call learns of them, whose memory no op writes to ---
+# --- for calls that `check` records: gathers write to memory without an op that it could see ---
 
 
-def record_parameters(recorder: Recorder, layout: Layout, shard: Tensor, given: Sequence[Tensor]) -> None:
-    """A stage's function is about to get these, gathered from a shard; their gradients will be summed over ranks."""
+def record_parameters(recorder: Recorder, layout: Layout, shard: Tensor, parameters: Sequence[Tensor]) -> None:
+    """Records the parameters that a stage's function gets; their gradients will be summed over ranks."""
     mask = recorder.trace.mask
     summed = mask((*layout.placement.axes, *layout.placement.replicas))
     allowed = [summed | mask(layout.cut_axes(number)) for number in range(len(layout.entries))]
-    recorder.parameters(layout, [entry.path for entry in layout.entries], shard, given, allowed)
+    recorder.parameters(layout, [entry.path for entry in layout.entries], shard, parameters, allowed)
 
 
-def record_gradients(recorder: Recorder, layout: Layout, found: Sequence[Tensor | None]) -> None:
-    """A stage's gradients, before they are summed over the ranks that hold other rows."""
+def record_gradients(recorder: Recorder, layout: Layout, gradients: Sequence[Tensor | None]) -> None:
+    """Records a stage's gradients, before they are summed over ranks."""
     recorder.summed(recorder.trace.mask((*layout.placement.axes, *layout.placement.replicas)))
-    for number, gradient in enumerate(found):
+    for number, gradient in enumerate(gradients):
         if gradient is not None:
             recorder.part(layout, number, gradient)
 
 
 def record_sum(recorder: Recorder, layout: Layout, shard: Tensor, gradient: Tensor) -> None:
-    """The gradient of a flat shard has arrived."""
+    """Records the gradient of a flat shard."""
     fine = layout.state_layout if gradient.shape != shard.shape else layout
     cut = {name for number in range(len(fine.entries)) for name in fine.cut_axes(number)}
     recorder.declared(gradient, recorder.trace.mask((*fine.placement.axes, *cut)), [shard], "gradient of a stage")

@@ -1,4 +1,4 @@
-"""Prefetching: which gathers start ahead of need, in forward by the announced order, in backward by the tape."""
+"""Starts gathers ahead of need: in forward by the announced order, in backward by the tape."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Group = tuple[tuple[Layout, ...], tuple[Tensor, ...]]  # the shards of one stage
 
 
 class LastGather(NamedTuple):
-    """How the last call with such layouts gathered its parameters."""
+    """How the last call of a stage with such layouts gathered its parameters."""
 
     plan: GatherPlan
     taped: bool
@@ -28,7 +28,7 @@ class LastGather(NamedTuple):
 
 
 class PrefetchOrder:
-    """The shards of stages in the order in which they are going to be used."""
+    """The shards of stages in the order in which they will be used."""
 
     __slots__ = ("__weakref__", "at", "groups", "places")
 
@@ -39,20 +39,20 @@ class PrefetchOrder:
             self.places.setdefault(id(shards[0]), []).append(i)
 
     def after(self, shard: Tensor, count: int) -> list[Group] | None:
-        """What comes after a stage with this first shard; None if there is none."""
+        """The next `count` stages after the one with this first shard; None if it is not in the order."""
         places = self.places.get(id(shard))
         if places is None:
             return None
-        self.at = next((i for i in places if i >= self.at), places[0]) + 1  # one that occurs again is met in turn
+        self.at = next((i for i in places if i >= self.at), places[0]) + 1  # a shard may occur several times
         return self.groups[self.at : self.at + count]
 
 
 class Prefetch:
-    """What comes next on one engine.
+    """Decides what one engine gathers next.
 
     Attributes:
-        orders: what `layers` announced, as long as somebody has it.
-        last_gathers: by the layouts of a stage; the next gather of its like will be the same.
+        orders: weak references to the orders that `layers` announced.
+        last_gathers: by the layouts of a stage; its next gather is expected to be the same.
     """
 
     def __init__(self, residency: Residency) -> None:
@@ -61,11 +61,11 @@ class Prefetch:
         self.last_gathers: dict[tuple[Layout, ...], LastGather] = {}
 
     def announce(self, order: PrefetchOrder) -> None:
-        """Stages are going to be used in this order, until it is dropped."""
-        self.orders = [*(one for one in self.orders if one() is not None), weakref.ref(order)]
+        """Announces an order of stages, which holds until it is garbage-collected."""
+        self.orders = [*(reference for reference in self.orders if reference() is not None), weakref.ref(order)]
 
     def ahead(self, tape: Tape | None, step: Step | None, run: StageRun) -> None:
-        """Starts the gathers of the layers that come next in forward."""
+        """Starts the gathers of the next layers in forward."""
         signature = run.signature
         self.last_gathers[signature.layouts] = LastGather(run.plan, tape is not None, run.keep, signature)
         count, groups = signature.options.prefetch, None
@@ -85,29 +85,29 @@ class Prefetch:
                     return
 
     def _announce(self, layouts: Sequence[Layout], shards: Sequence[Tensor]) -> None:
-        """Starts to read what is going to be gathered after what is gathered now."""
+        """Starts to read shards from disk that will be gathered after the present gathers."""
         for layout, shard in zip(layouts, shards, strict=True):
             if layout.placement.tiers.params == "disk":
                 self.residency.disk.announce(shard)
 
     def behind(self, tape: Tape | None, run: StageRun) -> None:
         """Starts the gathers for the calls whose backward comes next."""
-        left = run.signature.options.prefetch if tape is not None else 0
-        more = left
+        gathers = run.signature.options.prefetch if tape is not None else 0
+        announcements = gathers
         for index in range(run.index - 1, -1, -1):
-            if left == more == 0:
+            if gathers == announcements == 0:
                 return
             assert tape is not None, "something is left to gather"
             other = tape.runs[index]
             if other.done or other.slot is None or other.keep or not other.reads:
                 continue
-            if left == 0:
+            if gathers == 0:
                 if other.secondary is None and other.slot.holds != other.key:
                     self._announce(other.signature.layouts, other.shards)
-                more -= 1
+                announcements -= 1
                 continue
             if other.slot.alternates(run.slot):
                 return
             if other.slot.holds != other.key:
                 self.residency.fill(other)
-            left -= 1
+            gathers -= 1

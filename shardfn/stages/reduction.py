@@ -1,8 +1,8 @@
-"""Gradients on their way from a stage's parameters to the shards.
+"""Reduces gradients from a stage's parameters to the shards.
 
-A gradient is summed over the ranks that cut the parameters, each getting its piece, and that piece over the ranks that
-hold the same. Both run while the next stage computes. A number in flight must not be read, so only a `Step`, which
-collects gradients past autograd and ends when all have arrived, lets them fly; anybody else waits at once.
+A gradient is reduce-scattered over the ranks that cut the parameters, and each piece is then summed over the replicas.
+Both run while the next stage computes. A gradient in flight must not be read, so only a `Step`, which collects
+gradients outside of autograd and ends when all have arrived, leaves them in flight; other callers wait at once.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from shardfn.tiers import placing
 from shardfn.tiers.grad_offload import GradOffload
 from shardfn.transforms.step import Defer, GradientSum, Step
 
-Memory = tuple[int, int]  # which of a stage's buffers, and which of the two scratch memories for it
+Memory = tuple[int, int]  # index of a stage's buffer, and which of its two scratch memories
 
 
 class Level(NamedTuple):
     """A scatter along one of several axes.
 
     Attributes:
-        along: the axis.
-        before: how many pieces the axes are there for that stand before it, and are left.
+        along: the communicator of the axis.
+        before: number of pieces along the axes before it, which are scattered later.
     """
 
     along: Communicator
     before: int
 
     def ordered(self, flat: Tensor) -> Tensor:
-        """A buffer with what is for one rank in one stretch."""
+        """A buffer rearranged so that the elements for each rank are contiguous."""
         return (
             flat if self.before == 1 else flat.view(self.before, self.along.axis.size, -1).transpose(0, 1).reshape(-1)
         )
@@ -61,13 +61,13 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class Route:
-    """Along which ranks a gradient is scattered, and along which it is then summed; None where there is one rank.
+    """Communicators along which a gradient is scattered and then summed; None where there is one rank.
 
     Attributes:
-        shard: scattered first.
-        split: each piece scattered again.
-        replica: summed.
-        levels: in place of the first scatter, several along one axis each.
+        shard: for the first scatter.
+        split: for the second scatter, of each piece.
+        replica: for the sum.
+        levels: scatters along one axis each, in place of the first scatter.
     """
 
     shard: Communicator | None
@@ -78,7 +78,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Of a gradient: as the function gives it, as it is summed, and as it arrives."""
+    """Dtypes of a gradient: as the function returns it, as it is summed, and as it arrives."""
 
     function: torch.dtype
     sum: torch.dtype
@@ -87,12 +87,12 @@ class Dtypes:
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """How the gradients of one buffer's parameters become that of its shard; the same at every step.
+    """How the gradients of one buffer's parameters become the gradient of its shard; the same at every step.
 
     Attributes:
         layout: how the first scatter divides the buffer.
-        memory: what it takes off from.
-        format: the few bits in which it travels, if it does so.
+        memory: the scratch memory from which it is sent.
+        format: the quantized format in which it is sent, if any.
     """
 
     layout: Layout
@@ -102,7 +102,7 @@ class Reduction:
     format: Format | None = None
 
     def in_pieces(self) -> bool:
-        """Whether gradients are sent from where they are. What decides is the same on every rank."""
+        """Whether gradients are sent from where they are, without a copy. All ranks decide alike."""
         shard, summed = self.route.shard, self.dtypes.sum
         return (
             shard is not None
@@ -110,7 +110,7 @@ class Reduction:
             and sends_pieces(shard, "reduce_scatter")
             and self.layout.coarse
             and self.dtypes.function == summed == self.dtypes.shard
-            and (summed.itemsize >= 4 or shard.axis.size == 2)  # else each addition would round
+            and (summed.itemsize >= 4 or shard.axis.size == 2)  # else partial sums would be rounded
             and not summed.is_complex
         )
 
@@ -120,20 +120,20 @@ class Reduction:
         return self.layout.placement.tiers.grads
 
     def marked(self) -> bool:
-        """Whether the buffer leaves with marks at its end; beside the bytes of few bits there is a tag instead."""
+        """Whether the buffer has marks at its end; in a quantized format each piece has a tag instead."""
         return self.route.shard is not None and self.format is None
 
 
 class PendingReduction:
-    """One gradient on its way: one hop under way, and those that it still has to make.
+    """One gradient in flight: the hop under way, and the hops that follow.
 
     Attributes:
-        out: what the hop under way sums, or for the first what it fills.
-        hops: to begin when what is under way has arrived.
-        levels: the scatters among them that stand for one, and before them the one that is under way.
-        lent: whether what is under way reads scratch memory.
+        out: what the hop under way sums; for the first hop, what it fills.
+        hops: the hops that start after the one under way.
+        levels: the scatter under way and those that follow, if several stand for the first.
+        lent: whether the hop under way reads scratch memory.
         ends: whether the end of the buffer is in `out`.
-        marks: what was put there, for the hop under way.
+        marks: the marks there, for the hop under way.
     """
 
     __slots__ = ("along", "ends", "hops", "into", "lent", "levels", "marks", "out", "reduction", "total", "under_way")
@@ -155,7 +155,7 @@ class PendingReduction:
         self.marks: Tensor | None = None
 
     def scattering(self, handle: Handle, shard: Communicator, marks: Tensor) -> PendingReduction:
-        """The first hop is under way, out of scratch memory that has these marks at its end."""
+        """Notes that the first hop is under way, from scratch memory with these marks at its end."""
         self.under_way, self.along, self.lent = handle, ("reduce_scatter", shard), True
         self.into, self.marks = self.out, marks if shard.checks and self.reduction.format is None else None
         return self
@@ -182,7 +182,7 @@ class PendingReduction:
         return self
 
     def _begin_encoded(self, op: str, along: Communicator, format: Format) -> PendingReduction:
-        """The next hop in few bits, which have a tag of their own."""
+        """Starts the next hop in a quantized format."""
         layout, out = self.reduction.layout, self.out
         self.marks, tag = None, _tag(layout, format, out.device)
 
@@ -200,13 +200,13 @@ class PendingReduction:
         return self
 
     def advance(self) -> None:
-        """Until no scratch memory is lent to it, and no hop waits for another to end."""
+        """Waits until it reads no scratch memory and its last hop is under way."""
         if self.under_way is not None and (self.lent or self.hops):
             self._land()
             self.begin()
 
     def wait(self) -> Tensor:
-        """The gradient, arrived."""
+        """Waits for the gradient."""
         while self.under_way is not None:
             self._land()
             self.begin()
@@ -216,7 +216,7 @@ class PendingReduction:
         return out
 
     def _land(self) -> None:
-        """Until what is under way has arrived."""
+        """Waits for the hop under way, and checks its marks."""
         assert self.under_way is not None, "something is under way"
         assert self.along is not None, "it goes along an axis"
         (op, along), handle, stage = self.along, self.under_way, self.reduction.layout.stage
@@ -238,9 +238,9 @@ class PendingReduction:
 
 @functools.lru_cache(maxsize=4096)
 def _marks(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What is at the end of the last piece, where no parameter is: 1, and digits that say which stage it is.
+    """The marks at the end of the last piece, where no parameter is: 1, then digits that identify the stage.
 
-    Their sum over ranks is these times the first of them, unless ranks sum different stages.
+    Their sum over ranks is a multiple of them, by its first number, unless ranks sum different stages.
     """
     n = ALIGNMENT // layout.dtype.itemsize
     digest = hashlib.blake2b(repr((layout.stage, layout.entries, layout.padded)).encode(), digest_size=n).digest()
@@ -250,19 +250,19 @@ def _marks(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _tag(layout: Layout, format: Format, device: torch.device) -> Tensor:
-    """What follows a piece that travels in few bits."""
-    what = repr((layout.stage, layout.entries, layout.padded, format)).encode()
-    return torch.tensor(list(hashlib.blake2b(what, digest_size=8).digest()), dtype=torch.uint8, device=device)
+    """The tag that follows each piece in a quantized format; it identifies the buffer."""
+    text = repr((layout.stage, layout.entries, layout.padded, format)).encode()
+    return torch.tensor(list(hashlib.blake2b(text, digest_size=8).digest()), dtype=torch.uint8, device=device)
 
 
 def _compare(end: Tensor, marks: Tensor, stage: str) -> None:
-    """Takes the marks off the end of a buffer, and looks whether all ranks meant the same stage."""
-    wrong = "ranks sum the gradients of different stages"
+    """Raises RuntimeError unless the marks at a buffer's end belong to one stage on all ranks; sets them to zero."""
+    reason = "ranks sum the gradients of different stages"
     if end.device.type != "cpu":
-        dispatch.assert_on_device((end == marks * end[0]).all(), wrong)
+        dispatch.assert_on_device((end == marks * end[0]).all(), reason)
     elif not torch.equal(end, marks * end[0]):
         raise RuntimeError(
-            f"stage {stage!r}: its gradient came together with another stage's: {wrong}. Whose output the "
+            f"stage {stage!r}: its gradient came together with another stage's: {reason}. Whose output the "
             f"loss uses must be the same on every rank, or be differentiated by shardfn.value_and_grad"
         )
     end.zero_()
@@ -272,24 +272,24 @@ Spread = tuple[Tensor, list[Tensor], list[Tensor], Tensor]
 
 
 def _spread(flat: Tensor, layout: Layout) -> Spread:
-    """A buffer, each parameter's place in it, what lies between, and the place of the marks."""
+    """A buffer, a view of each parameter's place, views of the gaps between, and a view of the place of the marks."""
     marks = layout.padded - ALIGNMENT // layout.dtype.itemsize
     gaps = [flat[start : min(start + length, marks)] for start, length in layout.gaps]
     return flat, layout.views(flat), gaps, flat[marks:]
 
 
 class Reductions:
-    """The gradients in flight on one mesh, and the memory that they take off from.
+    """The gradients in flight on one mesh, and the scratch memory from which they are sent.
 
     Attributes:
         in_flight: those that nobody has waited for.
-        for_elsewhere: of these the ones that are to be kept elsewhere than on the device.
-        moving: by scratch memory, those that it is lent to, or that have hops to begin.
-        memories: scratch memory, which is kept: fresh pages for every layer cost time, and room.
-        lengths: views of it, by what they are asked for as.
-        spread: the same for gradients, as a layout divides it.
-        turns: reductions since all had arrived, of a stage's buffers at once.
-        grad_offload: gradients that are kept elsewhere than on the device.
+        for_elsewhere: those among them that will be kept on the host or on disk.
+        moving: by scratch memory, those that read it or have further hops.
+        memories: the scratch memory, which is reused: fresh pages for every layer cost time and memory.
+        lengths: views of it, by name, length and dtype.
+        spread: the result of `_spread` for its views, by layout.
+        turns: number of stages whose reduction started since the last `drain`.
+        grad_offload: moves gradients that are kept on the host or on disk.
     """
 
     def __init__(self, device: torch.device, grad_offload: GradOffload) -> None:
@@ -302,7 +302,7 @@ class Reductions:
         self.spread: dict[Any, Spread] = {}
         self.turns = 0
 
-    UNDER_WAY = 2  # as many as there are scratch memories
+    UNDER_WAY = 2  # the number of scratch memories
 
     def turn(self) -> int:
         """Which of the two scratch memories comes next; the same for the same call at every step."""
@@ -312,7 +312,7 @@ class Reductions:
     def start(
         self, reduction: Reduction, gradients: Sequence[Tensor | None], total: GradientSum | None, defer: Defer
     ) -> PendingReduction | None:
-        """Sends the gradients of one buffer's parameters on their way."""
+        """Starts to reduce the gradients of one buffer's parameters; None if the step defers it."""
         if total is not None and defer == "everything":
             self._add_whole(reduction, gradients, total)
             return None
@@ -323,7 +323,7 @@ class Reductions:
         return self._send(reduction, self._flat(reduction, gradients), total, defer != "nothing")
 
     def _add_whole(self, reduction: Reduction, gradients: Sequence[Tensor | None], total: GradientSum) -> None:
-        """Adds gradients up where they are, until the step sends their sum."""
+        """Adds whole gradients up on this rank, until the step reduces their sum."""
         layout, dtype = reduction.layout, reduction.dtypes.sum
         if total.whole is None:
             total.whole = torch.zeros(layout.padded, dtype=dtype, device=self.device)
@@ -343,7 +343,7 @@ class Reductions:
         return view
 
     def _flat(self, reduction: Reduction, gradients: Sequence[Tensor | None]) -> Tensor:
-        """The gradients one after another, as their parameters lie in the layout."""
+        """The gradients in one buffer, at the positions of their parameters."""
         layout, dtype, memory = reduction.layout, reduction.dtypes.sum, reduction.memory
         if reduction.route.shard is None:  # this rank's whole gradient is the piece itself
             flat, views, gaps, tail = _spread(torch.empty(layout.padded, dtype=dtype, device=self.device), layout)
@@ -353,20 +353,21 @@ class Reductions:
             if spread is None or spread[0] is not buffer:
                 spread = self.spread[(memory, layout, dtype)] = _spread(buffer, layout)
             flat, views, gaps, tail = spread
-        given = [g for g in gradients if g is not None]
-        if len(given) < len(gradients):
+        present = [g for g in gradients if g is not None]
+        if len(present) < len(gradients):
             gaps = [*gaps, *(view for view, g in zip(views, gradients, strict=True) if g is None)]
             views = [view for view, g in zip(views, gradients, strict=True) if g is not None]
         if reduction.marked():
-            views, given = [*views, tail], [*given, _marks(layout, dtype, self.device)]
+            views, present = [*views, tail], [*present, _marks(layout, dtype, self.device)]
         else:
             gaps = [*gaps, tail]
         torch._foreach_zero_(gaps)
         if views:
-            torch._foreach_copy_(views, given)
+            torch._foreach_copy_(views, present)
         return flat
 
     def _send(self, reduction: Reduction, flat: Tensor, total: GradientSum | None, deferred: bool) -> PendingReduction:
+        """Starts the first hop of a gradient in one buffer."""
         shard, layout = reduction.route.shard, reduction.layout
         if shard is None:
             if reduction.format is not None:
@@ -392,7 +393,7 @@ class Reductions:
     def _send_pieces(
         self, reduction: Reduction, gradients: Sequence[Tensor | None], total: GradientSum | None, deferred: bool
     ) -> PendingReduction:
-        """Sends what other ranks sum from the gradients themselves, and adds what comes to this rank's own."""
+        """Sends other ranks' pieces from the gradients themselves, and adds the pieces received to this rank's own."""
         layout, shard, dtype = reduction.layout, reduction.route.shard, reduction.dtypes.sum
         assert shard is not None, "pieces are for other ranks"
         flats = [
@@ -409,22 +410,23 @@ class Reductions:
         out = torch.empty(layout.piece, dtype=dtype, device=self.device)
         for at, length in layout.holes[index]:
             out[at : at + length].zero_()
-        # The first that comes is received where the sum will be.
+        # The first piece received goes where the sum will be, so it needs no scratch memory.
         numel = layout.piece * (size - 2)
         scratch = self._scratch(("received", reduction.memory), numel, dtype) if numel else out[:0]
         arriving = [out, *(scratch.view(size - 2, -1).unbind() if numel else ())]
         into = [[row[start:stop] for start, stop in places] for row in arriving]
 
         def add() -> None:
-            for n, own in enumerate(parts[index]):
-                target = into[0][n].add_(own)
-                for more in into[1:]:
-                    target.add_(more[n])
+            for n, part in enumerate(parts[index]):
+                target = into[0][n].add_(part)
+                for other in into[1:]:
+                    target.add_(other[n])
 
         handle = scatter_pieces(parts, [*into[:index], [], *into[index:]], add, layout.padded, dtype, shard)
         return self._sent(PendingReduction(reduction, out, total, deferred).scattering(handle, shard, marks))
 
     def _sent(self, pending: PendingReduction) -> PendingReduction:
+        """Keeps track of a reduction that has started."""
         self.in_flight.append(pending)
         if pending.total is not None and pending.reduction.tier != "device":
             self.for_elsewhere.append(pending)
@@ -433,7 +435,7 @@ class Reductions:
         return pending
 
     def wait(self, pending: PendingReduction) -> Tensor:
-        """One gradient, at once."""
+        """Waits for one gradient."""
         self.in_flight.remove(pending)
         if pending in self.for_elsewhere:
             self.for_elsewhere.remove(pending)
@@ -444,31 +446,32 @@ class Reductions:
         return pending.wait()
 
     def drain(self) -> None:
-        """Until every gradient has arrived."""
+        """Waits for all gradients."""
         in_flight, self.in_flight = self.in_flight, []
         self.for_elsewhere.clear()
         self.moving.clear()
         self.turns = 0
+        # Every gradient's last hop starts before the first is waited for, so they overlap.
         for pending in in_flight:
             self._advance(pending)
         for pending in in_flight:
             pending.wait()
         self.grad_offload.settle()
 
-    def added(self, reduction: Reduction, known: Tensor | None, out: Tensor) -> Tensor:
-        """What arrived of a gradient so far, with `out`, where its placement keeps it."""
+    def added(self, reduction: Reduction, total: Tensor | None, out: Tensor) -> Tensor:
+        """The sum of a gradient so far and `out`, where its placement keeps it."""
         tier = reduction.tier
         if tier == "device":
-            return out if known is None else known.add_(out)
-        return self.grad_offload.add(known, out, tier)
+            return out if total is None else total.add_(out)
+        return self.grad_offload.add(total, out, tier)
 
     def _let_leave(self) -> None:
-        """Those that are to be kept elsewhere go there, but for the last of them, which are under way."""
+        """Waits for gradients that are kept elsewhere and moves them there, except the last, which are under way."""
         for pending in self.for_elsewhere[: -self.UNDER_WAY]:
             self.wait(pending)
 
     def settle(self, step: Step) -> None:
-        """Does what the step put off."""
+        """Reduces the gradients that the step has deferred, and waits for all."""
         for total in [total for total in step.sums.values() if total.reductions is self]:
             reduction: Reduction = total.reduction
             with attributed_to(reduction.layout.stage, backward=True):
@@ -486,7 +489,7 @@ class Reductions:
         self.drain()
 
     def _free(self, memory: Memory) -> None:
-        """Until nothing that is under way reads this memory; what left from it earlier goes on to its next hop."""
+        """Waits until no reduction reads this memory; those that did go on to their next hop."""
         moving = self.moving.get(memory)
         if moving:
             for pending in moving:
@@ -494,7 +497,7 @@ class Reductions:
             self.moving[memory] = [pending for pending in moving if pending.hops]
 
     def _advance(self, pending: PendingReduction) -> None:
-        """Its scratch memory is free then, which in the debug mode becomes nan."""
+        """Advances a reduction; with `debugging.memory`, then fills its scratch memory with nan."""
         lent = pending.lent
         pending.advance()
         if debugging.memory and lent:

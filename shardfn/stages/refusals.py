@@ -1,4 +1,4 @@
-"""What the function of a stage must not do, and what is said when it does."""
+"""What a stage's function must not do, and the errors that say so."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ running = _Running()
 
 
 def enter(signature: Signature) -> None:
-    """The function of a stage begins on this thread; one inside another is refused."""
+    """Notes that a stage's function begins on this thread; raises RuntimeError inside another one."""
     refuse_inside(signature)
     running.stage = signature
 
 
 def refuse_inside(signature: Signature) -> None:
-    """Raises RuntimeError inside the function of a stage."""
+    """Raises RuntimeError if a stage's function is running on this thread."""
     if running.stage is not None:
         raise RuntimeError(
             f"{signature} is called inside {running.stage}: what one stage gathers it hands back before the "
@@ -45,7 +45,7 @@ def refuse_inside(signature: Signature) -> None:
 
 
 def refuse_reentrant(signature: Signature, differentiated: Sequence[bool]) -> None:
-    """Raises RuntimeError inside a reentrant checkpoint of torch's, where gradients asked for by name would be zero."""
+    """Raises RuntimeError inside a reentrant torch checkpoint, through which no gradients reach these tensors."""
     frame = sys._getframe() if any(differentiated) else None
     while frame is not None:
         if frame.f_code is CheckpointFunction.forward.__code__:
@@ -59,7 +59,7 @@ def refuse_reentrant(signature: Signature, differentiated: Sequence[bool]) -> No
 class RefuseWrapped(torch.overrides.TorchFunctionMode):
     """Refuses tensors of a running torch.func transform, which a stage's function can only have closed over.
 
-    All that is computed inside a transform is one of these; one without a derivative is the number that it is.
+    All that is computed inside a transform is such a tensor; one without a derivative is replaced by its value.
     """
 
     def __init__(self, signature: Signature, reverse: bool) -> None:
@@ -74,23 +74,23 @@ class RefuseWrapped(torch.overrides.TorchFunctionMode):
     def _plain(self, x: Any) -> Any:
         if not _followed(x):
             return x
-        number = functorch.constant(x) if self.reverse else None
-        if number is None:
+        value = functorch.constant(x) if self.reverse else None
+        if value is None:
             raise RuntimeError(_closes_over(self.signature, [f"a tensor of shape {tuple(x.shape)}, {x.dtype},"]))
-        return number
+        return value
 
 
 def _followed(x: Any) -> bool:
-    """Whether a transform that runs has wrapped it; one that has ended does no harm."""
+    """Whether a running transform has wrapped it; a transform that has ended does no harm."""
     return functorch.wrapped(x) and functorch.wrapped(functorch.alive(x))
 
 
 def refuse_returned(signature: Signature, outputs: Sequence[Tensor], own: set[int]) -> list[int]:
-    """The numbers of the outputs' storages.
+    """Ids of the outputs' storages.
 
     Raises:
-        RuntimeError: an output has the memory of parameters.
-        TypeError: one is sparse.
+        RuntimeError: an output shares the memory of parameters.
+        TypeError: an output is sparse.
     """
     for i, y in enumerate(outputs):
         if y.layout is not torch.strided:
@@ -110,16 +110,18 @@ def refuse_returned(signature: Signature, outputs: Sequence[Tensor], own: set[in
 
 
 def refuse_closure(signature: Signature, given: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor]) -> None:
-    """Raises RuntimeError if the function reached a tensor that needs a gradient and was not given to it."""
-    known = {id(x) for xs in given for x in xs}
-    for leaf in autograd.leaves_of(outputs):  # at every call: a tensor that needed no gradient may need one now
-        if id(leaf) not in known:
-            raise RuntimeError(_closes_over(signature, _reached(signature, outputs, known)))
+    """Raises RuntimeError if outputs depend on a tensor that needs a gradient and is not an argument."""
+    arguments = {id(x) for xs in given for x in xs}
+    # At every call, as a tensor that needed no gradient before may need one now.
+    for leaf in autograd.leaves_of(outputs):
+        if id(leaf) not in arguments:
+            raise RuntimeError(_closes_over(signature, _reached(signature, outputs, arguments)))
 
 
-def _reached(signature: Signature, outputs: Sequence[Tensor], known: set[int]) -> list[str]:
-    """What else than the known tensors outputs depend on, in words: the tensors that the function names; if it names
-    none, those where what depends on known ones meets what does not.
+def _reached(signature: Signature, outputs: Sequence[Tensor], given: set[int]) -> list[str]:
+    """Describes the tensors other than those given on which outputs depend: by name, if the function's code names them.
+
+    Otherwise they are found where, in the graph, nodes that depend on given tensors use others that do not.
     """
     nodes: list[Any] = [y.grad_fn for y in outputs if y.grad_fn is not None]
     parents: dict[Any, list[Any]] = {}
@@ -135,21 +137,21 @@ def _reached(signature: Signature, outputs: Sequence[Tensor], known: set[int]) -
     named = [
         f"{name!r}, of shape {tuple(x.shape)}, {x.dtype},"
         for name, x in signature.named()
-        if id(x) not in known and (x.grad_fn in parents if x.grad_fn is not None else id(x) in leaves)
+        if id(x) not in given and (x.grad_fn in parents if x.grad_fn is not None else id(x) in leaves)
     ]
-    own = {node for node in parents if id(getattr(node, "variable", None)) in known}
-    grown = -1
-    while grown < len(own):  # what depends on them
-        grown = len(own)
-        own |= {node for node, edges in parents.items() if any(parent in own for parent, _ in edges)}
-    met = {edge for node in own for edge in parents[node] if edge[0] not in own}
-    shapes = dict.fromkeys(autograd.result_of(node, number) for node, number in met)
-    strays = [(tuple(x.shape), x.dtype) for key, x in leaves.items() if key not in known]
+    dependent = {node for node in parents if id(getattr(node, "variable", None)) in given}
+    size = -1
+    while size < len(dependent):  # until no node is added that depends on a given tensor
+        size = len(dependent)
+        dependent |= {node for node, edges in parents.items() if any(parent in dependent for parent, _ in edges)}
+    crossing = {edge for node in dependent for edge in parents[node] if edge[0] not in dependent}
+    shapes = dict.fromkeys(autograd.result_of(node, number) for node, number in crossing)
+    strays = [(tuple(x.shape), x.dtype) for key, x in leaves.items() if key not in given]
     return named or [f"a tensor of shape {shape}, {dtype}," for shape, dtype in shapes or strays]
 
 
 def refuse_opaque(signature: Signature, leaves: Sequence[Any]) -> None:
-    """Raises TypeError for an output in which tensors hide."""
+    """Raises TypeError for an output that hides tensors from pytrees."""
     for leaf in leaves:
         if type(leaf) not in _PLAIN and _hides_tensors(leaf):
             kind = type(leaf).__name__
@@ -166,23 +168,23 @@ _MOST_LOOKED_AT = 1000
 
 def _hides_tensors(value: Any) -> bool:
     """Whether a value leads to a tensor: by an attribute, a closure, a generator's frame, an array's memory."""
-    left, seen = [value], {id(value)}
-    while left and len(seen) < _MOST_LOOKED_AT:
-        reached = left.pop()
-        if isinstance(reached, Tensor):
+    queue, seen = [value], {id(value)}
+    while queue and len(seen) < _MOST_LOOKED_AT:
+        current = queue.pop()
+        if isinstance(current, Tensor):
             return True
-        if isinstance(reached, types.FunctionType):  # not all that its module has
-            referred = [reached.__closure__, reached.__defaults__, reached.__kwdefaults__, reached.__dict__]
-        elif isinstance(reached, types.GeneratorType):
-            referred = list(inspect.getgeneratorlocals(reached).values())
-        elif type(reached).__module__ == "numpy":
-            referred = [getattr(reached, "base", None)]
+        if isinstance(current, types.FunctionType):  # without its globals, which lead to all of its module
+            referred = [current.__closure__, current.__defaults__, current.__kwdefaults__, current.__dict__]
+        elif isinstance(current, types.GeneratorType):
+            referred = list(inspect.getgeneratorlocals(current).values())
+        elif type(current).__module__ == "numpy":
+            referred = [getattr(current, "base", None)]
         else:
-            referred = [] if isinstance(reached, (type, types.ModuleType)) else gc.get_referents(reached)
+            referred = [] if isinstance(current, (type, types.ModuleType)) else gc.get_referents(current)
         for other in referred:
             if id(other) not in seen and not isinstance(other, (type, types.ModuleType)):
                 seen.add(id(other))
-                left.append(other)
+                queue.append(other)
     return False
 
 
@@ -190,19 +192,19 @@ _DTYPES = re.compile("dtype|scalar type|weight type|bias type", re.IGNORECASE)
 
 
 def refuse_mixed(signature: Signature, error: RuntimeError, parameters: Any, arguments: Sequence[Any]) -> None:
-    """Raises RuntimeError in place of torch's where a function met parameters of one dtype and others of another."""
+    """Raises RuntimeError in place of torch's if a function mixes parameters of one dtype with arguments of another."""
     own, others = (
-        {x.dtype for x in optree.tree_leaves(some) if isinstance(x, Tensor) and x.is_floating_point()}
-        for some in (parameters, [x for i, x in enumerate(arguments) if i not in signature.shards])
+        {x.dtype for x in optree.tree_leaves(tree) if isinstance(x, Tensor) and x.is_floating_point()}
+        for tree in (parameters, [x for i, x in enumerate(arguments) if i not in signature.shards])
     )
     if not own or not others or len(own | others) == 1 or not _DTYPES.search(str(error)):
         return
-    asked = {name: getattr(signature.options, name) for name in ("gather_dtype", "input_dtype")}
+    casts = {name: getattr(signature.options, name) for name in ("gather_dtype", "input_dtype")}
     asked_for = (
-        " and ".join(f"{name}={dtype}" for name, dtype in asked.items() if dtype)
+        " and ".join(f"{name}={dtype}" for name, dtype in casts.items() if dtype)
         or "no gather_dtype and no input_dtype"
     )
-    first, second = (listed(sorted(map(str, some))) for some in (own, others))
+    first, second = (listed(sorted(map(str, dtypes))) for dtypes in (own, others))
     raise RuntimeError(
         f"{signature}: its function gets parameters of {first} and other arguments of {second}, which it mixes "
         f"({error}). With {asked_for}: gather_dtype is the dtype in which it gets parameters, input_dtype that of its "
@@ -211,7 +213,7 @@ def refuse_mixed(signature: Signature, error: RuntimeError, parameters: Any, arg
 
 
 def writes(signature: Signature) -> str:
-    """What is wrong with writing into parameters."""
+    """The message for a function that writes into parameters."""
     return (
         f"{signature}: its function writes into its parameters, or into another tensor that it was given. Parameters "
         f"are lent to it, a gathered copy or the shard itself, and it may run again in backward: compute a new tensor, "
@@ -220,7 +222,7 @@ def writes(signature: Signature) -> str:
 
 
 def other_result(signature: Signature, first: str, then: str) -> str:
-    """What is wrong with a function that returns something else when it runs again."""
+    """The message for a function that returns something else when it runs again."""
     return (
         f"{signature}: its function ran again for its gradient and returned something else: first {first}, then "
         f"{then}. The gradient would be that of another function. It depends on more than its arguments: a counter, a "
@@ -230,7 +232,7 @@ def other_result(signature: Signature, first: str, then: str) -> str:
 
 
 def other_numbers(signature: Signature, off: Off) -> str:
-    """What is wrong with a function that returns other numbers when it runs again."""
+    """The message for a function that returns other numbers when it runs again."""
     return (
         f"{signature}: its function ran again for its gradient and returned other numbers: tensor {off.number} of its "
         f"result, {off.kind}, differs by {off.part:.1e} of its norm. The gradient would be that of another function. "
@@ -240,10 +242,11 @@ def other_numbers(signature: Signature, off: Off) -> str:
     )
 
 
-def _closes_over(signature: Signature, found: Sequence[str]) -> str:
-    several = len(found) > 1
+def _closes_over(signature: Signature, names: Sequence[str]) -> str:
+    """The message for a function that closes over tensors which need a gradient."""
+    several = len(names) > 1
     return (
-        f"{signature}: its function uses {listed(found, 3, separator=' and ')} that {'need' if several else 'needs'} a "
+        f"{signature}: its function uses {listed(names, 3, separator=' and ')} that {'need' if several else 'needs'} a "
         f"gradient and {'are' if several else 'is'} not among its arguments: the gradient would be lost. Pass "
         f"{'them as arguments' if several else 'it as an argument'}, or use x.detach() of what should have none"
     )

@@ -1,4 +1,4 @@
-"""Running a function again in backward: with the same random numbers and autocast, and whether it returns the same."""
+"""Runs a function again in backward with the same random numbers and autocast, and checks that it returns the same."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 from shardfn.check.bits import rounding
 from shardfn.compat import functorch
 
-SAMPLE = 2**16  # numbers of one tensor
+SAMPLE = 2**16  # most numbers that are compared of one tensor
 
 
 def entered(contexts: Sequence[Any]) -> Any:
-    """A context: all of these, entered in turn."""
+    """One context that enters all of these in order."""
     return contextlib.nullcontext() if not contexts else contexts[0] if len(contexts) == 1 else _several(contexts)
 
 
@@ -31,7 +31,7 @@ def _several(contexts: Sequence[Any]) -> Iterator[None]:
 
 
 class RngAndAutocast:
-    """The state that a function may depend on in addition to its arguments, for running it again."""
+    """The random state and autocast, on which a function may depend besides its arguments, for running it again."""
 
     __slots__ = ("device", "generators", "numbers", "more", "autocast")  # noqa: RUF023
 
@@ -44,23 +44,23 @@ class RngAndAutocast:
         self.autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
 
     def uncached(self) -> Any:
-        """Autocast as it is, without its cache: that goes by tensors, which in a slot get other numbers."""
+        """The present autocast without its cache, which goes by tensors: those in a slot get other numbers."""
         return entered([torch.autocast(kind, dtype, cache_enabled=False) for kind, dtype in self.autocast.items()])
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """The same random numbers and the same autocast as then."""
-        now = RngAndAutocast(self.device, [generator for generator, _ in self.generators])
+        """A context with the random numbers and autocast of that time."""
+        present = RngAndAutocast(self.device, [generator for generator, _ in self.generators])
         contexts = []
-        for kind in dict.fromkeys([*self.autocast, *now.autocast]):
-            on, dtype = kind in self.autocast, self.autocast.get(kind)
-            contexts.append(torch.autocast(kind, dtype, enabled=on, cache_enabled=False))
+        for kind in dict.fromkeys([*self.autocast, *present.autocast]):
+            enabled, dtype = kind in self.autocast, self.autocast.get(kind)
+            contexts.append(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False))
         self._restore()
         try:
             with entered(contexts):
                 yield
         finally:
-            now._restore()
+            present._restore()
 
     def _restore(self) -> None:
         torch.set_rng_state(self.numbers)
@@ -75,13 +75,13 @@ _DISCRETE = (bool, int, str, bytes, torch.dtype, torch.device)
 
 
 class Form(NamedTuple):
-    """What a function returned, but for the numbers.
+    """The result of a function, without its numbers.
 
     Attributes:
         tree: the structure.
-        leaves: what is not a tensor in it.
-        kinds: of the tensors, dtype and shape.
-        order: of the tensors: the number of an output, or `~number` of an input handed through.
+        leaves: the leaves that are not tensors.
+        kinds: dtype and shape of each tensor.
+        order: for each tensor: the index of an output, or `~index` of an input that is returned as it is.
     """
 
     tree: optree.PyTreeSpec
@@ -90,7 +90,7 @@ class Form(NamedTuple):
     order: list[int]
 
     def same(self, other: Form, transformed: bool) -> bool:
-        """Whether a later run returned the same. A number that it measured, a time say, may be another."""
+        """Whether a later run returned the same form. Floats may differ, such as a time that the function measured."""
         return (
             self.kinds == other.kinds
             and (_follows(self.order, other.order) if transformed else self.order == other.order)
@@ -104,16 +104,16 @@ class Form(NamedTuple):
         parts = str(self.tree).removeprefix("PyTreeSpec(").removesuffix(")").split("*")
         if len(parts) == len(words) + 1:
             text = "".join(part + word for part, word in zip(parts, [*words, ""], strict=True))
-        else:  # a key has a star, too
+        else:  # a key contains a star as well
             text = ", ".join(words)
         through = [i for i, k in enumerate(self.order) if k < 0]
         return _brief(text, 200) + (f" (arguments are handed through as tensors {through})" if through else "")
 
 
 def _follows(first: Sequence[int], then: Sequence[int]) -> bool:
-    """Whether what is one tensor inside a transform was one before; an `x.to(x.dtype)` may be another one there."""
-    known: dict[int, int] = {}
-    return all((b >= 0 or a == b) and known.setdefault(b, a) == a for a, b in zip(first, then, strict=True))
+    """Whether tensors that are one inside a transform were one before; `x.to(x.dtype)` may be a copy there."""
+    seen: dict[int, int] = {}
+    return all((b >= 0 or a == b) and seen.setdefault(b, a) == a for a, b in zip(first, then, strict=True))
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -125,15 +125,15 @@ def _brief(text: str, most: int) -> str:
 
 
 def form_of(result: Any, arguments: Sequence[Tensor]) -> tuple[Form, list[Tensor]]:
-    """What a function that got these tensors returned, and the tensors in it."""
+    """The form of a function's result, given the tensors passed to it, and the tensors in the result."""
     leaves, tree = optree.tree_flatten(result)
     tensors = [y for y in leaves if isinstance(y, Tensor)]
-    known = {id(x): ~j for j, x in enumerate(arguments)}
+    positions = {id(x): ~j for j, x in enumerate(arguments)}
     order, outputs = [], 0
     for y in tensors:
-        k = known.get(id(y))
+        k = positions.get(id(y))
         if k is None:
-            k = known[id(y)] = outputs
+            k = positions[id(y)] = outputs
             outputs += 1
         order.append(k)
     rest = [TENSOR if isinstance(y, Tensor) else y for y in leaves]
@@ -141,17 +141,17 @@ def form_of(result: Any, arguments: Sequence[Tensor]) -> tuple[Form, list[Tensor
 
 
 def kind_of(dtype: torch.dtype, shape: torch.Size) -> str:
-    """What is said of a tensor: `"float32[2, 8]"`."""
+    """Describes a tensor: `"float32[2, 8]"`."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 class Off(NamedTuple):
-    """A tensor in a result that differs from that of the first run.
+    """A tensor of a result that differs from that of the first run.
 
     Attributes:
-        number: which of them.
+        number: its index.
         kind: dtype and shape.
-        part: of its norm, by which it differs.
+        part: norm of the difference, relative to the larger norm.
     """
 
     number: int
@@ -160,40 +160,40 @@ class Off(NamedTuple):
 
 
 class Sample:
-    """Some of the numbers that a function returned: all of a small tensor, and evenly spread ones of a large."""
+    """Some of the numbers that a function returned: all of a small tensor, evenly spread ones of a large one."""
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
         self.parts = [None if x is None or not _compared(x) else _spread(x).clone() for x in tensors]
 
     def off(self, tensors: Sequence[Tensor]) -> Off | None:
-        """The first tensor of another run that has other numbers, but for rounding; None if all have the same."""
+        """The first tensor of another run whose numbers differ by more than rounding; None if there is none."""
         for number, (part, x) in enumerate(zip(self.parts, tensors, strict=True)):
-            now = functorch.unwrapped(x.detach())
-            if part is None or now.dtype != part.dtype:
+            plain = functorch.unwrapped(x.detach())
+            if part is None or plain.dtype != part.dtype:
                 continue
-            if (some := _spread(now)).shape == part.shape:
-                apart = _apart(some, part)
-                if not apart <= rounding(part):
-                    return Off(number, kind_of(x.dtype, x.shape), apart)
+            if (sample := _spread(plain)).shape == part.shape:
+                difference = _apart(sample, part)
+                if not difference <= rounding(part):
+                    return Off(number, kind_of(x.dtype, x.shape), difference)
         return None
 
 
 def _compared(x: Tensor) -> bool:
-    """Whether a tensor has numbers to compare; those of integers may differ by a tie that rounding decides."""
+    """Whether a tensor has numbers to compare; integers may differ where rounding decides a tie."""
     return type(x) is Tensor and (x.is_floating_point() or x.is_complex()) and x.numel() > 0
 
 
 def _spread(x: Tensor) -> Tensor:
-    """Without a copy of the whole, which one that is not contiguous needs to be flat."""
+    """Evenly spread numbers of a tensor, without the copy of the whole that flattening a non-contiguous one takes."""
     step = math.ceil(x.numel() / SAMPLE)
     for dim in range(x.ndim - 1, -1, -1) if not x.is_contiguous() else ():
-        some = min(step, x.shape[dim])
-        x, step = x.movedim(dim, 0)[::some].movedim(0, dim), math.ceil(step / some)
+        stride = min(step, x.shape[dim])
+        x, step = x.movedim(dim, 0)[::stride].movedim(0, dim), math.ceil(step / stride)
     return x.reshape(-1)[::step]
 
 
 def _apart(now: Tensor, then: Tensor) -> float:
-    """The norm of a difference, as a part of the larger norm; nan is the same as nan, and infinity as infinity."""
+    """The norm of the difference, relative to the larger norm; nan equals nan, and infinity equals infinity."""
     wide = torch.complex128 if now.is_complex() else torch.float64
     now, then = now.to(wide), then.to(wide)
     same = (now == then) | (now.isnan() & then.isnan())

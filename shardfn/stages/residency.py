@@ -1,4 +1,4 @@
-"""Residency: in which slot a stage's gathered parameters are, and until when."""
+"""Which slot holds a stage's gathered parameters, and until when."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from shardfn.tiers.prefetch import DiskPrefetch
 
 
 class Residency:
-    """The slots of one engine, and what keeps them.
+    """The slots of one engine, and who keeps them.
 
     Attributes:
         ring: the slots.
-        until_backward: those that calls keep from forward to backward.
-        until_step_end: those that calls keep until the step is over.
-        dropped: claims of calls that are gone. The garbage collector leaves them here: it runs on whatever thread, in
-            the middle of anything, where nothing may be waited for or written.
+        until_backward: slots that calls keep from forward to backward.
+        until_step_end: slots that calls keep until the end of the step.
+        dropped: claims of calls that no longer exist. The garbage collector only appends here: it runs on any thread,
+            in the middle of anything, where waiting or writing is not safe.
         secondary: pieces that forward left for backward to gather from.
-        count: of slots taken from the ring by calls that no backward follows.
-        disk: what is read from there.
+        count: slots taken from the ring by calls that no backward follows.
+        disk: reads of shards from disk.
     """
 
     def __init__(self, device: torch.device, communicator_of: CommunicatorOf) -> None:
@@ -38,7 +38,7 @@ class Residency:
         self.disk = DiskPrefetch()
 
     def take(self, tape: Tape | None, run: StageRun, slots: int, busy: Slot | None = None) -> bool:
-        """Finds the slot that holds what a run needs, or else fills one; False if that one is busy."""
+        """Gives a run the slot that holds its parameters, or else starts to fill one; False if that slot is busy."""
         if run.keep:
             store = self.until_backward if run.keep is True else self.until_step_end
             run.slot = store.get(run.key)
@@ -58,10 +58,10 @@ class Residency:
         return True
 
     def gather(self, run: StageRun) -> None:
-        """Until a run's parameters are in its slot.
+        """Waits until a run's parameters are in its slot.
 
         Raises:
-            RuntimeError: what came is not what was meant, or a rank is gone.
+            RuntimeError: ranks gathered different stages, or a rank is gone.
         """
         slot = run.slot
         if slot is None:
@@ -90,7 +90,7 @@ class Residency:
                 run.slot.sources = run.shards
 
     def leave(self, run: StageRun) -> None:
-        """Copies what the next gathers of a run's parameters come from, where these are cut less than the shards."""
+        """Keeps pieces from which backward gathers, if they are larger than the shards."""
         plan = run.plan.secondary
         if run.secondary is not None or plan is None or run.slot is None:
             return
@@ -101,18 +101,18 @@ class Residency:
         run.secondary = self.secondary[run.key] = Secondary(plan, tuple(shards))
 
     def claim(self, run: StageRun, call: object) -> None:
-        """A run keeps its slot until its backward, or until nobody can ask for that any more."""
+        """Keeps a run's slot until its backward, or until its call is garbage-collected."""
         if run.keep is True and run.slot is not None:
             run.claim = Claim(run, run.slot)
             weakref.finalize(call, self.dropped.append, run.claim).atexit = False
 
     def release(self, run: StageRun) -> None:
-        """A slot that was kept for backward goes back when its last call is done."""
+        """Gives a slot that was kept for backward back, when its last run is done."""
         if run.claim is not None:
             self._release(run.claim)
 
     def reclaim(self, tape: Tape | None) -> None:
-        """The same for calls that are gone, but for those on a tape that still grows.
+        """Releases the slots of calls that were garbage-collected, except those on a tape that still grows.
 
         What later calls on that tape find kept must be the same on every rank, whenever garbage was collected there.
         """
@@ -128,13 +128,13 @@ class Residency:
                 self.ring.give_back(slot)
 
     def end(self) -> None:
-        """A step is over: nothing that it gathered is used again."""
+        """Ends a step: nothing that it gathered is used again."""
         self.disk.give_up()
         self.reclaim(None)
         for slot in self.until_step_end.values():
             self.ring.give_back(slot)
         self.until_step_end.clear()
-        # What was gathered ahead for calls that did not keep it, or never came.
+        # These were gathered ahead for calls that did not keep them, or never came.
         for key in [key for key, slot in self.until_backward.items() if slot.users == 0]:
             self.ring.give_back(self.until_backward.pop(key))
         for slot in self.ring.slots:

@@ -1,8 +1,8 @@
-"""How lent parameters come back: as they were, or it is said what a function did to them.
+"""Checks that a function leaves its lent parameters as they were, and says what it did to them otherwise.
 
-Parameters are lent to a function for one run. It may assign another dtype or another order in memory to `.data`, as
-`module.float()` does, and may say of one that it needs no gradient: that is gone with the call. Whatever else it does
-to them would last in a process that holds them whole, and is lost here.
+Parameters are lent to a function for one run. It may assign another dtype or memory order to `.data`, as
+`module.float()` does, and may say that one needs no gradient: this ends with the call. Anything else that it does to
+them would last in a process that holds them whole, and is lost here.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Returned:
     """The parameters of one run, as they are before it.
 
     Attributes:
-        at: where in memory each is.
-        held: the form of each, and what it says of gradients.
-        looked: to be called when their bytes have been compared; None where these are not.
-        twins: then, the same memory by other tensors, and what their bits are `before`. A write through `.data` counts
-            nowhere else.
+        at: the address of each.
+        held: the form of each, and whether it needs a gradient.
+        looked: called after their bytes have been compared; None if they are not compared.
+        twins: if they are, other tensors of the same memory, with their checksums in `before`. A write through `.data`
+            changes no version counter.
     """
 
     __slots__ = ("at", "before", "decoding", "held", "looked", "parameters", "plan", "signature", "twins")
@@ -50,26 +50,26 @@ class Returned:
         self.before = sums_of(self.twins) if looked else []
 
     def changed(self) -> bool:
-        """Whether the function made something else of the tensors themselves."""
+        """Whether the function changed the tensors themselves."""
         return held(self.parameters) != self.held or _at(self.parameters) != self.at
 
     def check(self, changed: bool, originals: Callable[[], Parameters]) -> None:
-        """Raises RuntimeError where numbers have changed, or something was put on a parameter that would be lost.
+        """Raises RuntimeError if numbers have changed, or something was attached to a parameter that would be lost.
 
         Args:
-            changed: as `changed` says.
-            originals: the parameters that these were, once more.
+            changed: the result of `changed`.
+            originals: makes the original parameters again.
         """
-        each = [p for ps in self.parameters for p in ps]
+        params = [p for ps in self.parameters for p in ps]
         if changed:
-            for k, (p, original) in enumerate(zip(each, (q for qs in originals() for q in qs), strict=True)):
+            for k, (p, original) in enumerate(zip(params, (q for qs in originals() for q in qs), strict=True)):
                 if not keeps_numbers(p, original):
                     raise RuntimeError(_assigned(self.signature, self.path(k), p, original))
         if self.looked is not None:
             if (written := first_written(self.twins, self.before)) is not None:
                 raise RuntimeError(_written(self.signature, self.path(written)))
             for k in range(len(self.twins)):
-                if each[k].grad is not None:
+                if params[k].grad is not None:
                     raise RuntimeError(
                         f"{self.signature}: its function leaves a gradient in .grad of {self.path(k)}, which is lent "
                         f"to it for one run: it would be lost. Return it, or let the loss depend on what it is the "
@@ -84,20 +84,20 @@ class Returned:
             raise RuntimeError(_written(self.signature, "a parameter in few bits"))
         if self.looked is not None:
             self.looked()
-        self.twins.clear()  # who else refers to that memory is counted
+        self.twins.clear()  # a loan counts the references to that memory
 
     def check_hooks(self) -> None:
-        """The same after the backward of a run, which hooks of the function's may have taken part in."""
-        each = iter(self.twins)
-        self.check(self.changed(), lambda: [[next(each) for _ in ps] for ps in self.parameters])
+        """As `check`, after the backward of a run, in which hooks of the function may have run."""
+        twins = iter(self.twins)
+        self.check(self.changed(), lambda: [[next(twins) for _ in ps] for ps in self.parameters])
 
     def refuse_shared(self) -> None:
-        """Raises RuntimeError where it says of a parameter what an earlier call would hear, too.
+        """Raises RuntimeError if the function changed what autograd does with a parameter that an earlier call shares.
 
-        That is that it needs no gradient, or has a hook, and did not.
+        That is, whether it needs a gradient or has a hook.
         """
-        for k, (now, before) in enumerate(zip(held(self.parameters), self.held, strict=True)):
-            if now[-2:] != before[-2:]:
+        for k, (after, before) in enumerate(zip(held(self.parameters), self.held, strict=True)):
+            if after[-2:] != before[-2:]:
                 raise RuntimeError(
                     f"{self.signature}: its function calls requires_grad_() on a parameter, or puts a hook on it "
                     f"({self.path(k)}), in this call and not in an earlier one whose gradient is still to come. Both "
@@ -105,12 +105,12 @@ class Returned:
                 )
 
     def path(self, number: int) -> str:
-        """What a parameter is called in the whole tree."""
+        """The quoted path of a parameter in the whole tree."""
         return repr([entry.path for gather in self.plan.each for entry in gather.layout.entries][number])
 
 
 def held(parameters: Parameters) -> list[Any]:
-    """The form of each parameter, and what it says of gradients."""
+    """The form of each parameter, whether it needs a gradient, and whether it has no hooks."""
     return [(p.dtype, p.shape, p.stride(), p.requires_grad, p._backward_hooks is None) for ps in parameters for p in ps]
 
 
@@ -119,33 +119,34 @@ def _at(parameters: Parameters) -> list[int]:
 
 
 def keeps_numbers(now: Any, before: Tensor) -> bool:
-    """Whether a tensor that stands for another has its numbers, as they are in its own dtype; of any strides."""
+    """Whether `now` has the numbers of `before`, converted to its own dtype; strides may differ."""
     if now is before:
         return True
     if not isinstance(now, Tensor) or now.shape != before.shape or now.device != before.device:
         return False
-    mine, own = functorch.unwrapped(now.detach()), functorch.unwrapped(before.detach())
-    if mine.data_ptr() == own.data_ptr() and (mine.dtype, mine.stride()) == (own.dtype, own.stride()):
-        return mine.is_conj() is own.is_conj() and mine.is_neg() is own.is_neg()
-    if mine.shape != own.shape or mine.is_floating_point() is not own.is_floating_point():
+    new, old = functorch.unwrapped(now.detach()), functorch.unwrapped(before.detach())
+    if new.data_ptr() == old.data_ptr() and (new.dtype, new.stride()) == (old.dtype, old.stride()):
+        return new.is_conj() is old.is_conj() and new.is_neg() is old.is_neg()
+    if new.shape != old.shape or new.is_floating_point() is not old.is_floating_point():
         return False
-    rounded = own.to(mine.dtype)
-    return bool(((mine == rounded) | ((mine != mine) & (rounded != rounded))).all())  # or both nan
+    rounded = old.to(new.dtype)
+    return bool(((new == rounded) | ((new != new) & (rounded != rounded))).all())  # or both nan
 
 
 def sums_of(tensors: Iterable[Tensor]) -> list[Any]:
-    """A number for the bits of each tensor, of one on a device there."""
+    """A checksum of the bits of each tensor; for tensors on an accelerator it stays there."""
     with quietly():
         return [bits(x) for x in tensors]
 
 
 def first_written(tensors: Sequence[Tensor], before: Sequence[Any]) -> int | None:
-    """The first of these tensors whose bits are not what they were."""
+    """Index of the first of these tensors whose bits have changed; None if none have."""
     pairs = zip(whole(sums_of(tensors)), whole(before), strict=True)
     return next((k for k, (now, then) in enumerate(pairs) if now != then), None)
 
 
 def _assigned(signature: Signature, path: str, now: Tensor, before: Tensor) -> str:
+    """The message for another tensor in `.data`."""
     was, is_now = (kind_of(x.dtype, x.shape) for x in (before, now))
     kinds = "other numbers" if was == is_now else f"{was} before, {is_now} now"
     return (
@@ -156,6 +157,7 @@ def _assigned(signature: Signature, path: str, now: Tensor, before: Tensor) -> s
 
 
 def _written(signature: Signature, path: str) -> str:
+    """The message for a write past autograd."""
     return (
         f"{signature}: its function writes into {path} past autograd, through .data, numpy, an in-place collective or "
         f"a kernel of its own. Parameters are lent to it, a gathered copy or the shard itself, and what it writes "

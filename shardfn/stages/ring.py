@@ -1,8 +1,8 @@
-"""The ring: the few buffers that gathered parameters live in, however deep the model.
+"""The ring: the few buffers that hold gathered parameters, however deep the model.
 
-A slot is bytes, as many as the largest stage needs. What autograd saved of a stage's parameters are views of its slot;
-they stay valid, because backward fills the same slot with the same numbers before it reads them. Those writes
-go through an alias with a version counter of its own, so autograd does not take them for changes.
+A slot has as many bytes as the largest stage needs. What autograd saved of a stage's parameters are views of its slot;
+they stay valid, because backward fills the same slot with the same numbers before it reads them. Slots are written
+through an alias with a version counter of its own, so that autograd does not take the writes for changes.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ CommunicatorOf = Callable[[tuple[str, ...]], Communicator | None]
 
 @contextlib.contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """Tensors made inside may be used under any mode later on."""
+    """A context in which new tensors are usable later under any mode, such as outside of inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 class Saved:
-    """What a slot held once, for a call that will read it; copied when the slot is filled with something else."""
+    """The contents of a slot for a call that will read them; copied when the slot is filled with something else."""
 
     def __init__(self) -> None:
         self.copy: Tensor | None = None
@@ -54,16 +54,16 @@ class Slot:
     """A buffer for one stage's gathered parameters.
 
     Attributes:
-        buffer: `[n]` bytes, of which parameters are views.
-        write: the same memory, to fill it by.
-        holds: what it holds or will hold when `works` have arrived; None for nothing in particular.
-        sources: the shards that `holds` speaks of, so that no other tensor takes their identity.
-        works: what is under way into it.
-        views: parameters in it, by what they are views for; None for stand-ins.
-        parts: what each gather fills of it.
-        users: calls that keep it.
-        readers: of what it holds now, where that is not gathered again.
-        position: in its ring, where it takes turns; None outside of the ring.
+        buffer: `[n]` bytes; parameters are views of them.
+        write: the same memory, through which it is filled.
+        holds: key of what it holds, or will hold when `works` have arrived; None for nothing in particular.
+        sources: the shards in `holds`, kept alive so that no other tensor gets their ids.
+        works: transfers into it that are under way.
+        views: parameters in it, by gather, and whether they need a gradient.
+        parts: by gather, the part of it that the gather fills.
+        users: number of calls that keep it.
+        readers: calls that will read what it holds now, without gathering it again.
+        position: its position in the ring; None outside of the ring.
         busy: whether a function is running on what it holds, forward or backward.
     """
 
@@ -95,7 +95,7 @@ class Slot:
         self.readers: weakref.WeakSet[Saved] | None = None
 
     def save(self) -> Saved:
-        """Somebody will read what it holds now."""
+        """Notes that a call will read what the slot holds now."""
         saved = Saved()
         self.readers = weakref.WeakSet() if self.readers is None else self.readers
         self.readers.add(saved)
@@ -103,18 +103,18 @@ class Slot:
 
     @contextlib.contextmanager
     def showing(self, saved: Saved) -> Iterator[None]:
-        """What it held when that was saved."""
+        """A context in which the slot has its contents of the time of `save`."""
         if saved.copy is None:
             yield
             return
         self.settle()
         with ordinary_tensors():
-            now = self.buffer.clone()
+            present = self.buffer.clone()
             self.write.copy_(saved.copy)
             try:
                 yield
             finally:
-                self.write.copy_(now)
+                self.write.copy_(present)
 
     def fill(
         self,
@@ -124,7 +124,7 @@ class Slot:
         communicator_of: CommunicatorOf,
         disk: DiskPrefetch,
     ) -> None:
-        """Starts to gather shards into it, once what is under way has arrived."""
+        """Starts to gather shards into the slot, after waiting for what is under way."""
         self.give_back()
         position = self.position() if self.position is not None else None
         if position is not None and position.slot is not self:
@@ -138,8 +138,8 @@ class Slot:
             if tier == "device":
                 self._start(gather, values.detach(), communicator_of, batches)
                 continue
-            with disk.arriving(tier, values.detach(), self.buffer.device) as own:
-                self._start(gather, own, communicator_of, batches)
+            with disk.arriving(tier, values.detach(), self.buffer.device) as piece:
+                self._start(gather, piece, communicator_of, batches)
         for axes, gathers in batches.items():
             axis = communicator_of(axes)
             assert axis is not None, "pieces go to other ranks"
@@ -159,19 +159,19 @@ class Slot:
         communicator_of: CommunicatorOf,
         batches: dict[tuple[str, ...], list[tuple[Gather, Tensor]]],
     ) -> None:
-        """Starts one gather, or leaves it to those that start batches."""
+        """Starts one gather, or adds it to `batches`, in which the gathers along the same axes start together."""
         part, placement, wire = self.part(gather), gather.layout.placement, gather.wire
         axis = communicator_of(placement.axes)
         if wire is None:
-            here = not gather.whole and placement.tiers.params == "device"
-            as_it_is = here and values.dtype == gather.dtype and values.is_contiguous()
-            part.in_pieces = bool(axis and as_it_is and sends_pieces(axis, "all_gather"))
+            in_place = not gather.whole and placement.tiers.params == "device"
+            unchanged = in_place and values.dtype == gather.dtype and values.is_contiguous()
+            part.in_pieces = bool(axis and unchanged and sends_pieces(axis, "all_gather"))
             if part.in_pieces:
                 batches.setdefault(placement.axes, []).append((gather, values))
                 for start, stop in part.shared:
                     part.own[start:stop].copy_(values[start:stop])
                 return
-        if wire is None or values.dtype == torch.uint8:  # an earlier gather has left them encoded
+        if wire is None or values.dtype == torch.uint8:  # pieces left by an earlier gather are already encoded
             part.own.copy_(values, non_blocking=True)
         else:
             wire.write(values.to(part.own.device, non_blocking=True), part.own)
@@ -190,7 +190,7 @@ class Slot:
         self.works.append(_Arrival(work, axis, part, gather))
 
     def part(self, gather: Gather) -> SlotPart:
-        """The part of it that one gather fills."""
+        """The part of the slot that one gather fills."""
         part = self.parts.get(gather)
         if part is None:
             with ordinary_tensors():
@@ -198,19 +198,19 @@ class Slot:
         return part
 
     def settle(self) -> None:
-        """Waits for what is under way."""
+        """Waits for the transfers under way."""
         works, self.works = self.works, []
         for work in works:
             work.wait()
 
     def forget(self) -> None:
-        """What it holds must not be used again."""
+        """Declares that the contents must not be used again."""
         self.holds, self.sources = None, ()
 
     def give_back(self) -> None:
-        """The end of a loan: what it held is gone, but for those who said that they read it.
+        """Ends a loan: copies the contents for those who will read them, and forgets them.
 
-        In the debug mode every number in it becomes nan, or -1: whoever reads it still will see that.
+        With `debugging.memory`, every number in it becomes nan or -1, so that a late read is noticed.
         """
         self.settle()
         self.forget()
@@ -220,12 +220,12 @@ class Slot:
             for reader in self.readers:
                 reader.copy = copy
             self.readers = None
-        if debugging.memory and not functorch.inside_transform():  # which would refuse the write
+        if debugging.memory and not functorch.inside_transform():  # a transform would refuse the write
             with ordinary_tensors():
                 self.write.fill_(255)
 
     def alternates(self, other: Slot | None) -> bool:
-        """Whether the two cannot hold something at the same time."""
+        """Whether the two slots cannot hold something at the same time."""
         return other is not None and (other is self or (self.position is not None and self.position is other.position))
 
 
@@ -234,15 +234,15 @@ class SlotPart:
     """The bytes of one buffer in a slot.
 
     Attributes:
-        region: all of them that travel.
-        own: this rank's piece of these, in its dtype.
-        sent: the same, in bytes.
+        region: all bytes that are gathered.
+        own: this rank's piece of the region, in its dtype.
+        sent: the same, as bytes.
         tail: the end of the last piece.
         tag: what is put there, on the device: a copy at every gather would make the host wait.
-        in_pieces: whether this rank's piece stays where it is, but for parameters that are cut.
-        shared: where in the piece these are.
-        inner: the parameters that are not cut: number, first element in the piece, elements, shape.
-        decoded: where what travels in few bits is decoded to, `[pieces, n]`.
+        shared: ranges in this rank's piece with parameters that pieces cut.
+        inner: parameters that the piece holds whole: index, first element in the piece, number of elements, shape.
+        in_pieces: whether only the `shared` ranges of this rank's piece are copied into the slot.
+        decoded: where quantized pieces are decoded, `[pieces, n]`.
     """
 
     region: Tensor
@@ -256,7 +256,7 @@ class SlotPart:
     decoded: Tensor | None = None
 
     def decode(self, gather: Gather) -> None:
-        """Makes numbers of what came in few bits."""
+        """Decodes pieces that were gathered in a quantized format."""
         if gather.wire is None or self.decoded is None:
             return
         for piece, into in zip(self.region.view(len(self.decoded), -1), self.decoded, strict=True):
@@ -290,7 +290,7 @@ def _tag(gather: Gather, device: torch.device) -> Tensor:
 
 
 class _Arrival:
-    """A gather that looks whether what came is what was meant."""
+    """A gather that checks, when it arrives, whether ranks gathered the same stage."""
 
     __slots__ = ("checks", "gather", "group", "part", "work")
 
@@ -305,10 +305,10 @@ class _Arrival:
             if tail.device.type != "cpu":
                 dispatch.assert_on_device((tail == tag).all(), "ranks run different stages")
             elif not torch.equal(tail, tag):
-                meant, came = (bytes(x[8:].tolist()).decode(errors="replace").strip() for x in (tag, tail))
+                ours, last = (bytes(x[8:].tolist()).decode(errors="replace").strip() for x in (tag, tail))
                 raise RuntimeError(
-                    f"it gathers for {meant}, but the last rank along {' x '.join(layout.placement.axes)} for "
-                    f"{came or 'another stage'}: ranks run different stages. A branch around a stage goes the same way "
+                    f"it gathers for {ours}, but the last rank along {' x '.join(layout.placement.axes)} for "
+                    f"{last or 'another stage'}: ranks run different stages. A branch around a stage goes the same way "
                     f"on every rank, and one that has no use for it calls shardfn.skip(stage, params)"
                 )
         self.part.decode(self.gather)
@@ -317,8 +317,8 @@ class _Arrival:
 class Position:
     """A position in the ring, where one slot holds something at a time.
 
-    That is the same slot for all calls, unless one grows. In the debug mode each call has its own, so that none
-    finds the numbers of another where its own have been.
+    It is the same slot for all calls, unless one needs a larger one. With `debugging.memory` each call has its own
+    slot, so that none finds the numbers of another in place of its own.
     """
 
     __slots__ = ("__weakref__", "slot")
@@ -327,10 +327,10 @@ class Position:
         self.slot = Slot(nbytes, device, weakref.ref(self))
 
     def next(self, nbytes: int, room: int) -> Slot:
-        """The slot for another call, which has room for that many bytes."""
+        """A slot for another call, with at least `room` bytes."""
         slot = self.slot
         if slot.buffer.numel() < room:
-            # Calls that still need the smaller one keep it alive; it goes when they do. What comes must not be dropped.
+            # Calls that still need the smaller slot keep it alive. Transfers into it must end before it is freed.
             slot.settle()
             slot.position = None
             self.slot = Slot(nbytes, slot.buffer.device, weakref.ref(self))
@@ -346,7 +346,7 @@ class Ring:
         self.device = device
         self.positions: list[Position] = []
         self.spare: list[Slot] = []
-        self.lent = 0  # bytes of the slots that are kept
+        self.lent = 0  # bytes of the slots lent by `outside`
         self.largest = 0
 
     @property
@@ -355,9 +355,10 @@ class Ring:
         return [position.slot for position in self.positions]
 
     def at(self, number: int, slots: int, nbytes: int, spared: Slot | None = None) -> Slot | None:
-        """The slot for call number `number` of a schedule with so many slots; None if that would take the spared one's.
+        """The slot for call `number` of a schedule with `slots` slots; None if it would replace `spared`.
 
-        A function that runs keeps its slot: what another one's backward calls, a checkpoint say, gets the next.
+        A running function keeps its slot: a call within its backward, such as from a checkpoint, gets the next free
+        one.
         """
         self.largest = max(self.largest, nbytes)
         i = number % slots
@@ -369,14 +370,14 @@ class Ring:
         return None if position.slot.alternates(spared) else position.next(self.largest, nbytes)
 
     def find(self, holds: Key) -> Slot | None:
-        """The slot that holds this already."""
+        """The slot that already holds this; None if there is none."""
         for position in self.positions:
             if position.slot.holds == holds:
                 return position.slot
         return None
 
     def outside(self, nbytes: int) -> Slot:
-        """A slot outside the ring, until it is given back."""
+        """Lends a slot outside of the ring, until `give_back`."""
         fitting = [slot for slot in self.spare if slot.buffer.numel() >= nbytes]
         best = min(fitting, key=lambda slot: slot.buffer.numel(), default=None) or Slot(nbytes, self.device)
         if fitting:
@@ -385,16 +386,16 @@ class Ring:
         return best
 
     def give_back(self, slot: Slot) -> None:
-        """The end of `outside`."""
+        """Ends a loan by `outside`."""
         slot.give_back()
         self.lent -= slot.buffer.numel()
         if not debugging.memory:
             self.spare.append(slot)
 
     def nbytes(self) -> int:
-        """Of all slots."""
+        """Bytes of all slots."""
         return self.lent + sum(slot.buffer.numel() for slot in (*self.slots, *self.spare))
 
     def reserve(self, nbytes: int) -> None:
-        """Stages of this size are to be expected: the slots are made large enough at once."""
+        """Makes new slots at least this large, for a stage that is still to come."""
         self.largest = max(self.largest, nbytes)

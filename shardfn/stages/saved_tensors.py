@@ -1,4 +1,4 @@
-"""Where what autograd saves of a stage goes: away from the device, to the hooks around the stage, or nowhere."""
+"""Decides where tensors that autograd saves of a stage go: off the device, to hooks around the stage, or nowhere."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from shardfn.transforms.step import escaped
 
 
 class SavedTensorHooks:
-    """Where what autograd saves of a run goes: away, or through the hooks that are in force around the stage.
+    """Sends what autograd saves of a run off the device, or to the hooks that are active around the stage.
 
-    Parameters go nowhere. Their memory is lent, backward fills it again, and another copy would only take room.
+    Parameters stay: their memory is lent and backward fills it again, so another copy would only take memory.
     """
 
     def __init__(self, name: str, own: set[int], around: Any, leave: Callable[[Tensor], View | None] | None) -> None:
@@ -27,7 +27,7 @@ class SavedTensorHooks:
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        """Under which it works."""
+        """A context in which the hooks are active."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             try:
                 yield
@@ -41,7 +41,7 @@ class SavedTensorHooks:
 
     def _pack(self, x: Tensor) -> tuple[str, Any, Any]:
         if x.layout is torch.strided and autograd.storage_of(x) in self.own:
-            return "own", x.detach(), x._version  # an output itself would hold the graph that holds it
+            return "own", x.detach(), x._version  # detached: an output would keep its graph alive, which keeps it
         view = None if self.leave is None else self.leave(x)
         if view is not None:
             return "away", view, view.version
@@ -50,18 +50,18 @@ class SavedTensorHooks:
         return "own", x.detach(), x._version
 
     def _unpack(self, packed: tuple[str, Any, Any]) -> Tensor:
-        where, x, more = packed
-        if where == "around":
-            found: Tensor = more(x)
-            return found
-        now = x.witness if where == "away" else x
-        if now._version != more:
+        kind, x, extra = packed
+        if kind == "around":
+            unpacked: Tensor = extra(x)
+            return unpacked
+        counter = x.witness if kind == "away" else x
+        if counter._version != extra:
             raise RuntimeError(
                 f"stage {self.name}: a tensor of shape {tuple(x.shape)} that its backward needs has been "
                 f"modified by an inplace operation since"
             )
-        same: Tensor = x.brought() if where == "away" else x
-        return same
+        tensor: Tensor = x.brought() if kind == "away" else x
+        return tensor
 
 
 def discarding(stage: str) -> Any:
@@ -74,7 +74,7 @@ def discarding(stage: str) -> Any:
 
 
 def saved_tensor_hooks(signature: Signature, own: set[int], leave: Offloading | None, transformed: bool) -> Any:
-    """A context for what autograd saves of a stage; None if hooks around it want nothing and nothing leaves."""
+    """A context for what autograd saves of a stage; None if nothing leaves and there are no hooks around."""
     allowed = autograd.saved_tensors_hooks_allowed()
     if not allowed and (leave is None or not transformed):
         return None
@@ -88,14 +88,14 @@ def saved_tensor_hooks(signature: Signature, own: set[int], leave: Offloading | 
 
 
 def argument_hooks(signature: Signature, own: set[int], leave: Callable[[Tensor], View | None]) -> Any:
-    """The same for what is saved of a call's arguments, where no hooks around it want that."""
+    """As `saved_tensor_hooks`, for a call's arguments, if no hooks are active around it."""
     if not autograd.saved_tensors_hooks_allowed() or _around() is not None:
         return contextlib.nullcontext()
     return SavedTensorHooks(signature.name, own, None, leave).context()
 
 
 def _around() -> Any:
-    """The hooks that somebody else has put around a call."""
-    found = autograd.saved_tensors_hooks()
-    own = found is not None and isinstance(getattr(found[0], "__self__", None), SavedTensorHooks)
-    return None if own else found
+    """The hooks that others have activated around a call."""
+    hooks = autograd.saved_tensors_hooks()
+    ours = hooks is not None and isinstance(getattr(hooks[0], "__self__", None), SavedTensorHooks)
+    return None if ours else hooks

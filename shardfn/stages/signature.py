@@ -1,4 +1,4 @@
-"""How the arguments of a stage are made of flat shards and other things, worked out once for each structure."""
+"""How the arguments of a stage consist of flat shards and other values, worked out once for each structure."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from shardfn.stages.options import Offload, Options
 
 @dataclass(frozen=True, eq=False)
 class Gather:
-    """One buffer of a stage on its way into a slot.
+    """How one buffer of a stage is gathered into a slot.
 
     Attributes:
-        layout: of the parameters.
-        dtype: in the slot.
+        layout: layout of the parameters.
+        dtype: their dtype in the slot.
         start: first byte in the slot.
-        stop: end of its bytes.
+        stop: byte behind the last.
         moves: whether it needs the slot at all: on one rank, in its own dtype, the shard is the parameters.
-        tag: the end of its last piece, where no parameter is: says what is gathered.
-        whole: whether this rank's own piece has to be in the slot too.
-        wire: the few bits in which it travels, if it does so.
-        encoded: first byte in the slot of what travels so.
+        tag: bytes for the end of the last piece, where no parameter is, that identify the buffer.
+        whole: whether this rank's own piece has to be copied into the slot too.
+        wire: the quantized format in which it is sent, if any.
+        encoded: first byte in the slot of the encoded pieces.
     """
 
     layout: Layout
@@ -56,21 +56,21 @@ class Gather:
 
 @dataclass(frozen=True, eq=False)
 class GatherPlan:
-    """All buffers of a stage, and how many bytes of a slot they take."""
+    """The gathers of all buffers of a stage, and how many bytes of a slot they take."""
 
     each: tuple[Gather, ...]
     nbytes: int
 
     @functools.cached_property
     def secondary(self) -> GatherPlan | None:
-        """The same slot, filled from copies that are cut less; None if there are none such."""
+        """The same slot, filled from copies that are cut less; None if there are no such copies."""
         if all(gather.layout.secondary is None for gather in self.each):
             return None
         return GatherPlan(tuple(_secondary(gather) for gather in self.each), self.nbytes)
 
     @functools.cached_property
     def stage(self) -> str:
-        """Path of the stage, or of each of them."""
+        """Path of the stage; of several, joined by `+`."""
         return "+".join(dict.fromkeys(gather.layout.stage for gather in self.each))
 
 
@@ -79,17 +79,18 @@ class Signature:
     """The structure of a stage's arguments.
 
     Attributes:
-        name: of the function.
+        name: name of the function.
         function: the function.
-        options: of the stage.
-        outer: the arguments' structure, each stage's parameters one leaf.
-        sources: for each of those leaves the numbers of the flat leaves that it is made of.
-        layouts: of the flat shards, in order of leaves; `shards` has their numbers.
-        wholes: parameters in few bits that are not cut, by the numbers of their leaves.
+        options: the stage's options.
+        outer: the arguments' structure, with each stage's parameters as one leaf.
+        sources: for each of those leaves, indices of the flat leaves of which it consists.
+        shards: indices of the flat shards among the flat leaves.
+        layouts: layouts of the flat shards, in the same order.
+        wholes: quantized parameters that are not sharded, by the indices of their leaves.
         known: plans by the dtypes of the shards.
-        shares_memory: whether outputs were seen to share memory, of which transforms cannot know.
-        writable: whether there are lists and dicts among the arguments.
-        computes: whether the function uses the parameters at all, or this rank only takes part.
+        shares_memory: whether outputs were seen to share memory, which transforms cannot represent.
+        writable: whether there are lists, dicts or deques among the arguments.
+        computes: whether the function uses the parameters, or this rank only takes part in the collectives.
         compared: whether the numbers of a second run were compared with those of the first.
     """
 
@@ -112,36 +113,36 @@ class Signature:
 
     @functools.cached_property
     def stage(self) -> str:
-        """What this call is called in messages and in the ledger."""
+        """The stage's path, for messages and the ledger."""
         return "+".join(dict.fromkeys(layout.stage for layout in self.layouts)) or self.name
 
     @functools.cached_property
     def code(self) -> Any:
-        """The same for functions that are made again and again from the same lines."""
+        """The function's code, which is the same if a function is made again and again from the same lines."""
         return getattr(inspect.unwrap(self.function), "__code__", self.name)
 
     @functools.cached_property
     def summed(self) -> str:
-        """How gradients travel, where the layouts do not say it."""
-        asked = {"reduce_dtype": self.options.reduce_dtype, "reduce": self.options.reduce}
-        return "".join(f", {name}={value}" for name, value in asked.items() if value is not None)
+        """How gradients are reduced, as far as the layouts do not say it; for comparison between ranks."""
+        requested = {"reduce_dtype": self.options.reduce_dtype, "reduce": self.options.reduce}
+        return "".join(f", {name}={value}" for name, value in requested.items() if value is not None)
 
     @functools.cached_property
     def keep(self) -> Keep:
         """What calls keep from forward to backward: the most that any of their layouts asks for."""
         if self.options.reshard is not None:
             return keep_of(self.options.reshard)
-        asked = [layout.placement.keep for layout in self.layouts]
-        return "step" if "step" in asked else True if True in asked else max(asked, key=bool)
+        requested = [layout.placement.keep for layout in self.layouts]
+        return "step" if "step" in requested else True if True in requested else max(requested, key=bool)
 
     @functools.cached_property
     def keeps_graph(self) -> bool:
-        """Whether what autograd saved in forward stays for backward; otherwise the function runs again."""
+        """Whether the graph of forward is kept for backward; otherwise the function runs again."""
         return self.options.remat is False or isinstance(self.options.remat, Offload)
 
     @functools.cached_property
     def only_at_axes(self) -> tuple[str, ...]:
-        """Axes along which some ranks have none of the parameters, and do not call."""
+        """Axes along which some ranks hold none of the parameters, and do not call the stage."""
         return tuple(dict.fromkeys(name for layout in self.layouts for name in layout.placement.only_at_axes))
 
     @property
@@ -150,7 +151,7 @@ class Signature:
         return self.layouts[0].grid
 
     def refuse_elsewhere(self) -> None:
-        """Raises ValueError on a rank that holds nothing of the parameters, which live elsewhere."""
+        """Raises ValueError on a rank that holds nothing of the parameters."""
         for layout in self.layouts:
             if not layout.here(process_groups.global_rank()):
                 only_at = ", ".join(f"{axis}={position}" for axis, position in layout.placement.only_at)
@@ -160,7 +161,7 @@ class Signature:
                 )
 
     def plan(self, shards: Sequence[Tensor]) -> GatherPlan:
-        """How these shards travel."""
+        """How these shards are gathered."""
         dtypes = tuple([shard.dtype for shard in shards])
         plan = self.known.get(dtypes)
         if plan is None:
@@ -169,14 +170,14 @@ class Signature:
 
     @functools.cached_property
     def packed(self) -> list[Packed]:
-        """The parameters that are kept in few bits; what they hold is the number of a leaf."""
+        """The quantized parameters; each holds the index of a leaf."""
         return [layout.packed[leaf] for layout in self.layouts for e in layout.entries for leaf in e.leaves
                 if leaf in layout.packed]  # fmt: skip
 
     def call(
         self, leaves: Sequence[Any], views: Sequence[Sequence[Any]], decode: Callable[[Packed], Tensor] | None = None
     ) -> Any:
-        """The function on these leaves, but whole parameters in place of shards; `decode` for those in few bits."""
+        """Calls the function with whole parameters in place of shards; `decode` decodes the quantized ones."""
         outer, at = [], 0
         for source in self.sources:
             if source[0] in self.shards:
@@ -194,11 +195,11 @@ class Signature:
         return result
 
     def decode(self, packed: Packed) -> Tensor:
-        """A parameter in few bits, in the dtype that the stage asks for."""
+        """Decodes a quantized parameter, to the dtype that the stage asks for."""
         return packed.decoded(self.options.gather_dtype)
 
     def _refuse_written(self, arguments: Any, before: Sequence[Any]) -> None:
-        """Raises RuntimeError if the function wrote into a list or a dict, of which it had a copy."""
+        """Raises RuntimeError if the function wrote into a list or dict among its arguments, which are copies."""
         try:
             same = all(a is b for a, b in zip(self.outer.flatten_up_to(arguments), before, strict=True))
         except ValueError:
@@ -210,24 +211,24 @@ class Signature:
             )
 
     def closed_over(self) -> list[Any]:
-        """What the function closes over itself."""
+        """The values over which the function itself closes."""
         contents = []
         for cell in self._cells:
-            with contextlib.suppress(ValueError):  # an empty one
+            with contextlib.suppress(ValueError):  # an empty cell
                 contents.append(cell.cell_contents)
         return contents
 
     def named(self) -> list[tuple[str, Tensor]]:
-        """Tensors that the function's code names and does not get: what it closes over, and globals; for messages."""
+        """Tensors that the function's code names and does not get, from closures and globals; for messages."""
         function = inspect.unwrap(self.function)
         code = getattr(function, "__code__", None)
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, cell in zip(code.co_freevars if code else (), self._cells, strict=False):
-            with contextlib.suppress(ValueError):  # an empty one
-                found[name] = cell.cell_contents
-        around = getattr(function, "__globals__", {})
-        found |= {name: around[name] for name in (code.co_names if code else ()) if name in around}
-        return [(name, x) for name, value in found.items() for x in optree.tree_leaves(value) if isinstance(x, Tensor)]
+            with contextlib.suppress(ValueError):  # an empty cell
+                values[name] = cell.cell_contents
+        globals_ = getattr(function, "__globals__", {})
+        values |= {name: globals_[name] for name in (code.co_names if code else ()) if name in globals_}
+        return [(name, x) for name, value in values.items() for x in optree.tree_leaves(value) if isinstance(x, Tensor)]
 
     @functools.cached_property
     def _cells(self) -> tuple[Any, ...]:
@@ -238,7 +239,7 @@ def signature_of(name: str, function: Callable[..., Any], options: Options, args
     """The signature of a call.
 
     Raises:
-        ValueError: shards of different meshes.
+        ValueError: shards of different meshes, or only some of a stage's buffers.
     """
     nodes, outer = optree.tree_flatten((args, kwargs), is_leaf=lambda x: is_packed(x) or is_stage(x))
     wholes: dict[int, Packed] = {}
@@ -277,8 +278,8 @@ def signature_of(name: str, function: Callable[..., Any], options: Options, args
 
 
 def plan_of(options: Options, layouts: tuple[Layout, ...], dtypes: tuple[torch.dtype, ...]) -> GatherPlan:
-    """How shards with these layouts, of these dtypes, travel; one object for all time."""
-    with _lock:  # ranks may be threads
+    """The plan for shards with these layouts and dtypes; the same object for the same arguments."""
+    with _lock:  # ranks may be threads, and plans are compared by identity
         return _plan_of(options.gather_dtype, options.gather, layouts, dtypes)
 
 
@@ -308,12 +309,12 @@ def _plan_of(
 
 
 def up(nbytes: int) -> int:
-    """Where in a slot the next buffer may begin."""
+    """The least multiple of 512 that is `nbytes` or more, where the next buffer in a slot may begin."""
     return -(-nbytes // 512) * 512
 
 
 def wire_of(layout: Layout, dtype: torch.dtype, format: Format | None) -> Wire | None:
-    """How a shard's pieces travel in few bits; None if they travel as they are, or not at all."""
+    """The quantized format of a shard's pieces; None if they are sent as they are, or not at all."""
     chosen = format or layout.placement.gather
     if chosen is None or not dtype.is_floating_point or layout.size == 1:
         return None
@@ -328,23 +329,23 @@ def _secondary(gather: Gather) -> Gather:
     return replace(gather, layout=layout, tag=tag, whole=True)
 
 
-def _tag(layout: Layout, travels: torch.dtype | Wire, length: int) -> Tensor:
-    what = repr((layout.stage, layout.entries, layout.placement, layout.padded, travels))
-    digest = hashlib.blake2b(what.encode(), digest_size=8).digest()
-    named = (digest + repr(layout.stage).encode())[:length]
-    return torch.tensor(list(named.ljust(length, b" ")), dtype=torch.uint8)
+def _tag(layout: Layout, sent_as: torch.dtype | Wire, length: int) -> Tensor:
+    text = repr((layout.stage, layout.entries, layout.placement, layout.padded, sent_as))
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    identity = (digest + repr(layout.stage).encode())[:length]
+    return torch.tensor(list(identity.ljust(length, b" ")), dtype=torch.uint8)
 
 
 def decoded(tree: Any, decode: Callable[[Packed], Tensor]) -> Any:
-    """A stage's parameters with tensors in place of those in few bits."""
+    """A stage's parameters, with quantized ones decoded."""
     return optree.tree_map(lambda x: decode(x) if is_packed(x) else x, tree, is_leaf=is_packed)
 
 
 def cast(x: Any, dtype: torch.dtype | None) -> Any:
-    """Floating tensors in another dtype, other things as they are."""
+    """Casts a floating-point tensor; returns anything else as it is."""
     return x.to(dtype) if dtype is not None and isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 def cast_all(tree: Any, dtype: torch.dtype) -> Any:
-    """The same for each leaf of a result."""
+    """Casts all floating-point tensors of a tree."""
     return optree.tree_map(lambda x: cast(x, dtype), tree)

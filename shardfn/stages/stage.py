@@ -1,7 +1,7 @@
-"""Stages: functions whose parameters are gathered just before they run, and whose gradients leave just after.
+"""Stages: functions whose parameters are gathered just before they run, and whose gradients are reduced just after.
 
-A stage has a forward and a backward of its own, both run by the engine's schedule. Whatever goes further, a second
-derivative, a tangent, a batch, runs the composition of collectives that the stage means.
+The engine's schedule runs a stage's forward and first backward. Everything else (a second derivative, forward mode, a
+batch) runs the stage as a composition of collectives.
 """
 
 from __future__ import annotations
@@ -80,56 +80,57 @@ def stage(
     input_dtype: torch.dtype | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> Any:
-    """Makes a function of whole parameters one of flat shards: all-gather, compute, reduce-scatter.
+    """Turns a function of whole parameters into one of flat shards: all-gather, compute, reduce-scatter.
 
-    Wherever a `FlatShard` (or what else `shard` puts in place of a stage's parameters) is among the arguments,
-    the function meets the whole parameters. They are views of a buffer that is lent for the call: compute with them,
-    return none of them. Calls without any shards run the function as it is. Works as a decorator.
+    The function gets whole parameters in place of each `FlatShard` among the arguments (or of the dict that `shard`
+    puts in place of a stage's parameters). They are views of a buffer that is lent for the call: compute with them,
+    and do not return them. Calls without any shards run the function as it is. Works as a decorator.
 
     Args:
-        fn: pure: its result depends on its arguments (any pytrees), which it does not change.
+        fn: a pure function: its result depends on its arguments (any pytrees), which it does not change.
         remat: False keeps activations for backward; True computes them again; `offload(to, above)` moves the large
-            ones to the memory of the host, or to disk, until backward, and "offload" is `offload()`; a policy as
-            `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it, or a list of ops, says which results
-            to keep. Random numbers are drawn again as they were.
-        reshard: when the gathered parameters are given back: True, after forward, and backward gathers them again;
-            False, after backward; "step", after the whole step. Default: as `Placement.reshard` says.
-        prefetch: how many gathers run ahead: of the layers that `layers` announces, and in backward. Each
-            takes a buffer of the size of the largest stage, in addition to the one in use.
-        gather_dtype: of floating parameters on the wire and in the function; default: the shard's own.
-        reduce_dtype: of their gradients on the wire; default: the shard's own.
-        gather: the few bits in which floating parameters travel, such as `quant.int8()`: each rank encodes its piece,
-            and all compute with what the bytes stand for. The gradient passes as if nothing had been rounded.
-            Default: as `Placement.gather` says.
-        reduce: the few bits in which their gradients travel: each is rounded where it leaves, by one all-to-all for
-            each axis, and sums are in float32. Default: as `Placement.reduce` says.
-        input_dtype: floating tensors among the other arguments are cast to it.
-        output_dtype: floating results are cast to it.
+            ones to the memory of the host, or to disk, until backward, and "offload" is `offload()`; a policy for
+            `torch.utils.checkpoint.create_selective_checkpoint_contexts`, or a list of ops, says which results to
+            keep. The second run draws the same random numbers.
+        reshard: when the gathered parameters are freed: True, after forward, and backward gathers them again; False,
+            after backward; "step", after the whole step. Default: as `Placement.reshard` says.
+        prefetch: how many gathers run ahead, of the layers that `layers` announces, and in backward. Each takes a
+            buffer of the size of the largest stage, in addition to the one in use.
+        gather_dtype: dtype in which floating-point parameters are gathered and passed to the function; default: the
+            shard's own.
+        reduce_dtype: dtype in which their gradients are reduced; default: the shard's own.
+        gather: quantized format in which floating-point parameters are gathered, such as `quant.int8()`: each rank
+            encodes its piece, and all ranks compute with the decoded numbers. Gradients ignore the rounding. Default:
+            as `Placement.gather` says.
+        reduce: quantized format in which their gradients are reduced: each is rounded when it is sent, by one
+            all-to-all for each axis, and sums are in float32. Default: as `Placement.reduce` says.
+        input_dtype: floating-point tensors among the other arguments are cast to it.
+        output_dtype: floating-point results are cast to it.
 
     Returns:
         A function with the same signature. Derivatives with respect to shards are those of the composition
-        `fn(all_gather(pvary(shard)))`: gradients arrive reduce-scattered over the axes that cut the shard, then
-        summed over its replicas. First derivatives by reverse mode (autograd, `torch.func.grad`, `vjp`) run the
-        schedule; others run the composition, which keeps what it gathers.
+        `fn(all_gather(pvary(shard)))`: gradients are reduce-scattered over the axes that cut the shard, then summed
+        over its replicas. First derivatives by reverse mode (autograd, `torch.func.grad`, `vjp`) run the schedule;
+        others run the composition, which keeps gathered parameters.
 
     Raises:
-        RuntimeError: a stage inside a stage; a function that returns a parameter or a view of one, writes into
-            one, or closes over a tensor that needs a gradient; ranks that run different stages.
-        ValueError, TypeError: shards of another mesh, of the wrong shape, or not all of a stage's.
+        RuntimeError: a stage inside a stage; a function that returns a parameter or a view of one, writes into one,
+            or closes over a tensor that needs a gradient; ranks that run different stages.
+        ValueError, TypeError: shards of another mesh, of the wrong shape, or only some of a stage's.
 
     Example:
         ``block = stage(block, remat=True)``, then ``for p in layers(params["blocks"]): x = block(p, x)``
     """
-    asked = Options(remat, reshard, prefetch, gather_dtype, reduce_dtype, gather, reduce, input_dtype, output_dtype)
-    options = asked.checked()
+    requested = Options(remat, reshard, prefetch, gather_dtype, reduce_dtype, gather, reduce, input_dtype, output_dtype)
+    options = requested.checked()
     if fn is None:
-        return functools.partial(stage, **vars(asked))
+        return functools.partial(stage, **vars(requested))
     return made(getattr(fn, "__name__", type(fn).__name__), fn, options)
 
 
 @dataclass(eq=False)
 class Made:
-    """What a stage is made of; `skipping` is what `skip` calls in its place."""
+    """What a stage was made from; `skipping` is the stage that `skip` calls instead."""
 
     name: str
     function: Callable[..., Any]
@@ -138,7 +139,7 @@ class Made:
 
 
 def made(name: str, function: Callable[..., Any], options: Options, computes: bool = True) -> Callable[..., Any]:
-    """A stage; one that does not compute takes part where other ranks call one of its name that does."""
+    """Makes a stage; if it does not compute, it only takes part when other ranks call the stage of the same name."""
     signatures: dict[Any, Signature] = {}
 
     @functools.wraps(function)
@@ -147,7 +148,7 @@ def made(name: str, function: Callable[..., Any], options: Options, computes: bo
             with dynamo.one_graph():
                 return traced(name, function, options, args, kwargs)
         leaves, tree = optree.tree_flatten((args, kwargs))
-        # The layouts are in the tree too, but optree leaves them out of its hash.
+        # The layouts are in the tree too, but optree leaves them out of its hash: without them keys would collide.
         key = (tree, *[arg.layout for arg in args if type(arg) is FlatShard])
         signature = signatures.get(key)
         if signature is None:
@@ -162,7 +163,7 @@ def made(name: str, function: Callable[..., Any], options: Options, computes: bo
 
 
 class Layers(Sequence[T]):
-    """What `layers` returns: its items. While it is alive, the engine knows what comes after what."""
+    """The sequence that `layers` returns. While it is alive, the engine knows which stage follows which."""
 
     def __init__(self, items: Iterable[T]) -> None:
         self._items = list(items)
@@ -172,7 +173,7 @@ class Layers(Sequence[T]):
             if flats:
                 group = tuple([flat.layout for flat in flats]), tuple([flat.values for flat in flats])
                 groups.setdefault(flats[0].layout.grid, []).append(group)
-        self._orders = {grid: PrefetchOrder(some) for grid, some in groups.items()}
+        self._orders = {grid: PrefetchOrder(members) for grid, members in groups.items()}
         for grid, order in self._orders.items():
             engine_of(mesh_of(grid, "layers: a stage")).prefetch.announce(order)
 
@@ -184,16 +185,16 @@ class Layers(Sequence[T]):
 
 
 def layers(items: Iterable[T]) -> Sequence[T]:
-    """The parameters of layers in the order of their use; while a stage runs on one, those of the next are gathered.
+    """The parameters of layers in the order of use; while a stage runs on one, those of the next are gathered.
 
     Args:
-        items: parameters of stages, in the order in which they will be used, each by its stage.
+        items: parameters of stages, in the order in which the stages will be called.
 
     Raises:
-        TypeError: a dict, whose items are its keys.
+        TypeError: a dict, which iterates over its keys.
 
     Returns:
-        The same items. Their order is known to the engine as long as this sequence is alive.
+        The same items. The engine knows their order as long as this sequence is alive.
 
     Example:
         ``for p in layers(params["blocks"]): x = block(p, x)``, or for a whole model
@@ -217,24 +218,25 @@ def skip(stage: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
     """Takes part in other ranks' call of a stage without computing: in its gather, and with zeros in its gradient.
 
     All ranks call the same stages in the same order. A rank that has no use for one, such as a layer of an image
-    encoder when its batch has no images, skips it at the place where other ranks call it.
+    encoder when its batch has no images, skips it where other ranks call it.
 
     Args:
-        stage: what `shardfn.stage` returned; or, inside a call of what `interop.functional` returned, a module that is
-            one of its stages, whose parameters that call has.
-        *args: the parameters, at the same places among the arguments as in a call. Of other tensors the values are not
-            used, only whether they need a gradient: pass on the zero from the layer before, as a call would get that
-            layer's result. Where the parameters are frozen, backward comes here only for such a tensor.
+        stage: a function that `shardfn.stage` returned; or, inside a call of a model from `interop.functional`, a
+            module that is one of its stages, whose parameters that call has.
+        *args: the parameters, at the same positions as in a call. Of other tensors the values are not used, only
+            whether they need a gradient: pass the zero from the layer before, as a call would get that layer's result.
+            If the parameters are frozen, backward reaches the stage only through such a tensor.
         **kwargs: the same for arguments that are passed by name.
 
     Returns:
-        A zero: 0-d, in bfloat16 or the stage's `output_dtype`, with a derivative of zero in all arguments. Use the last
-        one as the others use the result, or add it to the loss: by it this rank's backward comes to the stages that it
-        skipped. Only `value_and_grad`, `grad` and `accumulate` find them without it, where no other transform runs
-        around them; a derivative of a derivative needs it used as the result is.
+        A 0-d zero in bfloat16 or the stage's `output_dtype`, with a derivative of zero in all arguments. Use the last
+        one
+        as other ranks use the result, or add it to the loss: through it this rank's backward reaches the stages that it
+        skipped. Only `value_and_grad`, `grad` and `accumulate` find them without it, if no other transform runs around
+        them; a second derivative needs it used as the result is.
 
     Raises:
-        TypeError: something other than a stage.
+        TypeError: `stage` is not a stage.
         torch._dynamo.exc.UserError: under `torch.compile`, where all ranks run one graph.
 
     Example:
@@ -247,40 +249,40 @@ def skip(stage: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
                 "skip: under torch.compile all ranks run the same graph, so none can skip a stage: compile the "
                 "function inside the stage, shardfn.stage(torch.compile(f)), and call skip outside"
             )
-    own = getattr(getattr(stage, "forward", None), "_shardfn_skip", None)
-    if own is not None:
-        zero: Tensor = own(*args, **kwargs)
+    module_skip = getattr(getattr(stage, "forward", None), "_shardfn_skip", None)
+    if module_skip is not None:
+        zero: Tensor = module_skip(*args, **kwargs)
         return zero
-    what: Made | None = getattr(stage, "_shardfn_made", None)
-    if what is None or getattr(stage, "__wrapped__", None) is not what.function:
+    source: Made | None = getattr(stage, "_shardfn_made", None)
+    if source is None or getattr(stage, "__wrapped__", None) is not source.function:
         raise TypeError(
             f"skip: {getattr(stage, '__name__', stage)!r} is not a stage, but a {type(stage).__name__}: pass what "
             f"shardfn.stage returned, and then the parameters"
         )
-    if what.skipping is None:
-        what.skipping = made(what.name, _zero(what.function), what.options, computes=False)
-    result: Tensor = what.skipping(*args, **kwargs)
+    if source.skipping is None:
+        source.skipping = made(source.name, _zero(source.function), source.options, computes=False)
+    result: Tensor = source.skipping(*args, **kwargs)
     return result
 
 
 def _zero(function: Callable[..., Any]) -> Callable[..., Any]:
-    """In the place of a function, as which it is known: zero, with derivatives of zero in all arguments."""
+    """A function with the name of another that returns zero, with derivatives of zero in all arguments."""
 
     @functools.wraps(function)
     def zero(*args: Any, **kwargs: Any) -> Tensor:
-        total = torch.zeros((), dtype=torch.bfloat16)  # no loss becomes wider when it is added
+        total = torch.zeros((), dtype=torch.bfloat16)  # so that adding it does not promote a loss's dtype
         for x in optree.tree_leaves((args, kwargs)):
             if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()):
-                nothing = (x if x.ndim else x.view(1))[..., :0]  # a product with 0 would be nan for inf
-                total = total + nothing.sum().real
-        # Not linear, so that derivatives of derivatives come here, too, on all ranks or on none.
+                empty = (x if x.ndim else x.view(1))[..., :0]  # a product with 0 would be nan for inf
+                total = total + empty.sum().real
+        # Not linear, so that second derivatives pass through here too, on all ranks or on none.
         return torch.expm1(total).to(torch.bfloat16)
 
     return zero
 
 
 def _called(signature: Signature, leaves: list[Any]) -> Any:
-    """A call with shards among its arguments."""
+    """Calls a stage with shards among its arguments."""
     mesh = mesh_of(signature.grid, f"stage {signature.name}: {signature.stage!r}")
     if signature.only_at_axes:
         signature.refuse_elsewhere()
@@ -290,8 +292,8 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
         return composed(signature, leaves, mesh)
     refuse_inside(signature)
     shards = _checked(signature, leaves)
-    taken = set(signature.shards)
-    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in taken]
+    shard_indices = set(signature.shards)
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in shard_indices]
     inputs = [leaves[i] for i in at]
     for x in inputs:
         if x.layout is not torch.strided:
@@ -330,7 +332,7 @@ class _Staged:
         self.collects = False
 
     def pure(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The outputs, by collectives that every transform goes through."""
+        """The outputs, by collectives that every transform can differentiate."""
         call = self.call
         leaves = with_leaves(call.leaves, (*call.signature.shards, *call.at), tensors)
         with call.surroundings.again():
@@ -338,14 +340,14 @@ class _Staged:
         return tuple(call.outputs(result, tensors[len(call.signature.shards) :], transformed=True))
 
     def fwd(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Outputs, and the inputs."""
+        """The outputs, and the inputs as residuals."""
         call, n = self.call, len(self.call.signature.shards)
         outputs = self.engine.forward(call, tensors[:n], tensors[n:])
         self.differentiable = call.differentiable
         return outputs, tensors[n:]
 
     def begin(self, again: bool) -> None:
-        """First the part of this rank in the backward of later calls, in which its own loss has none."""
+        """First does this rank's part in the backward of later calls whose outputs its own loss does not use."""
         step, tape, run = self.call.step, self.call.tape, self.call.run
         collects = step is not None and step.collects()
         if step is not None and collects and tape is not None and run is not None:
@@ -355,12 +357,12 @@ class _Staged:
     def bwd(
         self, residuals: Sequence[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Gradients of shards and inputs; None for those that the step takes, too."""
+        """Gradients of shards and inputs; None also for gradients that the step collects."""
         return self.engine.backward(self.call, needs, cotangents, tuple(residuals), self.collects)
 
 
 def _needs(signature: Signature, shards: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[bool]:
-    """Which tensors are, or in a transform may be, differentiated."""
+    """Which tensors are differentiated, or may be inside a transform."""
     if not functorch.inside_transform():
         if not torch.is_grad_enabled():
             return [False] * (len(shards) + len(inputs))
@@ -379,7 +381,7 @@ def _checked(signature: Signature, leaves: Sequence[Any]) -> tuple[Tensor, ...]:
     """The shards among the arguments.
 
     Raises:
-        TypeError, ValueError: one that does not hold what its layout says.
+        TypeError, ValueError: a shard does not hold a tensor of its piece's shape.
     """
     shards = []
     for i, layout in zip(signature.shards, signature.layouts, strict=True):

@@ -1,4 +1,4 @@
-"""What a schedule of stages consists of: calls in turn on a tape."""
+"""The tape of a schedule: the calls of stages, in order."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from shardfn.stages.signature import GatherPlan, Signature
 from shardfn.transforms.step import Step, numbered
 
 Identities = tuple[tuple[int, int], ...]
-LONGEST = 4096  # calls on one tape, for a program that never asks for a gradient
+LONGEST = 4096  # most calls on a tape; bounds it in a program that never asks for a gradient
 
 
 @dataclass(eq=False)
 class StageRun:
-    """One call on the tape: what gathering its parameters takes, forward and backward.
+    """One call on the tape, with what it takes to gather its parameters, forward and backward.
 
     Attributes:
-        signature: of the call.
-        key: says what a slot must hold for it.
-        keep: whether the slot is its own until its backward, or until the step is over.
-        index: how far along the tape it is.
-        slot: where its parameters are, or have to be again for its backward; None if it needs none.
-        claim: on the slot, until its backward.
+        signature: signature of the call.
+        key: what a slot must hold for it.
+        keep: whether it keeps its slot until its backward, or until the end of the step.
+        index: position on the tape.
+        slot: the slot of its parameters, in forward and again in backward; None if it needs none.
+        claim: its claim on the slot, until its backward.
         reads: whether its backward reads the parameters.
-        secondary: what its parameters are gathered from in place of the shards.
-        saved: what of its parameters it needs, where they are not gathered again.
-        collected: the shards whose gradient its step takes from it, None for the others.
+        secondary: pieces from which its parameters are gathered, in place of the shards.
+        saved: the slot's contents that it needs, if they are not gathered again.
+        collected: shards whose gradient its step collects, None for the others.
         trains: whether any of the shards gets a gradient.
         done: whether its backward has run.
-        away: activations of it that have left the device, as long as its graph needs them.
+        away: its activations that have left the device, while its graph needs them.
     """
 
     signature: Signature
@@ -56,12 +56,12 @@ class StageRun:
 
     @property
     def kind(self) -> Any:
-        """What calls of its kind have in common, also of a stage that is made anew at every step."""
+        """What calls of its kind have in common, also if the stage is made anew at every step."""
         return self.signature.code, self.plan
 
 
 class Claim:
-    """That a call keeps a slot for its backward. It may outlive the call, so it holds no shards."""
+    """A call's claim on a slot until its backward. It may outlive the call, so it holds no shards."""
 
     __slots__ = ("key", "run", "slot")
 
@@ -71,7 +71,7 @@ class Claim:
         slot.users += 1
 
     def end(self) -> Slot | None:
-        """The slot, unless it has ended before; the run has none from now on."""
+        """The slot, and takes it from the run; None if the claim ended before."""
         slot, self.slot = self.slot, None
         run = self.run()
         if slot is not None and run is not None:
@@ -81,7 +81,7 @@ class Claim:
 
 @dataclass(frozen=True, eq=False)
 class Secondary:
-    """Larger pieces of a stage's parameters, which forward left for backward (ZeRO++, Wang et al. 2023, section 3.2).
+    """Larger pieces of a stage's parameters, which forward keeps for backward (ZeRO++, Wang et al. 2023, section 3.2).
 
     Attributes:
         plan: how they are gathered.
@@ -93,33 +93,33 @@ class Secondary:
 
 
 class Tape:
-    """The calls of one step that may see a backward, in order."""
+    """The calls of one step that may get a backward, in order."""
 
     __slots__ = ("closed", "count", "front", "number", "runs", "shards", "step", "waiting")
 
     def __init__(self, step: Step | None) -> None:
-        self.number = numbered()  # what keys know it by: a reference would be a cycle, and keep gradients alive
+        self.number = numbered()  # keys contain it in place of a reference, which would be a cycle
         self.runs: list[StageRun] = []
         self.waiting = 0  # calls without a backward yet
         self.shards: dict[GatherPlan, Any] = {}  # which tensors each stage was called with
-        self.count = 0  # of slots taken from the ring
+        self.count = 0  # slots taken from the ring
         self.closed = False
-        self.front: int | None = None  # the last run that backward has come to
+        self.front: int | None = None  # the last run that backward has reached
         self.step = step
 
     def add(self, run: StageRun) -> None:
-        """One more call."""
+        """Appends a call."""
         run.index = len(self.runs)
         self.runs.append(run)
         self.waiting += 1
 
 
-def key_of(tape: Tape | None, step: Step | None, keep: Keep, plan: GatherPlan, which: Identities) -> Key:
-    """What a slot must hold: by the tape's number, or what all tapes of a step have in common, and which shards."""
+def key_of(tape: Tape | None, step: Step | None, keep: Keep, plan: GatherPlan, shard_ids: Identities) -> Key:
+    """What a slot must hold: number of the tape, or of the step if slots are kept for it, plan, and shards."""
     scope = step if keep == "step" else tape
-    return (0 if scope is None else scope.number, plan, which)
+    return (0 if scope is None else scope.number, plan, shard_ids)
 
 
 def identities(shards: Sequence[Tensor]) -> Identities:
-    """Which tensors these are, and which numbers they hold."""
+    """Which tensors these are, and their versions."""
     return tuple([(id(x), 0 if x.is_inference() else x._version) for x in shards])

@@ -1,4 +1,4 @@
-"""What a function and its gradient mean on a mesh: `shard_map`, `value_and_grad`, custom derivatives.
+"""Transforms of functions on a mesh: `shard_map`, `value_and_grad`, custom derivatives.
 
-It may import `shards` and what is below.
+Imports `shards` and what is below.
 """

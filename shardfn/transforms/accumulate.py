@@ -1,4 +1,6 @@
-"""The gradient of a sum over micro-batches: one of them in memory at a time, communication put off to the last."""
+"""The gradient of a sum over micro-batches, with one of them in memory at a time and communication deferred to the
+last.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,10 @@ from shardfn.transforms.step import Defer, Step
 
 
 class Accumulation:
-    """A function of parameters: `params -> (value, gradient)`, from micro-batches one after another.
+    """A function `params -> (value, gradient)`, over micro-batches one after another.
 
     Attributes:
-        micro: how many they were, last time; 0 before.
+        micro: number of micro-batches in the last call; 0 before the first.
     """
 
     def __init__(self, run: Callable[[Any], tuple[Any, Any]]) -> None:
@@ -52,32 +54,33 @@ def accumulate(
 ) -> Accumulation:
     """A function of parameters that returns the sum of `f` over micro-batches and its gradient, one of them at a time.
 
-    Nothing is averaged: where `f` is a sum, divided by what the whole batch has of it, the result is exactly the
-    whole batch's loss and gradient.
+    Nothing is averaged: if `f` is a sum, divided by the size of the whole batch, the result is exactly the whole
+    batch's loss and gradient.
 
     With `micro="auto"` a batch is cut into as few parts as fit into memory. It is tried whole first. When any rank runs
-    out of memory, all ranks leave what they are in the middle of, and begin again with twice as many parts, from the
-    same random numbers. What fits is remembered for the function and the size of the batch; a line in the log says it.
+    out of memory, all ranks abandon the attempt, and begin again with twice as many parts, from the same random
+    numbers. The number that fits is remembered by function and batch size, and logged.
 
     Args:
-        f: `(params, batch) -> loss`, or `(params, *batch)` where a micro-batch is a tuple. With `"auto"` it may run
-            more than once, and so it changes nothing but what it returns, and torch's own random numbers.
-        microbatches: the batches, as many on every rank; with `micro`, one batch: a pytree of tensors with the same
-            number of rows in dim 0. Ranks may have other numbers of rows, and other lengths.
-        micro: in how many parts the batch is cut, on every rank; they differ by one row at most, and where a rank has
-            fewer rows its last ones have none. Or `"auto"`.
+        f: `(params, batch) -> loss`, or `(params, *batch)` if a micro-batch is a tuple. With `"auto"` it may run more
+            than once, so it must change nothing but torch's own random state.
+        microbatches: the micro-batches, as many on every rank; with `micro`, one batch: a pytree of tensors with the
+            same number of rows in dim 0. Numbers of rows and lengths may differ between ranks.
+        micro: the number of parts into which the batch is cut, on every rank; they differ by one row at most, and the
+            last ones are empty on a rank with fewer rows. Or `"auto"`.
         has_aux: `f` returns `(loss, aux)`; the new function returns `(sum, [aux, ...])` in place of the sum.
-        defer: what gradients of flat shards wait for the last micro-batch with: `"replicas"`, the sum over
-            replicas; `"everything"`, the scatter too, which takes a buffer for the whole gradients of all stages;
+        defer: what gradients of flat shards defer to the last micro-batch: `"replicas"`, the sum over replicas;
+            `"everything"`, the reduce-scatter too, which takes a buffer for the whole gradients of all stages;
             `"nothing"`.
 
     Returns:
-        `params -> (value, gradient)`, as `value_and_grad` gives. Its attribute `micro` says in how many parts it ran.
+        `params -> (value, gradient)`, as `value_and_grad` gives. Its attribute `micro` is the number of parts it ran
+        in.
 
     Raises:
-        TypeError, ValueError: no micro-batches; no such `defer`; a batch that cannot be cut so, or that ranks would
-            cut differently.
-        torch.OutOfMemoryError: on every rank, when one of them cannot even do one row.
+        TypeError, ValueError: no micro-batches; no such `defer`; a batch that cannot be cut in this way, or that ranks
+            would cut differently.
+        torch.OutOfMemoryError: on every rank, if one of them runs out of memory with a single row.
         RuntimeError: `"auto"` under a transform, or where something outside differentiates through it.
 
     Example:
@@ -95,7 +98,7 @@ def accumulate(
     def losses(params: Any, batches: Iterable[Any]) -> Iterator[tuple[Tensor, Any]]:
         number = 0
         for number, batch in enumerate(batches, 1):
-            made.micro = number
+            accumulation.micro = number
             yield scalar(f(params, *batch) if isinstance(batch, tuple) else f(params, batch), has_aux, name)
         if number == 0:
             raise ValueError(f"accumulate: there are no micro-batches for {name}")
@@ -122,8 +125,8 @@ def accumulate(
         described = [_called(f), f"defer={defer!r}", f"has_aux={has_aux}"]
         return fitted(lambda parts: summed(params, parts), microbatches, micro, params, described, name)
 
-    made = Accumulation(accumulated)
-    return made
+    accumulation = Accumulation(accumulated)
+    return accumulation
 
 
 def _differentiated(params: Any) -> bool:
@@ -134,7 +137,7 @@ def _differentiated(params: Any) -> bool:
 
 
 def _called(f: Callable[..., Any]) -> str:
-    """Which function it is, however often it is made anew, and on every rank the same."""
+    """An identifier of a function: the same however often it is made anew, and on every rank."""
     while isinstance(f, functools.partial):
         f = f.func
     code = getattr(f, "__code__", None)
@@ -143,26 +146,27 @@ def _called(f: Callable[..., Any]) -> str:
 
 
 def _one_by_one(losses: Callable[[Any], Iterator[tuple[Tensor, Any]]], params: Any, has_aux: bool, defer: Defer) -> Any:
-    moving = Variables(params)
-    variables = [value.detach().requires_grad_() for value in moving.values]
+    """The sum and its gradient, by one forward and backward per micro-batch."""
+    wrapped = Variables(params)
+    variables = [value.detach().requires_grad_() for value in wrapped.values]
     sums: list[Tensor | None] = [None] * len(variables)
     values, auxes = [], []
     with torch.enable_grad(), Step(variables, defer) as step:
-        for value, aux in losses(moving.tree(variables)):
+        for value, aux in losses(wrapped.tree(variables)):
             if step.engines:
                 reaches_others((value, aux), variables)
             if variables:
                 with step.differentiating():
-                    found: Sequence[Tensor | None] = [None] * len(variables)
+                    gradients: Sequence[Tensor | None] = [None] * len(variables)
                     if value.requires_grad:
-                        found = torch.autograd.grad(value, variables, allow_unused=True)
-                sums = [b if a is None else a if b is None else a + b for a, b in zip(sums, found, strict=True)]
+                        gradients = torch.autograd.grad(value, variables, allow_unused=True)
+                sums = [b if a is None else a if b is None else a + b for a, b in zip(sums, gradients, strict=True)]
             values.append(value.detach())
             auxes.append(optree.tree_map(detached, aux))
             del value, aux
         collected = step.finish()
-        follow(collected, variables, moving.layouts)
-    found = unshared(totals(sums, collected, variables, moving.layouts))
-    gradient = moving.gradient(found)
+        follow(collected, variables, wrapped.layouts)
+    gradients = unshared(totals(sums, collected, variables, wrapped.layouts))
+    gradient = wrapped.gradient(gradients)
     total = torch.stack(values).sum()
     return (total, auxes) if has_aux else total, gradient

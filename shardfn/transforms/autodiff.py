@@ -1,7 +1,7 @@
-"""Gradients of functions of pytrees: what calculus says of the loss as written, nothing averaged, nothing reduced.
+"""Gradients of functions of pytrees: exactly those of the loss as written, not averaged or reduced over ranks.
 
-One meaning, two engines: plain autograd, which keeps no graph for a second derivative unless something outside
-asks for one, and torch.func when already inside one of its transforms.
+There are two engines for one meaning: plain autograd, which keeps no graph for a second derivative unless something
+outside needs one, and torch.func inside its own transforms.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def value_and_grad(
     """A function that returns what `f` returns and its gradient.
 
     Args:
-        f: returns a scalar (0-d, real, floating) or, with `has_aux`, a pair of it and any pytree.
+        f: returns a scalar (0-d, real, floating) or, with `has_aux`, a pair of a scalar and any pytree.
         argnums: which positional arguments to differentiate; a sequence gives a tuple of gradients.
-        has_aux: `f` returns `(loss, aux)`, and so does the new function in place of `loss`.
+        has_aux: `f` returns `(loss, aux)`, and the new function `((loss, aux), gradient)`.
 
     Returns:
-        `(*args, **kwargs) -> (value, gradient)`. A gradient is a pytree like its argument: a zero tensor for a leaf
-        that the loss does not use, None for a leaf that is not a floating or complex tensor. Gradients are of this
-        rank's loss with respect to this rank's values: every reduction over ranks is the transpose of a
-        collective in `f`. Under torch.compile a tensor that `f` closes over is a constant to it: what is to be
-        differentiated again is an argument.
+        `(*args, **kwargs) -> (value, gradient)`. A gradient is a pytree like its argument, with zeros for a leaf that
+        the loss does not use, and None for a leaf that is not a floating or complex tensor. Gradients are of this
+        rank's loss with respect to this rank's values: every reduction over ranks is the transpose of a collective in
+        `f`. Under torch.compile tensors that `f` closes over are constants: pass as an argument what is to be
+        differentiated again.
 
     Raises:
         TypeError, ValueError: an argument number without an argument; a loss that is not a real scalar.
@@ -74,10 +74,10 @@ def value_and_grad(
         engine = _by_torch_func if torch.compiler.is_compiling() or functorch.inside_transform() else _by_autograd
         recorder = None if torch.compiler.is_compiling() else recording.current()
         begin = 0 if recorder is None else len(recorder.trace.nodes)
-        value, aux, found = engine(loss, variables.values, variables.layouts)
+        value, aux, gradients = engine(loss, variables.values, variables.layouts)
         if recorder is not None:
-            recorder.differentiated(value, begin, zip(variables.values, found, strict=True))
-        trees = variables.gradient(found)
+            recorder.differentiated(value, begin, zip(variables.values, gradients, strict=True))
+        trees = variables.gradient(gradients)
         return (value, aux) if has_aux else value, trees[0] if isinstance(argnums, int) else trees
 
     return differentiated
@@ -87,13 +87,13 @@ def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bo
     """A function that returns the gradient of `f`, as `jax.grad` does; `value_and_grad` without the value.
 
     Args:
-        f: returns a scalar (0-d, real, floating) or, with `has_aux`, a pair of it and any pytree.
+        f: returns a scalar (0-d, real, floating) or, with `has_aux`, a pair of a scalar and any pytree.
         argnums: which positional arguments to differentiate; a sequence gives a tuple of gradients.
         has_aux: `f` returns `(loss, aux)`.
 
     Returns:
         `(*args, **kwargs) -> gradient`, or `(gradient, aux)` with `has_aux`. A gradient is a pytree like its argument,
-        with leaves of the same shapes and dtypes; what it means on a mesh is said at `value_and_grad`.
+        with leaves of the same shapes and dtypes; see `value_and_grad` for its meaning on a mesh.
 
     Raises:
         TypeError, ValueError: as `value_and_grad`.
@@ -116,40 +116,42 @@ def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bo
 def _by_torch_func(
     loss: Callable[..., Any], leaves: list[Tensor], layouts: list[Layout | None]
 ) -> tuple[Tensor, Any, Sequence[Tensor]]:
+    """The loss, aux and gradients by torch.func."""
     if not leaves:
         return (*loss(), ())
-    found, (value, aux) = torch.func.grad_and_value(loss, argnums=tuple(range(len(leaves))), has_aux=True)(*leaves)
+    gradients, (value, aux) = torch.func.grad_and_value(loss, argnums=tuple(range(len(leaves))), has_aux=True)(*leaves)
     if not torch.compiler.is_compiling():
-        # What a stage computed has a graph outside of all transforms.
+        # A stage's results have an autograd graph outside of all transforms, which shows what else the loss uses.
         reaches_others([functorch.unwrapped(x) for x in optree.tree_leaves((value, aux)) if isinstance(x, Tensor)], [])
-    every = [_divided(g, layout) for g, layout in zip(found, layouts, strict=True)]
-    return value, aux, unshared(every) if torch.compiler.is_compiling() else every
+    parts = [_divided(g, layout) for g, layout in zip(gradients, layouts, strict=True)]
+    return value, aux, unshared(parts) if torch.compiler.is_compiling() else parts
 
 
 def _by_autograd(
     loss: Callable[..., Any], leaves: list[Tensor], layouts: list[Layout | None]
 ) -> tuple[Tensor, Any, Sequence[Tensor]]:
+    """The loss, aux and gradients by plain autograd."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError("value_and_grad: torch.inference_mode() records no gradients; use torch.no_grad()")
-    outside = torch.is_grad_enabled()
+    recording_outside = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Aliases: what autograd outside, or forward mode, knows of the argument stays connected.
+        # Aliases, so that graphs outside and forward-mode tangents of the arguments stay connected.
         variables = [leaf.view_as(leaf) for leaf in leaves]
         for variable in variables:
             if not variable.requires_grad:
                 variable.requires_grad_()
         with Step(variables) as step:
             value, aux = loss(*variables)
-            others = bool(outside or step.engines) and reaches_others((value, aux), variables)
-            keep = outside and (any(leaf.requires_grad for leaf in leaves) or others)
+            others = bool(recording_outside or step.engines) and reaches_others((value, aux), variables)
+            keep = recording_outside and (any(leaf.requires_grad for leaf in leaves) or others)
             by_autograd: list[Tensor | None] = [None] * len(variables)
             with step.differentiating():
                 if value.requires_grad and variables:
                     by_autograd = list(torch.autograd.grad(value, variables, create_graph=keep, allow_unused=True))
             collected = step.finish()
             follow(collected, variables, layouts)
-        found = unshared(totals(by_autograd, collected, variables, layouts))
-    return (value, aux, found) if keep else (detached(value), optree.tree_map(detached, aux), found)
+        gradients = unshared(totals(by_autograd, collected, variables, layouts))
+    return (value, aux, gradients) if keep else (detached(value), optree.tree_map(detached, aux), gradients)
 
 
 def follow_parts(recorder: recording.Recorder, flat: Tensor, layout: Layout) -> None:
@@ -181,20 +183,20 @@ def totals(
     variables: Sequence[Tensor],
     layouts: Sequence[Layout | None],
 ) -> list[Tensor]:
-    """Gradients, of which stages may have given all or a part past autograd."""
-    found = []
+    """Gradients as sums of autograd's part and the part that stages passed to the step."""
+    sums = []
     for g, variable, layout in zip(by_autograd, variables, layouts, strict=True):
         total = collected.get(id(variable))
         if total is None:
             total = _divided(torch.zeros_like(variable) if g is None else g, layout)
         elif g is not None:
             total = total + _divided(g, layout)
-        found.append(total)
-    return found
+        sums.append(total)
+    return sums
 
 
 def _divided(gradient: Tensor, layout: Layout | None) -> Tensor:
-    """This rank's part of a gradient that several ranks have, where it is cut further than its parameter."""
+    """This rank's part of a gradient, where it is cut further than its parameter."""
     if layout is None or not _divides(layout):
         return gradient
     home = _home(layout)
@@ -210,37 +212,37 @@ def _home(layout: Layout) -> Any:
 
 @dynamo.constant_when_traced
 def _divides(layout: Layout) -> tuple[str, ...]:
-    """The axes along which a gradient is cut further than its parameter; none if it is not."""
+    """The axes along which a gradient is cut further than its parameter; empty if it is not."""
     return layout.placement.gradients[len(layout.placement.axes) :] if layout.state_layout is not layout else ()
 
 
 class Variables:
-    """The leaves of a tree that have a gradient, and the way back.
+    """The leaves of a tree that have a gradient, and the tree's structure.
 
     Attributes:
         values: these leaves.
-        layouts: of each, if it is a flat shard's.
+        layouts: the layout of each; None if it is not in a flat shard.
     """
 
     def __init__(self, tree: Any) -> None:
         self._leaves, self._tree = optree.tree_flatten(tree)
-        every = layouts_of(tree)
-        self._at = [i for i, leaf in enumerate(self._leaves) if moves(leaf, every[i])]
+        layouts = layouts_of(tree)
+        self._at = [i for i, leaf in enumerate(self._leaves) if moves(leaf, layouts[i])]
         self.values: list[Tensor] = [self._leaves[i] for i in self._at]
-        self.layouts = [every[i] for i in self._at]
+        self.layouts = [layouts[i] for i in self._at]
 
     def tree(self, values: Sequence[Any]) -> Any:
-        """The tree with these in place of the leaves that have a gradient."""
+        """The tree, with other values for the leaves that have a gradient."""
         return optree.tree_unflatten(self._tree, with_leaves(self._leaves, self._at, values))
 
-    def like(self, found: Sequence[Tensor]) -> Any:
-        """A tree with these in place of the leaves that have a gradient, and None for the others."""
-        return optree.tree_unflatten(self._tree, with_leaves([None] * len(self._leaves), self._at, found))
+    def like(self, values: Sequence[Tensor]) -> Any:
+        """A tree with these for the leaves that have a gradient, and None for the others."""
+        return optree.tree_unflatten(self._tree, with_leaves([None] * len(self._leaves), self._at, values))
 
-    def gradient(self, found: Sequence[Tensor]) -> Any:
-        """A tree of gradients, None for the other leaves; its flat shards know how they are cut."""
+    def gradient(self, gradients: Sequence[Tensor]) -> Any:
+        """A tree of gradients, None for the other leaves; flat shards get the layout of their gradient."""
         # A None leaf is not a node to optree, so the gradient keeps the argument's structure around it.
-        tree = self.like(found)
+        tree = self.like(gradients)
         if all(layout is None or layout.state_layout is layout for layout in self.layouts):
             return tree
         return optree.tree_map(
@@ -251,7 +253,7 @@ class Variables:
 
 
 def layouts_of(tree: Any) -> list[Layout | None]:
-    """The layout of each leaf of a tree, if it is a flat shard's."""
+    """The layout of each leaf of a tree; None for leaves outside of flat shards."""
     nodes = [node for node in optree.tree_leaves(tree, is_leaf=is_flat) if not (is_flat(node) and node.values is None)]
     return [node.layout if is_flat(node) else None for node in nodes]
 
@@ -263,40 +265,40 @@ def moves(leaf: Any, layout: Layout | None) -> bool:
 
 
 def reaches_others(results: Any, variables: Sequence[Tensor]) -> bool:
-    """Whether the loss or aux also depends on a tensor, closed over, that somebody outside differentiates.
+    """Whether the loss or aux also depends on other leaves of autograd, over which the function closes.
 
     Raises:
-        RuntimeError: it depends on one inside a stage, which nobody can differentiate from there.
+        RuntimeError: it depends on a tensor inside a stage, which cannot be differentiated from outside.
     """
     if torch.compiler.is_compiling():
         return False
-    mine = {id(variable) for variable in variables}
+    own = {id(variable) for variable in variables}
     tensors = [leaf for leaf in optree.tree_leaves(results) if isinstance(leaf, Tensor)]
-    others = [leaf for leaf in autograd.leaves_of(tensors) if id(leaf) not in mine]
+    others = [leaf for leaf in autograd.leaves_of(tensors) if id(leaf) not in own]
     for leaf in others:
         if owner(leaf) is not None:
             raise escaped(str(owner(leaf)))
     return bool(others)
 
 
-def unshared(found: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Each gradient in memory of its own: autograd may return one for two, or one number for all elements."""
-    if torch.compiler.is_compiling():  # memory is not known yet; where a copy is not needed, a compiler leaves it out
-        return [gradient.clone(memory_format=torch.contiguous_format) for gradient in found]
-    taken: set[int] = set()
-    own = []
-    for gradient in found:
+def unshared(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Each gradient in memory of its own: autograd may return the same tensor twice, or one number for all elements."""
+    if torch.compiler.is_compiling():  # memory is not known yet; the compiler removes copies that are not needed
+        return [gradient.clone(memory_format=torch.contiguous_format) for gradient in gradients]
+    seen: set[int] = set()
+    unshared = []
+    for gradient in gradients:
         if not gradient.is_contiguous() and 0 in gradient.stride():
             gradient = gradient.contiguous()
-        elif autograd.storage_of(gradient) in taken:
+        elif autograd.storage_of(gradient) in seen:
             gradient = gradient.clone()
-        taken.add(autograd.storage_of(gradient))
-        own.append(gradient)
-    return own
+        seen.add(autograd.storage_of(gradient))
+        unshared.append(gradient)
+    return unshared
 
 
 def scalar(result: Any, has_aux: bool, name: str) -> tuple[Tensor, Any]:
-    """The loss and aux that a function returned, if that is what they are."""
+    """The loss and aux that a function returned; raises TypeError or ValueError if they are something else."""
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(f"value_and_grad: with has_aux=True {name} returns (loss, aux), not {type(result).__name__}")
     value, aux = result if has_aux else (result, ())
@@ -312,7 +314,7 @@ def scalar(result: Any, has_aux: bool, name: str) -> tuple[Tensor, Any]:
 
 
 def detached(leaf: Any) -> Any:
-    """Without its graph, but with its tangent in forward mode, which `detach` alone would drop."""
+    """A leaf without its graph; keeps its tangent in forward mode, which `detach` alone would drop."""
     if not isinstance(leaf, Tensor):
         return leaf
     if not functorch.inside_forward_mode():
@@ -322,5 +324,5 @@ def detached(leaf: Any) -> Any:
 
 
 def name_of(f: Callable[..., Any]) -> str:
-    """What a function is called in messages."""
+    """A function's name in messages."""
     return getattr(f, "__name__", type(f).__name__)

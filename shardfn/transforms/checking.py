@@ -1,4 +1,4 @@
-"""A call that is checked: it runs as it would, while what it does is recorded; then ranks compare, and judge it."""
+"""A checked call: it runs as usual while its operations are recorded; then ranks compare the records and judge them."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ _WORDS = ("always", "first", "off")
 
 
 def asked() -> str | None:
-    """What `SHARDFN_CHECK` says, for every function: `always`, `first` or `off`; None if it says nothing.
+    """The value of `SHARDFN_CHECK`, for all functions: `always`, `first` or `off`; None if it is not set.
 
     Raises:
-        ValueError: it says something else.
+        ValueError: it has another value.
     """
-    found = os.environ.get("SHARDFN_CHECK", "").strip().lower()
-    if found and found not in _WORDS:
-        raise ValueError(f"SHARDFN_CHECK={found!r}; it is always, first (at the first call of each kind), or off")
-    return found or None
+    value = os.environ.get("SHARDFN_CHECK", "").strip().lower()
+    if value and value not in _WORDS:
+        raise ValueError(f"SHARDFN_CHECK={value!r}; it is always, first (at the first call of each kind), or off")
+    return value or None
 
 
 def flat_axes(layout: Layout) -> tuple[str, ...]:
@@ -63,15 +63,15 @@ def flat_axes(layout: Layout) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _silently() -> Iterator[None]:
-    """What runs inside belongs to no call, no transform and no ledger."""
+    """A context outside of all transforms in which nothing is recorded."""
     with paused(), functorch.outside_transforms(), torch.no_grad(), unrecorded():
         yield
 
 
 def _axes_of(mesh: DeviceMesh, group: str) -> Iterable[str]:
-    """The names of the axes along which a group's ranks stand."""
-    for one in filter(None, (mesh, current_mesh())):
-        for names, axis in known_axes(one).used.items():
+    """The names of the axes along which a group's ranks lie."""
+    for candidate in filter(None, (mesh, current_mesh())):
+        for names, axis in known_axes(candidate).used.items():
             if axis.group == group:
                 return as_names(names)
     return ()
@@ -81,9 +81,9 @@ class Checked:
     """One checked call of a function.
 
     Args:
-        name: the function, for messages.
-        mesh: whose ranks compare.
-        outer: whether somebody outside differentiates it.
+        name: the function's name, for messages.
+        mesh: the mesh whose ranks compare.
+        outer: whether something outside differentiates the call.
     """
 
     def __init__(self, name: str, mesh: DeviceMesh, outer: bool) -> None:
@@ -100,7 +100,7 @@ class Checked:
     # --- what goes in ---
 
     def take(self, leaves: Sequence[Leaf], pieces: Sequence[Any]) -> None:
-        """The arguments, as the function gets them."""
+        """Records the arguments, as the function gets them."""
         with _silently():
             for leaf, piece in zip(leaves, pieces, strict=True):
                 self._take(leaf, piece)
@@ -123,8 +123,8 @@ class Checked:
         node = self.recorder.input(x, path, allowed)
         plain = isinstance(leaf.spec, P)
         rows = self.recorder.trace.mask(next(leaf.spec.by_dim(), ())) if isinstance(leaf.spec, P) else 0
-        said = f"in_specs {leaf.spec}" if plain else ""
-        self.arguments.append(Argument(path, node, allowed, plain, False, said, rows))
+        declared = f"in_specs {leaf.spec}" if plain else ""
+        self.arguments.append(Argument(path, node, allowed, plain, False, declared, rows))
         self.shown.append(bits(x))
         self.constants.append(constant(x) if allowed is None or (plain and allowed) else None)
         if x.is_leaf and x.requires_grad:
@@ -132,7 +132,7 @@ class Checked:
             self.grads.append((f"{path}.grad", x, before))
 
     def _flat(self, path: str, flat: FlatShard) -> None:
-        """A flat shard, of which each parameter says along which axes it is the same."""
+        """Records a flat shard; each of its parameters declares the axes along which it is the same."""
         layout, trace = flat.layout, self.recorder.trace
         whole = self.recorder.input(flat.values, path, trace.mask(flat_axes(layout)))
         trace.flat[whole] = trace.mask(layout.placement.axes)
@@ -142,7 +142,7 @@ class Checked:
         ):
             return
         values = functorch.unwrapped(flat.values)
-        if values.shape != (layout.piece,):  # a batch of shards
+        if values.shape != (layout.piece,):  # a batch of shards, whose parameters cannot be told apart
             return
         held = local_parameters(FlatShard(values, layout))
         follow_parts(self.recorder, values, layout)
@@ -156,10 +156,10 @@ class Checked:
     # --- what comes out ---
 
     def finish(self, leaves: Sequence[Leaf]) -> None:
-        """Ranks compare and judge, where the function has run to its end on this rank.
+        """Compares and judges, after the function has returned on this rank.
 
         Raises:
-            VaryingError: what the function declares is not so. Every rank raises the same.
+            VaryingError: something that the function declares is not so. Every rank raises the same error.
         """
         with _silently():
             results = self._results(leaves)
@@ -170,17 +170,17 @@ class Checked:
         if self.recorder.trace.prefix:
             _log.info("%s: the call is long: only its beginning was checked, and what it returned", self.name)
         with _silently():
-            found = self.ranks.together(lambda: judged(self.recorder.trace, compared))
-        if self.recorder.trace.prefix and not all(one.unseen for one in found):
-            found = [one for one in found if not one.unseen]  # whose cause another rank's record has, which is longer
-        every = tuple(sorted(found, key=lambda one: one.kind in LAST))
-        if any(one.kind not in PROBABLY for one in every):
-            raise VaryingError(said(self.name, every, False), every)
-        if every:
-            warnings.warn(VaryingWarning(said(self.name, every, True), every), stacklevel=4)
+            findings = self.ranks.together(lambda: judged(self.recorder.trace, compared))
+        if self.recorder.trace.prefix and not all(f.unseen for f in findings):
+            findings = [f for f in findings if not f.unseen]  # another rank has a longer record, with the cause
+        ordered = tuple(sorted(findings, key=lambda f: f.kind in LAST))
+        if any(f.kind not in PROBABLY for f in ordered):
+            raise VaryingError(said(self.name, ordered, False), ordered)
+        if ordered:
+            warnings.warn(VaryingWarning(said(self.name, ordered, True), ordered), stacklevel=4)
 
     def _all_end(self) -> None:
-        """Raises VaryingError where other ranks still call collectives."""
+        """Raises VaryingError if other ranks still call collectives."""
         try:
             compare("the end of the function", "", self.ranks.everybody, by=self.name)
         except ValueError as error:
@@ -189,8 +189,10 @@ class Checked:
             raise VaryingError(str(error), (Finding("collectives", names, "", "", fix, str(error)),)) from None
 
     def _results(self, leaves: Sequence[Leaf]) -> list[tuple[str, Tensor, Mask]]:
-        """Takes down what the function returned; by path, what is declared to be the same along some axis."""
-        trace, found = self.recorder.trace, []
+        """Records what the function returned; returns path, value and declared axes of results that are the same along
+        some axis.
+        """
+        trace, results = self.recorder.trace, []
         everywhere = (1 << len(trace.axes)) - 1
         trace.prefix = self.recorder.ended()
         for leaf in leaves:
@@ -198,7 +200,7 @@ class Checked:
             if isinstance(x, (int, float, complex)) and isinstance(leaf.spec, P):
                 at = self.recorder.number(x, leaf.path)
                 trace.events.append(Output(leaf.path, at, trace.mask(leaf.spec.axes)))
-                found.append((leaf.path, torch.as_tensor(x), trace.mask(leaf.spec.axes)))
+                results.append((leaf.path, torch.as_tensor(x), trace.mask(leaf.spec.axes)))
             if not isinstance(x, Tensor):
                 continue
             if is_flat(leaf.value):
@@ -210,29 +212,30 @@ class Checked:
             outer = outer and not trace.prefix
             trace.events.append(Output(leaf.path, self._node_of(plain, allowed), allowed, outer))
             if allowed is not None and allowed != everywhere:
-                found.append((leaf.path, plain, allowed))
+                results.append((leaf.path, plain, allowed))
         for path, x, before in self.grads if not trace.prefix else ():
             if x.grad is not None and (before is None or before[0]() is not x.grad or before[1] != x.grad._version):
-                value = trace.nodes[self.recorder.values.node_of(x)]  # as it is declared, so is its derivative
+                # A gradient varies along the axes along which its variable does.
+                value = trace.nodes[self.recorder.values.node_of(x)]
                 allowed = value.axes if value.effect == "exactly" else None
                 trace.events.append(Output(path, self.recorder.values.node_of(x.grad), allowed))
-                found.append((path, x.grad, everywhere if allowed is None else allowed))
-        return found
+                results.append((path, x.grad, everywhere if allowed is None else allowed))
+        return results
 
     def _node_of(self, x: Tensor, allowed: Mask | None) -> int:
-        """That of a result; only the bits of one that nobody has seen being made tell that it is not as declared."""
+        """The node of a result; if its making was not recorded, only its bits can show that it is not as declared."""
         values = self.recorder.values
         unseen = Node("result", (), None, "exactly", allowed or 0, like=like_of(x))
         return values.add(unseen) if self.recorder.trace.prefix else values.node_of(x)
 
     @_silently()
     def compared(self, results: Sequence[tuple[str, Tensor, Mask]]) -> Compared:
-        """Ranks compare the bits of what they have taken down."""
+        """Compares the bits of all recorded values between ranks."""
         ranks, values = self.ranks, self.recorder.values
         evidence, counts, watched = map(numbers, (values.evidence, values.counts, values.watched))
         constants = whole([0 if c is None else c for c in self.constants])
         shown = whole([*self.shown, *(bits(x) for _, x, _ in results)])
-        # What is passed and returned may be another tree on each rank: where it is not, ranks compare by place.
+        # Arguments and results may be different trees on each rank; only if they are not, ranks compare by position.
         paths = keys([*(a.path for a in self.arguments), *(path for path, _, _ in results)])
         trace = self.recorder.trace
         digests = [
@@ -245,7 +248,8 @@ class Checked:
         ]
         rows = ranks.gathered(torch.tensor(digests))
         apart, trace.prefix = ranks.along(rows), bool(rows[:, -1].any())
-        spread = functools.partial(ranks.spread, absent=not trace.prefix)  # each rank's ends somewhere else
+        # Records that break off end at different places, so what is absent from one says nothing.
+        spread = functools.partial(ranks.spread, absent=not trace.prefix)
         nodes = spread(evidence) if apart[0] else {}
         uneven = spread(counts) if apart[1] else {}
         seen = dict.fromkeys([node for _, node, _ in watched], 0) | (spread(watched) if apart[2] else {})
@@ -253,8 +257,8 @@ class Checked:
         if apart[3] or apart[4]:
             differs = ranks.spread(list(zip(paths, range(len(paths)), shown, strict=True)), absent=False)
         else:
-            along = ranks.along(ranks.gathered(torch.tensor(shown, dtype=torch.int64))) if shown else []
-            differs = dict(enumerate(along))
+            masks = ranks.along(ranks.gathered(torch.tensor(shown, dtype=torch.int64))) if shown else []
+            differs = dict(enumerate(masks))
             for k, (_, x, allowed) in enumerate(results, first):
                 differs[k] = ranks.beyond_rounding(x, differs[k] & ~allowed)
         for k, argument in enumerate(self.arguments):
@@ -265,7 +269,7 @@ class Checked:
 
 
 def claim(recorder: Recorder, what: str, leaves: Sequence[Leaf], pieces: Sequence[Any], mesh: DeviceMesh) -> None:
-    """What a function mapped inside one that is checked declares of its arguments, or of its result."""
+    """Records what a function that is mapped inside a checked one declares of its arguments or its result."""
     trace = recorder.trace
     elsewhere = trace.mask(name for name in trace.axes if name not in sizes(mesh))
     for leaf, piece in zip(leaves, pieces, strict=True):

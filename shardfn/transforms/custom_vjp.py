@@ -1,7 +1,7 @@
-"""Functions with a first derivative of their own, and every further one by composition.
+"""Functions with a hand-written first derivative; all further derivatives go by composition.
 
-What a kernel, a ring or a schedule does faster than autograd would is a forward and a backward of its own; a second
-derivative, a tangent or a batch goes through the plain function that both mean. One meaning, two speeds.
+A kernel, a ring or a schedule that is faster than autograd has a forward and a backward of its own. A second
+derivative, forward mode or a batch goes through a plain function with the same meaning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Tensors = tuple[Tensor, ...]
 
 
 class Derivative(Protocol):
-    """A function of tensors with a derivative of its own, as `call` takes it."""
+    """A function of tensors with its own derivative, as `call` takes it."""
 
     @property
     def trains(self) -> Sequence[bool] | None:
@@ -32,39 +32,39 @@ class Derivative(Protocol):
 
     @property
     def differentiable(self) -> Sequence[bool] | None:
-        """Which outputs may, known after `fwd`; None for all."""
+        """Which outputs may have a gradient, known after `fwd`; None for all."""
 
     def pure(self, *inputs: Tensor) -> Tensors:
-        """The outputs, by operations that every transform goes through."""
+        """The outputs, by operations that every transform can differentiate."""
 
     def fwd(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
-        """The same outputs, and residuals, of which some may be inputs or outputs. Runs without autograd."""
+        """The same outputs, and residuals, which may be inputs or outputs. Runs without autograd."""
 
     def begin(self, again: bool) -> None:
-        """A backward pass has come here; `again` says that what it finds may be differentiated itself."""
+        """Called when a backward pass begins; `again` says that its gradients may be differentiated themselves."""
 
     def bwd(
         self, residuals: Sequence[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]
     ) -> Sequence[Tensor | None]:
-        """The gradients of the inputs that need one; None for the others, and for one that is zero.
+        """The gradients of the inputs that need one; None for the others, and for zeros.
 
-        A cotangent is None where nobody uses the output.
+        A cotangent is None if the output is not used.
         """
 
 
 @dataclass(frozen=True)
 class custom_vjp:
-    """A function of tensors with a derivative written by hand, as `jax.custom_vjp` has it.
+    """A function of tensors with a hand-written derivative, as `jax.custom_vjp`.
 
-    Every transform that needs more than one first derivative goes through `pure`.
+    Transforms that need more than a first derivative by reverse mode go through `pure`.
 
     Attributes:
         pure: `(*inputs) -> outputs`.
-        fwd: `(*inputs) -> (outputs, residuals)`: tuples of tensors. Residuals may be inputs and outputs themselves.
-        bwd: `(residuals, cotangents, needs) -> gradients`, one for each input: None where it needs none, or is zero. A
-            cotangent is None where nobody uses the output.
+        fwd: `(*inputs) -> (outputs, residuals)`: tuples of tensors. Residuals may be inputs or outputs.
+        bwd: `(residuals, cotangents, needs) -> gradients`, one for each input: None if it needs none, or is zero. A
+            cotangent is None if the output is not used.
         trains: which inputs may have a gradient; None for all.
-        differentiable: which outputs may; None for all.
+        differentiable: which outputs may have a gradient; None for all.
     """
 
     pure: Callable[..., Tensors]
@@ -74,31 +74,31 @@ class custom_vjp:
     differentiable: Sequence[bool] | None = None
 
     def begin(self, again: bool) -> None:
-        """There is nothing to do."""
+        """Does nothing."""
 
     def __call__(self, *inputs: Tensor) -> Tensors:
-        """The outputs; all ranks take the same way, by the transforms around them."""
+        """The outputs. The path depends only on the transforms around the call, so all ranks take the same one."""
         if torch.compiler.is_compiling() or functorch.inside_batching_or_forward():
             return self.pure(*inputs)
-        asked = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-        if not asked and not functorch.inside_transform():
+        needed = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+        if not needed and not functorch.inside_transform():
             return self.fwd(*inputs)[0]
         return call(self, *inputs)
 
 
 def call(function: Derivative, *inputs: Tensor) -> Tensors:
-    """The outputs of a function, whose inputs are differentiated, outside of vmap and forward mode."""
+    """Calls a function whose inputs are differentiated, outside of vmap and forward mode."""
     run = _Run(function)
-    found: Tensors = functorch.applied(_Forward if functorch.inside_transform() else _Direct, run, *inputs)
-    return found[: run.outputs]
+    tensors: Tensors = functorch.applied(_Forward if functorch.inside_transform() else _Direct, run, *inputs)
+    return tensors[: run.outputs]
 
 
 class _Run:
-    """One call; no pytree node, so transforms pass it through.
+    """One call; not a pytree node, so transforms pass it through.
 
     Attributes:
-        plan: where each residual is among inputs, what was made in addition to outputs, and outputs, one after another.
-        made: of the last two, those that are saved, by their number in what forward gives.
+        plan: index of each residual among the inputs, followed by the tensors in `made`.
+        made: indices of the saved tensors among the outputs of `forward`.
     """
 
     __slots__ = ("function", "made", "mesh", "outputs", "plan")
@@ -108,53 +108,53 @@ class _Run:
         self.outputs, self.plan, self.made = 0, list[int](), list[int]()
 
     def forward(self, inputs: Tensors) -> Tensors:
-        """Outputs, and the residuals that are neither these nor inputs."""
+        """The outputs, followed by residuals that are neither outputs nor inputs."""
         outputs, residuals = self.function.fwd(*inputs)
         self.outputs = len(outputs)
         places = {id(x): i for i, x in enumerate(inputs)}
-        every = [*outputs]
+        tensors = [*outputs]
         numbers = {id(x): i for i, x in enumerate(outputs)}
         self.plan, self.made = [], []
         for x in residuals:
             if id(x) not in places:
                 if id(x) not in numbers:
-                    numbers[id(x)] = len(every)
-                    every.append(x)
+                    numbers[id(x)] = len(tensors)
+                    tensors.append(x)
                 places[id(x)] = len(inputs) + len(self.made)
                 self.made.append(numbers[id(x)])
             self.plan.append(places[id(x)])
-        return tuple(every) or (torch.empty(0),)  # torch wants one
+        return tuple(tensors) or (torch.empty(0),)  # a Function must return a tensor
 
     def backward(self, saved: Sequence[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]) -> Any:
-        """Gradients by hand; `saved` are the inputs, and what was made of the residuals."""
+        """Gradients by `bwd`; `saved` are the inputs, and the tensors in `made`."""
         return self.function.bwd([saved[i] for i in self.plan], cotangents, needs)
 
     def composed(
         self, inputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Gradients by the plain function."""
+        """Gradients by differentiating `pure`."""
         chosen = [i for i, need in enumerate(needs) if need]
-        moves = self.function.differentiable
+        mask = self.function.differentiable
 
         def outputs(*variables: Tensor) -> Tensors:
-            found = self.function.pure(*with_leaves(inputs, chosen, variables))
-            return found if moves is None else tuple(y for y, yes in zip(found, moves, strict=False) if yes)
+            results = self.function.pure(*with_leaves(inputs, chosen, variables))
+            return results if mask is None else tuple(y for y, yes in zip(results, mask, strict=False) if yes)
 
         values, pull = torch.func.vjp(outputs, *[inputs[i] for i in chosen])[:2]
-        given = cotangents if moves is None else [ct for ct, yes in zip(cotangents, moves, strict=True) if yes]
-        cts = tuple(torch.zeros_like(y) if ct is None else ct for y, ct in zip(values, given, strict=True))
-        found = dict(zip(chosen, pull(cts), strict=True))
-        return [found.get(i) for i in range(len(inputs))]
+        used = cotangents if mask is None else [ct for ct, yes in zip(cotangents, mask, strict=True) if yes]
+        cts = tuple(torch.zeros_like(y) if ct is None else ct for y, ct in zip(values, used, strict=True))
+        results = dict(zip(chosen, pull(cts), strict=True))
+        return [results.get(i) for i in range(len(inputs))]
 
     def scope(self) -> Any:
-        """What axis names meant when it was called: backward runs on another thread, or wherever it is asked for."""
+        """A context with the mesh of the call: backward runs on another thread, or in another scope."""
         if self.mesh is None or self.mesh is current_mesh():
             return contextlib.nullcontext()
         return scope(self.mesh)
 
 
 class _Forward(Function):
-    """`(run, *inputs) -> (*outputs, *residuals)` of which some are there already."""
+    """Autograd's function `(run, *inputs) -> (*outputs, *residuals)`, without residuals that are inputs or outputs."""
 
     @staticmethod
     def forward(run: _Run, *inputs: Tensor) -> Tensors:
@@ -165,9 +165,9 @@ class _Forward(Function):
         run: _Run = inputs[0]
         ctx.run = run
         ctx.save_for_backward(*inputs[1:], *[output[i] for i in run.made])
-        moves = run.function.differentiable
-        still = [] if moves is None else [y for y, yes in zip(output, moves, strict=False) if not yes]
-        ctx.mark_non_differentiable(*still, *output[run.outputs :])
+        mask = run.function.differentiable
+        constant = [] if mask is None else [y for y, yes in zip(output, mask, strict=False) if not yes]
+        ctx.mark_non_differentiable(*constant, *output[run.outputs :])
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -175,7 +175,7 @@ class _Forward(Function):
         run: _Run = ctx.run
         needs = ctx.needs_input_grad[1:]
         if run.function.trains is not None:
-            needs = [bool(asked and can) for asked, can in zip(needs, run.function.trains, strict=True)]
+            needs = [bool(need and can) for need, can in zip(needs, run.function.trains, strict=True)]
         saved = [functorch.alive(x) for x in ctx.saved_tensors]
         if not any(needs):
             return (None,) * (1 + len(needs))
@@ -189,12 +189,12 @@ class _Forward(Function):
                 return (None, *run.backward(saved, cts, needs))
             given = [ct is not None for ct in cts]
             present = [ct for ct in cts if ct is not None]
-            found = iter(functorch.applied(_Backward, run, needs, given, *present, *saved))
-            return (None, *(next(found) if need else None for need in needs))
+            gradients = iter(functorch.applied(_Backward, run, needs, given, *present, *saved))
+            return (None, *(next(gradients) if need else None for need in needs))
 
 
 class _Direct(_Forward):
-    """The same outside of torch.func, where `apply` looks at the arguments of a function with a `setup_context`."""
+    """`_Forward` outside of torch.func, where `apply` inspects the arguments of a Function with `setup_context`."""
 
     setup_context = Function.setup_context
 
@@ -206,14 +206,14 @@ class _Direct(_Forward):
 
 
 class _Backward(Function):
-    """`(run, needs, given, *cotangents, *inputs, *made) -> gradients` of the inputs that need one."""
+    """Autograd's function `(run, needs, given, *cotangents, *inputs, *made) -> gradients` of inputs that need one."""
 
     @staticmethod
     def forward(run: _Run, needs: Sequence[bool], given: list[bool], *tensors: Tensor) -> Tensors:
         cts, saved = _separated(given, tensors)
-        found = run.backward(saved, cts, needs)
+        gs = run.backward(saved, cts, needs)
         return own(
-            [torch.zeros_like(x) if g is None else g for g, x, need in zip(found, saved, needs, strict=False) if need],
+            [torch.zeros_like(x) if g is None else g for g, x, need in zip(gs, saved, needs, strict=False) if need],
             tensors,
         )
 
@@ -226,30 +226,30 @@ class _Backward(Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         run: _Run = ctx.run
         tensors = [functorch.alive(x) for x in ctx.saved_tensors]
-        used = sum(ctx.given) + len(ctx.needs)  # what was made follows from the inputs
-        moving = [i for i, x in enumerate(tensors[:used]) if x.is_floating_point() or x.is_complex()]
+        count = sum(ctx.given) + len(ctx.needs)  # without `made`, which is computed from the inputs
+        indices = [i for i, x in enumerate(tensors[:count]) if x.is_floating_point() or x.is_complex()]
 
         def again(*variables: Tensor) -> Tensors:
-            cts, inputs = _separated(ctx.given, with_leaves(tensors[:used], moving, variables))
+            cts, inputs = _separated(ctx.given, with_leaves(tensors[:count], indices, variables))
             return tuple(g for g in run.composed(inputs, cts, ctx.needs) if g is not None)
 
         with run.scope():
-            pull = torch.func.vjp(again, *[tensors[i] for i in moving])[1]
-            found = dict(zip(moving, pull(tuple(cotangents)), strict=True))
-        return (None, None, None, *(found.get(i) for i in range(len(tensors))))
+            pull = torch.func.vjp(again, *[tensors[i] for i in indices])[1]
+            gradients = dict(zip(indices, pull(tuple(cotangents)), strict=True))
+        return (None, None, None, *(gradients.get(i) for i in range(len(tensors))))
 
 
-for _function in (_Forward, _Backward):  # torch asks for it at every call
+for _function in (_Forward, _Backward):  # torch asks for the signature at every call
     setattr(_function.forward, "__signature__", inspect.signature(_function.forward))  # noqa: B010
 
 
-def own(found: Sequence[Tensor], given: Sequence[Tensor]) -> Tensors:
-    """Outputs of a Function, of which none is an input: what is both cannot be saved for a second derivative."""
-    known = {id(x) for x in given}
-    return tuple([g.view_as(g) if id(g) in known else g for g in found])
+def own(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensors:
+    """Outputs of a Function, with a view for each that is an input: that could not be saved for a second derivative."""
+    ids = {id(x) for x in inputs}
+    return tuple([g.view_as(g) if id(g) in ids else g for g in outputs])
 
 
 def _separated(given: Sequence[bool], tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
-    """Cotangents, None where there was none, and what comes after them."""
+    """Splits tensors into cotangents, None where `given` is False, and the tensors after them."""
     rest: Iterator[Tensor] = iter(tensors)
     return [next(rest) if yes else None for yes in given], list(rest)

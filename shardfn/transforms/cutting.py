@@ -14,12 +14,12 @@ from shardfn.shards.layout import is_flat
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch of this rank, to be cut.
+    """One batch of this rank that will be cut into parts.
 
     Attributes:
         tensors: its leaves, `[rows, ...]` each.
-        tree: how to put it together.
-        rows: of each leaf.
+        tree: its structure.
+        rows: number of rows of each leaf.
     """
 
     tensors: list[Tensor]
@@ -28,26 +28,26 @@ class Batch:
 
     @property
     def kinds(self) -> list[str]:
-        """What batches of all ranks have in common: a line for each leaf, without the numbers of its rows."""
+        """What batches of all ranks must have in common: a line for each leaf, without its number of rows."""
         paths = optree.treespec_paths(self.tree)
         return [f"batch{written(path)} {x.dtype} {x.ndim}-d" for path, x in zip(paths, self.tensors, strict=True)]
 
     @property
     def elements(self) -> int:
-        """Of all leaves."""
+        """Number of elements of all leaves."""
         return sum(x.numel() for x in self.tensors)
 
     def parts(self, n: int) -> list[Any]:
-        """It in `n` parts, of which the first may have a row more than the last; with fewer rows the last have none."""
-        cut = [x.tensor_split(n) for x in self.tensors]
-        return [optree.tree_unflatten(self.tree, [pieces[i] for pieces in cut]) for i in range(n)]
+        """The batch in `n` parts; the first may have one row more, and with too few rows the last have none."""
+        split = [x.tensor_split(n) for x in self.tensors]
+        return [optree.tree_unflatten(self.tree, [pieces[i] for pieces in split]) for i in range(n)]
 
 
 def batch_of(tree: Any, micro: Any) -> Batch:
-    """The batch, if it can be cut so.
+    """The batch, checked.
 
     Raises:
-        TypeError, ValueError: it, or `micro`, is something else than it should be.
+        TypeError, ValueError: the batch, or `micro`, is not what it should be.
     """
     if micro != "auto" and (not isinstance(micro, int) or isinstance(micro, bool)):
         raise TypeError(f'accumulate: micro={micro!r}; it is a number of parts, or "auto"')
@@ -60,21 +60,21 @@ def batch_of(tree: Any, micro: Any) -> Batch:
         raise TypeError("accumulate: the batch has a flat shard in it, which has no rows; pass parameters as `params`")
     rows = {}
     for path, leaf in zip(paths, leaves, strict=True):
-        where = f"batch{written(path)}"
+        name = f"batch{written(path)}"
         if not isinstance(leaf, Tensor) or hasattr(leaf, "placements"):
             kind = type(leaf).__name__
-            raise TypeError(f"accumulate: {where} is of type {kind}; with micro= a batch is a pytree of plain tensors")
+            raise TypeError(f"accumulate: {name} is of type {kind}; with micro= a batch is a pytree of plain tensors")
         if leaf.ndim == 0:
-            raise ValueError(f"accumulate: {where} is a scalar; every tensor of a batch has its rows in dim 0")
+            raise ValueError(f"accumulate: {name} is a scalar; every tensor of a batch has its rows in dim 0")
         if leaf.requires_grad:
-            raise ValueError(f"accumulate: {where} requires a gradient; only `params` get one here: detach it")
-        rows[where] = len(leaf)
+            raise ValueError(f"accumulate: {name} requires a gradient; only `params` get one here: detach it")
+        rows[name] = len(leaf)
     if len(set(rows.values())) > 1:
-        said = listed(f"{where} has {n}" for where, n in rows.items())
-        raise ValueError(f"accumulate: tensors of one batch have the same number of rows in dim 0, and {said}")
+        counts = listed(f"{name} has {n}" for name, n in rows.items())
+        raise ValueError(f"accumulate: tensors of one batch have the same number of rows in dim 0, and {counts}")
     return Batch(leaves, spec, next(iter(rows.values())))
 
 
 def written(path: tuple[Any, ...]) -> str:
-    """A path in a tree, as Python."""
+    """A path in a tree, written as Python."""
     return "".join(f"[{key!r}]" for key in path)

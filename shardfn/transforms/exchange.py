@@ -1,4 +1,4 @@
-"""How ranks compare what each of them has taken down: along which axes of a mesh it differs."""
+"""Compares records between ranks: along which axes of a mesh they differ."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from shardfn.mesh.grid import Axis
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_LONGEST = 2000  # of what a rank says of an error
+_LONGEST = 2000  # most characters of an error that a rank sends
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """The ranks of a mesh, who compare.
+    """The ranks of a mesh, as they compare.
 
     Attributes:
-        mesh: theirs.
-        axes: names of those along which there are several, one for each bit of a mask.
-        name: of the function that is checked, for messages.
+        mesh: their mesh.
+        axes: names of the axes with several ranks, one for each bit of a mask.
+        name: the checked function's name, for messages.
     """
 
     mesh: DeviceMesh
@@ -46,7 +46,7 @@ class Exchange:
         return axis_of(self.mesh, tuple(sizes(self.mesh)))
 
     def beyond_rounding(self, x: Tensor, axes: Mask) -> Mask:
-        """Those of the axes along which numbers differ by more than the order in which they may have been added.
+        """The axes in `axes` along which numbers differ by more than a different order of additions may explain.
 
         Every rank calls it with the same axes.
         """
@@ -54,7 +54,7 @@ class Exchange:
             return axes
         kind = keys([f"{like_of(x)} {x.layout} {x.is_nested} {x.device.type}"])
         if any(self.along(self.gathered(torch.tensor(kind)))) or x.is_nested or x.layout is not torch.strided:
-            return axes  # where ranks have other kinds, none of them may go by its own
+            return axes  # tensors of different kinds cannot be compared, and all ranks must decide alike
         if not (x.is_floating_point() or x.is_complex()) or not x.numel():
             return axes
         for k, name in enumerate(self.axes):
@@ -63,15 +63,15 @@ class Exchange:
         return axes
 
     def _apart(self, x: Tensor, group: str) -> bool:
-        """Whether numbers of one shape differ beyond rounding between the ranks of any group along an axis."""
-        found = torch.zeros(2, dtype=torch.float64)  # the largest number, and the largest difference
-        for some in pieces(x):
-            parts = torch.view_as_real(some) if some.is_complex() else some
+        """Whether tensors of one shape differ beyond rounding between the ranks of any group along an axis."""
+        maxima = torch.zeros(2, dtype=torch.float64)  # the largest number, and the largest difference
+        for chunk in pieces(x):
+            parts = torch.view_as_real(chunk) if chunk.is_complex() else chunk
             wide = parts.to(torch.float64 if parts.dtype == torch.float64 else torch.float32)
             high, low = kernels.all_reduce(wide, "max", group), kernels.all_reduce(wide, "min", group)
-            here = torch.stack([torch.maximum(high.abs(), low.abs()).amax(), (high - low).amax()])
-            found = torch.maximum(found, here.to(found))
-        apart = ~(found[1] <= found[0] * torch.finfo(x.dtype).eps ** 0.5)  # not a number is apart, too
+            local = torch.stack([torch.maximum(high.abs(), low.abs()).amax(), (high - low).amax()])
+            maxima = torch.maximum(maxima, local.to(maxima))
+        apart = ~(maxima[1] <= maxima[0] * torch.finfo(x.dtype).eps ** 0.5)  # negated, so that nan counts as apart
         return bool(self.gathered(apart.long()[None]).any())
 
     def gathered(self, row: Tensor) -> Tensor:
@@ -79,80 +79,78 @@ class Exchange:
         return agree.gathered(row, self.mesh, None, "comparing what varies", self.name)
 
     def along(self, rows: Tensor) -> list[Mask]:
-        """For each column the axes along which ranks have different numbers."""
+        """For each column, a mask of the axes along which ranks have different numbers."""
         shape = tuple(sizes(self.mesh).values())
         grid = rows.view(*shape, rows.shape[1])
-        found = [0] * rows.shape[1]
+        masks = [0] * rows.shape[1]
         for k, name in enumerate(self.axes):
             dim = list(sizes(self.mesh)).index(name)
             apart = (grid.amax(dim) != grid.amin(dim)).reshape(-1, rows.shape[1]).any(0).tolist()
-            found = [mask | bit << k for mask, bit in zip(found, map(int, apart), strict=True)]
-        return found
+            masks = [mask | bit << k for mask, bit in zip(masks, map(int, apart), strict=True)]
+        return masks
 
     def spread(self, own: list[tuple[int, int, int]], absent: bool = True) -> dict[int, Mask]:
-        """By node, the axes along which other ranks have something else under its key; or, with `absent`, nothing."""
-        most = int(self.gathered(torch.tensor([len(own)])).max())
-        table = torch.zeros(most, 3, dtype=torch.int64)
+        """By node, the axes along which other ranks have another number under its key, or with `absent` none."""
+        longest = int(self.gathered(torch.tensor([len(own)])).max())
+        table = torch.zeros(longest, 3, dtype=torch.int64)
         if own:
             table[: len(own)] = torch.tensor([(key, seen, 1) for key, _, seen in own])
         rows = self.gathered(table)
-        known = [{key: seen for key, seen, there in rank if there} for rank in rows.tolist()]
+        by_rank = [{key: seen for key, seen, there in rank if there} for rank in rows.tolist()]
         shape = tuple(sizes(self.mesh).values())
-        places, here = torch.arange(len(known)).view(shape), self.everybody.index
-        found: dict[int, Mask] = {}
+        places, own_index = torch.arange(len(by_rank)).view(shape), self.everybody.index
+        masks: dict[int, Mask] = {}
         for k, name in enumerate(self.axes):
             lines = places.movedim(list(sizes(self.mesh)).index(name), -1).reshape(-1, sizes(self.mesh)[name]).tolist()
-            line = next(line for line in lines if here in line)
+            line = next(line for line in lines if own_index in line)
             for key, node, _ in own:
-                if len({known[r].get(key) for r in line if absent or key in known[r]}) > 1:
-                    found[node] = found.get(node, 0) | 1 << k
-        return found
+                if len({by_rank[r].get(key) for r in line if absent or key in by_rank[r]}) > 1:
+                    masks[node] = masks.get(node, 0) | 1 << k
+        return masks
 
     def together(self, find: Callable[[], list[Finding]]) -> list[Finding]:
-        """What any rank finds.
+        """The findings of all ranks.
 
         Raises:
-            RuntimeError: a rank could not look, and which, on all of them.
+            RuntimeError: on all ranks, if one of them failed to find out; names that rank.
         """
         failed: Exception | None = None
         own: list[Any] = []
         try:
-            own = [dataclasses.astuple(one) for one in find()]
-        except Exception as error:  # the others wait for what this rank says
+            own = [dataclasses.astuple(f) for f in find()]
+        except Exception as error:  # sent to the other ranks, which wait for this one's message
             failed = error
-        said = own if failed is None else f"{type(failed).__name__}: {failed}"[:_LONGEST]
-        text = json.dumps(said).encode()
-        many, longest = self.gathered(torch.tensor([len(said), len(text)])).amax(0).tolist()
-        if not many:
+        message = own if failed is None else f"{type(failed).__name__}: {failed}"[:_LONGEST]
+        text = json.dumps(message).encode()
+        count, longest = self.gathered(torch.tensor([len(message), len(text)])).amax(0).tolist()
+        if not count:
             return []
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         rows = self.gathered(padded)
-        told = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows]
-        for rank, some in enumerate(told):
-            if isinstance(some, str):
-                raise RuntimeError(f"{self.name}: rank {rank} failed to check the call: {some}") from failed
-        every = [Finding(kind, tuple(axes), *words) for some in told for kind, axes, *words in some]
-        return list({(one.kind, one.axes, one.path, one.path or one.text): one for one in reversed(every)}.values())[
-            ::-1
-        ]
+        replies = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows]
+        for rank, reply in enumerate(replies):
+            if isinstance(reply, str):
+                raise RuntimeError(f"{self.name}: rank {rank} failed to check the call: {reply}") from failed
+        merged = [Finding(kind, tuple(axes), *words) for reply in replies for kind, axes, *words in reply]
+        return list({(f.kind, f.axes, f.path, f.path or f.text): f for f in reversed(merged)}.values())[::-1]
 
 
 def numbers(evidence: list[Evidence]) -> list[tuple[int, int, int]]:
-    """Key, node and number; numbers on devices are waited for at once."""
-    seen = whole([one.seen for one in evidence])
-    return [(one.key, one.node, n) for one, n in zip(evidence, seen, strict=True)]
+    """Key, node and number of each; numbers on devices are waited for together."""
+    seen = whole([e.seen for e in evidence])
+    return [(e.key, e.node, n) for e, n in zip(evidence, seen, strict=True)]
 
 
 def keys(paths: Iterable[str]) -> list[int]:
-    """A number for each path, the same on every rank."""
+    """A hash of each path, the same on every rank."""
     return [int.from_bytes(hashlib.blake2b(path.encode(), digest_size=7).digest(), "big") for path in paths]
 
 
 def digest(evidence: list[tuple[int, int, int]]) -> int:
-    """One number for all."""
+    """One hash for all, whatever their order."""
     total = 0
-    for key, _, seen in evidence:  # in any order: branches may do the same in another one
-        said = f"{key},{seen}".encode()
-        total += int.from_bytes(hashlib.blake2b(said, digest_size=7).digest(), "big")
+    for key, _, seen in evidence:  # order does not matter: branches may do the same in a different order
+        text = f"{key},{seen}".encode()
+        total += int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
     return total % 2**62

@@ -1,4 +1,4 @@
-"""Micro-batches that fit: what runs out of memory, on any rank, runs again on all of them in smaller parts."""
+"""Micro-batches that fit into memory: if any rank runs out of memory, all ranks run again with smaller parts."""
 
 from __future__ import annotations
 
@@ -39,50 +39,51 @@ FIX = "Take a smaller batch or less memory for each row: sf.stage(remat=True), r
 
 @dataclass
 class Known:
-    """What one lane of a world knows of each function: in how many parts its batches fit.
+    """The number of parts in which batches of each function fit, for one lane of a world.
 
     Attributes:
-        parts: by how many numbers a batch has on the rank with the most; only what more parts than before have needed.
-        compared: with other ranks, since the process began.
+        parts: by function, and by the number of elements of a batch on the rank with the most; only entries that needed
+            more parts than smaller batches.
+        compared: functions whose batches were compared between ranks since the process began.
     """
 
     parts: dict[Key, dict[int, int]] = field(default_factory=dict)
     compared: set[Key] = field(default_factory=set)
 
     def first(self, key: Key, elements: int) -> int:
-        """In how many parts to try: no fewer than this or a smaller batch of the same function has needed."""
+        """The number of parts to try first: what this or a smaller batch of the same function has needed."""
         return max((parts for size, parts in self.parts.get(key, {}).items() if size <= elements), default=1)
 
     def learn(self, key: Key, elements: int, parts: int) -> None:
-        """A batch has fitted in so many."""
+        """Notes that a batch has fitted in `parts` parts."""
         if parts > self.first(key, elements):
             larger = self.parts.get(key, {}).items()
             self.parts[key] = {size: n for size, n in larger if size < elements or n > parts} | {elements: parts}
 
     def among(self, ranks: Sequence[int]) -> list[Key]:
-        """What these ranks, of which this is one, have found out by themselves."""
+        """The entries of functions that run on these ranks, or on this rank alone."""
         return [key for key in self.parts if len(key[1]) == 1 or set(key[1]) <= set(ranks)]
 
 
 def known_here() -> Known:
-    """What this lane of this world knows."""
+    """The entries of this lane of this world."""
     known: Known = world_of_thread().agreed.setdefault(f"fitting {lane()}", Known())
     return known
 
 
 def remembered(ranks: Sequence[int]) -> str:
-    """In how many parts batches fit that these ranks have cut, as JSON that says nothing of their numbers."""
+    """The entries of these ranks as JSON, with positions in `ranks` in place of rank numbers."""
     known, places = known_here(), {rank: place for place, rank in enumerate(ranks)}
-    found = []
+    entries = []
     for key in known.among(ranks):
-        name, them = key
-        who = [places[rank] for rank in them] if len(them) > 1 else []
-        found += [[name, who, elements, parts] for elements, parts in known.parts[key].items()]
-    return json.dumps(found)
+        name, members = key
+        positions = [places[rank] for rank in members] if len(members) > 1 else []
+        entries += [[name, positions, elements, parts] for elements, parts in known.parts[key].items()]
+    return json.dumps(entries)
 
 
 def recall(text: str, ranks: Sequence[int]) -> None:
-    """These ranks know again what `remembered` said of them, or of as many others, and nothing else."""
+    """Replaces the entries of these ranks by those in the JSON of `remembered`, which may come from other ranks."""
     known = known_here()
     for key in known.among(ranks):
         del known.parts[key]
@@ -92,35 +93,35 @@ def recall(text: str, ranks: Sequence[int]) -> None:
 
 
 def fitted(run: Callable[[list[Any]], T], tree: Any, micro: Any, params: Any, described: Sequence[str], name: str) -> T:
-    """What `run` returns of the parts of a batch.
+    """Runs `run` on the parts of a batch.
 
     Args:
         run: computes on micro-batches; it changes nothing, so that it can run again.
         tree: the batch.
-        micro: into how many parts it is cut; `"auto"`: as few as fit.
-        params: what `run` computes with.
-        described: what else ranks have in common, a line each.
-        name: of the function, for messages.
+        micro: the number of parts; `"auto"`: as few as fit.
+        params: the parameters that `run` uses.
+        described: what else must be the same on all ranks, a line each.
+        name: the function's name, for messages.
 
     Raises:
-        TypeError, ValueError: the batch cannot be cut so, or not on every rank alike.
-        torch.OutOfMemoryError: one row is too much, on some rank.
-        RuntimeError: out of memory where ranks cannot go back; a batch or parameters that were written into.
+        TypeError, ValueError: the batch cannot be cut in this way, or not on every rank alike.
+        torch.OutOfMemoryError: a single row is too much on some rank.
+        RuntimeError: out of memory where ranks cannot abandon an attempt; the batch or parameters were written into.
     """
     axis, known = _together(params), known_here()
-    batch, wrong = None, None
+    batch, error = None, None
     try:
         batch = batch_of(tree, micro)
-    except (TypeError, ValueError) as error:
-        wrong = error
+    except (TypeError, ValueError) as raised:
+        error = raised  # raised below, once other ranks know
     key = ("\n".join([name, *described, f"micro={micro!r}", _weight(params)]), tuple(axis_ranks(axis)))
     rows, elements = 0, 0
     if micro == "auto" or axis.size == 1 or key not in known.compared:
-        rows, elements = _most(batch, wrong, [*described, f"micro={micro!r}"], axis)
+        rows, elements = _most(batch, error, [*described, f"micro={micro!r}"], axis)
         known.compared.add(key)
     if batch is None:
-        assert wrong is not None, "it is there, or something is wrong with it"
-        raise wrong
+        assert error is not None, "it is there, or something is wrong with it"
+        raise error
     if micro != "auto":
         return run(batch.parts(min(micro, rows) if axis.size == 1 else micro))
     parts = min(known.first(key, elements), rows)
@@ -129,22 +130,22 @@ def fitted(run: Callable[[list[Any]], T], tree: Any, micro: Any, params: Any, de
     return value
 
 
-def _most(batch: Batch | None, wrong: Exception | None, described: Sequence[str], axis: Axis) -> tuple[int, int]:
-    """Rows, and numbers, of the rank with the most: ranks have as many as they have, and cut into as many parts.
+def _most(batch: Batch | None, error: Exception | None, described: Sequence[str], axis: Axis) -> tuple[int, int]:
+    """Rows and elements of the rank with the most; these may differ between ranks, but the number of parts may not.
 
     Raises:
-        TypeError, ValueError: on every rank, what is wrong on one, or differs; or none has a row.
+        TypeError, ValueError: on every rank, for an error on one of them, or a difference; or if no rank has a row.
     """
-    said = [*described, *(batch.kinds if batch is not None else [str(wrong)])]
+    lines = [*described, *(batch.kinds if batch is not None else [str(error)])]
     row = torch.tensor(
-        [digest_of("\n".join(said).encode()), *((batch.rows, batch.elements) if batch is not None else (0, 0))]
+        [digest_of("\n".join(lines).encode()), *((batch.rows, batch.elements) if batch is not None else (0, 0))]
     )
-    every = gathered(row, axis, None, "comparing the micro-batches", "accumulate")
-    if len(every[:, 0].unique()) > 1:
-        agree(said, axis, "accumulate", wrong, _SUBJECT)
-    if wrong is not None:
-        raise wrong
-    _, rows, elements = every.amax(0).tolist()
+    rows_of_ranks = gathered(row, axis, None, "comparing the micro-batches", "accumulate")
+    if len(rows_of_ranks[:, 0].unique()) > 1:
+        agree(lines, axis, "accumulate", error, _SUBJECT)
+    if error is not None:
+        raise error
+    _, rows, elements = rows_of_ranks.amax(0).tolist()
     if not rows:
         raise ValueError("accumulate: the batch has no rows" + ("" if axis.size == 1 else ", on any rank"))
     return rows, elements
@@ -153,25 +154,25 @@ def _most(batch: Batch | None, wrong: Exception | None, described: Sequence[str]
 def _as_few_as_fit(
     run: Callable[[list[Any]], T], batch: Batch, rows: int, parts: int, params: Any, ranks: list[int], name: str
 ) -> tuple[T, int]:
-    """What it returns, and in how many parts; `rows` are those of the rank with the most."""
-    given = [*(x for x in optree.tree_leaves(params) if isinstance(x, Tensor)), *batch.tensors]
-    random, before, outer = RandomNumbers(given), versions(given), handled()
+    """The result, and the number of parts; `rows` is that of the rank with the most."""
+    tensors = [*(x for x in optree.tree_leaves(params) if isinstance(x, Tensor)), *batch.tensors]
+    random, before, outer = RandomNumbers(tensors), versions(tensors), handled()
     tried: list[int] = []
     while True:
         tried.append(parts)
-        found = _tried(run, batch.parts(parts), ranks, name, lambda: versions(given) == before, outer)
-        if not isinstance(found, str):
-            return found[0], parts
+        outcome = _tried(run, batch.parts(parts), ranks, name, lambda: versions(tensors) == before, outer)
+        if not isinstance(outcome, str):
+            return outcome[0], parts
         emptied()
         many = f"{rows} rows in {parts} part{'s' if parts > 1 else ''}"
         if parts >= rows:
             raise torch.OutOfMemoryError(
                 f"accumulate: {name} runs out of memory with one row at a time ({many}; tried: "
-                f"{', '.join(map(str, tried))}): {found}. {FIX}"
+                f"{', '.join(map(str, tried))}): {outcome}. {FIX}"
             )
         random.restore()
         more = min(2 * parts, rows)
-        _log.warning("accumulate: %s ran out of memory with %s, and runs again in %d: %s", name, many, more, found)
+        _log.warning("accumulate: %s ran out of memory with %s, and runs again in %d: %s", name, many, more, outcome)
         parts = more
 
 
@@ -180,39 +181,39 @@ def _tried(
     pieces: list[Any],
     ranks: list[int],
     name: str,
-    whole: Callable[[], bool],
+    unchanged: Callable[[], bool],
     outer: Collection[int],
 ) -> tuple[T] | str:
-    """What it returns, alone in a tuple; or who ran out of memory, and how, when all ranks have come back from it.
+    """The result, as a tuple of one; or which ranks ran out of memory, once all ranks have abandoned the attempt.
 
-    `whole` says whether what it was given is as it was; `outer` are errors that were handled before.
+    `unchanged` says whether parameters and batch are unchanged; `outer` are ids of exceptions handled before.
     """
     parts = f"{len(pieces)} part{'s' if len(pieces) > 1 else ''}"
     if len(ranks) == 1:
         try:
             return (run(pieces),)
         except Exception as error:
-            told = exhausted(error, outer)
-            if told is None:
+            text = exhausted(error, outer)
+            if text is None:
                 raise
-        return _refuse_changed({} if whole() else {0: Fared("off", told, changed=True)}, told, name, parts)
+        return _refuse_changed({} if unchanged() else {0: Fared("off", text, changed=True)}, text, name, parts)
     with Attempt(ranks, f"accumulate of {name} in {parts}") as attempt:
-        found = _run(run, pieces, ranks, name, attempt, outer)
-        if isinstance(found, tuple):
-            return found
+        outcome = _run(run, pieces, ranks, name, attempt, outer)
+        if isinstance(outcome, tuple):
+            return outcome
         attempt.interrupt()
         emptied()
-        fared = attempt.meet(replace(found, changed=not whole()))
-        said = findings([f"rank {rank}: {one.told}" for rank, one in fared.items() if one.how == "off"], 4)
-        failed = [f"rank {rank} failed: {one.told}" for rank, one in fared.items() if one.how == "failed"]
+        fared = attempt.meet(replace(outcome, changed=not unchanged()))
+        reasons = findings([f"rank {rank}: {f.told}" for rank, f in fared.items() if f.how == "off"], 4)
+        failed = [f"rank {rank} failed: {f.told}" for rank, f in fared.items() if f.how == "failed"]
         if failed:
-            kind = torch.OutOfMemoryError if found.how == "off" else RuntimeError
+            kind = torch.OutOfMemoryError if outcome.how == "off" else RuntimeError
             raise kind(
-                f"accumulate: {name} ran out of memory in {parts} ({said}), and does not run again in smaller ones, "
+                f"accumulate: {name} ran out of memory in {parts} ({reasons}), and does not run again in smaller ones, "
                 f"since {findings(failed, 4)}"
             )
         attempt.renew(fared)
-        return _refuse_changed(fared, said, name, parts)
+        return _refuse_changed(fared, reasons, name, parts)
 
 
 def _run(
@@ -223,20 +224,20 @@ def _run(
     attempt: Attempt,
     outer: Collection[int],
 ) -> tuple[T] | Fared:
-    """What it returns, when it has on all ranks; or how this one fared in what was called off."""
+    """The result, once all ranks have one, as a tuple of one; or how this rank left an attempt that was called off."""
     try:
         value = run(pieces)
     except Exception as error:
-        told = exhausted(error, outer)
-        if told is not None and not can_call_off(ranks):
+        text = exhausted(error, outer)
+        if text is not None and not can_call_off(ranks):
             raise RuntimeError(
-                f"accumulate: {name} ran out of memory on rank {dist.get_rank()} in micro={len(pieces)} ({told}), and "
+                f"accumulate: {name} ran out of memory on rank {dist.get_rank()} in micro={len(pieces)} ({text}), and "
                 f"ranks can only try again on gloo and NCCL: pass micro={2 * len(pieces)} in place of micro='auto'"
             ) from error
-        if told is not None:
-            attempt.call_off(f"rank {dist.get_rank()} ran out of memory: {told}")
-            return Fared("off", told)
-        # What another rank says of itself, by a pipeline, may come before it has called the attempt off.
+        if text is not None:
+            attempt.call_off(f"rank {dist.get_rank()} ran out of memory: {text}")
+            return Fared("off", text)
+        # Another rank's error may arrive, through a pipeline, before that rank has called the attempt off.
         if isinstance(error, RuntimeError) and attempt.called_off(HEARSAY if SPOKEN.search(str(error)) else 0.0):
             return Fared("stopped", str(error))
         attempt.failed(f"{type(error).__name__}: {error}")
@@ -250,27 +251,27 @@ def _run(
     return (value,)
 
 
-def _refuse_changed(fared: dict[int, Fared], said: str, name: str, parts: str) -> str:
-    """`said`, if all ranks can run again with what they were given."""
-    changed = [str(rank) for rank, one in fared.items() if one.changed]
+def _refuse_changed(fared: dict[int, Fared], who: str, name: str, parts: str) -> str:
+    """Returns `who`; raises RuntimeError if a rank cannot run again because its parameters or batch have changed."""
+    changed = [str(rank) for rank, f in fared.items() if f.changed]
     if changed:
         raise RuntimeError(
-            f"accumulate: {name} ran out of memory in {parts} ({said}), and cannot run again in smaller ones: on rank "
+            f"accumulate: {name} ran out of memory in {parts} ({who}), and cannot run again in smaller ones: on rank "
             f"{listed(changed)} it has written into its parameters or its batch. Write it without in-place "
             f"operations on those"
         )
-    return said
+    return who
 
 
 # --- who tries together ---
 
 
 def _together(params: Any) -> Axis:
-    """The ranks that run the same program: of the mesh in scope, or of the flat shards', or of the world."""
+    """The ranks that run the same program: of the mesh in scope, else of the flat shards' mesh, else the world."""
     flat = next((node for node in optree.tree_leaves(params, is_leaf=is_flat) if is_flat(node)), None)
     mesh = current_mesh() or (flat and mesh_of(flat.layout.grid, "accumulate: its parameters"))
     if mesh is not None:
-        return _real(axis_of(mesh, tuple(one for one in sizes(mesh) if one not in independent_axes())))
+        return _real(axis_of(mesh, tuple(name for name in sizes(mesh) if name not in independent_axes())))
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ALONE
     ranks = list(range(dist.get_world_size()))
@@ -278,17 +279,17 @@ def _together(params: Any) -> Axis:
 
 
 def _real(axis: Axis) -> Axis:
-    """Without the ranks that are made up, which nothing can be asked of."""
+    """The axis, or `ALONE` if its other ranks are simulated, which cannot answer."""
     return axis if axis.size > 1 and not process_groups.made_up() else ALONE
 
 
 def _weight(params: Any) -> str:
-    """How large a model is; of a pipeline's parts each rank has its own."""
+    """The size of a model, as text; the same on all ranks of a pipeline, each of which has its own part."""
     nodes = optree.tree_leaves(params, is_leaf=is_flat)
     flat = sum(node.layout.padded for node in nodes if is_flat(node))
     return f"{flat + sum(leaf.numel() for leaf in nodes if isinstance(leaf, Tensor))} numbers"
 
 
 def axis_ranks(axis: Axis) -> list[int]:
-    """Global ranks along an axis; of this one alone, whichever it is."""
+    """Global ranks along an axis; `[0]` for one rank, whichever it is."""
     return [0] if axis.size == 1 else ranks_along(axis)

@@ -1,7 +1,7 @@
-"""Jacobians over trees with flat shards: those of one process, each rank with the columns of its own numbers.
+"""Jacobians over trees with flat shards, equal to those of one process; each rank has the columns of its own elements.
 
-A basis of tangents that every rank makes for its own shard pushes one vector on each rank at once, and what comes out
-is nobody's column. Here one number moves at a time, on the rank that holds it.
+If every rank made a basis of tangents for its own shard, each pass would push one vector on every rank at once, and sum
+columns of different ranks. Here one element moves at a time, on the rank that holds it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Argnums = int | Sequence[int]
 def jacrev(
     f: Callable[..., Any], argnums: Argnums = 0, *, has_aux: bool = False, chunk_size: int | None = None
 ) -> Callable[..., Any]:
-    """The Jacobian of a function of pytrees, a row at a time: `torch.func.jacrev`, which takes flat shards.
+    """The Jacobian of a function of pytrees, a row at a time: `torch.func.jacrev`, for flat shards too.
 
     Args:
         f: returns a pytree of floating tensors that are the same on all ranks which share the parameters; a flat shard
-            in it counts as the whole parameters that it stands for. With `has_aux` a pair of that and any pytree.
+            in it counts as its whole parameters. With `has_aux` a pair of that and any pytree.
         argnums: which positional arguments to differentiate; a sequence gives a tuple for each output.
         has_aux: `f` returns `(outputs, aux)`.
         chunk_size: rows that are computed at once; default: all.
@@ -41,8 +41,8 @@ def jacrev(
     Returns:
         `(*args, **kwargs) -> jacobian`, or `(jacobian, aux)`. In place of each output, of shape `[*out]`, there is a
         tree like the argument: `[*out, *shape]` for a tensor, and a flat shard with values `[*out, piece]`, a stack of
-        gradients of each output by itself. So a rank holds the columns of its own numbers, and `unshard` makes of it
-        what one process has. None for a leaf that has no gradient. Runs the composition that stages stand for.
+        gradients of each output by itself. So a rank holds the columns of its own elements, and `unshard` returns what
+        one process has. None for a leaf that has no gradient. Stages run as compositions of collectives.
 
     Raises:
         TypeError, ValueError: outputs that are not floating tensors, or differ between ranks.
@@ -59,16 +59,16 @@ def jacrev(
 def jacfwd(
     f: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False, chunk_size: int | None = None
 ) -> Callable[..., Any]:
-    """The Jacobian of a function of pytrees, a column at a time: `torch.func.jacfwd`, which takes flat shards.
+    """The Jacobian of a function of pytrees, a column at a time: `torch.func.jacfwd`, for flat shards too.
 
-    Each number of the whole parameters takes one tangent, on all ranks together: those of one rank's piece are pushed
-    at once, and then those of the next. Arguments, result and errors are those of `jacrev`.
+    Each element of the whole parameters takes one tangent, on all ranks together: those of one rank's piece are pushed
+    at once, then those of the next. Arguments, result and errors are those of `jacrev`.
 
     Args:
         f: as for `jacrev`.
         argnums: which positional arguments to differentiate.
         has_aux: `f` returns `(outputs, aux)`.
-        chunk_size: columns that are computed at once; default: those of one piece of a stage.
+        chunk_size: columns that are computed at once; default: all of one piece.
 
     Raises:
         TypeError, ValueError: as `jacrev`.
@@ -110,6 +110,7 @@ def hessian(f: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any]:
 def _jacobian(
     f: Callable[..., Any], argnums: Argnums, has_aux: bool, chunk_size: int | None, name: str, by: Callable[..., Any]
 ) -> Callable[..., Any]:
+    """A function that returns the Jacobian of `f`, computed by `_by_rows` or `_by_columns`."""
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     @functools.wraps(f)
@@ -118,29 +119,29 @@ def _jacobian(
             raise TypeError(f"{name}: argnums={argnums}, but {name_of(f)} was called with {len(args)} by position")
         chosen = [number % len(args) for number in numbers]
         variables = Variables(tuple(args[i] for i in chosen))
-        where = f"{name} of {name_of(f)}"
+        place = f"{name} of {name_of(f)}"
         trees: list[Any] = []
 
         def outputs(*values: Tensor) -> tuple[tuple[Tensor, ...], Any]:
             result = f(*with_leaves(args, chosen, variables.tree(values)), **kwargs)
             if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-                raise TypeError(f"{where}: with has_aux=True it returns (outputs, aux), not {type(result).__name__}")
+                raise TypeError(f"{place}: with has_aux=True it returns (outputs, aux), not {type(result).__name__}")
             out, aux = result if has_aux else (result, ())
             leaves, tree = optree.tree_flatten(_whole(out))
             trees[:] = [tree]
-            return tuple(_floating(y, where) for y in leaves), aux
+            return tuple(_floating(y, place) for y in leaves), aux
 
-        _refuse_apart(variables.values, variables.layouts, variables.layouts, f"{where}: an argument that is no shard")
+        _refuse_apart(variables.values, variables.layouts, variables.layouts, f"{place}: an argument that is no shard")
         values, aux = outputs(*variables.values)
-        _refuse_apart(values, [None] * len(values), variables.layouts, f"{where}: its result")
-        found = by(outputs, variables, values, chunk_size)
-        for each in found:
+        _refuse_apart(values, [None] * len(values), variables.layouts, f"{place}: its result")
+        by_output = by(outputs, variables, values, chunk_size)
+        for gs in by_output:
             _refuse_apart(
-                each, variables.layouts, variables.layouts, f"{where}: the part of an argument that is no shard"
+                gs, variables.layouts, variables.layouts, f"{place}: the part of an argument that is no shard"
             )
-        filled = [variables.like(each) for each in found]
-        made = optree.tree_unflatten(trees[0], [one[0] if isinstance(argnums, int) else one for one in filled])
-        return (made, aux) if has_aux else made
+        filled = [variables.like(gs) for gs in by_output]
+        jacobian = optree.tree_unflatten(trees[0], [t[0] if isinstance(argnums, int) else t for t in filled])
+        return (jacobian, aux) if has_aux else jacobian
 
     return differentiated
 
@@ -148,18 +149,19 @@ def _jacobian(
 def _by_rows(
     outputs: Callable[..., Any], variables: Variables, values: Sequence[Tensor], chunk_size: int | None
 ) -> Sequence[Sequence[Tensor]]:
-    """For each output, its Jacobian with respect to each variable."""
-    every = tuple(range(len(variables.values)))
-    if not every or not values:
+    """The Jacobian of each output with respect to each variable, by reverse mode."""
+    indices = tuple(range(len(variables.values)))
+    if not indices or not values:
         return [() for _ in values]
-    found = torch.func.jacrev(lambda *xs: outputs(*xs)[0], argnums=every, chunk_size=chunk_size)(*variables.values)
-    rows: Sequence[Sequence[Tensor]] = found
+    jacobian = torch.func.jacrev(lambda *xs: outputs(*xs)[0], argnums=indices, chunk_size=chunk_size)(*variables.values)
+    rows: Sequence[Sequence[Tensor]] = jacobian
     return rows
 
 
 def _by_columns(
     outputs: Callable[..., Any], variables: Variables, values: Sequence[Tensor], chunk_size: int | None
 ) -> Sequence[Sequence[Tensor]]:
+    """The Jacobian of each output with respect to each variable, by forward mode."""
     for layout in variables.layouts:
         if layout is not None:
             _refuse_cut_further(layout)
@@ -170,9 +172,9 @@ def _by_columns(
 def _columns(
     outputs: Callable[..., Any], variables: Variables, k: int, values: Sequence[Tensor], chunk_size: int | None
 ) -> list[Tensor]:
-    """The Jacobian of each output with respect to one variable, of which this rank keeps its own columns."""
+    """The Jacobian of each output with respect to one variable; this rank keeps its own columns."""
     x, layout = variables.values[k], variables.layouts[k]
-    owners, mine = (1, 0) if layout is None else (layout.size, layout.index(process_groups.global_rank()))
+    owners, own_index = (1, 0) if layout is None else (layout.size, layout.index(process_groups.global_rank()))
     at_once = chunk_size or max(x.numel(), 1)
 
     def pushed(tangent: Tensor) -> Any:
@@ -185,15 +187,15 @@ def _columns(
     for owner in range(owners):
         for start in range(0, x.numel(), at_once):
             basis = x.new_zeros(min(at_once, x.numel() - start), x.numel())
-            if owner == mine:
+            if owner == own_index:
                 basis.diagonal(start).fill_(1)
             for columns, tangents in zip(kept, torch.func.vmap(pushed)(basis), strict=True):
-                if owner == mine:
+                if owner == own_index:
                     columns.append(tangents)
-    every = [
+    stacked = [
         torch.cat(columns) if columns else y.new_zeros(0, *y.shape) for columns, y in zip(kept, values, strict=True)
     ]
-    return [one.movedim(0, -1).reshape(*y.shape, *x.shape) for one, y in zip(every, values, strict=True)]
+    return [s.movedim(0, -1).reshape(*y.shape, *x.shape) for s, y in zip(stacked, values, strict=True)]
 
 
 def _whole(tree: Any) -> Any:
@@ -201,6 +203,7 @@ def _whole(tree: Any) -> Any:
 
 
 def _floating(y: Any, where: str) -> Tensor:
+    """An output; raises TypeError if it is not a floating-point tensor."""
     if not isinstance(y, Tensor) or not y.is_floating_point():
         kind = y.dtype if isinstance(y, Tensor) else type(y).__name__
         raise TypeError(
@@ -210,6 +213,7 @@ def _floating(y: Any, where: str) -> Tensor:
 
 
 def _refuse_cut_further(layout: Layout) -> None:
+    """Raises NotImplementedError for parameters that other axes cut too, or that live on some ranks only."""
     cut = any(names for entry in layout.entries for names in entry.spec.by_dim())
     if cut or layout.placement.only_at:
         raise NotImplementedError(
@@ -219,22 +223,22 @@ def _refuse_cut_further(layout: Layout) -> None:
 
 
 def _refuse_apart(
-    values: Sequence[Tensor], own: Sequence[Layout | None], layouts: Sequence[Layout | None], what: str
+    values: Sequence[Tensor], own_layouts: Sequence[Layout | None], layouts: Sequence[Layout | None], what: str
 ) -> None:
-    """Raises ValueError where what is no flat shard differs between ranks that share the arguments of one function."""
-    known = [layout for layout in layouts if layout is not None]
-    plain = [x.detach() for x, layout in zip(values, own, strict=True) if layout is None]
-    if not known or not plain or functorch.inside_transform():
+    """Raises ValueError if plain tensors differ between ranks that share the parameters."""
+    present = [layout for layout in layouts if layout is not None]
+    plain = [x.detach() for x, layout in zip(values, own_layouts, strict=True) if layout is None]
+    if not present or not plain or functorch.inside_transform():
         return
-    axes = tuple(dict.fromkeys(name for one in known for name in (*one.placement.axes, *one.placement.replicas)))
-    with scope(mesh_of(known[0].grid, what)), torch.no_grad():
+    axes = tuple(dict.fromkeys(name for l in present for name in (*l.placement.axes, *l.placement.replicas)))
+    with scope(mesh_of(present[0].grid, what)), torch.no_grad():
         for number, x in enumerate(plain):
-            most, least = functional.pmax(x, axes), functional.pmin(x, axes)
-            apart, size = (most - least).abs().nan_to_num(), torch.maximum(most.abs(), least.abs()).nan_to_num()
-            if x.numel() and bool(apart.max() > rounding(x) * size.max()):
+            high, low = functional.pmax(x, axes), functional.pmin(x, axes)
+            gap, size = (high - low).abs().nan_to_num(), torch.maximum(high.abs(), low.abs()).nan_to_num()
+            if x.numel() and bool(gap.max() > rounding(x) * size.max()):
                 raise ValueError(
                     f"{what} differs between ranks (tensor {number} of those, of shape {tuple(x.shape)}, by "
-                    f"{float(apart.max()):.1e}), so it is not one function of one set of arguments. Sum or gather it "
+                    f"{float(gap.max()):.1e}), so it is not one function of one set of arguments. Sum or gather it "
                     f"over {', '.join(axes)} inside, by psum, say; a tensor that all ranks use for other rows goes "
                     f"through pvary; one that is cut is a leaf of what shardfn.shard returns"
                 )

@@ -1,4 +1,4 @@
-"""The transform that gives axis names their meaning: a function of local shards, run on a mesh."""
+"""`shard_map`: runs a function of local shards on a mesh, with axis names in scope."""
 
 from __future__ import annotations
 
@@ -68,35 +68,35 @@ def shard_map(
     inputs: Literal["local", "global"] = "local",
     check: bool = True,
 ) -> Any:
-    """Runs `f` on every rank of a mesh, each on its own shards; under it, axis names resolve.
+    """Runs `f` on every rank of a mesh, each on its own shards, with the mesh's axis names in scope.
 
     PyTorch is multi-controller: the arguments are this rank's *local* shards, and the specs declare how the
     global value is cut. Nothing is moved on the way in or out. Works as a decorator, takes positional and
     keyword arguments, and composes with torch.func inside and outside.
 
     Args:
-        f: the function. It meets plain tensors only: a DTensor's placement is checked and its local part passed.
+        f: the function. It gets plain tensors only: a DTensor's placement is checked and its local part passed.
         mesh: the mesh; default: the one in scope, for a shard_map inside a shard_map.
         in_specs: one spec for all arguments; a tuple with one tree prefix of specs for each parameter, in the order
-            of the signature (a `*args` parameter takes all that are left); or a dict of parameter name to specs.
+            of the signature (a `*args` parameter takes all that remain); or a dict of parameter name to specs.
         out_specs: a tree prefix of specs for the result.
-        inputs: `"global"`: every rank passes the whole value, and gets its piece, a copy; for tests and
-            initialisation. The derivative with respect to a whole value is whole, the same on every rank, and that
-            of the same function on one process. Values that meet across what varies need `pvary` as ever.
-        check: whether the first call for each kind of arguments is checked: what varies along which axis is followed,
-            forward and backward, and compared with the specs. `SHARDFN_CHECK=always|first|off` overrides it.
+        inputs: `"global"`: every rank passes the whole value, and `f` gets a copy of this rank's piece; for tests and
+            initialisation. The derivative with respect to a whole value is whole, the same on every rank, and equal to
+            that of the same function on one process. Replicated values that meet varying ones need `pvary` as usual.
+        check: whether the first call for each kind of arguments is checked: which values vary along which axes is
+            traced, forward and backward, and compared with the specs. `SHARDFN_CHECK=always|first|off` overrides it.
 
     Returns:
-        The function on local shards, returning local shards. A call with new shapes checks them, and that all
-        ranks have the same: equal pieces where a spec is declared, any shape under `...`. A rank whose shapes
-        are new to it alone says so in the log and fails at the process group's timeout. torch.compile belongs
-        inside, `shard_map(torch.compile(f), ...)`; around the mapped function it takes local tensors and one
-        graph, and nothing is checked.
+        The function on local shards, returning local shards. A call with new shapes checks them, and that they are the
+        same on all ranks: equal pieces where a spec is declared, any shape under `...`. If shapes are new on one rank
+        only, that rank logs it and fails at the process group's timeout. torch.compile belongs inside,
+        `shard_map(torch.compile(f), ...)`; around the mapped function it takes local tensors and one graph, and
+        nothing is checked.
 
     Raises:
         ValueError: specs that do not fit the arguments or the result, and ranks that differ; each names the tree path,
-            the shapes, the mesh sizes and the fix. `VaryingError` is one: what is declared to be the same on all ranks
-            is not, or is reduced twice. `VaryingWarning` is a warning of what is probably not meant.
+            the shapes, the mesh sizes and the fix. `VaryingError` is one: a value that is declared to be the same on
+            all ranks is not, or is reduced twice. `VaryingWarning` warns of what is probably a mistake.
         TypeError: something that is not a spec.
         NameError: there is no mesh, neither passed nor in scope.
 
@@ -116,28 +116,28 @@ def shard_map(
 
     @functools.wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        where = current_mesh() if mesh is None else mesh
-        if where is None:
+        on = current_mesh() if mesh is None else mesh
+        if on is None:
             raise NameError("shard_map: no mesh: pass mesh=shardfn.make_mesh(...)")
-        graph = torch.compiler.is_compiling()  # which can only hold the axes of the thread that has made the function
-        with scope(where, axes if graph or (axes is not None and axes.lane == lane()) else known_axes(where)):
+        graph = torch.compiler.is_compiling()  # a graph can only hold the axes of the thread that made the function
+        with scope(on, axes if graph or (axes is not None and axes.lane == lane()) else known_axes(on)):
             if graph:
                 trace_dicts()
                 with one_graph():
                     if inputs == "global":
                         refuse_in_graph(_GLOBAL)
-                    return function(*args, **kwargs)  # what is checked is Python, which a graph cannot hold
+                    return function(*args, **kwargs)  # without checks: they are Python, which a graph cannot hold
             inside = recording.outer()
             look = when == "always" or inside is not None
-            entered = _enter(function, args, kwargs, in_specs, where, inputs, seen, look, when)
+            entered = _enter(function, args, kwargs, in_specs, on, inputs, seen, look, when)
             if inside is not None:
-                claim(inside, f"shard_map({name_of(function)}) in_specs", entered.leaves, entered.pieces, where)
-            elif when != "off" and entered.new and where.size() > 1 and not traced():
-                return _check(function, entered, out_specs, where, seen, _differentiated((args, kwargs)))
+                claim(inside, f"shard_map({name_of(function)}) in_specs", entered.leaves, entered.pieces, on)
+            elif when != "off" and entered.new and on.size() > 1 and not traced():
+                return _check(function, entered, out_specs, on, seen, _differentiated((args, kwargs)))
             result = function(*entered.args, **entered.kwargs)
-            leaves = _leave(function, result, out_specs, where, seen, inside is not None)
+            leaves = _leave(function, result, out_specs, on, seen, inside is not None)
             if inside is not None:
-                claim(inside, f"shard_map({name_of(function)}) out_specs", leaves, [one.value for one in leaves], where)
+                claim(inside, f"shard_map({name_of(function)}) out_specs", leaves, [leaf.value for leaf in leaves], on)
             return result
 
     return mapped
@@ -150,12 +150,12 @@ _GLOBAL = (
 
 
 class _Entered(NamedTuple):
-    """The arguments as the body meets them.
+    """The arguments as the function gets them.
 
     Attributes:
-        args, kwargs: all of them.
-        new: whether the call is one that is checked.
-        leaves, pieces: each leaf with its spec, and what the body gets of it, where anybody looked.
+        args, kwargs: all arguments.
+        new: whether the call is to be checked.
+        leaves, pieces: each leaf with its spec, and the value that the function gets for it; empty if not looked at.
     """
 
     args: tuple[Any, ...]
@@ -166,7 +166,7 @@ class _Entered(NamedTuple):
 
 
 def _check(f: Function, entered: _Entered, out_specs: Any, mesh: DeviceMesh, seen: set[Any], outer: bool) -> Any:
-    """A call that is recorded, and judged when it has run."""
+    """Runs a call that is recorded, and judges it afterwards."""
     checked = Checked(f"shard_map({name_of(f)})", mesh, outer)
     with checked.recorder:
         checked.take(entered.leaves, entered.pieces)
@@ -186,42 +186,43 @@ def _enter(
     look: bool,
     when: str,
 ) -> _Entered:
-    """The arguments as the body meets them; checked where their signature is new, or somebody looks at them."""
+    """The arguments as the function gets them; validated if their signature is new, or `look` is set."""
     leaves, signature = _signature("in", (args, kwargs), mesh)
     new = signature not in seen
     if not new and not look and inputs == "local" and not any(map(is_dtensor, leaves)):
         return _Entered(args, kwargs, False, [], [])
     name = f"shard_map({name_of(f)})"
-    compared = [f"the check {when!r}"]  # at the end of which all ranks meet
+    compared = [f"the check {when!r}"]  # all ranks must check, as they meet at its end
     alone = signature in seen or inside_transform()
-    # At a first call the other ranks wait, with good arguments perhaps.
+    # At a first call other ranks, whose arguments may be right, wait for this rank: they must hear of its error.
     with failing_together([] if seen or alone else [mesh], name, (ValueError, TypeError)):
         values = [*args, *kwargs.values()]
         named = list(zip(values, _arguments(f, args, kwargs, in_specs, name), strict=True))
         whole = inputs == "global" and not alone
-        found = [match(specs, value, f"{name} in_specs for {label}", label) for value, (label, specs) in named]
-        pieces = [[_localized(leaf, mesh, inputs, name) for leaf in some] for some in found]
-        for some, cut in zip(found, pieces, strict=True):
-            compared += [_compared(leaf, piece) for leaf, piece in zip(some, cut, strict=True)]
+        matched = [match(specs, value, f"{name} in_specs for {label}", label) for value, (label, specs) in named]
+        pieces = [[_localized(leaf, mesh, inputs, name) for leaf in members] for members in matched]
+        for members, locals_ in zip(matched, pieces, strict=True):
+            compared += [_compared(leaf, piece) for leaf, piece in zip(members, locals_, strict=True)]
             if whole:
-                compared += [f"{leaf.path}: numbers {checksum(leaf.value)}" for leaf in some if _is_whole(leaf)]
+                compared += [f"{leaf.path}: numbers {checksum(leaf.value)}" for leaf in members if _is_whole(leaf)]
         local = [
-            optree.tree_unflatten(optree.tree_structure(value, is_leaf=places_itself), cut)
-            for value, cut in zip(values, pieces, strict=True)
+            optree.tree_unflatten(optree.tree_structure(value, is_leaf=places_itself), locals_)
+            for value, locals_ in zip(values, pieces, strict=True)
         ]
-    told = (known_axes(mesh).number, *compared)
-    if not alone and told in seen:  # but for what `...` stands for, which may be new to one rank alone: it asks nobody
+    agreed = (known_axes(mesh).number, *compared)
+    # Only shapes under `...` are new, perhaps on this rank alone: no agreement, which other ranks would not join.
+    if not alone and agreed in seen:
         new = False
     elif not alone:
         agree(compared, mesh, name)
-        seen.add(told)
+        seen.add(agreed)
     seen.add(signature)
     return _Entered(
         tuple(local[: len(args)]),
         dict(zip(kwargs, local[len(args) :], strict=True)),
         new or look,
-        [leaf for some in found for leaf in some],
-        [piece for cut in pieces for piece in cut],
+        [leaf for members in matched for leaf in members],
+        [piece for locals_ in pieces for piece in locals_],
     )
 
 
@@ -233,7 +234,7 @@ def _is_whole(leaf: Leaf) -> bool:
 
 
 def _leave(f: Function, result: Any, out_specs: Any, mesh: DeviceMesh, seen: set[Any], look: bool) -> list[Leaf]:
-    """Checks a result whose signature is new; its leaves with their specs, where somebody looks at them."""
+    """Validates a result whose signature is new; returns its leaves with their specs if it did, or `look` is set."""
     _, signature = _signature("out", result, mesh)
     if signature in seen and not look:
         return []
@@ -246,7 +247,7 @@ def _leave(f: Function, result: Any, out_specs: Any, mesh: DeviceMesh, seen: set
 
 
 def _signature(side: str, tree: Any, mesh: DeviceMesh) -> tuple[list[Any], Any]:
-    """The leaves of a tree, and a hashable value that is the same for trees which pass the same checks."""
+    """The leaves of a tree, and a hashable value that is equal for trees which pass the same checks."""
     leaves, treedef = optree.tree_flatten(tree)
     kinds = tuple(
         (leaf.shape, leaf.dtype)
@@ -260,7 +261,7 @@ def _signature(side: str, tree: Any, mesh: DeviceMesh) -> tuple[list[Any], Any]:
 def _arguments(
     f: Function, args: tuple[Any, ...], kwargs: dict[str, Any], in_specs: Any, name: str
 ) -> list[tuple[str, Any]]:
-    """What each argument is called, and its specs: positional ones first, then keywords as passed."""
+    """The label of each argument, and its specs: positional ones first, then keywords as passed."""
     labels, parameters = _labels(f, args, kwargs, name)
     if isinstance(in_specs, dict):
         unknown = sorted(set(in_specs) - set(parameters))
@@ -291,7 +292,7 @@ def _labels(f: Function, args: tuple[Any, ...], kwargs: dict[str, Any], name: st
     """The Python names of the arguments as passed, and the parameters of the signature."""
     try:
         signature = inspect.signature(f)
-    except (TypeError, ValueError):  # some callables in C do not say
+    except (TypeError, ValueError):  # some callables written in C have no signature
         labels = [f"args[{i}]" for i in range(len(args))] + list(kwargs)
         return labels, ["args", *kwargs]
     try:
@@ -314,7 +315,7 @@ def _slots(parameter: str, labels: list[str]) -> list[str]:
 
 
 def _localized(leaf: Leaf, mesh: DeviceMesh, inputs: str, name: str) -> Any:
-    """What the body meets in place of one leaf, which is checked against its spec."""
+    """The value that the function gets for a leaf, which is checked against its spec."""
     check(leaf, mesh, f"{name} in_specs")
     if is_dtensor(leaf.value):
         return _unwrapped(leaf, mesh, name)
@@ -325,7 +326,7 @@ def _localized(leaf: Leaf, mesh: DeviceMesh, inputs: str, name: str) -> Any:
 
 
 def _cut(value: Tensor, spec: P, mesh: DeviceMesh, path: str) -> Tensor:
-    """This rank's piece of a whole value; its derivative is that of the whole one, on every rank."""
+    """This rank's piece of a whole value; the derivative is that of the whole value, on every rank."""
     piece = value
     for dim, names in enumerate(spec.by_dim()):
         axis = axis_of(mesh, names)
@@ -338,13 +339,13 @@ def _cut(value: Tensor, spec: P, mesh: DeviceMesh, path: str) -> Tensor:
 
 
 def _differentiated(tree: Any) -> bool:
-    """Whether anybody may ask for a derivative with respect to a leaf."""
+    """Whether a leaf may be differentiated outside."""
     leaves = optree.tree_leaves(tree)
     return inside_transform() or any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
 
 
 def _unwrapped(leaf: Leaf, mesh: DeviceMesh, name: str) -> Tensor:
-    """The local part of a DTensor whose placements are what its spec says."""
+    """The local part of a DTensor, whose placements must match its spec."""
     value: Any = leaf.value
     if value.device_mesh != mesh:
         raise ValueError(
@@ -371,7 +372,7 @@ def _unwrapped(leaf: Leaf, mesh: DeviceMesh, name: str) -> Tensor:
 
 
 def _compared(leaf: Leaf, value: Any) -> str:
-    """What all ranks must agree on; under `...` a value may have another shape on each rank."""
+    """What all ranks must agree on; under `...` shapes may differ between ranks."""
     if not isinstance(value, Tensor):
         return f"{leaf.path}: {type(value).__name__}{f' placed as {value.spec}' if places_itself(value) else ''}"
     shape = "" if isinstance(leaf.spec, EllipsisType) else f" {tuple(value.shape)}"

@@ -1,4 +1,4 @@
-"""Running out of memory: which errors say so, and what it takes to begin again."""
+"""Out-of-memory errors: how to recognise them, and what it takes to start again."""
 
 from __future__ import annotations
 
@@ -12,45 +12,46 @@ import torch
 from torch import Tensor
 
 SPOKEN = re.compile("OutOfMemoryError|MemoryError|out of memory|can't allocate memory|bad_alloc")
-"""In what another rank says of its error."""
+"""Matches messages in which another rank reports that it is out of memory."""
 
 
 def handled() -> set[int]:
-    """The ids of the exceptions that the caller's callers are handling: they are the context of whatever is raised."""
+    """Ids of the exceptions that callers are handling: they become the context of any exception raised now."""
     return _ids(sys.exception())
 
 
 def _ids(error: BaseException | None) -> set[int]:
+    """Ids of an exception and of all in its chains of causes and contexts."""
     seen: set[int] = set()
-    waiting = [error]
-    while waiting:
-        one = waiting.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            waiting += [one.__cause__, one.__context__]
+    queue = [error]
+    while queue:
+        current = queue.pop()
+        if current is not None and id(current) not in seen:
+            seen.add(id(current))
+            queue += [current.__cause__, current.__context__]
     return seen
 
 
 def exhausted(error: BaseException, before: Collection[int] = ()) -> str | None:
-    """What the allocator says, if it is for want of memory that this was raised; else None.
+    """The allocator's message, if an exception was raised for want of memory; else None.
 
     Args:
-        error: what was raised.
-        before: what was `handled` before that, and is no reason for it.
+        error: the exception.
+        before: the result of `handled` before; these exceptions are not its cause.
     """
     seen = set(before) - {id(error)}
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        one = waiting.pop()
-        if one is None or id(one) in seen:
+    queue: list[BaseException | None] = [error]
+    while queue:
+        err = queue.pop()
+        if err is None or id(err) in seen:
             continue
-        seen.add(id(one))
-        text = str(one)
-        if isinstance(one, (torch.OutOfMemoryError, MemoryError)) or (
-            isinstance(one, RuntimeError) and any(words in text for words in _WORDS)
+        seen.add(id(err))
+        text = str(err)
+        if isinstance(err, (torch.OutOfMemoryError, MemoryError)) or (
+            isinstance(err, RuntimeError) and any(words in text for words in _WORDS)
         ):
-            return f"{type(one).__name__}: {text.strip().splitlines()[0]}" if text.strip() else type(one).__name__
-        waiting += [one.__cause__, one.__context__]
+            return f"{type(err).__name__}: {text.strip().splitlines()[0]}" if text.strip() else type(err).__name__
+        queue += [err.__cause__, err.__context__]
     return None
 
 
@@ -61,7 +62,7 @@ _WORDS = (
 
 
 class RandomNumbers:
-    """Where torch's own random numbers stood, on the CPU, the device of these tensors and the accelerator in use."""
+    """The state of torch's generators: of the CPU, the tensors' devices and the current accelerator."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.numbers = torch.get_rng_state()
@@ -75,24 +76,24 @@ class RandomNumbers:
                 devices.add(torch.device(device.type, index))
             else:
                 self.unused = module
-        self.more = [(one, torch.get_device_module(one).get_rng_state(one)) for one in devices]
+        self.more = [(d, torch.get_device_module(d).get_rng_state(d)) for d in devices]
 
     def restore(self) -> None:
-        """Draws them again."""
+        """Restores the state, so that the same numbers are drawn again."""
         torch.set_rng_state(self.numbers)
         for device, state in self.more:
             torch.get_device_module(device).set_rng_state(state, device)
-        if self.unused is not None and self.unused.is_initialized():  # it began with its seed
+        if self.unused is not None and self.unused.is_initialized():  # first used since then, so it began with its seed
             self.unused.manual_seed(self.unused.initial_seed())
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Change when tensors are written into."""
+    """Version counters, which change when tensors are written into."""
     return [0 if x.is_inference() else x._version for x in tensors]
 
 
 def emptied() -> None:
-    """Gives back what an attempt had, graphs and kept memory included."""
+    """Frees what a failed attempt held: reference cycles such as graphs, and memory that the allocator caches."""
     gc.collect()
     if torch.accelerator.is_available():
         module = torch.get_device_module(torch.accelerator.current_accelerator())

@@ -1,4 +1,4 @@
-"""What a function's gradients are collected in while stages and autograd compute them, and whose a leaf is."""
+"""Collects a function's gradients while stages and autograd compute them, and marks leaves that belong to a stage."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _numbers = itertools.count(1)
 
 
 def numbered() -> int:
-    """A number that no step and no tape had before."""
+    """A number that no step or tape had before."""
     return next(_numbers)
 
 
-_UNKNOWN = -2  # no backward pass has this number
+_UNKNOWN = -2  # not the number of any backward pass
 
 
 class GradientSum:
-    """The gradient of one flat shard: what arrived of it so far.
+    """The gradient of one flat shard, as far as it has arrived.
 
     Attributes:
-        reduction: how it travels.
-        reductions: who sums it.
-        out: `[piece]`, in the shard's dtype, where the placement keeps gradients.
-        whole: `[padded]`, this rank's own, where all reduction is put off.
+        reduction: how it is reduced.
+        reductions: the object that reduces it.
+        out: the sum so far, `[piece]` in the shard's dtype, where the placement keeps gradients.
+        whole: this rank's own sum, `[padded]`, if all reduction is deferred.
     """
 
     __slots__ = ("out", "reduction", "reductions", "whole")
@@ -46,19 +46,19 @@ class GradientSum:
         self.whole: Tensor | None = None
 
     def add(self, out: Tensor) -> None:
-        """Takes `out`, which nobody else has."""
+        """Adds `out`, which nothing else refers to."""
         self.out = self.reductions.added(self.reduction, self.out, out)
 
 
 class Step:
-    """One evaluation of gradients with respect to `variables`, which gets those of flat shards from the stages.
+    """One evaluation of gradients with respect to `variables`; stages pass it those of flat shards.
 
     Attributes:
-        variables: the tensors that are differentiated, by identity.
-        sums: gradients by the identity of their variable.
-        defer: what is left undone until `finish`: `"replicas"`, the sums over replicas; `"everything"`, those and the
-            scatter; `"nothing"`.
-        ordered: whether backward passes come in the reverse order of the forward passes. Only then a rank can take part
+        variables: the tensors that are differentiated, by id.
+        sums: gradients by the id of their variable.
+        defer: what is deferred until `finish`: `"replicas"`, the sums over replicas; `"everything"`, the reduce-scatter
+            too; `"nothing"`.
+        ordered: whether backward passes come in the reverse order of the forward passes. Only then can a rank take part
             in the backward of stages that its own loss does not use.
     """
 
@@ -93,7 +93,7 @@ class Step:
 
     @contextlib.contextmanager
     def differentiating(self) -> Iterator[None]:
-        """The backward pass inside is the one whose gradients the step collects."""
+        """A context for the backward pass whose gradients the step collects."""
         self.pass_ = _UNKNOWN
         try:
             yield
@@ -103,71 +103,71 @@ class Step:
         self.tapes.clear()
 
     def catch_up(self, tape: Any = None, index: int = -1) -> None:
-        """This rank's part in the backward of calls that came after that one, if its own loss does not use them."""
+        """Does this rank's part in the backward of calls after the given one, if its own loss does not use them."""
         for engine, other in reversed(self.tapes if self.ordered else []):
             engine.catch_up(other, index + 1 if other is tape else 0)
             if other is tape:
                 break
 
     def collects(self) -> bool:
-        """Whether the backward pass that runs is that one, and not one that was started for something else."""
+        """Whether the running backward pass is the step's own, not one started for something else."""
         if not self.live or self.pass_ is None:
             return False
-        now = autograd.backward_pass()
+        running = autograd.backward_pass()
         if self.pass_ == _UNKNOWN:
-            self.pass_ = now
-        return self.pass_ == now
+            self.pass_ = running
+        return self.pass_ == running
 
     def meet(self, engine: Member) -> None:
-        """Tells it when the step is over."""
+        """Registers an engine, which is told when the step ends."""
         if engine not in self.engines:
             self.engines.append(engine)
 
     def join(self, engine: Member, tape: Any) -> None:
-        """The calls on one more tape take part."""
+        """Registers a tape, whose calls take part in the step."""
         self.meet(engine)
         self.tapes.append((engine, tape))
 
     def finish(self) -> dict[int, Tensor]:
-        """The gradients that stages gave, by the identity of their variable, when all have arrived."""
+        """Waits for the gradients that stages passed to the step; returns them by the id of their variable."""
         for engine in self.engines:
             engine.reductions.drain()
             engine.reductions.settle(self)
         return {key: total.out for key, total in self.sums.items() if total.out is not None}
 
     def sum_of(self, variable: Tensor, reduction: Any, reductions: Collector) -> GradientSum:
-        """Where the gradient of a variable is collected."""
-        found = self.sums.get(id(variable))
-        if found is None:
-            found = self.sums[id(variable)] = GradientSum(reduction, reductions)
-        return found
+        """The `GradientSum` of a variable."""
+        total = self.sums.get(id(variable))
+        if total is None:
+            total = self.sums[id(variable)] = GradientSum(reduction, reductions)
+        return total
 
 
 class Collector(Protocol):
-    """What sums gradients over ranks."""
+    """The object that reduces gradients over ranks."""
 
-    def added(self, reduction: Any, known: Tensor | None, out: Tensor) -> Tensor:
-        """What arrived of a gradient so far, with `out`, which nobody else has."""
+    def added(self, reduction: Any, total: Tensor | None, out: Tensor) -> Tensor:
+        """The sum of a gradient so far and `out`, which nothing else refers to."""
 
     def drain(self) -> None:
-        """Until every gradient has arrived."""
+        """Waits until every gradient has arrived."""
 
     def settle(self, step: Step) -> None:
-        """Does what the step put off."""
+        """Does what the step has deferred."""
 
 
 class Member(Protocol):
-    """What a step needs to know of an engine."""
+    """The part of an engine's interface that a step uses."""
 
     @property
     def reductions(self) -> Collector:
-        """What sums its gradients."""
+        """The object that reduces its gradients."""
 
     def catch_up(self, tape: Any, stop: int) -> None:
-        """Takes part in the backward of calls on a tape, down to that one, that have had none."""
+        """Does this rank's part in the backward of calls on a tape, down to index `stop`, that have had none."""
 
     def end(self) -> None:
-        """The step is over."""
+        """Ends the step."""
 
 
 class _Steps(threading.local):
@@ -179,17 +179,17 @@ _steps = _Steps()
 
 
 def current_step() -> Step | None:
-    """The innermost evaluation of gradients on this thread."""
+    """The innermost evaluation of gradients on this thread; None if there is none."""
     return _steps.open[-1] if _steps.open else None
 
 
-# --- leaves of the graph of one run of a stage, which nobody else may differentiate ---
+# --- leaves of a stage's own graph, which must not be differentiated from outside ---
 
 
 def owned(x: Tensor, need: bool, stage: str, checked: bool = False) -> Tensor:
-    """A leaf of the graph of one run of a stage, which nobody else may differentiate.
+    """Makes `x` a leaf of a stage's own graph, which must not be differentiated from outside.
 
-    Whoever tries by `backward()` gets an error from it; `checked` says that somebody looks before.
+    A `backward()` from outside raises an error, by a hook; with `checked` the caller looks for such leaves itself.
     """
     if need:
         x.requires_grad_()
@@ -200,12 +200,12 @@ def owned(x: Tensor, need: bool, stage: str, checked: bool = False) -> Tensor:
 
 
 def owner(x: Tensor) -> str | None:
-    """The stage whose graph a leaf belongs to; None if it is nobody's."""
+    """The stage to whose graph a leaf belongs; None if it belongs to none."""
     return getattr(x, "_shardfn_stage", None)
 
 
 def escaped(stage: str) -> RuntimeError:
-    """What is wrong with a loss that reaches into a stage."""
+    """The error for a loss that depends on a tensor inside a stage."""
     return RuntimeError(
         f"stage {stage!r}: the loss depends on a tensor that this stage's function computed but did not return: a "
         f"hook, an attribute or a list kept it. Its gradient would be lost. Return it from the stage, "

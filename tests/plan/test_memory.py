@@ -308,7 +308,7 @@ def decoded_by(folder: str) -> list[Any]:
 
             with sf_scope(mesh), sf.ledger() as log:
                 _, grads = sf.value_and_grad(loss)(params, torch.ones(2, 32))
-            memory: Any = engine_of(mesh).memories._known()
+            memory: Any = engine_of(mesh).memories._latest()
             there = sf.Memory(
                 parameters=taken(params), gradients=taken(grads, but=params), state=taken(state, but=params),
                 gathered=Bytes(log.gathered), decoded=Bytes(len(memory.buffer)),

@@ -352,7 +352,7 @@ def together(scratch: str) -> list[int]:
         stage = sf.stage(f, remat=EVERYTHING)
         leaves, x = variables(flat), x.clone().requires_grad_()
         y = stage(leaves[0], x)
-        found.append(sum(key[0] == autograd.storage_of(x) for key in engine_of(mesh).away._known))
+        found.append(sum(key[0] == autograd.storage_of(x) for key in engine_of(mesh).away._activations))
         y.sum().backward()
     return found
 
