@@ -94,15 +94,21 @@ def agree(
         rank = failed.index(True)
         reason = " ".join(lines[rank][1:]).removeprefix(f"{name}: ")
         raise ValueError(bounded(f"{name}: rank {rank} failed: {reason}"))
+    raise ValueError(f"{name}: {_difference_of_arguments(lines, axis, subject)}")
+
+
+def _difference_of_arguments(lines: list[list[str]], axis: Axis, subject: tuple[str, str]) -> str:
+    """Returns what differs between ranks, from each rank's lines, the first of which names the operation."""
     operations = {line[0].partition(_CALLED)[0] for line in lines}
     if len(operations) > 1:
         briefs = [": ".join(filter(None, parts[:2])) for parts in lines]
-        raise ValueError(f"{name}: ranks do different things: {told(axis, briefs)}. {ALIKE}")
-    rank = next(r for r, digest in enumerate(digests) if digest != digests[0])
+        return f"ranks do different things: {told(axis, briefs)}. {ALIKE}"
+    rank = next(r for r, each in enumerate(lines) if each[1:] != lines[0][1:])
     first = [f"rank 0 has {line}{_called(lines[0])}" for line in lines[0][1:] if line not in lines[rank]]
     other = [f"rank {rank} has {line}{_called(lines[rank])}" for line in lines[rank][1:] if line not in lines[0]]
     differences = [line for pair in itertools.zip_longest(first, other) for line in pair if line]
-    raise ValueError(f"{name}: {what} differ between ranks: {findings(differences, 6)}. {advice}")
+    what, advice = subject
+    return f"{what} differ between ranks: {findings(differences, 6)}. {advice}"
 
 
 def _called(lines: list[str]) -> str:

@@ -85,7 +85,7 @@ def recorded() -> dict[str, dict[str, float]]:
 
 @pytest.mark.world(2, "processes")
 def test_what_models_record_and_drop_is_what_the_module_does(world: World) -> None:
-    for found in world.run(recorded):
+    for found in world.within(240).run(recorded):
         assert {case: value for case, value in found.items() if max(value.values()) > 1e-12} == {}
 
 

@@ -220,7 +220,7 @@ def runs(mine: list[Any], ranks: int, folder: str) -> list[Any]:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_step_takes_what_was_said(ranks: int, tmp_path: Path) -> None:
     mine = RUNS if ranks == 2 else FEWER
-    for found in world(ranks).run(runs, mine, ranks, str(tmp_path)):
+    for found in world(ranks).within(240).run(runs, mine, ranks, str(tmp_path)):
         for run, (said, there) in zip(mine, found, strict=True):
             assert said.parameters == there["parameters"], run
             assert said.state == there["state"], run
