@@ -191,7 +191,7 @@ MISTAKES: dict[str, Mistake] = {
     "a put of what is no tree": (lambda: sf.put(name(0) * 50, tree()), "the tree comes first"),  # type: ignore[arg-type]
     "columns of other lengths": (
         lambda: run.batches({name(i): torch.ones(2 + (i > 2)) for i in range(LEAVES)}, mesh(), "data", batch=2, seed=0),
-        "all tensors have as many",
+        "must be equal in all tensors",
     ),
     "a batch of other lengths": (
         lambda: sf.accumulate(lambda p, b: p, {name(i): torch.ones(2 + (i > 2)) for i in range(LEAVES)}, micro=2)(

@@ -69,7 +69,7 @@ class Columns:
             counts[name] = len(leaf)
         if len(set(counts.values())) > 1:
             shown = listed(f"{name} has {count}" for name, count in counts.items())
-            raise ValueError(f"{NAME}: dim 0 are the rows, so it has the same size in all tensors, but {shown}")
+            raise ValueError(f"{NAME}: dim 0 (the rows) must be equal in all tensors, but {shown}")
         self._count = next(iter(counts.values()), 0)
 
     def __len__(self) -> int:
