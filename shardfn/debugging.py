@@ -92,7 +92,7 @@ def by_environment(text: str) -> dict[str, bool]:
     unknown = [word for word in words if word not in (*KINDS, "1", "all", "0")]
     if unknown:
         raise ValueError(
-            f"SHARDFN_DEBUG={text!r}: {', '.join(unknown)} is no check; it is a list, with commas, "
+            f"SHARDFN_DEBUG={text!r}: {', '.join(unknown)} is not a check; it is a list, with commas, "
             f"of {', '.join(KINDS)}, or 1 or all for all of them"
         )
     everything = "1" in words or "all" in words

@@ -665,7 +665,7 @@ class TestDebugging:
         assert {name for name, switched in by_environment(said).items() if switched} == on
 
     def test_a_word_that_means_nothing_is_an_error(self) -> None:
-        with pytest.raises(ValueError, match="SHARDFN_DEBUG='memroy': memroy is nothing"):
+        with pytest.raises(ValueError, match="SHARDFN_DEBUG='memroy': memroy is not a check"):
             by_environment("memroy")
 
 
