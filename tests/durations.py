@@ -21,8 +21,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = Path(__file__).with_name("durations.json")
-LONG = 4.0  # seconds for all cases of a test, from which on some do
-SLOW = 4.0  # seconds for a case, from which on it is of the deep tier
+LONG = 2.0  # seconds for all cases of a test, from which on some do
+SLOW = 2.0  # seconds for a case, from which on it is of the deep tier
 QUICK = 1.0  # seconds for a case, up to which it is of the fast tier
 
 
