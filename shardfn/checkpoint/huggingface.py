@@ -25,6 +25,7 @@ from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
 from shardfn.collectives import functional
 from shardfn.compat import process_groups
 from shardfn.mesh import waiting
+from shardfn.mesh.axes import device_of
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.quant.packed import Packed
 from shardfn.quoting import listed, short_errors
@@ -261,7 +262,7 @@ def _joined(piece: Tensor, axes: tuple[str, ...], dim: int, size: int, mesh: Dev
         return brought(piece, mesh)
     n = piece.shape[dim]
     joined = torch.empty(
-        *piece.shape[:dim], n * size, *piece.shape[dim + 1 :], dtype=piece.dtype, device=mesh.device_type
+        *piece.shape[:dim], n * size, *piece.shape[dim + 1 :], dtype=piece.dtype, device=device_of(mesh)
     )
     for box, portion in pieces(piece, STEP // size):
         portion = brought(portion, mesh)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from shardfn.checkpoint import folders
 from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
 from shardfn.checkpoint.writing import Save, Surplus
+from shardfn.compat import devices
 from shardfn.mesh import waiting
 from shardfn.quoting import short_errors
 
@@ -71,13 +72,14 @@ class Pending:
         self.path, self.asks = save.path, asks
         self.error: Exception | None = None
         self.ended: float | None = None
-        self._save = save
+        self._save, self._as_here = save, devices.as_here()
         # A daemon, since a failing process must not wait for it: other processes would wait for that one.
         self._thread = threading.Thread(target=self._write, name=f"checkpoint {self.path.name}", daemon=True)
         self._thread.start()
 
     def _write(self) -> None:
         try:
+            self._as_here()
             with waiting.during("sf.checkpoint.save_async"):
                 self._save.write()
         except Exception as error:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from shardfn.checkpoint import folders, snapshots
+from shardfn.collectives.late_checks import late_checks
 from shardfn.checkpoint.boxes import Box
 from shardfn.checkpoint.contents import Scalar, as_bytes, contents, crc, most_of, pieces
 from shardfn.checkpoint.manifest import Chunk, Manifest
@@ -143,6 +144,10 @@ class Save:
         self.team = team_of(self.contents.grids)
         self.stopped = threading.Event()
         self.failed: Exception | None = None  # raised on all ranks when they next meet
+        try:
+            late_checks().read(wait=True)  # what is wrong must not be saved
+        except RuntimeError as error:
+            self.failed = error
 
     def copy(self) -> None:
         """Replaces the tensors by copies, so that training may change the originals."""

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from shardfn.collectives import messages
+from shardfn.collectives import late_checks, messages
 from shardfn.compat import process_groups
 from shardfn.mesh import waiting, watchdog
 from shardfn.mesh.axes import axis_groups, forget_runs
@@ -173,6 +173,7 @@ class Attempt:
         messages.forget(groups)
         waiting.forget(names)
         world_of_thread().agreed.pop(lane(), None)  # some ranks may have compared a stage already, and others not
+        late_checks.forget()
         forget_runs()
         gc.collect()
         for name, group in sorted(zip(names, groups, strict=True), key=lambda pair: pair[0]):

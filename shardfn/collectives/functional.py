@@ -32,6 +32,7 @@ from shardfn.check import recording
 from shardfn.collectives import kernels, ops
 from shardfn.collectives.ledger import attribution
 from shardfn.debugging import debugging
+from shardfn.mesh.axes import device_of
 from shardfn.mesh.grid import Axis, AxisName, as_names
 from shardfn.mesh.scope import bound_axis, current_mesh, refuse_independent
 from shardfn.mesh.spec import dotted
@@ -322,7 +323,7 @@ def ragged_all_to_all(
     if receive is None:
         counts = torch.tensor(lengths["send"])
         mesh = current_mesh()
-        received = all_to_all(counts.to(mesh.device_type) if mesh else counts, axis, split_dim=0, concat_dim=0)
+        received = all_to_all(counts.to(device_of(mesh)) if mesh else counts, axis, split_dim=0, concat_dim=0)
         receive = received.tolist()
     lengths["receive"] = [int(n) for n in receive]
     for name, values in lengths.items():
@@ -407,7 +408,7 @@ def _tensor(leaf: Any, name: str) -> Tensor:
         return leaf
     if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
         mesh = current_mesh()
-        return torch.full((), leaf, device=mesh.device_type if mesh else None)  # a copy would make the host wait
+        return torch.full((), leaf, device=device_of(mesh) if mesh else None)  # a copy would make the host wait
     raise TypeError(f"{name} takes tensors and numbers, or pytrees of them; got {type(leaf).__name__}")
 
 

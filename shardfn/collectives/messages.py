@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.compat import dispatch, process_groups
+from shardfn.compat import devices, dispatch, process_groups
 from shardfn.mesh import waiting
 from shardfn.mesh.lanes import lane
 
@@ -277,7 +277,7 @@ def launch(start: Callable[[], list[Any]]) -> Future[list[Any]]:
     if not threading.current_thread().name.startswith(_LAUNCHER):
         lane_name = lane()
         if lane_name not in _launchers:
-            _launchers.setdefault(lane_name, ThreadPoolExecutor(1, thread_name_prefix=_LAUNCHER))
+            _launchers.setdefault(lane_name, ThreadPoolExecutor(1, _LAUNCHER, devices.as_here()))
         return _launchers[lane_name].submit(start)
     done: Future[list[Any]] = Future()
     done.set_result(start())

@@ -166,11 +166,6 @@ def _try(test: Callable[[], bool]) -> bool:
 SINGLE_LEVEL = HAS_NAMES and _try(_nesting_works)
 
 
-def assert_on_device(holds: torch.Tensor, message: str) -> None:
-    """Raises an error later, on the device, unless `holds`."""
-    torch._assert_async(holds, message)
-
-
 @functools.cache
 def drawing(op: Any) -> tuple[Any, int] | None:
     """Returns the overload of a random op that takes a generator, and the generator's position; None without one."""

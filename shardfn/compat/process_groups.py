@@ -260,8 +260,13 @@ def fake_store() -> Any:
     return FakeStore()
 
 
-def register_fake_backend(name: str, devices: list[str]) -> None:
+def register_fake_backend(name: str, devices: list[str], made_up: bool = True) -> None:
     """Registers the fake process group under another name, for these kinds of devices.
+
+    Args:
+        name: the backend's name.
+        devices: kinds of devices.
+        made_up: whether the other ranks do not exist; otherwise something else sends what it is given.
 
     Raises:
         RuntimeError: this torch has no fake process group.
@@ -269,7 +274,18 @@ def register_fake_backend(name: str, devices: list[str]) -> None:
     fake_store()
     create = dist.Backend._plugins["FAKE"].creator_fn
     dist.Backend.register_backend(name, create, extended_api=True, devices=devices)
-    _made_up.add(name)
+    if made_up:
+        _made_up.add(name)
+
+
+def handle_of(work: Any) -> Any:
+    """Returns the handle that a collective's caller gets, from what the dispatcher sees of it."""
+    return dist.distributed_c10d.Work.unbox(work)
+
+
+def kinds_of_handles() -> list[Any]:
+    """Returns the classes of handles of collectives."""
+    return [dist.distributed_c10d.Work, *dist.distributed_c10d.Work.__subclasses__()]
 
 
 def register_python_device(name: str, module: Any) -> None:

@@ -28,7 +28,7 @@ from shardfn.interop.functional import Functional, expect_functional
 from shardfn.interop.lazy_tensors import Assembled, Computed, lazy
 from shardfn.interop.reading import Source, fingerprint, in_files, tensors_of
 from shardfn.mesh import waiting
-from shardfn.mesh.axes import axis_of, grid_of, sizes
+from shardfn.mesh.axes import axis_of, device_of, grid_of, sizes
 from shardfn.mesh.selectors import Which
 from shardfn.mesh.spec import dotted
 from shardfn.quant.formats import Format
@@ -460,7 +460,7 @@ class _Sender:
     """Broadcasts what one rank reads; after an error it goes on until the next `compare`, so no rank waits in vain."""
 
     def __init__(self, plan: _Plan | None, mesh: DeviceMesh, source: int, team: Team, what: str) -> None:
-        self.plan, self.source, self.team, self.what, self.device = plan, source, team, what, mesh.device_type
+        self.plan, self.source, self.team, self.what, self.device = plan, source, team, what, device_of(mesh)
         self.axis = axis_of(mesh, tuple(sizes(mesh)), "load")
         self.failed: Exception | None = None
 

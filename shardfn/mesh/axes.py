@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from shardfn.compat import devices
 from shardfn.mesh import waiting
 from shardfn.mesh.grid import ALONE, Axis, AxisName, Grid, as_names, show
 from shardfn.mesh.groups import group_over, world_of_thread
@@ -127,6 +128,14 @@ def per_mesh(mesh: DeviceMesh, key: Hashable, make: Callable[[], T]) -> T:
     if value is None:
         value = stored.setdefault(key, make())
     return cast(T, value)
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Returns the device of this rank's tensors on the mesh: the one that was current where the mesh was first used.
+
+    `mesh.device_type` has no index, and what is current differs between threads.
+    """
+    return per_mesh(mesh, "device", lambda: devices.current(mesh.device_type))
 
 
 def axis_groups() -> set[str]:

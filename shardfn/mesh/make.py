@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardfn.mesh.axes import grid_of, per_mesh, row
+from shardfn.mesh.axes import device_of, grid_of, per_mesh, row
 from shardfn.mesh.grid import Grid, show
 from shardfn.mesh.groups import group_over
 from shardfn.mesh.start import check_device, claim_device, patience, start_distributed
@@ -102,6 +102,7 @@ def make_mesh(
 
     whole = init_device_mesh(device, (world,), mesh_dim_names=("world",)).mesh
     mesh = _mesh(whole.view(tuple(filled.values())), tuple(filled), device)
+    device_of(mesh)
     if scratch is not None:
         folder = os.path.abspath(os.path.expanduser(os.fspath(scratch)))
         per_mesh(mesh, "scratch", lambda: folder)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardfn.collectives import functional
 from shardfn.compat import autograd
+from shardfn.mesh.axes import device_of
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.mesh.selectors import Which, chosen
 from shardfn.optim.differentiable import differentiable
@@ -249,7 +250,7 @@ def finite(tree: Any) -> bool:
     bad = [(~torch.stack(flags)).any().float() for flags in by_device.values()]
     for grid in dict.fromkeys(unit.layout.grid for unit in leaves.each if unit.layout):
         mesh = mesh_of(grid, "a tree")
-        total = torch.zeros((), device=mesh.device_type)
+        total = torch.zeros((), device=device_of(mesh))
         for flag in bad:
             total = total + flag.to(total.device, non_blocking=total.device.type != "cpu")
         with scope(mesh), torch.no_grad():

@@ -32,7 +32,7 @@ from shardfn.collectives.ledger import record
 from shardfn.compat import functorch, process_groups
 from shardfn.debugging import debugging
 from shardfn.mesh import waiting
-from shardfn.mesh.axes import per_mesh
+from shardfn.mesh.axes import device_of, per_mesh
 from shardfn.mesh.grid import AxisName, as_names
 from shardfn.mesh.groups import group_over
 from shardfn.mesh.lanes import lane
@@ -189,11 +189,11 @@ class Team:
         index: this rank's index among them.
     """
 
-    def __init__(self, axis: AxisName, along: Communicator, device: str) -> None:
-        backend = process_groups.backend_of(along.gathers, device)
+    def __init__(self, axis: AxisName, along: Communicator, device: torch.device) -> None:
+        backend = process_groups.backend_of(along.gathers, device.type)
         if backend in ("fake", "threaded", "undefined"):
             raise RuntimeError(f"pipeline along {axis!r}: its backend, {backend!r}, sends nothing from rank to rank")
-        self.axis, self.communicator, self.device = axis, along, torch.device(device)
+        self.axis, self.communicator, self.device = axis, along, device
         self.size, self.index = along.axis.size, along.axis.index
         ranks = dist.get_process_group_ranks(along.gathers)
         hosts = along.gathers if backend == "gloo" else group_over(ranks, "notes", "gloo")
@@ -387,10 +387,10 @@ class Team:
     def _row(self, x: Any) -> Tensor:
         """A tensor's bytes in row-major order: a view where it is contiguous, otherwise a copy."""
         plain = type(x) in (Tensor, torch.nn.Parameter)
-        if not plain or x.layout != torch.strided or x.device.type != self.device.type:
+        if not plain or x.layout != torch.strided or x.device != self.device:
             given = f"a {x.layout} tensor on {x.device}" if plain else type(x).__name__
             raise TypeError(
-                f"pipeline: a part returns a pytree of tensors to the next rank, dense ones on {self.device.type}; "
+                f"pipeline: a part returns a pytree of tensors to the next rank, dense ones on {self.device}; "
                 f"among them is {given}"
             )
         return x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
@@ -411,7 +411,7 @@ def team_of(axis: AxisName) -> Team:
     mesh = current_mesh()
     assert mesh is not None, "an axis of several ranks belongs to a mesh"
     return per_mesh(
-        mesh, ("team", lane(), axis), lambda: Team(axis, communicator_of(mesh, as_names(axis)), mesh.device_type)
+        mesh, ("team", lane(), axis), lambda: Team(axis, communicator_of(mesh, as_names(axis)), device_of(mesh))
     )
 
 

@@ -17,6 +17,8 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.collectives.late_checks import late_checks
+
 STEPS = 2  # launched before a step's metrics are read
 
 
@@ -72,6 +74,8 @@ class _Coming:
         for wait in self.waits:
             if not wait.query():
                 wait.synchronize()  # this also bounds how far the host runs ahead of the device
+        if self.waits:
+            late_checks().read()  # of the same steps, so they have arrived, too
         values = dict(self.known)
         for names, copy in self.copies:
             values |= zip(names, copy.tolist(), strict=True)

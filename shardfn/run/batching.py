@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from shardfn.collectives.agree import agree, failing_together
-from shardfn.mesh.axes import sizes
+from shardfn.mesh.axes import device_of, sizes
 from shardfn.mesh.grid import AxisName
 from shardfn.quoting import short_errors
 from shardfn.run.batch_consistency import Peers, Read, State, axes_of, peers, together
 from shardfn.run.collating import Collate, Lengths, Pad, lengths_of
-from shardfn.run.feeding import ahead, device_of, locked
+from shardfn.run.feeding import ahead, locked
 from shardfn.run.order import Last, Order
 from shardfn.run.sources import NAME, Reader, by_workers, fingerprint, opened, portion
 from shardfn.run.streams import Stream, Streamed, stream_fingerprint
@@ -69,7 +69,7 @@ class Batches:
             ValueError: a negative step.
         """
         _checked_int("start", start, 0)
-        return together(self._open(start), start, self._peers, device_of(self.mesh.device_type))
+        return together(self._open(start), start, self._peers, device_of(self.mesh))
 
     def __iter__(self) -> Generator[Any]:
         return self(self.start)
@@ -168,7 +168,7 @@ def _made(
     size = portion(batch, max(who.places) + 1, axes)
     first = who.places[who.ranks.index(dist.get_rank())] * size
     identity: dict[str, str | int] = {"seed": seed, "batch": batch, "shuffle": int(shuffle), "last": last}
-    device = device_of(mesh.device_type)
+    device = device_of(mesh)
     if isinstance(source, Stream):
         streamed = Streamed(source, seed, shuffle, last, epochs, batch, first, first + size, collate)
         identity |= {"source": stream_fingerprint(source)}

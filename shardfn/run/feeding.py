@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
+from shardfn.compat import devices
+
 LOOK = 1.0  # seconds between checks whether the thread is alive
 PATIENCE = 10.0  # seconds to wait for the reading thread to end
 
@@ -105,8 +107,7 @@ def _next(shared: _Ahead, thread: threading.Thread) -> Any:
 
 def _read(open_: Callable[[], Iterator[Any]], shared: _Ahead, device: torch.device) -> None:
     try:
-        if device.type != "cpu":
-            torch.get_device_module(device).set_device(device)  # pinned memory is of the thread's device
+        devices.use(device)  # pinned memory is of the thread's device
         batches = open_()
         for batch in batches:
             if not shared.put(locked(batch, device)):
@@ -167,13 +168,6 @@ class Copy:
 
     batch: Any
     event: Any
-
-
-def device_of(kind: str) -> torch.device:
-    """This process's current device of a type."""
-    if kind == "cpu":
-        return torch.device(kind)
-    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def owned(batch: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardfn.compat import dynamo, process_groups, pytrees
+from shardfn.mesh.axes import device_of
 from shardfn.mesh.scope import mesh_of
 from shardfn.mesh.spec import dotted
 from shardfn.shards.layout import FlatShard, Layout, is_flat
@@ -310,7 +311,7 @@ def home(unit: Unit) -> torch.device:
     """The device of a unit for collectives; the unit may be kept elsewhere, on the host or on disk."""
     if unit.layout is None or unit.layout.placement.tiers == Tiers():
         return unit.values.device
-    return torch.empty(0, device=mesh_of(unit.layout.grid, "a tree").device_type).device
+    return device_of(mesh_of(unit.layout.grid, "a tree"))
 
 
 def slot(unit: Unit, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None, fill: int = 0) -> Tensor:

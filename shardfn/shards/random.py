@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardfn.compat import dispatch, modes
+from shardfn.mesh.axes import device_of
 from shardfn.mesh.grid import AxisName
 from shardfn.mesh.scope import bound_axis, current_mesh
 
@@ -41,7 +42,7 @@ def fold_in(seed: int, *what: int | AxisName) -> torch.Generator:
         f"{part}={bound_axis(part, 'fold_in').index}" if isinstance(part, (str, tuple)) else _int(part) for part in what
     ]
     mesh = current_mesh()
-    generator = torch.Generator(device=mesh.device_type if mesh else "cpu")
+    generator = torch.Generator(device=device_of(mesh) if mesh else "cpu")
     return generator.manual_seed(mixed(_int(seed), *folded))
 
 

@@ -22,12 +22,15 @@ from shardfn.collectives.into_buffers import (
     exchanged,
     sends_pieces,
 )
+from shardfn.collectives.late_checks import check
 from shardfn.collectives.ledger import record, recording
-from shardfn.compat import dispatch
 from shardfn.debugging import debugging
 from shardfn.quant.formats import Format
 
 STEP = 64  # bytes: the length of a piece is a multiple of this
+TAG = 8  # bytes of a tag
+Tag = Callable[[torch.device], Tensor]
+"""Returns a tag, bytes `[TAG]`, on a device."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Wire:
 
 
 def reduce_scatter(
-    flat: Tensor, out: Tensor, comm: Communicator, format: Format, tag: Tensor, scratch: Callable[[int], Tensor]
+    flat: Tensor, out: Tensor, comm: Communicator, format: Format, tag: Tag, scratch: Callable[[int], Tensor]
 ) -> Handle:
     """Fills `out [n]` with the sum over ranks of this rank's piece of `flat [size * n]`.
 
@@ -86,11 +89,11 @@ def reduce_scatter(
     if debugging.collectives:
         compared("reduce_scatter", comm, (flat.nbytes, flat.dtype), more=f" in {format}")
     size, index = comm.axis.size, comm.axis.index
-    wire = Wire(format, len(flat) // size, len(tag))
+    wire = Wire(format, len(flat) // size, TAG)
     pieces = flat.view(size, -1)
     sent, received = scratch(2 * size * wire.length).view(2, size, -1).unbind()
     wire.write(pieces, sent)
-    wire.tags(sent).copy_(tag)
+    wire.tags(sent).copy_(tag(sent.device))
     _record("reduce_scatter", wire, comm, size - 1)
 
     def add() -> None:
@@ -103,18 +106,18 @@ def reduce_scatter(
     return Together([_exchange(received, sent, comm)], add)
 
 
-def all_reduce(x: Tensor, comm: Communicator, format: Format, tag: Tensor, scratch: Callable[[int], Tensor]) -> Handle:
+def all_reduce(x: Tensor, comm: Communicator, format: Format, tag: Tag, scratch: Callable[[int], Tensor]) -> Handle:
     """Sums `x [n]` over ranks in place: a `reduce_scatter`, then an all-gather of the sums, rounded once more."""
     size, index = comm.axis.size, comm.axis.index
     n = -(-len(x) // size)
     padded = torch.cat((x, x.new_zeros(n * size - len(x))))
-    part, wire = torch.empty_like(padded[:n]), Wire(format, n, len(tag))
+    part, wire = torch.empty_like(padded[:n]), Wire(format, n, TAG)
     scattered = reduce_scatter(padded, part, comm, format, tag, scratch)
 
     def gather() -> Handle:
         whole = scratch(size * wire.length).view(size, -1)
         wire.write(part, whole[index])
-        wire.tags(whole[index]).copy_(tag)
+        wire.tags(whole[index]).copy_(tag(x.device))
         _record("all_gather", wire, comm, size - 1)
 
         def finish() -> None:
@@ -139,11 +142,8 @@ def _record(op: str, wire: Wire, comm: Communicator, pieces: int) -> None:
         record(op, comm.axis.group, torch.uint8, pieces * wire.length, str(wire.format), comm.names)
 
 
-def _compare(wire: Wire, pieces: list[Tensor], tag: Tensor, comm: Communicator) -> None:
+def _compare(wire: Wire, pieces: list[Tensor], tag: Tag, comm: Communicator) -> None:
     """Raises RuntimeError unless the tags of all received pieces match this rank's."""
     message = "ranks sum the gradients of different stages, or in different formats"
     for piece in pieces if comm.checks else ():
-        if piece.device.type != "cpu":
-            dispatch.assert_on_device((wire.tags(piece) == tag).all(), message)
-        elif not torch.equal(wire.tags(piece), tag):
-            raise RuntimeError(message)
+        check(wire.tags(piece), lambda found: None if torch.equal(found, tag(found.device)) else message)

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from shardfn.check import recording
 from shardfn.collectives.into_buffers import Communicator, communicator_of
+from shardfn.collectives.late_checks import late_checks
 from shardfn.collectives.ledger import attributed_to
 from shardfn.compat import autograd, process_groups
 from shardfn.debugging import debugging
-from shardfn.mesh.axes import per_mesh, sizes
+from shardfn.mesh.axes import device_of, per_mesh, sizes
 from shardfn.mesh.lanes import in_lane, lane
 from shardfn.mesh.scope import independent_axes, refuse_independent
 from shardfn.shards.layout import Layout
@@ -62,7 +63,7 @@ class Engine:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = weakref.ref(mesh)
-        self.device, self.lane = _device(mesh), lane()
+        self.device, self.lane = device_of(mesh), lane()
         self.lane_state = lane_state()
         self.alone = alone(mesh, self.lane_state)
         self.met: set[tuple[GatherPlan, str]] = set()
@@ -206,6 +207,8 @@ class Engine:
         """Ends a step: nothing that it gathered is used again."""
         try:
             self.reductions.drain()
+            if self.device.type != "cpu":
+                late_checks().close()
         finally:
             self.tape = Tape(None)
             self.residency.end()
@@ -216,6 +219,8 @@ class Engine:
     def _begin(self, call: Call, shards: tuple[Tensor, ...]) -> StageRun:
         """Puts a call on the tape and gives it a slot, which starts to fill."""
         signature = call.signature
+        if self.device.type != "cpu":
+            late_checks().read()
         for layout in signature.layouts if independent_axes() else ():
             refuse_independent(layout.placement.axes, f"stage {signature.name}: gathering {layout.stage!r}")
         plan = signature.plan(shards)
@@ -477,8 +482,3 @@ def _versions(watched: list[Tensor], loan: Loan | None) -> list[int]:
     """Version counters that change when the function writes into its parameters or other arguments."""
     versions = [x._version for x in watched]
     return versions if loan is None else [*versions, loan.version]
-
-
-def _device(mesh: DeviceMesh) -> torch.device:
-    kind = torch.device(mesh.device_type)
-    return kind if kind.type == "cpu" else torch.device(kind.type, getattr(torch, kind.type).current_device())

@@ -25,8 +25,8 @@ from shardfn.collectives.into_buffers import (
     scatter_pieces,
     sends_pieces,
 )
+from shardfn.collectives.late_checks import check
 from shardfn.collectives.ledger import attributed_to
-from shardfn.compat import dispatch
 from shardfn.debugging import debugging
 from shardfn.mesh import waiting
 from shardfn.quant.formats import Format
@@ -38,6 +38,7 @@ from shardfn.tiers import placing
 from shardfn.tiers.grad_offload import GradOffload
 from shardfn.transforms.step import Defer, GradientSum, Step
 
+_HOST = torch.device("cpu")
 Memory = tuple[int, int]  # index of a stage's buffer, and which of its two scratch memories
 
 
@@ -133,7 +134,7 @@ class PendingReduction:
         levels: the scatter under way and those that follow, if several stand for the first.
         lent: whether the hop under way reads scratch memory.
         ends: whether the end of the buffer is in `out`.
-        marks: the marks there, for the hop under way.
+        marks: dtype of the marks there, for the hop under way; None if they are not checked.
     """
 
     __slots__ = ("along", "ends", "hops", "into", "lent", "levels", "marks", "out", "reduction", "total", "under_way")
@@ -152,10 +153,10 @@ class PendingReduction:
         self.under_way: Handle | None = None
         self.along: tuple[str, Communicator] | None = None
         self.into: Tensor | None = None
-        self.marks: Tensor | None = None
+        self.marks: torch.dtype | None = None
 
-    def scattering(self, handle: Handle, shard: Communicator, marks: Tensor) -> PendingReduction:
-        """Notes that the first hop is under way, from scratch memory with these marks at its end."""
+    def scattering(self, handle: Handle, shard: Communicator, marks: torch.dtype) -> PendingReduction:
+        """Notes that the first hop is under way, from scratch memory with marks of this dtype at its end."""
         self.under_way, self.along, self.lent = handle, ("reduce_scatter", shard), True
         self.into, self.marks = self.out, marks if shard.checks and self.reduction.format is None else None
         return self
@@ -170,7 +171,7 @@ class PendingReduction:
             return self._begin_encoded(op, along, self.reduction.format)
         marks = _marks(layout, out.dtype, out.device)
         room = len(marks) * (along.axis.size if op == "reduce_scatter" else 1)
-        self.marks = marks if self.ends and along.checks and len(out) >= room else None
+        self.marks = out.dtype if self.ends and along.checks and len(out) >= room else None
         if self.marks is not None:
             out[len(out) - len(marks) :].copy_(marks)
         with attributed_to(layout.stage, backward=True):
@@ -184,7 +185,7 @@ class PendingReduction:
     def _begin_encoded(self, op: str, along: Communicator, format: Format) -> PendingReduction:
         """Starts the next hop in a quantized format."""
         layout, out = self.reduction.layout, self.out
-        self.marks, tag = None, _tag(layout, format, out.device)
+        self.marks, tag = None, functools.partial(_tag, layout, format)
 
         def room(nbytes: int) -> Tensor:
             return torch.empty(nbytes, dtype=torch.uint8, device=out.device)
@@ -232,7 +233,7 @@ class PendingReduction:
             self.out, self.into = self.into, None
             self.ends = self.ends and along.axis.index == along.axis.size - 1
         if self.marks is not None and self.ends:
-            marks = self.marks.to(self.out.dtype)
+            marks = _marks(self.reduction.layout, self.marks, _HOST).to(self.out.dtype)
             _compare(self.out[len(self.out) - len(marks) :], marks, stage)
 
 
@@ -252,19 +253,24 @@ def _marks(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
 def _tag(layout: Layout, format: Format, device: torch.device) -> Tensor:
     """The tag that follows each piece in a quantized format; it identifies the buffer."""
     text = repr((layout.stage, layout.entries, layout.padded, format)).encode()
-    return torch.tensor(list(hashlib.blake2b(text, digest_size=8).digest()), dtype=torch.uint8, device=device)
+    return torch.tensor(
+        list(hashlib.blake2b(text, digest_size=compressed.TAG).digest()), dtype=torch.uint8, device=device
+    )
 
 
 def _compare(end: Tensor, marks: Tensor, stage: str) -> None:
     """Raises RuntimeError unless the marks at a buffer's end belong to one stage on all ranks; sets them to zero."""
-    reason = "ranks sum the gradients of different stages"
-    if end.device.type != "cpu":
-        dispatch.assert_on_device((end == marks * end[0]).all(), reason)
-    elif not torch.equal(end, marks * end[0]):
-        raise RuntimeError(
-            f"stage {stage!r}: its gradient came together with another stage's: {reason}. Whose output the "
-            f"loss uses must be the same on every rank, or be differentiated by shardfn.value_and_grad"
+
+    def wrong(end: Tensor) -> str | None:
+        if torch.equal(end, marks * end[0]):
+            return None
+        return (
+            f"stage {stage!r}: its gradient came together with another stage's: ranks sum the gradients of different "
+            f"stages. Whose output the loss uses must be the same on every rank, or be differentiated by "
+            f"shardfn.value_and_grad"
         )
+
+    check(end, wrong)
     end.zero_()
 
 
@@ -373,7 +379,7 @@ class Reductions:
             if reduction.format is not None:
                 flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
             return self._sent(PendingReduction(reduction, flat, total, deferred).begin())
-        marks = _marks(layout, flat.dtype, flat.device)
+        marked = flat.dtype
         name = ("received", reduction.memory)
         if reduction.format is None:
             out = torch.empty(layout.piece, dtype=reduction.dtypes.shard, device=self.device)
@@ -383,12 +389,12 @@ class Reductions:
             first = reduction.route.levels[0]
             flat, shard = first.ordered(flat), first.along
             out = torch.empty(len(flat) // shard.axis.size, dtype=dtype, device=self.device)
-            tag = _tag(layout, reduction.format, flat.device)
+            tag = functools.partial(_tag, layout, reduction.format)
             with attributed_to(layout.stage, backward=True):
                 handle = compressed.reduce_scatter(
                     flat, out, shard, reduction.format, tag, lambda n: self._scratch(name, n, torch.uint8)
                 )
-        return self._sent(PendingReduction(reduction, out, total, deferred).scattering(handle, shard, marks))
+        return self._sent(PendingReduction(reduction, out, total, deferred).scattering(handle, shard, marked))
 
     def _send_pieces(
         self, reduction: Reduction, gradients: Sequence[Tensor | None], total: GradientSum | None, deferred: bool
@@ -423,7 +429,7 @@ class Reductions:
                     target.add_(other[n])
 
         handle = scatter_pieces(parts, [*into[:index], [], *into[index:]], add, layout.padded, dtype, shard)
-        return self._sent(PendingReduction(reduction, out, total, deferred).scattering(handle, shard, marks))
+        return self._sent(PendingReduction(reduction, out, total, deferred).scattering(handle, shard, dtype))
 
     def _sent(self, pending: PendingReduction) -> PendingReduction:
         """Keeps track of a reduction that has started."""

@@ -27,7 +27,8 @@ from shardfn.collectives.into_buffers import (
     gather_pieces,
     sends_pieces,
 )
-from shardfn.compat import dispatch, functorch, process_groups
+from shardfn.collectives.late_checks import check
+from shardfn.compat import functorch, process_groups
 from shardfn.debugging import debugging
 from shardfn.stages.signature import Gather, GatherPlan
 from shardfn.tiers.prefetch import DiskPrefetch
@@ -301,17 +302,19 @@ class _Arrival:
     def wait(self) -> None:
         arrived(self.work, "all_gather", self.group, self.gather.layout.stage)
         if self.checks:
-            tail, tag, layout = self.part.tail, self.part.tag, self.gather.layout
-            if tail.device.type != "cpu":
-                dispatch.assert_on_device((tail == tag).all(), "ranks run different stages")
-            elif not torch.equal(tail, tag):
-                ours, last = (bytes(x[8:].tolist()).decode(errors="replace").strip() for x in (tag, tail))
-                raise RuntimeError(
-                    f"it gathers for {ours}, but the last rank along {' x '.join(layout.placement.axes)} for "
-                    f"{last or 'another stage'}: ranks run different stages. A branch around a stage goes the same way "
-                    f"on every rank, and one that has no use for it calls shardfn.skip(stage, params)"
-                )
+            check(self.part.tail, self.wrong)
         self.part.decode(self.gather)
+
+    def wrong(self, tail: Tensor) -> str | None:
+        tag, layout = self.gather.tag, self.gather.layout
+        if torch.equal(tail, tag):
+            return None
+        ours, last = (bytes(x[8:].tolist()).decode(errors="replace").strip() for x in (tag, tail))
+        return (
+            f"it gathers for {ours}, but the last rank along {' x '.join(layout.placement.axes)} for "
+            f"{last or 'another stage'}: ranks run different stages. A branch around a stage goes the same way "
+            f"on every rank, and one that has no use for it calls shardfn.skip(stage, params)"
+        )
 
 
 class Position:

@@ -36,7 +36,7 @@ class _Rank:
 class Processes:
     """Runs calls on `size` processes, started at the first call and again after any failure.
 
-    With `alone` it is one process without a process group.
+    With `alone` they have no process group.
     """
 
     def __init__(self, size: int, alone: bool = False) -> None:

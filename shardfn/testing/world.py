@@ -38,7 +38,7 @@ class World:
         size: the number of ranks.
         kind: "processes" (CPU processes with gloo), "threads" (of this process: faster to start, no forward-mode
             differentiation, shared process-wide defaults), "fake" (transfers nothing; any size starts at once) or
-            "alone" (one process without a process group, for what cannot be undone in a process).
+            "alone" (fresh processes without a process group, for what cannot be undone in a process).
         deadline: seconds that a run may take.
         ranks: for "fake", the ranks as which a function runs; default: rank 0 alone.
 
@@ -140,8 +140,6 @@ def close_worlds() -> None:
 def _ranks(size: int, kind: Kind, ranks: Sequence[int] | None) -> tuple[int, ...]:
     if size < 1:
         raise ValueError(f"a world has at least one rank, got size {size}")
-    if kind == "alone" and size != 1:
-        raise ValueError(f'kind="alone" is one process, got size {size}')
     if ranks is None:
         return (0,) if kind == "fake" else tuple(range(size))
     if kind != "fake":

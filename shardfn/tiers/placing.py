@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardfn.compat import functorch
-from shardfn.mesh.axes import grid_of, per_mesh
+from shardfn.mesh.axes import device_of, grid_of, per_mesh
 from shardfn.tiers import copying, tensors
 from shardfn.tiers.files import File
 from shardfn.tiers.transfers import reading
@@ -55,15 +55,15 @@ def new(shape: tuple[int, ...], dtype: torch.dtype, tier: str, kind: str, mesh: 
         return tensors.empty(shape, dtype, file_of(mesh, kind), zeros=True)
     if tier == "host" and mesh.device_type != "cpu":
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
-    return torch.zeros(shape, dtype=dtype, device=mesh.device_type)
+    return torch.zeros(shape, dtype=dtype, device=device_of(mesh))
 
 
 def there(x: Tensor, tier: str, mesh: DeviceMesh) -> bool:
     """Whether a tensor is on a tier."""
     if tier == "disk":
         return x.numel() == 0 or tensors.place_of(x) is not None
-    kind = "cpu" if tier == "host" else mesh.device_type
-    return x.device.type == kind and tensors.place_of(x) is None
+    device = torch.device("cpu") if tier == "host" else device_of(mesh)
+    return x.device == device and tensors.place_of(x) is None
 
 
 def put(x: Tensor, tier: str, kind: str, mesh: DeviceMesh) -> Tensor:
@@ -86,11 +86,12 @@ def plain(x: object) -> bool:
 
 def brought(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """A tensor's values on the mesh's device, differentiably; the tensor itself if it is there."""
-    if x.device.type == "meta" or (x.device.type == mesh.device_type and tensors.place_of(x) is None):
+    device = device_of(mesh)
+    if x.device.type == "meta" or (x.device == device and tensors.place_of(x) is None):
         return x
     if plain(x) and not (torch.is_grad_enabled() and x.requires_grad):
         x = copying.read(x)
-    return x.to(mesh.device_type, non_blocking=True) if x.device.type != mesh.device_type else x
+    return x.to(device, non_blocking=True) if x.device != device else x
 
 
 @contextlib.contextmanager

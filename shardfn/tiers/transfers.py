@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn.compat import devices
 from shardfn.debugging import debugging
 from shardfn.tiers import mapping
 from shardfn.tiers.files import ALIGNMENT
@@ -150,14 +151,17 @@ def _pool() -> queue.SimpleQueue[_Task]:
     with _starting:  # two first callers would start twice as many threads
         tasks = _pools.get(os.getpid())
         if tasks is None:
-            tasks = _pools[os.getpid()] = queue.SimpleQueue()
+            tasks, as_here = queue.SimpleQueue(), devices.as_here()
+            _pools[os.getpid()] = tasks
             for number in range(THREADS):
+                name = f"shardfn-disk-{number}"
                 # Daemon: a thread that hangs on a disk must not keep the process from ending.
-                threading.Thread(target=_serve, args=(tasks,), name=f"shardfn-disk-{number}", daemon=True).start()
+                threading.Thread(target=_serve, args=(tasks, as_here), name=name, daemon=True).start()
         return tasks
 
 
-def _serve(tasks: queue.SimpleQueue[_Task]) -> None:
+def _serve(tasks: queue.SimpleQueue[_Task], as_here: Callable[[], None]) -> None:
+    as_here()
     while True:
         tasks.get().run()
 

@@ -243,12 +243,12 @@ def on_the_device(prefetch: int) -> Any:
         device.forget()
         kinds = [(x.device.type, tuple(x.shape), x.dtype) for _ in range(5) for x in next(iterator).values()]
         iterator.close()
-        return set(kinds), device.synchronisations, device.hazards, threads()
+        return set(kinds), device.synchronisations, device.races, threads()
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_batches_come_to_the_device_without_a_wait(prefetch: int) -> None:
     (found,) = world(1, "alone").run(on_the_device, prefetch)
-    kinds, waits, hazards, alive = found
+    kinds, waits, races, alive = found
     assert kinds == {("sim", (8, 2), torch.float32), ("sim", (8,), torch.int64), ("sim", (8,), torch.bool)}
-    assert (waits, hazards, alive) == ([], [], 0)
+    assert (waits, races, alive) == ([], [], 0)

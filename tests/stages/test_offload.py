@@ -593,11 +593,11 @@ def pretended() -> tuple[int, int, list[Any]]:
         x = torch.ones(D, D, dtype=torch.float64, device=device.name)
         device.forget()
         sf.value_and_grad(lambda ps: model(stage, ps, x))(flat)
-        return len(out), sum(back), device.hazards
+        return len(out), sum(back), device.races
 
 
 def test_a_device_sends_them_to_the_host() -> None:
-    out, back, hazards = shared_world(1, "alone").run(pretended)[0]
+    out, back, races = shared_world(1, "alone").run(pretended)[0]
     assert out >= 6, "each call's argument, and what it computes"
     assert back >= out
-    assert hazards == []
+    assert races == []

@@ -330,7 +330,7 @@ def cases() -> dict[str, Callable[[Any], Step]]:
 
 
 def observed(names: list[str], backend: str) -> dict[str, Any]:
-    """Of each case: what its third call waited for, its hazards, and how it failed."""
+    """Of each case: what its third call waited for, its races, and how it failed."""
     found: dict[str, Any] = {}
     with simulated(RANKS, backend=backend) as device:
         mesh = sf.make_mesh(replica=2, shard=4, device=device.name)
@@ -340,7 +340,7 @@ def observed(names: list[str], backend: str) -> dict[str, Any]:
                 for _ in range(2):
                     device.forget()
                     step()
-                found[name] = device.synchronisations, device.hazards, None
+                found[name] = device.synchronisations, device.races, None
             except Exception:
                 found[name] = [], [], traceback.format_exc()
     return found
@@ -353,9 +353,9 @@ def steady() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", cases())
 def test_a_steady_step_waits_only_where_a_number_must_be_known(steady: dict[str, Any], name: str) -> None:
-    waits, hazards, failure = steady[name]
+    waits, races, failure = steady[name]
     assert failure is None, failure
-    assert hazards == []
+    assert races == []
     assert sum(one.times for one in waits) == WAITS.get(name, 0), waits
 
 
@@ -364,8 +364,8 @@ FEW = ["full_shard, kept activations", "hybrid_shard, remat", "zero1, kept activ
 
 @pytest.mark.parametrize("backend", ["fake", "cpu:fake,sim:fake", "cpu:simulated,sim:fake"])
 def test_process_groups_may_be_told_by_device(backend: str) -> None:
-    for waits, hazards, failure in world(1, "alone").run(observed, FEW, backend)[0].values():
-        assert (waits, hazards, failure) == ([], [], None)
+    for waits, races, failure in world(1, "alone").run(observed, FEW, backend)[0].values():
+        assert (waits, races, failure) == ([], [], None)
 
 
 # --- the device itself ---
@@ -381,7 +381,8 @@ KINDS: list[tuple[str, Callable[[Tensor], Any], list[tuple[str, int]]]] = [
     ("to the host, later", lambda x: x.to("cpu", non_blocking=True), []),
     ("from the host", lambda x: torch.ones(4).to(x.device), [("copy cpu->sim", 1)]),
     ("from the host into", lambda x: x.copy_(torch.ones(4)), [("copy cpu->sim", 1)]),
-    ("from the host, later", lambda x: torch.ones(4).to(x.device, non_blocking=True), []),
+    ("from the host, later", lambda x: torch.ones(4).to(x.device, non_blocking=True), [("copy cpu->sim", 1)]),
+    ("from pinned memory, later", lambda x: torch.ones(4).pin_memory().to(x.device, non_blocking=True), []),
     ("a constant", lambda x: torch.tensor([1.0, 2.0], device="sim"), [("copy cpu->sim", 1)]),
     ("a constant that is filled in", lambda x: torch.full((2,), 1.0, device="sim"), []),
     ("comparing", lambda x: torch.equal(x, x), [("equal", 1)]),
@@ -430,12 +431,12 @@ def behaviour() -> dict[str, Any]:
         found["another thread"] = ran != [threading.get_ident()]
         arrived = torch.empty(4, pin_memory=True).copy_(x.detach(), non_blocking=True)
         _ = arrived + 1
-        found["hazards"] = [one.kind for one in device.hazards]
+        found["races"] = [race.split(" at ")[0] for race in device.races]
         device.forget()
         arrived = torch.empty(4, pin_memory=True).copy_(x.detach(), non_blocking=True)
         back = arrived.to(device.name, non_blocking=True)
         torch.get_device_module(device.name).synchronize()
-        found["sum"], found["no hazards"] = (arrived + 1).tolist(), device.hazards
+        found["sum"], found["no races"] = (arrived + 1).tolist(), device.races
         with pytest.raises(NotImplementedError, match=r"_unique2.* at test_simulated.py:\d+: .*depends on numbers"):
             torch.unique(back)
         with pytest.raises(RuntimeError, match=r"there is one already: backend .*, rank 1 of 2"), simulated():
@@ -450,9 +451,9 @@ def test_a_pretended_device_behaves_like_one() -> None:
     assert world(1, "alone").run(behaviour)[0] == {
         "rank": (1, 2),
         "another thread": True,
-        "hazards": ["aten::add.Tensor"],
+        "races": ["aten::add.Tensor"],
         "sum": [2, 2, 2, 2],
-        "no hazards": [],
+        "no races": [],
         "after": False,
         "again": 1,
     }

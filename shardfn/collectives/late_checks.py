@@ -1,0 +1,108 @@
+"""Checks of what has arrived on a device, made on the host once it has been copied there.
+
+A check on the device itself (`torch._assert_async`) would end the CUDA context of every rank on which it fails, and
+with it what was healthy; and after a collective was aborted, the check would read what never arrived. So a few bytes
+are copied to pinned memory instead, and nobody waits: later stage calls look whether the copies have arrived. What
+is found then belongs to a call that was made shortly before. An attempt that is called off is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.mesh.groups import world_of_thread
+from shardfn.mesh.lanes import lane
+
+ROOM = 512  # bytes of one check
+_ROWS = 64  # checks of a page, which share an event
+
+Wrong = Callable[[Tensor], str | None]
+"""Says what is wrong with a tensor on the host; None if nothing is."""
+
+
+class _Page:
+    """Rows of pinned memory, into which bytes are copied on one stream."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream, self.event = stream, None
+        with torch.inference_mode(False), torch.no_grad():
+            self.rows = torch.empty(_ROWS, ROOM, dtype=torch.uint8, pin_memory=True)
+        self.checks: list[tuple[Tensor, Wrong]] = []
+
+    def add(self, x: Tensor, wrong: Wrong) -> None:
+        row = self.rows[len(self.checks)][: x.nbytes].view(x.dtype).view(x.shape)
+        row.copy_(x, non_blocking=True)
+        self.checks.append((row, wrong))
+
+    def close(self) -> None:
+        self.event = self.stream.record_event()
+
+
+class LateChecks:
+    """The checks of one lane that have not been read."""
+
+    def __init__(self) -> None:
+        self.pages: deque[_Page] = deque()
+
+    def add(self, x: Tensor, wrong: Wrong) -> None:
+        """Starts to copy `x`, of at most `ROOM` bytes, to the host."""
+        stream = torch.get_device_module(x.device).current_stream(x.device)
+        last = self.pages[-1] if self.pages else None
+        if last is None or last.event is not None or last.stream != stream:
+            self.close()
+            last = _Page(stream)
+            self.pages.append(last)
+        last.add(x, wrong)
+        if len(last.checks) == _ROWS:
+            last.close()
+
+    def close(self) -> None:
+        """Ends the page that is open, so that it can be read once the device has got this far."""
+        if self.pages and self.pages[-1].event is None:
+            self.pages[-1].close()
+
+    def read(self, wait: bool = False) -> None:
+        """Reads what has arrived, or with `wait` everything.
+
+        Raises:
+            RuntimeError: something is wrong with it.
+        """
+        if wait:
+            self.close()
+        while self.pages and (event := self.pages[0].event) is not None:
+            if not event.query():
+                if not wait:
+                    return
+                event.synchronize()
+            for row, wrong in self.pages.popleft().checks:
+                if message := wrong(row):
+                    self.pages.clear()
+                    raise RuntimeError(f"{message} (found when the device had got there: a few calls later)")
+
+
+def _key() -> str:
+    return f"late checks {lane()}"
+
+
+def late_checks() -> LateChecks:
+    """Those of this thread's lane, shared by all its threads."""
+    checks: LateChecks = world_of_thread().agreed.setdefault(_key(), LateChecks())
+    return checks
+
+
+def forget() -> None:
+    """Forgets the checks of what may never have arrived."""
+    world_of_thread().agreed.pop(_key(), None)
+
+
+def check(x: Tensor, wrong: Wrong) -> None:
+    """Raises RuntimeError with what `wrong` says of `x`: at once for a tensor on the CPU, otherwise at a later call."""
+    if x.device.type != "cpu":
+        late_checks().add(x, wrong)
+    elif message := wrong(x):
+        raise RuntimeError(message)

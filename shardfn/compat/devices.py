@@ -1,0 +1,30 @@
+"""The current device, which torch keeps for each thread: a new thread begins with the first device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+
+def current(kind: str) -> torch.device:
+    """Returns the device of a kind that is current in this thread, with its index."""
+    if kind in ("cpu", "meta"):
+        return torch.device(kind)
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def use(device: torch.device) -> None:
+    """Makes a device current in this thread."""
+    if device.type not in ("cpu", "meta"):
+        torch.get_device_module(device).set_device(device)
+
+
+def as_here() -> Callable[[], None]:
+    """Returns a function that makes this thread's current device current in the thread that calls it."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    # Asking a module that has not begun would begin it, and its processes could not be forked any more.
+    if kind is None or not getattr(torch.get_device_module(kind), "is_initialized", lambda: True)():
+        return lambda: None
+    return functools.partial(use, current(kind.type))

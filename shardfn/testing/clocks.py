@@ -1,0 +1,228 @@
+"""Which work of a simulated accelerator comes before which, by vector clocks, and what uses memory out of order.
+
+Each stream counts its operations and remembers, for every other stream, up to which of its operations it has waited
+(Lamport 1978; Fidge 1988). The host is a stream, too. Two uses of the same bytes, of which one is a write, must be
+ordered by these clocks; otherwise the order on a real device is a matter of luck.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HOST = 0  # the host's number among the streams
+_LATER = 64  # operations launched after an event's until `query` finds that it has happened
+
+Clock = dict[int, int]
+
+
+def _merge(clock: Clock, other: Clock) -> None:
+    for stream, time in other.items():
+        if clock.get(stream, 0) < time:
+            clock[stream] = time
+
+
+@dataclass(frozen=True)
+class Use:
+    """One use of some bytes of a storage.
+
+    Attributes:
+        start: the first byte.
+        stop: the end.
+        stream: number of the stream.
+        time: of the stream's own clock.
+        writes: whether the bytes are written.
+        what: the operation and its line.
+    """
+
+    start: int
+    stop: int
+    stream: int
+    time: int
+    writes: bool
+    what: str
+
+    def before(self, clock: Clock) -> bool:
+        """Whether what has this clock comes after it."""
+        return clock.get(self.stream, 0) >= self.time
+
+
+@dataclass
+class Uses:
+    """The uses of one storage that later ones may have to come after.
+
+    Attributes:
+        stream: on which the memory was allocated, and may be used again once it is freed.
+        recorded: streams named to `record_stream`, for which the allocator waits before memory is used again.
+        name: for messages.
+    """
+
+    stream: int
+    name: str
+    each: list[Use] = field(default_factory=list)
+    recorded: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Point:
+    """A point in a stream's work.
+
+    Attributes:
+        clock: what has happened by then.
+        launched: number of operations that had been launched on the device.
+    """
+
+    clock: Clock
+    launched: int
+
+
+def extent(x: Tensor) -> tuple[int, int]:
+    """The first byte of a strided tensor in its storage, and the end of the last."""
+    if x.numel() == 0:
+        return 0, 0
+    first = x.storage_offset() * x.element_size()
+    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return first, first + (last + 1) * x.element_size()
+
+
+class Clocks:
+    """The clocks of all streams of a process, and the uses of all storages.
+
+    Attributes:
+        races: found so far: the later use, the earlier one, and the bytes' name.
+        launched: number of operations launched on the device.
+        keeping: streams that keep what they use alive until they have used it, as those of collectives do.
+    """
+
+    def __init__(self, where: Callable[[], str]) -> None:
+        self.where = where
+        self.races: list[tuple[str, str]] = []
+        self.launched = 0
+        self.keeping: set[int] = set()
+        self._lock = threading.RLock()
+        self._numbers = itertools.count(HOST + 1)
+        self._clocks: dict[int, Clock] = {HOST: {}}
+        self._storages: weakref.WeakKeyDictionary[Any, Uses] = weakref.WeakKeyDictionary()
+
+    def stream(self) -> int:
+        """The number of a new stream."""
+        with self._lock:
+            number = next(self._numbers)
+            self._clocks[number] = {}
+            return number
+
+    # --- order ---
+
+    def now(self, stream: int) -> Point:
+        """The point that the stream's work has reached, as launched."""
+        with self._lock:
+            return Point(dict(self._clocks[stream]), self.launched)
+
+    def wait(self, stream: int, point: Point) -> None:
+        """What the stream does from here on comes after the point."""
+        with self._lock:
+            _merge(self._clocks[stream], point.clock)
+
+    def synchronize(self, stream: int) -> None:
+        """The host waits for all work of a stream."""
+        self.wait(HOST, self.now(stream))
+
+    def synchronize_all(self) -> None:
+        """The host waits for all work."""
+        with self._lock:
+            for clock in list(self._clocks.values()):
+                _merge(self._clocks[HOST], clock)
+
+    def happened(self, point: Point) -> bool:
+        """Whether the host finds, by asking, that a point has been reached; it then knows it."""
+        with self._lock:
+            known = self._clocks[HOST]
+            if any(known.get(stream, 0) < time for stream, time in point.clock.items()):
+                if self.launched < point.launched + _LATER:
+                    return False
+                _merge(known, point.clock)
+            return True
+
+    # --- uses ---
+
+    def use(self, stream: int, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        """Enters an operation of a stream, and notes what it races with."""
+        with self._lock:
+            clock = self._clocks[stream]
+            if stream != HOST:
+                _merge(clock, self._clocks[HOST])  # launched after all that the host has waited for
+                self.launched += 1
+            time = clock[stream] = clock.get(stream, 0) + 1
+            label = f"{what} at {self.where()}"
+            for tensors, writing in ((reads, False), (writes, True)):
+                for x in tensors:
+                    self._enter(x, Use(*extent(x), stream, time, writing, label), clock)
+
+    def _enter(self, x: Tensor, use: Use, clock: Clock) -> None:
+        storage = x.untyped_storage()
+        uses = self._storages.get(storage)
+        if uses is None:
+            if use.stream == HOST:
+                return  # the host's own memory, unless the device uses it, too
+            uses = self._new(storage, HOST if x.device.type == "cpu" else use.stream, x)
+        kept = []
+        for other in uses.each:
+            apart = other.stop <= use.start or use.stop <= other.start
+            ordered = other.before(clock) or other.stream == use.stream
+            if not apart and not ordered and (use.writes or other.writes):
+                self.races.append((use.what, f"{other.what}, of {uses.name}"))
+            covered = use.start <= other.start and other.stop <= use.stop
+            if not (covered and ordered and (use.writes or not other.writes)):
+                kept.append(other)
+        uses.each = [*kept, use]
+
+    def _new(self, storage: Any, stream: int, x: Tensor) -> Uses:
+        uses = self._storages[storage] = Uses(stream, f"{storage.nbytes()} bytes on {x.device}")
+        weakref.finalize(storage, self._freed, uses).atexit = False
+        return uses
+
+    def allocated(self, stream: int, x: Tensor) -> None:
+        """Enters memory that a stream has allocated."""
+        with self._lock:
+            if x.untyped_storage() not in self._storages:
+                self._new(x.untyped_storage(), stream, x)
+
+    def record(self, x: Tensor, stream: int) -> None:
+        """The allocator will wait for what the stream has been given so far before it uses the memory again."""
+        with self._lock:
+            if (uses := self._storages.get(x.untyped_storage())) is not None:
+                uses.recorded.add(stream)
+
+    def _freed(self, uses: Uses) -> None:
+        with self._lock:
+            if uses.stream == HOST:
+                return  # the allocator of pinned memory waits for copies by itself
+            clock = self._clocks[uses.stream]
+            safe_streams = {uses.stream, HOST} | uses.recorded | self.keeping
+            for use in uses.each:
+                safe = use.stream in safe_streams or use.before(clock)
+                if not safe:
+                    self.races.append((f"freed at {self.where()}", f"{use.what}, of {uses.name}"))
+
+
+class Current(threading.local):
+    """What is current in this thread: the device, and the stream of each device."""
+
+    def __init__(self) -> None:
+        self.device = 0
+        self.streams: dict[int, Any] = {}
+
+
+def device_index(device: Any, current: int) -> int:
+    """The index of a device, which may be given as torch allows: none, a number, a string or a device."""
+    if isinstance(device, int):
+        return device
+    index = None if device is None else torch.device(device).index
+    return current if index is None else index

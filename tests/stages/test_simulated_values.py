@@ -1,0 +1,123 @@
+"""Training on a simulated accelerator with values: the CPU's numbers, no race, one order of collectives."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardfn as sf
+import shardfn.optim as so
+from shardfn.testing import simulated, world
+from tests.models import STRATEGIES, distance
+
+WIDTH, LAYERS, STEPS = 8, 3, 3
+
+STAGES: dict[str, dict[str, Any]] = {
+    "kept": {},
+    "remat": {"remat": True},
+    "offload": {"remat": sf.offload(above=0)},
+    "far prefetch": {"prefetch": 2},
+}
+OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
+    "adamw": lambda: so.adamw(1e-2),
+    "clipped": lambda: so.chain(so.clip_by_global_norm(0.1), so.sgd(0.1, momentum=0.9)),
+    "adamw8bit": lambda: so.adamw8bit(1e-2),
+    "muon": lambda: so.masked(so.muon(0.02), lambda path, shape: len(shape) == 2, so.adamw(1e-2)),
+    "shard_state": lambda: so.shard_state(so.adamw(1e-2), "replica"),
+    "loss_scaled": lambda: so.loss_scaled(so.adamw(1e-2)),
+}
+TIERS: list[dict[str, Any]] = [
+    {"params": "host"},
+    {"grads": "host"},
+    {"state": "host"},
+    {"params": "host", "grads": "host", "state": "host"},
+    {"params": "disk", "grads": "disk", "state": "disk"},
+]
+PROGRAMS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    **{f"{s}, {k}": (s, k, "adamw", {}) for s, k in itertools.product(STRATEGIES, STAGES)},
+    **{f"hybrid_shard, {o}": ("hybrid_shard", "kept", o, {}) for o in OPTIMIZERS},
+    **{f"full_shard, {' '.join(t)} {max(t.values())}": ("full_shard", "kept", "adamw", t) for t in TIERS},
+}
+
+
+def block(p: Any, x: Tensor) -> Tensor:
+    return x + torch.tanh(x @ p["up"] + p["b"]) @ p["down"]
+
+
+def trained(device: str, program: tuple[str, str, str, dict[str, Any]], scratch: str) -> list[Tensor]:
+    """The losses, and the parameters after some steps."""
+    strategy, stage, optimizer, tiers = program
+    draw = torch.Generator().manual_seed(0)
+    mesh = sf.make_mesh(replica=2, shard=2, device=device, scratch=scratch)
+
+    def made(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64) / 2
+
+    shapes = {"up": (WIDTH, 5), "b": (5,), "down": (5, WIDTH)}
+    whole = {"blocks": [{name: made(*shape) for name, shape in shapes.items()} for _ in range(LAYERS)]}
+    params = sf.shard(whole, mesh, STRATEGIES[strategy].on(**tiers) if tiers else STRATEGIES[strategy])
+    batch = made(4, 3, WIDTH)[dist.get_rank()].to(mesh.device_type)
+    staged, opt = sf.stage(block, **STAGES[stage]), OPTIMIZERS[optimizer]()
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        for p in sf.layers(params["blocks"]):
+            x = staged(p, x)
+        return sf.pmean(x.square().mean(), ("replica", "shard"))
+
+    step = sf.shard_map(sf.value_and_grad(loss), mesh=mesh, in_specs=..., out_specs=...)
+    state, losses = opt.init(params), []
+    for _ in range(STEPS):
+        value, grads = step(params, batch)
+        losses.append(value.detach())
+        params, state = opt.step(params, grads, state)
+    return [x.detach().cpu() for x in (*losses, *optree.tree_leaves(sf.unshard(params)))]
+
+
+def on_the_device(store: str, programs: list[tuple[str, str, str, dict[str, Any]]], scratch: str) -> list[Any]:
+    """Of each program: its numbers, races, and collectives by group."""
+    met = dist.FileStore(store, 4)
+    rank, found = met.add("ranks", 1) - 1, []
+    with simulated(4, rank, store=met) as device:
+        for program in programs:
+            device.forget()
+            device.collectives.clear()
+            numbers = trained(device.name, program, scratch)
+            found.append((numbers, device.races, dict(device.collectives)))
+    return found
+
+
+def on_the_cpu(programs: list[tuple[str, str, str, dict[str, Any]]], scratch: str) -> list[Any]:
+    return [trained("cpu", program, scratch) for program in programs]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("simulated")
+    programs = list(PROGRAMS.values())
+    got = world(4, "alone").within(240).run(on_the_device, str(folder / "store"), programs, str(folder))
+    want = world(4).within(120).run(on_the_cpu, programs, str(folder))
+    yield {name: ([g[i] for g in got], [w[i] for w in want]) for i, name in enumerate(PROGRAMS)}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_device_gives_the_cpus_numbers_without_a_race(both: dict[str, Any], name: str) -> None:
+    got, want = both[name]
+    for (numbers, races, _), wanted in zip(got, want, strict=True):
+        assert races == []
+        assert distance(numbers, wanted) < 1e-14
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_ranks_give_each_communicator_the_same_work_in_one_order(both: dict[str, Any], name: str) -> None:
+    got, _ = both[name]
+    for group in {group for *_, collectives in got for group in collectives}:
+        orders = [collectives[group] for *_, collectives in got if group in collectives]
+        assert all(order == orders[0] for order in orders), group
