@@ -244,7 +244,7 @@ def most_of(x: Tensor) -> int:
 def as_bytes(tensor: Tensor) -> Tensor:
     """A tensor's elements as a 1-D uint8 tensor on the CPU, a view where possible."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return plain.view(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
+    return plain.view(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def memory(tensor: Tensor) -> memoryview:

@@ -110,7 +110,7 @@ def _alone(values: torch.Tensor) -> torch.Tensor:
     """The same elements in a CPU storage that holds nothing else, without a copy if they are contiguous on the CPU."""
     content = as_bytes(values)
     if len(content) == 0:
-        return torch.empty(values.shape, dtype=values.dtype)
+        return torch.empty(values.shape, dtype=values.dtype, device="cpu")
     return torch.frombuffer(content.numpy(), dtype=torch.uint8).view(values.dtype).view(values.shape)
 
 

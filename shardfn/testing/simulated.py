@@ -294,7 +294,7 @@ class _Module:
         return False
 
     def get_rng_state(self, device: Any = None) -> Tensor:
-        return _of_generators("get_rng_state", torch.zeros(16, dtype=torch.uint8))
+        return _of_generators("get_rng_state", torch.zeros(16, dtype=torch.uint8, device="cpu"))
 
     def set_rng_state(self, state: Tensor, device: Any = None) -> None:
         _of_generators("set_rng_state")
@@ -393,7 +393,7 @@ _PLAIN = {"generator": "default", "low_generator": "low"}
 
 def _item(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     device._waited("item")
-    return torch.ones((), dtype=args[0].dtype).item()
+    return torch.ones((), dtype=args[0].dtype, device="cpu").item()
 
 
 def _equal(device: Device, func: Any, args: Any, kwargs: Any) -> bool:
