@@ -93,7 +93,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif tier == "fast":
             edited = edited_folders()
             # In order, so that every worker keeps the same of equally quick ones.
-            kept = quick((item for item in items if item in change), QUICK) | {item for item in change if item.path.parent.name in edited}
+            kept = quick((item for item in items if item in change), QUICK) | {
+                item for item in change if item.path.parent.name in edited
+            }
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
     if hasattr(config, "workerinput"):  # workers take file after file

@@ -81,8 +81,8 @@ def test_lines_of_code_are_neither_blank_nor_comments_nor_docstrings(tmp_path: P
 def test_every_tensor_that_the_library_makes_says_on_which_device() -> None:
     """`torch.set_default_device` may be anything."""
     makers = {
-        "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint", "randn",
-        "randperm", "scalar_tensor", "tensor", "zeros",
+        "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand",
+        "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros",
     }  # fmt: skip
     silent = [
         f"{path}:{call.lineno}"
