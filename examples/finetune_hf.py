@@ -205,8 +205,8 @@ def main() -> None:
     interop.save_pretrained(args.out / "model", model, run.params, tokenizer=tokenizer)
     if mesh.get_rank() == 0:
         levels = {"held-out files, before": run.before, "held-out files, after": run.after}
-        picture({"training batch": run.losses}, "nats a token", args.out / "loss.png", levels)
-        print(f"held-out files: {run.before:.3f} nats a token before, {run.after:.3f} after")
+        picture({"training batch": run.losses}, "nats per token", args.out / "loss.png", levels)
+        print(f"held-out files: {run.before:.3f} nats per token before, {run.after:.3f} after")
         print(f"loss curve: {args.out / 'loss.png'}, model: {args.out / 'model'}\n")
         print(write(args.out / "model", "def main(", 200, args.seed))
 

@@ -197,7 +197,7 @@ def main() -> None:
     own = sf.make_mesh(device=args.device, replica=1, shard=-1)  # its buffers are used only by the adapters' training
     run = adapt(config, own, learnt.params, corpus(), args.steps, seed, args.base, shown)
     if mesh.get_rank() == 0:
-        print(f"nats a token: {run.losses[0]:.3f} at first, {run.losses[-1]:.3f} at the end")
+        print(f"nats per token: {run.losses[0]:.3f} at first, {run.losses[-1]:.3f} at the end")
         labels = {
             "sent": "sent in a step",
             "gathered": "buffers for gathered parameters",

@@ -149,7 +149,7 @@ def main() -> None:
     own = torch.tensor([log.bytes(op="send", backward=way) for way in (False, True)], device=mesh.device_type)
     every = along_pipe(own)
     if first:
-        print(f"loss {losses[-1]:.3f} nats, {took:.3f} s a step, {memory(mesh.device_type)} on the first rank")
+        print(f"loss {losses[-1]:.3f} nats, {took:.3f} s per step, {memory(mesh.device_type)} on the first rank")
         print(log)
         for index, sent in enumerate(every.tolist()):
             expected = formula(config, mesh["shard"].size(), args.pipe, index)

@@ -146,7 +146,7 @@ def main() -> None:
     losses, log = train(config, mesh, corpus()[0], args.steps, args.seed, (sf.run.progress(),))
     took = (time.perf_counter() - began) / args.steps
     if mesh.get_rank() == 0:
-        print(f"loss {losses[-1]:.3f} nats, {took:.3f} s a step, {memory(mesh.device_type)}")
+        print(f"loss {losses[-1]:.3f} nats, {took:.3f} s per step, {memory(mesh.device_type)}")
         print(log)
         for name, cost in (("measured", measured(log, config)), ("formula", formula(config, mesh.size()))):
             kilobytes = f"{cost.forward / 1e3:.1f} kB forward, {cost.backward / 1e3:.1f} kB backward"
