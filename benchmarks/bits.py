@@ -75,7 +75,7 @@ def absent(chosen: list[str]) -> list[str]:
 
 
 def main() -> None:
-    options = parser("Few bits: formats, a QLoRA step beside its peer, and convergence.")
+    options = parser("Few bits: formats, a QLoRA step next to its peer, and convergence.")
     options.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=" ".join(PARTS))
     options.add_argument("--repeats", type=int, default=9, help="measurements of encoding and decoding")
     options.add_argument("--rounds", type=int, default=5, help="rounds of QLoRA steps")

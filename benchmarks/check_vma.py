@@ -150,7 +150,7 @@ def in_words(told: dict[str, Any]) -> str:
         case "right":
             return "cannot be wrong there"
         case "unknown":
-            return "runs; what was meant is not known"
+            return "runs; the intended result is not known"
         case "unwritten":
             return "nobody has written it"
     off = [_off(name, **one) for name, one in told["results"].items() if one["off"] > 1e-12]

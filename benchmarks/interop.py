@@ -351,7 +351,7 @@ def loading_apart(tiny: bool) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    options = parser("A Hugging Face module beside hand-written functions and FSDP2: steps, memory, loading.")
+    options = parser("A Hugging Face module next to hand-written functions and FSDP2: steps, memory, loading.")
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--steps", type=int, default=3, help="steps per turn")
     options.add_argument("--tiny", action="store_true", help="tiny models, to try the command")

@@ -210,7 +210,7 @@ def main() -> None:
         moved = {"assigned": max(crew.turn("sent")), "everyone": max(crew.turn("gathered"))}
     # A step changes an element by about RATE / sqrt(512), and parameters are stored in float32.
     assert apart < 1e-6, f"both ways differ by {apart}"
-    assert work["assigned"] == planned(LAYERS, LAYER, args.ranks), "what runs is what is planned"
+    assert work["assigned"] == planned(LAYERS, LAYER, args.ranks), "the work that runs is the planned work"
     times = {name: [max(each) for each in zip(*(found[name] for found in by_rank), strict=True)] for name in WAYS}
     took = {name: statistics.median(each) * 1e3 for name, each in times.items()}
     ratio = statistics.median(a / b for a, b in zip(times["assigned"], times["everyone"], strict=True))

@@ -116,7 +116,7 @@ def formula(config: Config, shard: int, size: int, index: int) -> tuple[int, int
 def train(
     config: Config, mesh: DeviceMesh, data: Tensor, steps: int, seed: int, report: Reports = ()
 ) -> tuple[list[float], sf.Ledger]:
-    """Trains from scratch; returns the losses, and what the last step sent."""
+    """Trains from scratch; returns the losses, and the ledger of the last step."""
 
     def loss(params: Params, rows: Tensor) -> Tensor:
         return loss_fn(params, rows.long(), config)
@@ -128,7 +128,7 @@ def train(
 
 
 def main() -> None:
-    parser = options("Train a language model whose layers are cut over ranks.", steps=25)
+    parser = options("Train a language model whose layers are on different ranks.", steps=25)
     parser.add_argument("--pipe", type=int, default=ranks(4), help="ranks that share the layers (default: %(default)s)")
     parser.add_argument("--micro", type=int, default=8, help="micro-batches per step (default: %(default)s)")
     parser.add_argument("--schedule", choices=get_args(Schedule), default="1f1b", help="default: %(default)s")

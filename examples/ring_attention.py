@@ -121,7 +121,7 @@ def measured(log: sf.Ledger, config: Config) -> Cost:
 def train(
     config: Config, mesh: DeviceMesh, data: Tensor, steps: int, seed: int, report: Reports = ()
 ) -> tuple[list[float], sf.Ledger]:
-    """Trains from scratch; returns the losses, and what the last step sent."""
+    """Trains from scratch; returns the losses, and the ledger of the last step."""
 
     def loss(params: Params, rows: Tensor) -> Tensor:
         return loss_fn(params, rows.long(), config)
@@ -134,7 +134,7 @@ def train(
 
 
 def main() -> None:
-    parser = options("Train a language model on sequences that are cut over all ranks.", steps=25)
+    parser = options("Train a language model on sequences that are sharded over all ranks.", steps=25)
     parser.add_argument("--method", choices=("ring", "ulysses"), default="ring", help="default: %(default)s")
     parser.add_argument("--in-order", action="store_true", help="one piece per rank of the ring, unbalanced")
     parser.add_argument("--context", type=int, default=1024, help="positions per sequence (default: %(default)s)")

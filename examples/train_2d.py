@@ -118,7 +118,7 @@ def sent(log: sf.Ledger) -> tuple[int, int]:
 def train(
     config: Config, mesh: DeviceMesh, data: Tensor, steps: int, seed: int, sequence: bool, report: Reports = ()
 ) -> tuple[list[float], sf.Ledger]:
-    """Trains from scratch; returns the losses, and what the last step sent."""
+    """Trains from scratch; returns the losses, and the ledger of the last step."""
 
     def loss(params: Params, rows: Tensor) -> Tensor:
         return loss_fn(params, rows.long(), config, 1 if sequence else None)

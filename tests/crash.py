@@ -267,7 +267,7 @@ def main() -> None:
     print(f"kills: {dict(tally.ends)}; saves cut short: {tally.torn}; steps: {tally.steps}")
     print(f"lost saves: 0; damaged checkpoints: 0; hangs: 0; difference from a run without kills: {worst:.1e}")
     if worst != 0 if args.one_mesh else worst >= 1e-12:
-        raise SystemExit("what was trained is not what a run without kills trains")
+        raise SystemExit("the parameters differ from those of a run without kills")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ QUICK = 1.0  # seconds for a case, up to which it is of the fast tier
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the two options."""
     parser.addoption("--tier", choices=("fast", "change", "deep"), help="the tests of make test-fast, test, test-deep")
-    parser.addoption("--record-durations", action="store_true", help="write what each test takes to durations.json")
+    parser.addoption("--record-durations", action="store_true", help="write the seconds of each test to durations.json")
 
 
 def pytest_configure(config: pytest.Config) -> None:

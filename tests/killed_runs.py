@@ -129,7 +129,7 @@ def main() -> None:
             far, same = difference(Path(name), sizes[0], noise)
         print(f"ranks {sizes}: {args.kills} kills, went on from {begun}; difference {far:.1e}, same losses: {same}")
         if (far, same) != (0, True) if len(sizes) == 1 else far >= 1e-12:
-            raise SystemExit("what was trained is not what a run without kills trains")
+            raise SystemExit("the parameters or losses differ from those of a run without kills")
 
 
 if __name__ == "__main__":
