@@ -21,9 +21,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = Path(__file__).with_name("durations.json")
-LONG = 2.0  # seconds for all cases of a test, from which on some do
-SLOW = 2.0  # seconds for a case, from which on it is of the deep tier
-QUICK = 0.2  # seconds for a case, up to which it is of the fast tier
+LONG = 2.0  # seconds for all cases of a test, above which not all run
+SLOW = 2.0  # seconds per case, above which it is in the deep tier
+QUICK = 0.2  # seconds per case, up to which it is in the fast tier
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -93,7 +93,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif tier == "fast":
             edited = edited_folders()
             # In order, so that every worker keeps the same of equally quick ones.
-            kept = quick((item for item in items if item in change), QUICK) | {item for item in change if item.path.parent.name in edited}
+            kept = quick((item for item in items if item in change), QUICK) | {
+                item for item in change if item.path.parent.name in edited
+            }
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
     if hasattr(config, "workerinput"):  # workers take file after file
