@@ -1,1 +1,1 @@
-"""Measurements next to the peers, each a command: `python -m benchmarks.<name>`."""
+"""Measurements of shardfn and its peers; each is a command: `python -m benchmarks.<name>`."""

@@ -1,13 +1,13 @@
-"""Few bits: what formats lose, what a QLoRA step takes beside FSDP2 + bitsandbytes + peft, and what still converges.
+"""Few bits: errors of formats, a QLoRA step next to FSDP2 + bitsandbytes + peft, and convergence of training.
 
     OMP_NUM_THREADS=1 python -m benchmarks.bits
     OMP_NUM_THREADS=1 python -m benchmarks.bits --only formats convergence
 
-formats      bytes, errors and times for a million draws from N(0, 1), in float32, on one thread, with bfloat16 for
-             comparison; and the bits per byte of a trained model whose matrices are kept in each format
+formats      bytes, errors and times for a million float32 draws from N(0, 1), on one thread, with bfloat16 for
+             comparison; and the bits per byte of a trained model whose matrices are stored in each format
 memory       a QLoRA step on two ranks: `benchmarks/qlora.py`
-convergence  training with wires, optimizers and parameters of few bits: `benchmarks/few_bits_training.py`; with
-             `--model example` that of `examples/train_lm.py` as it is, which takes longer
+convergence  training with messages, optimizers and parameters in few bits: `benchmarks/few_bits_training.py`;
+             `--model example` trains the model of `examples/train_lm.py` unchanged, which takes longer
 """
 
 from __future__ import annotations
@@ -63,26 +63,26 @@ def formats(tiny: bool, repeats: int) -> tuple[list[dict[str, Any]], list[Goal]]
 
 
 def qlora(tiny: bool, rounds: int) -> tuple[list[dict[str, Any]], list[Goal]]:
-    from benchmarks.qlora import memory  # which imports transformers
+    from benchmarks.qlora import memory  # imports transformers
 
     return memory(tiny, rounds)
 
 
 def absent(chosen: list[str]) -> list[str]:
-    """Packages that the chosen parts need and that are not installed."""
+    """Packages that the chosen parts need but that are not installed."""
     needed = ("transformers", "safetensors", "bitsandbytes", "peft") if "memory" in chosen else ()
     return [name for name in needed if importlib.util.find_spec(name) is None]
 
 
 def main() -> None:
-    options = parser("Few bits: formats, a QLoRA step beside its peer, and convergence.")
+    options = parser("Few bits: formats, a QLoRA step next to its peer, and convergence.")
     options.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=" ".join(PARTS))
-    options.add_argument("--repeats", type=int, default=9, help="of encoding and decoding")
-    options.add_argument("--rounds", type=int, default=5, help="of QLoRA steps")
-    options.add_argument("--steps", type=int, default=400, help="of a training run")
-    options.add_argument("--tiny", action="store_true", help="models of no size, to try the command")
+    options.add_argument("--repeats", type=int, default=9, help="measurements of encoding and decoding")
+    options.add_argument("--rounds", type=int, default=5, help="rounds of QLoRA steps")
+    options.add_argument("--steps", type=int, default=400, help="steps of a training run")
+    options.add_argument("--tiny", action="store_true", help="tiny models, to try the command")
     options.add_argument(
-        "--model", choices=("small", "example"), default="small", help="to train; default: %(default)s"
+        "--model", choices=("small", "example"), default="small", help="model to train (default: %(default)s)"
     )
     args = options.parse_args()
     model = "tiny" if args.tiny else args.model

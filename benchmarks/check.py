@@ -1,12 +1,12 @@
-"""What the checker of `shard_map` costs: its first call, which it watches, and all others, which it does not.
+"""The cost of `shard_map`'s checker: in the first call, which it checks, and in later calls, which it does not.
 
     OMP_NUM_THREADS=1 python -m benchmarks.check
 
-A step of the GPT of 34 million parameters in float32, `full_shard`, AdamW on the shards, gloo, on two ranks and four.
-The same processes take turns: a step by a function that is mapped anew, with `check=True` and with `check=False`, and
-then steps by one that has run before. A figure is the median over the rounds, and a ratio that of the ratios; besides
-come the memory that a first call takes at most, the Python functions that the two call in a later step, and whether
-they train the same numbers, bit for bit.
+A training step of a GPT with 34 million parameters in float32: `full_shard`, AdamW on the shards, gloo, on two and on
+four ranks. The same processes alternate between `check=True` and `check=False`: first one step of a newly mapped
+function, then steps of a function that has run before. Times are medians over the rounds, and ratios are medians of the
+rounds' ratios. The benchmark also measures the peak memory of a first call, counts the Python calls in a later step,
+and compares the trained numbers bit for bit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WATCHED = (
 
 
 def built(usage: Usage, config: Config) -> dict[str, Callable[..., Any]]:
-    """Functions by name; `check` says which of the two steps they make."""
+    """Functions by name; their argument `check` selects the checked or the unchecked step."""
     mesh = sf.make_mesh(shard=dist.get_world_size(), device="cpu")
     optimizer, rows, local_loss = so.adamw(1e-3), tokens(config, dist.get_rank()), staged(config)
 
@@ -80,7 +80,7 @@ def built(usage: Usage, config: Config) -> dict[str, Callable[..., Any]]:
         return counted(lambda: stepped(known[check]))
 
     def bits(check: bool) -> list[Tensor]:
-        """The parameters and moments after two steps from the same ones."""
+        """The bytes of parameters and moments after two steps from the same initial values."""
         step, state = mapped(check), fresh()
         for _ in range(2):
             *state, loss = step(*state, rows)
@@ -88,7 +88,7 @@ def built(usage: Usage, config: Config) -> dict[str, Callable[..., Any]]:
         return [leaf.reshape(-1).view(torch.uint8) for leaf in tensors]
 
     def apart() -> int:
-        """How many bytes differ between what the two have trained."""
+        """The number of bytes that differ between the two results."""
         return sum(int((a != b).sum()) for a, b in zip(bits(True), bits(False), strict=True))
 
     kept: list[Any] = [*fresh()]
@@ -99,7 +99,7 @@ def built(usage: Usage, config: Config) -> dict[str, Callable[..., Any]]:
 
 
 def counted(run: Callable[[], Any]) -> int:
-    """How many Python functions of the checker, and of `shard_map`, are called on this thread."""
+    """The number of calls of Python functions of the checker and `shard_map` on this thread."""
     found = 0
 
     def called(frame: Any, event: str, _: Any) -> None:
@@ -115,7 +115,7 @@ def counted(run: Callable[[], Any]) -> int:
 
 
 def measured(crew: Crew, rounds: int, steps: int) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """Median seconds of each kind of step, and the medians over the rounds of what the checker takes for one."""
+    """Median seconds of each kind of step, and median ratios of checked to unchecked steps."""
     times: dict[str, dict[str, list[float]]] = {kind: {mode: [] for mode in MODES} for kind in ("first", "later")}
     for number in range(rounds):
         order = list(MODES) if number % 2 else list(MODES)[::-1]
@@ -132,7 +132,7 @@ def measured(crew: Crew, rounds: int, steps: int) -> tuple[dict[str, dict[str, f
 
 
 def peaks_in_turn(crew: Crew, rounds: int) -> dict[str, float]:
-    """The median over the rounds of the most memory that a rank takes in a first call."""
+    """The peak memory of a first call, on the rank that takes most: the median over the rounds."""
     found: dict[str, list[float]] = {mode: [] for mode in MODES}
     for number in range(rounds):
         for mode in list(MODES)[:: 1 if number % 2 else -1]:
@@ -141,12 +141,12 @@ def peaks_in_turn(crew: Crew, rounds: int) -> dict[str, float]:
 
 
 def of_ranks(ranks: int, config: Config, rounds: int, steps: int) -> tuple[list[dict[str, Any]], list[Goal]]:
-    """The rows and the goals for one number of ranks."""
+    """The rows and goals for one number of ranks."""
     with Crew(ranks, built, config) as crew:
         medians, ratios = measured(crew, rounds, steps)
         peaks = peaks_in_turn(crew, rounds)
         calls = {mode: max(crew.turn("calls", check)) for mode, check in MODES.items()}
-        differ = sum(crew.turn("apart"))  # whose two models more stay in memory for a while
+        differ = sum(crew.turn("apart"))  # last: its two models stay in memory for a while
     more = peaks["check=True"] / peaks["check=False"]
     rows = [
         {
@@ -171,8 +171,8 @@ def of_ranks(ranks: int, config: Config, rounds: int, steps: int) -> tuple[list[
 def main() -> None:
     options = parser("What the checker costs: the first call, and all others.")
     options.add_argument("--rounds", type=int, default=10)
-    options.add_argument("--steps", type=int, default=4, help="later calls of a turn")
-    options.add_argument("--tiny", action="store_true", help="a model of no size: to try it")
+    options.add_argument("--steps", type=int, default=4, help="later calls per turn")
+    options.add_argument("--tiny", action="store_true", help="a tiny model, to try the command")
     args = options.parse_args()
     config = Config()
     if args.tiny:
@@ -182,7 +182,7 @@ def main() -> None:
     for ranks in RANKS:
         more, ends = of_ranks(ranks, config, args.rounds, args.steps)
         rows, goals = rows + more, goals + ends
-    publish("a step of training, as it is checked", rows, goals, args.json)
+    publish("a training step, checked and unchecked", rows, goals, args.json)
 
 
 if __name__ == "__main__":

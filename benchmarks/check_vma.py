@@ -1,17 +1,17 @@
-"""Wrong programs: what shardfn's checker finds, and what JAX's `shard_map(check_vma=True)` does with the same in JAX.
+"""Wrong programs: what shardfn's checker finds, and what JAX's `shard_map(check_vma=True)` does with their equivalents.
 
     OMP_NUM_THREADS=1 python -m benchmarks.check_vma --jax jaxenv/bin/python
 
-The programs are the gallery of the checker's tests (tests/check/wrong.py), and what JAX refuses
-(tests/check/from_jax.py), with one mistake each. Here they run on gloo processes, and what counts is that an error or a
-warning comes; the seconds are of the second of two checked calls. In JAX (benchmarks/check_vma_jax.py) they run in the
-interpreter that `--jax` names, on CPU devices, and are compared with one device in float64:
+Each program has one mistake. They are the gallery of the checker's tests (tests/check/wrong.py), and programs that JAX
+refuses (tests/check/from_jax.py). In shardfn, they run on gloo processes, and a mistake counts as found if the call
+raises an error or warns; seconds are those of the second of two checked calls. In JAX (benchmarks/check_vma_jax.py),
+they run in the interpreter that `--jax` names, on CPU devices, and are compared with one device in float64:
 
-    finds                    an error, of which the first line is told
-    silent                   it runs, and computes something else, or other numbers on each device
-    hangs                    it runs, and waits for ever
-    cannot be wrong there    it runs and is right: JAX inserts `pvary` by itself, and counts what is the same once
-    cannot be said there     nothing in JAX is like it
+    finds                    it raises an error; the first line is shown
+    silent                   it runs, but computes something else, or different numbers on each device
+    hangs                    it runs, and waits forever
+    cannot be wrong there    it runs and is right: JAX inserts `pvary` by itself, and counts replicated values once
+    cannot be said there     JAX has no equivalent
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.check.from_jax import CANNOT, FROM_JAX
 from tests.check.wrong import TYPED, Wrong
 
 CASES: dict[str, Wrong] = TYPED | FROM_JAX
-BEYOND = 5  # programs at least that are found here and run silently in JAX
+BEYOND = 5  # the least number of programs that are found here but are silent or hang in JAX
 FLAGS = "--xla_force_host_platform_device_count=4 --xla_cpu_collective_call_terminate_timeout_seconds=5"
 MISTAKES = {
     "gradient": "the gradient of a replicated value is one rank's part",
@@ -65,25 +65,25 @@ NO_JAX = (
 
 @dataclass(frozen=True)
 class Found:
-    """What shardfn's checker says of a program.
+    """The result of shardfn's checker for a program.
 
     Attributes:
-        kinds: of its findings, first cause first; none if it says nothing.
-        seconds: that the call took.
+        kinds: the kinds of its findings, the first cause first; empty if there are none.
+        seconds: the time of the call.
     """
 
     kinds: tuple[str, ...]
     seconds: float
 
 
-# --- here ---
+# --- shardfn ---
 
 
 def checked(name: str) -> tuple[tuple[str, ...], float]:
-    """On this rank."""
+    """The kinds of findings, and the seconds of a checked call, on this rank."""
     case = CASES[name]
     mesh = sf.make_mesh(device="cpu", **case.mesh)
-    torch.manual_seed(mesh.get_rank())  # as processes begin that nobody seeds
+    torch.manual_seed(mesh.get_rank())  # as in processes without a common seed
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         began = time.perf_counter()
@@ -94,7 +94,7 @@ def checked(name: str) -> tuple[tuple[str, ...], float]:
             kinds = tuple(one.kind for one in error.findings)
         except NotImplementedError:
             kinds = ("NotImplementedError",)
-        except ValueError as error:  # between two collectives, before ranks wait for each other
+        except ValueError as error:  # raised before ranks would wait for each other
             if "collectives differ between ranks" not in str(error):
                 raise
             kinds = ("collectives",)
@@ -104,7 +104,7 @@ def checked(name: str) -> tuple[tuple[str, ...], float]:
 
 
 def found_here(worlds: Mapping[int, World], name: str) -> Found:
-    """By the first rank, the second time."""
+    """The result on the first rank, in the second call."""
     world = worlds[math.prod(CASES[name].mesh.values())]
     try:
         world.run(checked, name)
@@ -118,14 +118,14 @@ def all_found() -> dict[str, Found]:
         return {name: found_here({2: two, 4: four}, name) for name in CASES}
 
 
-# --- there ---
+# --- JAX ---
 
 
 UNWRITTEN = {"verdict": "unwritten"}
 
 
 def told_by_jax(python: str) -> dict[str, Any]:
-    """What the other interpreter prints."""
+    """The results that the other interpreter prints."""
     script = Path(__file__).with_name("check_vma_jax.py")
     environment = os.environ | {"XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu"}
     environment.pop("PYTHONPATH", None)
@@ -139,7 +139,7 @@ def told_by_jax(python: str) -> dict[str, Any]:
 
 
 def in_words(told: dict[str, Any]) -> str:
-    """What came of a program in JAX."""
+    """A program's result in JAX, as text."""
     match told["verdict"]:
         case "finds":
             return f"finds: {told['said']}"
@@ -150,7 +150,7 @@ def in_words(told: dict[str, Any]) -> str:
         case "right":
             return "cannot be wrong there"
         case "unknown":
-            return "runs; what was meant is not known"
+            return "runs; the intended result is not known"
         case "unwritten":
             return "nobody has written it"
     off = [_off(name, **one) for name, one in told["results"].items() if one["off"] > 1e-12]
@@ -163,7 +163,7 @@ def _off(name: str, ratio: float, off: float) -> str:
     return f"{name} off by {100 * off:.0f} %"
 
 
-# --- beside each other ---
+# --- the comparison ---
 
 
 def row(name: str, found: Found | None, told: dict[str, Any]) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def row(name: str, found: Found | None, told: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary(found: Mapping[str, Found], told: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """How many programs of each mistake are found here and there."""
+    """The number of programs of each mistake that shardfn and JAX find."""
     counts: dict[str, Counter[str]] = {}
     for name in [name for name in CASES if name in told]:
         verdicts = [told[name]["verdict"], *["here"] * bool(found[name].kinds)]
@@ -197,12 +197,12 @@ def summary(found: Mapping[str, Found], told: Mapping[str, Any]) -> list[dict[st
 
 
 def missed(found: Mapping[str, Found], told: Mapping[str, Any]) -> list[str]:
-    """What JAX finds and shardfn does not."""
+    """Programs that JAX finds but shardfn does not."""
     return [name for name in CASES if told[name]["verdict"] == "finds" and not found[name].kinds]
 
 
 def beyond(found: Mapping[str, Found], told: Mapping[str, Any]) -> list[str]:
-    """What shardfn finds, and runs in JAX to wrong numbers or for ever."""
+    """Programs that shardfn finds, but that give wrong numbers or hang in JAX."""
     return [name for name in CASES if told[name]["verdict"] in ("silent", "hangs") and found[name].kinds]
 
 
@@ -216,8 +216,8 @@ def goals(found: Mapping[str, Found], told: Mapping[str, Any]) -> Sequence[Goal]
 
 
 def main() -> None:
-    options = parser("Wrong programs, and who finds them: shardfn's checker and JAX's check_vma.")
-    options.add_argument("--jax", metavar="PYTHON", help="an interpreter that has JAX")
+    options = parser("Wrong programs, and which of them shardfn's checker and JAX's check_vma find.")
+    options.add_argument("--jax", metavar="PYTHON", help="a Python interpreter that has JAX")
     args = options.parse_args()
     if not args.jax:
         lacks(NO_JAX)

@@ -2,10 +2,10 @@
 
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python check_vma_jax.py [NAME ...]
 
-Runs in an interpreter that has JAX, and imports nothing else but numpy. A program makes the mistake of the one of
-shardfn's gallery (tests/check/wrong.py) whose name it has, in the words that a JAX user has for it; those named
-`jax_...` are what JAX refuses, out of its source and its tests, and have counterparts in tests/check/from_jax.py. Each
-is compared, in float64, with what one device computes. It prints JSON: JAX's version, and what came of each program.
+Runs in an interpreter that has JAX, and imports nothing else but numpy. Each program has the name and the mistake of a
+program in shardfn's gallery (tests/check/wrong.py), but is written as a JAX user would write it. Those named `jax_...`
+are programs that JAX refuses, from its source and tests; they have counterparts in tests/check/from_jax.py. Each result
+is compared, in float64, with that of one device. The output is JSON: JAX's version, and the result of each program.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ import numpy as np
 from jax import P, lax
 
 ROUNDING = 1e-12
-DEADLINE = 100  # seconds of a program that may hang; XLA itself gives up after 40
+DEADLINE = 100  # seconds for a program that may hang; XLA itself gives up after 40
 Tree = Any
-Results = dict[str, Any]  # "gradient", "value" or what else a program gives
+Results = dict[str, Any]  # "gradient", "value" or another result of a program
 
 
 @dataclass(frozen=True)
 class Program:
-    """A mistake.
+    """A program with a mistake.
 
     Attributes:
         wrong: runs it on the mesh.
-        right: what was meant, on one device; None where there is nothing that was.
-        hangs: it may, so it gets a process of its own.
+        right: the intended computation, on one device; None if there is none.
+        hangs: whether it may hang, so that it needs its own process.
     """
 
     wrong: Callable[[], Results]
@@ -47,7 +47,7 @@ class Program:
 
 
 PROGRAMS: dict[str, Program] = {}
-CANNOT = {  # be said in JAX, and why
+CANNOT = {  # programs that JAX has no equivalent for, and why
     "missing_pvary_backward_dot_grad": "there is no backward() and no .grad",
     "mean_of_means_ragged": "pieces of one array have one shape",
     "missing_pvary_leaf_made_inside": "there is no requires_grad_()",
@@ -57,7 +57,7 @@ CANNOT = {  # be said in JAX, and why
 
 
 def wrong(right: Callable[[], Results] | None = None, hangs: bool = False) -> Callable[[Any], Any]:
-    """Puts a program among the others, by its name."""
+    """Registers a program by its name."""
 
     def put(program: Callable[[], Results]) -> Callable[[], Results]:
         PROGRAMS[program.__name__] = Program(program, right, hangs)
@@ -66,14 +66,14 @@ def wrong(right: Callable[[], Results] | None = None, hangs: bool = False) -> Ca
     return put
 
 
-# --- numbers, and what one device does with them ---
+# --- data, and computations on one device ---
 
 DRAW = np.random.default_rng(0)
 ROWS, IN, OUT = 8, 4, 3
 COUNT = ROWS * OUT
 X, Y = DRAW.normal(size=(ROWS, IN)), DRAW.normal(size=(ROWS, OUT))
 LABELS, TOKENS = np.array([0, 2, 1, 1, 0, 2, 2, 1]), np.array([[0, 3, 1, 4], [2, 2, 5, 1], [5, 0, 3, 3], [4, 1, 2, 0]])
-REAL = np.array([1.0, 1, 1, 0, 1, 0, 0, 0])  # a mask with more on the first rank
+REAL = np.array([1.0, 1, 1, 0, 1, 0, 0, 0])  # a mask with more ones on the first rank
 SEQUENCES, TARGETS = DRAW.normal(size=(2, ROWS, 4, IN))
 SHAPES = {
     "w": (IN, OUT), "b": (OUT,), "norm": (IN,), "first": (IN, IN), "up": (IN, 6), "down": (6, OUT),
@@ -116,12 +116,12 @@ def sgd(params: Tree, grads: Tree, lr: Any = 0.1) -> Tree:
 
 
 def adamw(params: Tree, grads: Tree) -> Tree:
-    """Its first step, from state of zeros."""
+    """AdamW's first step, from a state of zeros."""
     return jax.tree.map(lambda p, g: p - 0.1 * (g / (jnp.sqrt(g**2) + 1e-8) + 0.01 * p), params, grads)
 
 
 def trained(loss: Callable[[Tree], Any], *names: str) -> Callable[[], Results]:
-    """Value and gradient."""
+    """The value and gradient of a loss."""
 
     def run() -> Results:
         value, gradient = jax.value_and_grad(loss)(weights(*names))
@@ -138,7 +138,7 @@ def valued(f: Callable[[Tree], Any], *names: str) -> Callable[[], Results]:
     return lambda: {"value": f(weights(*names))}
 
 
-# --- onto a mesh ---
+# --- on a mesh ---
 
 
 def mesh_of(sizes: dict[str, int]) -> Any:
@@ -147,20 +147,20 @@ def mesh_of(sizes: dict[str, int]) -> Any:
 
 
 def placed(mesh: Any, spec: Any, tree: Tree) -> Tree:
-    """Whole values cut as the prefix of specs says."""
+    """Whole values, sharded by a prefix tree of specs."""
     if not isinstance(spec, P):
         return {name: placed(mesh, one, tree[name]) for name, one in spec.items()}
     return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.NamedSharding(mesh, spec)), tree)
 
 
 def by_device(mesh: Any, spec: Any, shape: tuple[int, ...], piece: Callable[[int], Any]) -> Any:
-    """An array of which each device holds what `piece` gives for its number, whatever the spec promises."""
+    """An array whose piece on device i is `piece(i)`, even if that contradicts the spec."""
     pieces = [jax.device_put(piece(i), device) for i, device in enumerate(mesh.devices.flat)]
     return jax.make_array_from_single_device_arrays(shape, jax.NamedSharding(mesh, spec), pieces)
 
 
 def on(f: Callable[..., Any], ins: tuple[Any, ...], outs: Any, sizes: dict[str, int] = DATA) -> Callable[..., Any]:
-    """The function under `jit` and `shard_map`, of whole values, or of arrays that are there."""
+    """The function under `jit` and `shard_map`; it takes whole values, or arrays that are already on the mesh."""
     mesh = mesh_of(sizes)
     mapped = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=True))
 
@@ -180,7 +180,7 @@ def graded(
     sizes: dict[str, int] = DATA,
     value: bool = True,
 ) -> Results:
-    """Value and gradient by `jax.value_and_grad` inside of the map; the gradient is cut as the parameters are."""
+    """Value and gradient by `jax.value_and_grad` inside the map; the gradient is sharded like the parameters."""
     specs, cut = P() if specs is None else specs, P("data") if cut is None else cut
 
     def step(*args: Any) -> Results:
@@ -192,7 +192,7 @@ def graded(
 
 
 def evaluated(f: Callable[..., Any], *args: Any, specs: Any = None, sizes: dict[str, int] = DATA) -> Results:
-    """What a function gives, said to be the same on all ranks; of parameters and rows, or as the specs say."""
+    """The result of a function, declared replicated; its arguments are parameters and rows, unless `specs` is given."""
     ins = specs or (P(), *[P("data")] * (len(args) - 1))
     return {"value": on(f, ins, P(), sizes)(*args)}
 
@@ -201,7 +201,7 @@ def summed(loss: Any, axis: Any = "data") -> Any:
     return lax.psum(loss, axis) / COUNT
 
 
-# --- a parameter that is the same on all ranks meets rows that are not, without pvary ---
+# --- a replicated parameter is combined with varying rows, without pvary ---
 
 
 def ddp(p: Tree, x: Any, y: Any) -> Any:
@@ -233,7 +233,7 @@ def missing_pvary_with_optim_step() -> Results:
 
 @wrong(trained(error, "w"))
 def missing_pvary_under_dots() -> Results:
-    """Specs as the values say: `in_specs` left out."""
+    """Specs from the values: `in_specs` is omitted."""
     mesh = mesh_of(DATA)
 
     def step(p: Tree, x: Any, y: Any) -> Results:
@@ -318,7 +318,7 @@ def psum_forgotten_per_sample_gradients() -> Results:
 
 
 def times() -> Any:
-    """`x * weight`, with a backward of its own, as a fused kernel has."""
+    """`x * weight` with a custom backward, as a fused kernel has."""
     scale = jax.custom_vjp(lambda x, weight: x * weight)
     scale.defvjp(lambda x, weight: (x * weight, (x, weight)), lambda kept, ct: (ct * kept[1], (ct * kept[0]).sum(0)))
     return scale
@@ -374,7 +374,7 @@ def gathered(p: Tree, axis: str = "shard") -> Tree:
     return {name: lax.all_gather(leaf, axis, tiled=True) if leaf.ndim > 1 else leaf for name, leaf in p.items()}
 
 
-SHARDED = {"w": P("shard"), "b": P()}  # the bias is whole, since 3 is not even
+SHARDED = {"w": P("shard"), "b": P()}  # the bias is whole, since its 3 elements are not divisible by 2
 
 
 @wrong(trained(error, "w"))
@@ -515,7 +515,7 @@ def psum_over_all_axes() -> Results:
 
 
 def regraded(again: Callable[[Tree], Tree], axes: Any, sizes: dict[str, int]) -> Results:
-    """The gradient with respect to a cut matrix, which a loss over all rows has added up, after another reduction."""
+    """The gradient of a sharded matrix, already summed by a loss over all rows, after one more reduction."""
 
     def step(p: Tree, x: Any, y: Any) -> Results:
         grads = jax.grad(lambda p: summed(squares(x @ gathered(p)["w"], y), axes))(p)
@@ -734,7 +734,7 @@ def mean_of_means_masked() -> Results:
 
 
 def reduced(loss: Callable[..., Any], reduce: Any) -> Results:
-    """A value that is the mean, and a gradient that is reduced by hand."""
+    """The mean as value, and a gradient that is reduced by hand."""
 
     def step(p: Tree, x: Any, y: Any) -> Results:
         value, gradient = jax.value_and_grad(loss)(p, x, y)
@@ -760,7 +760,7 @@ def pmean_of_gradients_of_a_sum_over_all_rows() -> Results:
 
 @wrong(trained(masked, "w"))
 def mean_of_selected_rows() -> Results:
-    """By `where=`, since an index of booleans has no shape that can be traced."""
+    """With `where=`, since boolean indexing has no static shape for tracing."""
 
     def loss(p: Tree, x: Any, y: Any, real: Any) -> Any:
         return lax.pmean(((x @ p["w"] - y) ** 2).mean(1).mean(where=real > 0), "data")
@@ -804,7 +804,7 @@ def batch_norm_running_stats_returned() -> Results:
     return evaluated(lambda p, x: 0.9 * p["norm"] + 0.1 * x.mean(0), weights("norm"), X)
 
 
-# --- an axis that cuts matrices ---
+# --- an axis that shards matrices ---
 
 
 @wrong(valued(lambda p: squares(jnp.tanh(X @ p["up"]) @ p["down"], Y) / COUNT, "up", "down"))
@@ -890,7 +890,7 @@ def pmax_differentiated() -> Results:
     return graded(loss, weights("up"), X, LABELS, specs={"up": CUT["up"]}, sizes=GRID, value=False)
 
 
-# --- what is said to be cut already ---
+# --- values that vary already ---
 
 
 @wrong(trained(error, "w"))
@@ -920,11 +920,11 @@ def local_slice_of_local_gradients() -> Results:
     return {"gradient": on(step, (P(), P("data"), P("data")), P("data"))(weights("w"), X, Y)}
 
 
-# --- what ranks start with ---
+# --- initial values of the ranks ---
 
 
 def started(w: Any, x: Any, y: Any, sizes: dict[str, int] = DATA) -> Results:
-    """Value and gradient from arrays that are there."""
+    """Value and gradient from arrays that are already on the mesh."""
 
     def step(w: Any, x: Any, y: Any) -> Results:
         value, gradient = jax.value_and_grad(lambda w: ddp({"w": w}, x, y))(w)
@@ -940,7 +940,7 @@ def replicas_initialised_differently() -> Results:
 
 @wrong(trained(error, "w"))
 def replicas_initialised_differently_hybrid() -> Results:
-    """Shards that each node made by itself."""
+    """Shards that each node initialized by itself."""
 
     def loss(p: Tree, x: Any, y: Any) -> Any:
         return summed(squares(x @ gathered(p)["w"], y), BOTH)
@@ -957,7 +957,7 @@ def replicas_initialised_differently_hybrid() -> Results:
 
 @wrong(trained(error, "w"))
 def rows_by_rank_on_a_tensor_mesh() -> Results:
-    """A loader that cuts by rank, where ranks along `tensor` are to have the same rows."""
+    """A loader that splits rows by rank, although ranks along `tensor` should have the same rows."""
     mesh = mesh_of(GRID)
 
     def loaded(rows: Any) -> Any:
@@ -968,7 +968,7 @@ def rows_by_rank_on_a_tensor_mesh() -> Results:
 
 @wrong(valued(lambda p: 0.9 * jnp.ones((IN, OUT)) + jax.grad(error)(p)["w"], "w"))
 def optimizer_state_of_another_run() -> Results:
-    """A rank that did not find its checkpoint."""
+    """One rank has not found its checkpoint."""
     mean = by_device(mesh_of(DATA), P(), (IN, OUT), lambda i: np.ones((IN, OUT)) * (1 - i))
 
     def step(mean: Any, x: Any, y: Any) -> Any:
@@ -990,7 +990,7 @@ def noise_differs_on_replicated_weights() -> Results:
     return evaluated(perturb, weights("w"))
 
 
-# --- what comes past the arguments ---
+# --- values that are not arguments ---
 
 
 @wrong(valued(lambda p: linear({"w": p["w"]}).mean(0) - p["b"], "w", "b"))
@@ -1013,7 +1013,7 @@ def axis_index_scales_output() -> Results:
 
 @wrong(valued(lambda p: error(p) + decay(p), "w"))
 def python_rank_branch_on_value() -> Results:
-    """By `lax.cond`, since Python's `if` takes no traced value."""
+    """With `lax.cond`, since Python's `if` cannot use a traced value."""
 
     def loss(p: Tree, x: Any, y: Any) -> Any:
         return ddp(p, x, y) + lax.cond(lax.axis_index("data") == 0, lambda: decay(p), lambda: 0.0)
@@ -1021,7 +1021,7 @@ def python_rank_branch_on_value() -> Results:
     return evaluated(loss, weights("w"), X, Y)
 
 
-LIMIT = np.sort(abs(X).max(1))[-1] - 1e-3  # which one rank's rows exceed
+LIMIT = np.sort(abs(X).max(1))[-1] - 1e-3  # exceeded by one rank's rows only
 
 
 @wrong(lambda: {"value": (X / abs(X).max()).sum()}, hangs=True)
@@ -1036,7 +1036,7 @@ def branch_issues_other_collectives() -> Results:
 @wrong(hangs=True)
 def loop_ends_by_a_local_number() -> Results:
     def total(x: Any) -> Any:
-        largest = abs(x).max() * jnp.where(lax.axis_index("data") == 0, 4, 1)  # so that one rank has more to do
+        largest = abs(x).max() * jnp.where(lax.axis_index("data") == 0, 4, 1)  # so that one rank takes more iterations
 
         def halve(carry: Any) -> Any:
             total, scale = carry
@@ -1047,10 +1047,10 @@ def loop_ends_by_a_local_number() -> Results:
     return evaluated(total, X, specs=(P("data"),))
 
 
-# --- what JAX refuses: outputs that vary where their spec says that they do not ---
+# --- refused by JAX: outputs that vary although their spec says otherwise ---
 
 TENSOR = {"tensor": 2}
-V = DRAW.normal(size=IN)  # a vector that all ranks hold
+V = DRAW.normal(size=IN)  # a vector that all ranks have
 PIECES = X.reshape(2, 4, IN)
 
 
@@ -1154,7 +1154,7 @@ def jax_number_of_rows() -> Results:
     return evaluated(lambda v, x: float(x.sum()) * v, V, X)
 
 
-# --- collectives along an axis where a value is the same, or varies already ---
+# --- collectives along an axis where a value is replicated, or varies already ---
 
 
 @wrong(lambda: {"value": X.sum()})
@@ -1240,7 +1240,7 @@ def jax_branches_of_two_types() -> Results:
 
 
 def pvaried(p: Tree, x: Any, y: Any) -> Any:
-    """The gradient of this rank's error, by hand."""
+    """The gradient of this rank's error, computed by hand."""
     return jax.grad(local)(lax.pcast(p, "data", to="varying"), x, y)
 
 
@@ -1295,7 +1295,7 @@ def jax_gradient_of_pmax() -> Results:
     return graded(lambda v, x: lax.pmax((x @ v).max(), "data"), V, X, value=False)
 
 
-# --- partial sums, which JAX has a type for where one asks for it ---
+# --- partial sums, for which JAX has a type that a program must ask for ---
 
 
 def unreduced(p: Tree) -> Any:
@@ -1327,7 +1327,7 @@ def jax_tanh_of_partial_sums() -> Results:
     return evaluated(f, weights("up", "down"), specs=(CUT,), sizes=TENSOR)
 
 
-# --- what a body reads, and random numbers ---
+# --- values that a body closes over, and random numbers ---
 
 
 @wrong()
@@ -1363,9 +1363,9 @@ def jax_one_key_for_all_rows() -> Results:
     return evaluated(f, X, specs=(P("data"),))
 
 
-# --- what came of each ---
+# --- the results ---
 
-REFUSALS = (  # in JAX's words: what depends on what varies, or on values that are not there yet
+REFUSALS = (  # parts of JAX's messages for programs that it refuses
     "require replication", "varying=frozenset", "manual axis types do not match", "must have equal types", "{V:", "{U:",
     "equal output types", "Unsupported pcast", "corresponds to one of varying", "are reduced", "that are varying",
     "is unreduced", "unreduced rule", "traced array", "Differentiation rule for 'pmax'",
@@ -1378,7 +1378,7 @@ def first_line(error: BaseException) -> str:
 
 
 def copies(array: Any) -> list[Any]:
-    """What its devices hold of one and the same piece, where that is not the same."""
+    """The copies of each piece whose copies differ between devices."""
     by_index: dict[str, list[Any]] = {}
     for shard in array.addressable_shards:
         by_index.setdefault(str(shard.index), []).append(np.asarray(shard.data))
@@ -1390,7 +1390,7 @@ def flat(tree: Tree) -> Any:
 
 
 def compared(found: Tree, meant: Tree) -> dict[str, float]:
-    """By how much it is too large, along what was meant, and how far it is from that, of its size."""
+    """The ratio of a result to the intended one (by projection), and its relative distance from it."""
     a, b = flat(found), flat(meant)
     return {"ratio": float(a @ b / (b @ b)), "off": float(np.linalg.norm(a - b) / np.linalg.norm(b))}
 
@@ -1413,7 +1413,7 @@ def judged(program: Program) -> dict[str, Any]:
 
 
 def alone(name: str) -> dict[str, Any]:
-    """In a process of its own, which may hang."""
+    """Runs a program that may hang in its own process."""
     command = [sys.executable, str(Path(__file__).resolve()), "--here", name]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)

@@ -1,11 +1,12 @@
-"""Saving and loading training state on 4 ranks, next to FSDP2 with torch.distributed.checkpoint.
+"""Saving and loading training state on 4 ranks, compared with FSDP2 and torch.distributed.checkpoint.
 
     OMP_NUM_THREADS=1 python -m benchmarks.checkpoint
 
-A GPT of 34 million parameters and AdamW's two moments in float32, cut over the ranks: 408 MB. Both write files of the
-same format to the same disk, and wait until they are there. Rounds in turn; medians of the slowest rank. Memory is what
-a rank has at the peak of its first calls above what it had when the model was there, with an allocator that gives freed
-memory back. The pause is how long the call takes that saves in the background.
+The state is a GPT with 34 million parameters and AdamW's two moments in float32, sharded over the ranks: 408 MB. Both
+systems write files of the same format to the same disk, and wait until they are written. They take turns; times are
+medians of the slowest rank. Memory is a rank's peak in its first calls, above what it had before them with the model in
+place; the allocator gives freed memory back to the system. The pause is the time of the call that saves in the
+background.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def built_fsdp2(usage: Usage, config: Config) -> dict[str, Callable[..., Any]]:
 
 
 def measured(usage: Usage, call: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds, and the bytes at its peak, without those of the imports."""
+    """The seconds of a call, and its peak bytes above those of the imports."""
     dist.barrier()
     usage.again()
     began = time.perf_counter()
@@ -153,8 +154,8 @@ def goals_of(rows: list[dict[str, Any]]) -> list[Goal]:
 def main() -> None:
     options = parser("Saving and loading on 4 ranks, next to FSDP2 with torch.distributed.checkpoint.")
     options.add_argument("--rounds", type=int, default=7)
-    options.add_argument("--folder", type=Path, help="where to write; default: a temporary one")
-    options.add_argument("--tiny", action="store_true", help="a model of no size: to try it")
+    options.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
+    options.add_argument("--tiny", action="store_true", help="a tiny model, to try the command")
     args = options.parse_args()
     config = TINY if args.tiny else Config()
     with ExitStack() as stack:

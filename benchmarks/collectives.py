@@ -1,9 +1,9 @@
-"""Eager host cost of each collective, forward and backward, next to torch's raw functional one.
+"""Eager host cost of each collective, forward and backward, compared with torch's raw functional collective.
 
     python -m benchmarks.collectives [--gloo 2]
 
-On a fake group nothing moves, so the time is Python and the dispatcher; tensors are tiny. With `--gloo`, that many
-processes move tensors of several sizes, forward only, next to gloo's own collectives.
+A fake group sends nothing, and tensors are tiny, so the time is that of Python and the dispatcher. With `--gloo`, that
+many processes exchange tensors of several sizes, forward only, compared with gloo's own collectives.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LIMIT = 1.3
 
 
 def _newest(*names: str) -> Callable[..., Any]:
-    """torch renamed some of these; the first name that is there."""
+    """The function of torch with the first of these names that exists, since torch has renamed some."""
     return next(getattr(raw, name) for name in names if hasattr(raw, name))
 
 
 def pairs(group: dist.ProcessGroup) -> dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]:
-    """Each collective: ours, and the raw one that moves the same."""
+    """Each collective: ours, and the raw one that exchanges the same values."""
     gather = _newest("all_gather_single", "all_gather_tensor_autograd")
     scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor_autograd")
     exchange = _newest("all_to_all_single_autograd", "all_to_all_single")
@@ -54,7 +54,7 @@ def pairs(group: dist.ProcessGroup) -> dict[str, tuple[Callable[[Tensor], Tensor
 
 
 def forward_backward(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Any]:
-    """One evaluation with its gradient, both of which have arrived."""
+    """One evaluation and its gradient, including the wait for both."""
     one = torch.ones(arrived(f(x)).shape)
 
     def run() -> Tensor:
@@ -66,7 +66,7 @@ def forward_backward(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], A
 
 
 def arrived(x: Tensor) -> Tensor:
-    """Ours has; a raw collective's result is waited for at its first use."""
+    """Waits for the result: ours is complete, but a raw collective's result is waited for at its first use."""
     return x.wait() if isinstance(x, raw.AsyncCollectiveTensor) else x
 
 
@@ -137,7 +137,7 @@ def moved(ranks: int, repeats: int) -> list[dict[str, Any]]:
 def main() -> None:
     options = parser("Eager cost of each collective, forward + backward, against raw functional collectives.")
     options.add_argument("--repeats", type=int, default=31)
-    options.add_argument("--gloo", type=int, metavar="RANKS", help="processes that move values by gloo")
+    options.add_argument("--gloo", type=int, metavar="RANKS", help="number of processes, which use gloo")
     args = options.parse_args()
     if args.gloo:
         found = World(args.gloo, deadline=900).run(moved, args.gloo, args.repeats)

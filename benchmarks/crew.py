@@ -1,7 +1,7 @@
-"""Processes that belong together and wait for their turn, so that several systems can be measured side by side.
+"""Groups of processes that take turns, so that several systems can be measured side by side.
 
-Each system has processes of its own: none carries another's memory, and those whose turn it is not are blocked in a
-read, with the CPU left alone.
+Each system has its own processes, so no system's memory counts for another. Processes that are waiting for their turn
+are blocked in a read, and take no CPU time.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from typing import Any, Self, cast
 import torch
 import torch.distributed as dist
 
-_variables: dict[str, str] = {}  # with which the server of processes was started
+_variables: dict[str, str] = {}  # environment variables that the fork server was started with
 
 
 class Crew:
     """The processes of one system.
 
     Args:
-        ranks: how many.
-        build: called in each of them, when its process group runs and no parameter exists; returns functions by name.
-        *args: of `build`.
-        environment: variables that the processes start with; all crews of a program have the same.
+        ranks: the number of processes.
+        build: called in each process after its process group is initialized; returns functions by name.
+        *args: arguments of `build`.
+        environment: environment variables of the processes; all crews of a program must have the same.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class Crew:
         *args: Any,
         environment: dict[str, str] | None = None,
     ) -> None:
-        # A server that has imported this program forks each process, so a crew starts in a second.
+        # A fork server has already imported this program, so a crew starts in a second.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["shardfn"])  # a program that runs by -m is not imported by itself
+        context.set_forkserver_preload(["shardfn"])  # the program that -m runs is not preloaded automatically
         variables = {"OMP_NUM_THREADS": "1"} | (environment or {})
         if _variables and _variables != variables:
             raise ValueError(f"all crews of a program start with the same variables: {_variables}, not {variables}")
@@ -66,7 +66,7 @@ class Crew:
         self._answers()
 
     def turn(self, name: str, *args: Any) -> list[Any]:
-        """What the function of that name returns, by rank; all of them run it at once."""
+        """Runs the function of that name on all ranks at once; returns its results by rank."""
         for end in self._ends:
             end.send((name, args))
         return self._answers()
@@ -101,11 +101,11 @@ class Crew:
 
 @dataclass
 class Usage:
-    """What this process used since it was made.
+    """The resources that this process has used since this object was made.
 
     Attributes:
-        base: bytes of memory when nothing was there but imports and the process group.
-        idle: CPU seconds spent between turns.
+        base: bytes of memory with only the imports and the process group.
+        idle: CPU seconds used between turns.
         waited: seconds between turns.
     """
 
@@ -114,16 +114,16 @@ class Usage:
     waited: float = 0.0
 
     def peak(self) -> float:
-        """The most bytes so far, above the base."""
+        """The peak bytes so far, above the base."""
         return _status("VmHWM") - self.base
 
     def again(self) -> float:
-        """Forgets the peak so far; the bytes of memory now."""
+        """Resets the peak; returns the current bytes of memory."""
         return _reset()
 
 
 def busy_seconds() -> float:
-    """CPU seconds that all cores of this machine have spent on anything since it started."""
+    """CPU seconds that all cores of this machine have been busy since it started."""
     user, nice, system, _, _, irq, soft = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:8])
     return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
 
@@ -159,13 +159,13 @@ def _serve(
 
 
 def _reset() -> float:
-    """Sets the peak to what is there now, and says how many bytes that is."""
+    """Resets the peak to the current number of bytes, and returns that number."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 
 
 def _status(name: str) -> float:
-    # Not getrusage: a process begins with the peak of the one that started it.
+    # Not getrusage: there, a process starts with the peak of its parent.
     found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None, "this is Linux"
     return int(found[1]) * 1024.0

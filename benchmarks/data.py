@@ -1,11 +1,11 @@
-"""Feeding a run: how much of a slow source a step sees, and what a batch costs beside torch's own loader.
+"""Feeding a run: how much of a slow source's time a step waits, and the cost of a batch compared with torch's loader.
 
     python -m benchmarks.data
 
-The step is a pause, as a host's thread has it while an accelerator computes. The slow source is a data set that takes
-half as long for a batch, read by one worker process. Without it the same step gets batches from a list. Tensors and
-token files are read beside a `DataLoader` with a `DistributedSampler`, in turn, both in one process and without
-workers, so that what is compared is the work of a batch.
+The step is a pause, like that of a host thread while an accelerator computes. The slow source is a dataset, read by one
+worker process, which takes half of that time for a batch. For comparison, the same step gets its batches from a list.
+Then tensors and token files are read, in turn with a `DataLoader` that has a `DistributedSampler`; both run in one
+process without workers, so that only the work per batch is compared.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardfn.testing import world
 
 
 class Slow(Dataset[Any]):
-    """Rows of which a batch takes some time to read."""
+    """Rows that take some time to read, per batch."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -47,7 +47,7 @@ class Slow(Dataset[Any]):
 
 
 class Memmap(Dataset[Any]):
-    """Stretches of a file of tokens, as training scripts read them."""
+    """Windows of a token file, as training scripts read them."""
 
     def __init__(self, tokens: Any, context: int) -> None:
         self.tokens, self.context = tokens, context
@@ -71,7 +71,7 @@ def peer(data: Dataset[Any], batch: int) -> Iterator[Any]:
 
 
 def hidden(step: float, read: float, steps: int) -> dict[str, Any]:
-    """Seconds of a step whose source takes `read` of them, beside one whose batches are there."""
+    """Times of a step whose source takes `read` seconds per batch, and of one whose batches are ready."""
     mesh = sf.make_mesh(data=1, device="cpu")
     slow = iter(sf.run.batches(Slow(read), mesh, "data", 8, 0, workers=1))
     ready = itertools.cycle([torch.full((8, 16), row) for row in range(4)])
@@ -83,7 +83,7 @@ def hidden(step: float, read: float, steps: int) -> dict[str, Any]:
                 began = time.perf_counter()
                 next(batches)
                 time.sleep(step)
-                if number >= 10:  # the worker has read as far ahead as it may while the other took its turn
+                if number >= 10:  # skip batches that the worker read ahead during the other's turn
                     found[name].append(time.perf_counter() - began)
     ms = {name: statistics.median(seconds) * 1e3 for name, seconds in found.items()}
     return {
@@ -94,7 +94,7 @@ def hidden(step: float, read: float, steps: int) -> dict[str, Any]:
 
 
 def costs(folder: str, tiny: bool) -> list[dict[str, Any]]:
-    """Microseconds of a batch, here and by torch's loader."""
+    """Microseconds per batch, of shardfn and of torch's loader."""
     mesh = sf.make_mesh(data=1, device="cpu")
     rows, tokens = (2000, 100_000) if tiny else (100_000, 20_000_000)
     x, y = torch.randn(rows, 128), torch.arange(rows)
@@ -127,7 +127,7 @@ def costs(folder: str, tiny: bool) -> list[dict[str, Any]]:
 
 
 def exchanged(steps: int) -> float:
-    """Microseconds of a batch on this rank, what ranks tell each other included."""
+    """Microseconds per batch on this rank, including communication between ranks."""
     batches = iter(sf.run.batches(torch.randn(4096, 128), sf.make_mesh(data=-1, device="cpu"), "data", 64, 0))
     for _ in range(10):
         next(batches)

@@ -1,9 +1,10 @@
-"""The peak of memory against depth, with everything on disk: flat but for what a layer is given.
+"""Peak memory against depth, with everything on disk: constant, except for the saved inputs of the layers.
 
     OMP_NUM_THREADS=1 python -m benchmarks.tiers --only growth
 
-Two ranks train the same layers 8, 16 and 32 times, in processes of their own. Each layer is computed again in backward,
-so that of a layer its input is kept, and nothing else: that is computed, and taken off. Beside it the same in memory.
+Two ranks train models of 8, 16 and 32 equal layers, each model in new processes. Layers are recomputed in backward, so
+only their inputs are saved; the size of the inputs is computed and subtracted. The same training in memory is shown for
+comparison.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def built(usage: Usage, config: Config, folder: str | None) -> dict[str, Any]:
 
 
 def measured(config: Config, folder: str | None) -> dict[str, float]:
-    """Megabytes of the rank that took most."""
+    """Megabytes, on the rank that takes most."""
     with Crew(RANKS, built, config, folder, environment=ENVIRONMENT) as crew:
         found = crew.turn("peaks")
     return {name: max(each[name] for each in found) for name in found[0]}

@@ -1,4 +1,4 @@
-"""What a disk gives by itself: a few threads that read and write past the page cache, and do nothing else."""
+"""The bandwidth of a disk alone: a few threads read and write past the page cache."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ BLOCK = 4 * 2**20
 
 
 class Bare:
-    """A file of a rank.
+    """A rank's file.
 
     Args:
-        folder: where it is; it has no name there.
-        nbytes: how long it is.
+        folder: where it is, without a name.
+        nbytes: its length.
     """
 
     def __init__(self, folder: str, nbytes: int) -> None:
@@ -30,10 +30,10 @@ class Bare:
             os.close(plain)
             os.unlink(path)
         os.posix_fallocate(self.descriptor, 0, self.blocks * BLOCK)
-        self.seconds(0, self.blocks * BLOCK)  # what has never been written is not read from the disk
+        self.seconds(0, self.blocks * BLOCK)  # unwritten blocks would not be read from the disk
 
     def seconds(self, read: float, written: float) -> float:
-        """Of reading and writing so many bytes, in turn such that both end together."""
+        """The time to read and write so many bytes, interleaved so that both end together."""
         reads, writes = (round(n / BLOCK) for n in (read, written))
         threads = [threading.Thread(target=self._move, args=(n, reads, writes)) for n in range(THREADS)]
         began = time.perf_counter()
@@ -53,6 +53,6 @@ class Bare:
 
 
 def moved() -> tuple[int, int]:
-    """Bytes that this process had the disk read and write since it started."""
+    """Bytes that this process has read from and written to the disk since it started."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines["read_bytes"]), int(lines["write_bytes"])

@@ -1,12 +1,13 @@
-"""A run on two hosts of which one is lost, twice, and comes back: how long that takes, and what it costs.
+"""A run on two hosts, one of which is lost and comes back, twice: the time that this takes, and the steps repeated.
 
     python -m benchmarks.elastic
 
-The hosts are two network namespaces of this machine, with two ranks in each; making them takes root, or
-`CAP_SYS_ADMIN` and `CAP_NET_ADMIN`. `torchrun --nnodes 1:2` starts the ranks as it would on real ones. At a random step
-all processes of one host are killed, its agent with them; the other goes on alone, from the newest checkpoint. The host
-returns, and both go on. Then its link is cut, and mended. In the end each loss that any life of the run has computed
-is compared with that of a run that nobody disturbed. What is trained is in `benchmarks/elastic_rank.py`.
+The hosts are two network namespaces of this machine, with two ranks each. Creating them requires root, or
+`CAP_SYS_ADMIN` and `CAP_NET_ADMIN`. `torchrun --nnodes 1:2` starts the ranks as it would on real hosts. At a random
+step, all processes of one host are killed, including its torchrun agent; the other host continues alone from the newest
+checkpoint. Then the host returns, and both continue. After that, the link is cut and restored in the same way. At the
+end, every loss that was ever computed is compared with that of an undisturbed run. `benchmarks/elastic_rank.py` is the
+training program.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from benchmarks.two_hosts import HOSTS, environment, hosts, inside, kill, link
 
 STAYS, GOES = HOSTS
 PORT = 29414
-RESTARTS = 5  # that a host's own ranks may cause
-PATIENCE = 180.0  # seconds, for anything to happen
+RESTARTS = 5  # restarts that torchrun allows after failures of ranks on a host
+PATIENCE = 180.0  # seconds to wait for anything
 SETTINGS = {"last_call_timeout": 2, "keep_alive_interval": 1, "keep_alive_max_attempt": 3, "read_timeout": 20}
 
 
 @dataclass(frozen=True)
 class Place:
-    """A host of a job: what stands before a command for it to run there, its address, and its ranks."""
+    """A host of a job: the prefix of a command that runs there, its address, and its number of ranks."""
 
     before: tuple[str, ...]
     address: str
@@ -48,13 +49,13 @@ class Job:
     """A run on two hosts.
 
     Attributes:
-        folder: where it writes its steps, checkpoints and logs.
-        places: the host that stays, which has torchrun's store, and the one that comes and goes.
-        options: of `benchmarks.elastic_rank`.
-        variables: the environment.
-        port: of torchrun's store.
+        folder: the folder for its steps, checkpoints and logs.
+        places: first the host that stays, which has torchrun's store, then the one that is lost and returns.
+        options: options of `benchmarks.elastic_rank`.
+        variables: environment variables.
+        port: the port of torchrun's store.
         agents: torchrun's agent on each host.
-        rows: what is known of each event.
+        rows: a table row for each event.
     """
 
     folder: Path
@@ -84,15 +85,15 @@ class Job:
             self.agents[host] = subprocess.Popen(launch, env=variables, stdout=log, stderr=log)
 
     def steps(self) -> list[dict[str, Any]]:
-        """What rank 0 has written, in that order."""
+        """The steps that rank 0 has logged, in order."""
         return rows_of(self.folder)
 
     def wait(self, what: str, until: Callable[[], bool]) -> None:
-        """Waits, and starts the agent of the host that comes and goes again where it has given up meanwhile."""
+        """Waits for a condition; meanwhile restarts the agent of the host that is not the first, if it has failed."""
         end = time.monotonic() + PATIENCE
         while not until():
             if self.agents[self.stays].poll() is not None or time.monotonic() > end:
-                raise SystemExit(f"{what}: it does not come to that. {self.tails()}")
+                raise SystemExit(f"{what}: not reached. {self.tails()}")
             for host, agent in [*self.agents.items()]:
                 if host != self.stays and agent.poll() not in (None, 0, -signal.SIGKILL):
                     self.start(host)
@@ -102,7 +103,7 @@ class Job:
         return "\n".join(f"{log.name}: {log.read_text()[-3000:]}" for log in sorted(self.folder.glob("*.log")))
 
     def trained(self, ranks: int, steps: int, since: float = 0.0) -> list[dict[str, Any]]:
-        """Waits until so many ranks have taken so many steps that nobody had taken before; these."""
+        """Waits until so many ranks have taken so many steps that are not repetitions, and returns these."""
 
         def found() -> list[dict[str, Any]]:
             return [row for row in fresh(self.steps()) if row["ranks"] == ranks and row["time"] >= since]
@@ -112,7 +113,7 @@ class Job:
 
     @contextmanager
     def event(self, what: str, ranks: int, steps: int) -> Iterator[None]:
-        """What happens in the block leaves so many ranks, which are to take so many steps."""
+        """Runs the block as an event that leaves so many ranks, and waits until they have taken so many steps."""
         began = time.time()
         yield
         new = self.trained(ranks, steps, since=began)[0]
@@ -135,11 +136,11 @@ class Job:
         (self.folder / "stop").touch()
         for host, agent in self.agents.items():
             if agent.wait(PATIENCE):
-                raise SystemExit(f"{host} did not end well. {self.tails()}")
+                raise SystemExit(f"the agent of {host} failed. {self.tails()}")
 
 
 def fresh(steps: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The steps that were not taken before."""
+    """The steps that are not repetitions."""
     furthest = -1
     for row in steps:
         if row["step"] > furthest:
@@ -148,7 +149,7 @@ def fresh(steps: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def undisturbed(folder: Path, steps: int) -> dict[int, float]:
-    """The losses of so many steps on one host that has all ranks."""
+    """The losses of so many steps on one host with all ranks."""
     launch = (
         *inside(STAYS), sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4",
         "-m", "benchmarks.elastic_rank", str(folder), "--until", str(steps),
@@ -159,7 +160,7 @@ def undisturbed(folder: Path, steps: int) -> dict[int, float]:
 
 
 def measured(tiny: bool, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]], float]:
-    """A row for each event, all steps, and the largest relative difference of a loss from the undisturbed run's."""
+    """A row for each event, all steps, and the largest relative difference of a loss from the undisturbed run."""
     some = random.Random(seed)
 
     def few() -> int:
@@ -191,7 +192,7 @@ def measured(tiny: bool, seed: int) -> tuple[list[dict[str, Any]], list[dict[str
 
 def main() -> None:
     options = parser("A run on two emulated hosts, one of which is lost and comes back.")
-    options.add_argument("--seed", type=int, default=0, help="decides at which steps (default: %(default)s)")
+    options.add_argument("--seed", type=int, default=0, help="chooses the steps of the events (default: %(default)s)")
     options.add_argument("--tiny", action="store_true", help="as few steps as possible, to try the command")
     args = options.parse_args()
     events, _, difference = measured(args.tiny, args.seed)

@@ -1,8 +1,8 @@
-"""A rank of the run that `benchmarks.elastic` interrupts: it goes on from the newest checkpoint, on one host or two.
+"""A rank of the run that `benchmarks.elastic` interrupts: it continues from the newest checkpoint, on one or two hosts.
 
 The model is that of `examples/train_lm.py`, small and in float64. The mesh is `replica=-1, shard=2`, so that a host of
-two ranks is one replica. A batch has 16 sequences on every mesh: a rank has more rows where there are fewer ranks.
-Which they are follows from the step's number, as `sf.run.batches` gives them, and so does the learning rate.
+two ranks is one replica. A batch has 16 sequences on every mesh, so with fewer ranks, each has more rows. The step's
+number determines the rows, by `sf.run.batches`, and the learning rate.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from examples.train_lm import DATA, Config, init, loss_fn, optimizer
 from shardfn import P
 
 CONFIG = Config(width=16, heads=2, layers=2, hidden=24, context=16, dtype=torch.float64)
-SCHEDULE = 2000  # steps of the learning rate's cosine; the run is ended before
+SCHEDULE = 2000  # steps of the learning rate's cosine; the run ends before
 EVERY = 10  # steps between checkpoints
 
 
 def train(folder: Path, until: int, pace: float = 0.0, shard: int = 2) -> sf.run.Run:
-    """Steps until there is a file `stop`, or this many were taken; rank 0 writes a line about each.
+    """Trains until a file `stop` exists, or until step `until`; rank 0 logs a line for each step.
 
-    When it is found, that file is called `stopped`.
+    When the file is found, it is renamed to `stopped`.
     """
     torch.set_num_threads(1)
     mesh = sf.make_mesh(replica=-1, shard=shard, device="cpu")
@@ -64,7 +64,7 @@ def train(folder: Path, until: int, pace: float = 0.0, shard: int = 2) -> sf.run
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """What rank 0 has written about the steps of a run, repeated ones too: time, step, ranks and loss."""
+    """The steps that rank 0 has logged, including repeated ones: time, step, ranks and loss."""
     file = folder / "steps"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
@@ -73,7 +73,7 @@ def main() -> None:
     parser = ArgumentParser(description="One rank of an elastic run; torchrun starts it.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--until", type=int, default=SCHEDULE)
-    parser.add_argument("--pace", type=float, default=0.0, help="seconds that each step waits")
+    parser.add_argument("--pace", type=float, default=0.0, help="seconds to wait before each step")
     parser.add_argument("--shard", type=int, default=2, help="ranks along this axis (default: %(default)s)")
     args = parser.parse_args()
     run = train(args.folder, args.until, args.pace, args.shard)

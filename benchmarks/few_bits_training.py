@@ -1,8 +1,8 @@
-"""A language model trained with wires, optimizers and parameters of few bits, beside the same run in float32.
+"""A language model trained with messages, optimizers and parameters in few bits, compared with a float32 run.
 
-The model and the text are those of `examples/train_lm.py`: bytes of the standard library, and, where nothing else is
-asked for, a smaller model. All runs begin with the same parameters and see the same batches, on a mesh of `replica=2,
-shard=2`; what is compared is the bits per byte of files that no run has seen.
+The text is that of `examples/train_lm.py`, bytes of the standard library; so is the model, but smaller by default. All
+runs start from the same parameters and use the same batches, on a mesh of `replica=2, shard=2`. Compared are the bits
+per byte of files that no run has seen.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from shardfn.quant.formats import format_of
 FULL = sf.full_shard(DATA)
 MODELS = {
     "small": Config(width=64, hidden=176, context=64, batch=32),
-    "example": Config(),  # as examples/train_lm.py has it
+    "example": Config(),  # as in examples/train_lm.py
     "tiny": Config(width=32, heads=2, layers=1, hidden=64, context=8, batch=4),
 }
-FEW, FOUR = 0.5, 2.0  # % more bits per byte than float32's: 8 bits, and gradients in 4
+FEW, FOUR = 0.5, 2.0  # % more bits per byte than float32: limits for 8 bits, and for gradients in 4 bits
 Make = Callable[[Schedule], so.Optimizer]
 FORMATS = [
     quant.nf4(), quant.nf4(double=True), quant.fp4(), quant.int4(), quant.int8(), quant.fp8_e4m3(), quant.fp8_e5m2(),
@@ -55,13 +55,13 @@ def adamw8bit(rate: Schedule) -> so.Optimizer:
 
 
 def slow(rate: Schedule) -> Schedule:
-    """Lion's steps are as large as they can be."""
+    """A smaller learning rate for Lion, whose steps move every element by the whole rate."""
     return lambda step: rate(step) / 5
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a run differs from that in float32, and by how many % its bits per byte may exceed those of `beside`."""
+    """How a run differs from the float32 run, and by how many % its bits per byte may exceed those of `beside`."""
 
     make: Make = adamw
     strategy: sf.Placement = FULL
@@ -88,11 +88,11 @@ RECIPES = {
 }
 
 
-# --- in each rank ---
+# --- on each rank ---
 
 
 class Training:
-    """Runs on one mesh and one text."""
+    """Training runs on one mesh and one text."""
 
     def __init__(self, config: Config, steps: int, seed: int) -> None:
         self.config, self.steps, self.seed = config, steps, seed
@@ -112,13 +112,13 @@ class Training:
             return self.loss(params, rows)
 
     def whole_bits(self, params: Any) -> float:
-        """Bits per byte of files that were not seen, by whole parameters, computed in float32."""
+        """Bits per byte of held-out files with these whole parameters, computed in float32."""
         cut = sf.shard(optree.tree_map(torch.Tensor.float, params), self.mesh, FULL)
         found = [self.evaluate(cut, rows) for rows in islice(self.batches(self.held_out)(0), 64)]
         return torch.stack(found).double().mean().item() / math.log(2)
 
     def trained(self, recipe: Recipe) -> Any:
-        """The parameters of a run, whole."""
+        """The whole parameters after a run."""
         rate = so.warmup_cosine(self.config.rate, warmup=min(40, self.steps), steps=self.steps, end=6e-4)
         optimizer = so.chain(so.clip_by_global_norm(self.config.clip), recipe.make(rate))
         params = sf.shard(init(replace(self.config, dtype=recipe.dtype), self.seed), self.mesh, recipe.strategy)
@@ -133,7 +133,7 @@ class Training:
         return self.trained(RECIPES["float32"])
 
     def kept_in(self, name: str, block: int, double: bool) -> tuple[float, float]:
-        """Bits per byte of the float32 model with its matrices in a format, and as they are."""
+        """Bits per byte of the float32 model, with its matrices in a format, and unchanged."""
         packed = quant.quantize(self.reference, format_of(name, block, double))
         return self.whole_bits(quant.dequantize(packed)), self.whole_bits(self.reference)
 
@@ -153,7 +153,7 @@ def ranks(model: str, steps: int, seed: int = 0) -> Iterator[Crew]:
 
 
 def convergence(model: str, steps: int) -> tuple[list[dict[str, Any]], list[Goal]]:
-    """Each recipe's bits per byte in the end, beside float32's."""
+    """Each recipe's final bits per byte, compared with float32."""
     with ranks(model, steps) as crew:
         bits = {name: crew.turn("run", name)[0] for name in RECIPES}
     more = {name: (bits[name] / bits[recipe.beside] - 1) * 100 for name, recipe in RECIPES.items()}
@@ -175,7 +175,7 @@ def convergence(model: str, steps: int) -> tuple[list[dict[str, Any]], list[Goal
 
 
 def kept(model: str, steps: int) -> list[dict[str, Any]]:
-    """Bits per byte of a trained model whose matrices are in each format."""
+    """Bits per byte of a trained model with its matrices in each format."""
     with ranks(model, steps) as crew:
         bits = {str(each): crew.turn("kept in", each.name, each.block, each.double)[0] for each in FORMATS}
     return [

@@ -1,12 +1,12 @@
-"""Every figure that a page promises: its value, its goal, and its value when it was recorded last.
+"""Every figure that the documentation promises: its value, its goal, and the value recorded last.
 
-    python -m benchmarks.goals                       # those that are counted: part of make test
-    python -m benchmarks.goals --timed --record      # all of them, on a machine that does nothing else; then README.md
+    python -m benchmarks.goals                       # counted figures: part of make test
+    python -m benchmarks.goals --timed --record      # all figures, on an otherwise idle machine; then README.md
 
-Each command below is a benchmark, run as a process of its own with a deadline. A figure fails if it is worse than
-recorded by more than its tolerance, misses a goal that it met, is missing, or was never recorded; and so does a command
-that cannot run. What it only lacks something for, such as a GPU, says what. `--record` writes benchmarks/figures.json
-and the tables of README.md that come from it; nothing else does.
+Each command below is a benchmark, which runs as its own process with a deadline. A figure fails if it is worse than
+recorded by more than its tolerance, misses a goal that it had met, is missing, or was never recorded. A command that
+cannot run fails too. A command that lacks something, such as a GPU, does not fail, but reports what it lacks. Only
+`--record` writes benchmarks/figures.json and the tables of README.md that come from it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.report import LACKING, Goal, short
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = Path(__file__).with_name("figures.json")
-Record = dict[str, Any]  # by command: seconds, figures by name, and rows where README.md shows them
+Record = dict[str, Any]  # by command: seconds, figures by name, and rows if README.md shows them
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Command:
     """A benchmark.
 
     Attributes:
-        words: behind `python -m benchmarks.`
+        words: the command after `python -m benchmarks.`
         deadline: in seconds.
-        tolerance: the least that its figures have.
-        needs: a program's option here that must be given, and is passed on.
+        tolerance: the smallest tolerance of its figures.
+        needs: an option of this program that must be given, and is passed on to the command.
     """
 
     words: str
@@ -53,7 +53,7 @@ class Command:
 
 
 COUNTED = [
-    Command("structure", 120, 0.005),  # a repair may need some lines
+    Command("structure", 120, 0.005),  # so that a fix may add a few lines
     Command("wire", 300),
     Command("launches", 300),
     Command("peak", 200),
@@ -91,13 +91,13 @@ TIMED = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a command.
+    """The result of a command.
 
     Attributes:
         goals: its figures.
         rows: its table.
-        seconds: how long it took.
-        lacks: what is not there that it needs.
+        seconds: the time that it took.
+        lacks: what it needs but is missing.
         failed: why it has no figures.
     """
 
@@ -112,7 +112,7 @@ class Outcome:
 
 
 def outcome(command: Command, given: dict[str, str | None]) -> Outcome:
-    """Runs it."""
+    """Runs a command."""
     more: list[str] = []
     if command.needs:
         program = given[command.needs]
@@ -135,7 +135,7 @@ def outcome(command: Command, given: dict[str, str | None]) -> Outcome:
 
 
 def ran(line: list[str], deadline: float) -> tuple[int, str]:
-    """The exit status, and the last line of what it complained of; its processes end with it."""
+    """Runs a command line; returns its exit status and its last line on stderr, and ends all of its processes."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     options: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(line, cwd=ROOT, env=environment, start_new_session=True, **options) as process:
@@ -150,11 +150,11 @@ def ran(line: list[str], deadline: float) -> tuple[int, str]:
     return process.returncode, lines[-1]
 
 
-# --- one figure, beside its record ---
+# --- one figure, compared with its record ---
 
 
 def judged(now: Goal | None, then: dict[str, Any] | None) -> tuple[bool, str]:
-    """Whether a figure may stay as it is, and what to say of it."""
+    """Whether a figure passes, and a remark on it."""
     if now is None:
         return False, "GONE: no command tells it"
     if then is None:
@@ -165,7 +165,7 @@ def judged(now: Goal | None, then: dict[str, Any] | None) -> tuple[bool, str]:
         return False, f"ITS GOAL WAS {before.sense} {short(before.limit)}"
     worse = sign * (now.value - before.value)
     slack = then["tolerance"] * max(abs(before.value), abs(before.limit))
-    if not worse <= slack:  # nan is
+    if not worse <= slack:  # true for nan
         return False, "WORSE"
     if before.met and not now.met:
         return False, "MISSED, was met"
@@ -175,7 +175,7 @@ def judged(now: Goal | None, then: dict[str, Any] | None) -> tuple[bool, str]:
 
 
 def told(command: Command, found: Outcome, record: Record) -> Iterator[tuple[str, str, str, str, bool, str]]:
-    """Rows of the table: figure, value, goal, recorded, whether all is well, and what is to be said."""
+    """Rows of the table: figure, value, goal, recorded value, whether it passes, and a remark."""
     if found.lacks or found.failed:
         yield (
             "(all)",
@@ -199,7 +199,7 @@ def told(command: Command, found: Outcome, record: Record) -> Iterator[tuple[str
 
 
 def recorded(command: Command, found: Outcome) -> dict[str, Any]:
-    """What is kept of a command."""
+    """The record of a command."""
     kept: dict[str, Any] = {
         "seconds": round(found.seconds),
         "figures": {
@@ -218,20 +218,20 @@ def known() -> Record:
 
 
 def keep(outcomes: dict[Command, Outcome]) -> None:
-    """Writes the record of what ran, beside that of what did not, and README.md."""
+    """Updates the record with the commands that ran, and writes README.md."""
     ran = {one.words: recorded(one, found) for one, found in outcomes.items() if found.goals}
     RECORD.write_text(json.dumps(known() | ran, indent=1) + "\n")
     readme.write(known())
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description="Every figure that a page promises, beside its goal and its record.")
-    options.add_argument("--timed", action="store_true", help="also those that take a quiet machine and half an hour")
-    options.add_argument("--only", nargs="+", metavar="NAME", help="benchmarks by module, or by module and options")
-    options.add_argument("--record", action="store_true", help="keep these values, in figures.json and README.md")
-    options.add_argument("--readme", action="store_true", help="only write the tables of README.md from the record")
+    options = argparse.ArgumentParser(description="Every figure that the docs promise, with its goal and its record.")
+    options.add_argument("--timed", action="store_true", help="also timed figures: on an idle machine, half an hour")
+    options.add_argument("--only", nargs="+", metavar="NAME", help="benchmarks: a module, or a module and its options")
+    options.add_argument("--record", action="store_true", help="write these values to figures.json and README.md")
+    options.add_argument("--readme", action="store_true", help="only write the tables of README.md, from the record")
     for needed in ("jax", "deepspeed"):
-        options.add_argument(f"--{needed}", metavar="PYTHON", help=f"an interpreter that has {needed}")
+        options.add_argument(f"--{needed}", metavar="PYTHON", help=f"a Python interpreter that has {needed}")
     args = options.parse_args()
     if args.readme:
         readme.write(known())
@@ -241,7 +241,7 @@ def main() -> None:
 
 
 def chosen(timed: bool, only: list[str] | None) -> list[Command]:
-    """Those that are asked for; by name all are."""
+    """The commands to run; `only` chooses among counted and timed ones."""
     if not only:
         return [*COUNTED, *(TIMED if timed else [])]
     every = [*COUNTED, *TIMED]
@@ -252,7 +252,7 @@ def chosen(timed: bool, only: list[str] | None) -> list[Command]:
 
 
 def compared(commands: list[Command], given: dict[str, Any], record: bool) -> list[str]:
-    """Prints the table as it comes to be; what has failed, a line for each figure."""
+    """Runs the commands and prints the table; returns a line for each figure that fails."""
     outcomes: dict[Command, Outcome] = {}
     failures = []
     before = known()

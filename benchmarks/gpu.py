@@ -1,14 +1,15 @@
-"""Training steps of Llama-like models on one GPU: time, memory and use of the hardware, next to FSDP2.
+"""Training steps of Llama-like models on one GPU: time, memory and hardware utilization, compared with FSDP2.
 
     python -m benchmarks.gpu            # about 10 minutes
-    python -m benchmarks.gpu --stress   # the same results by any schedule, while other streams are busy
+    python -m benchmarks.gpu --stress   # compares results of random schedules, while other streams are busy
 
-Shards, gradients and AdamW's state are float32 (for 7 billion parameters on one rank 108 GB); parameters are gathered
-in bfloat16, gradients summed in float32. Blocks are recomputed in backward. Larger worlds are fake groups: a rank has
-its part of the shards and nothing moves, so their losses mean nothing. Each row is a process of its own.
+Shards, gradients and AdamW's state are in float32 (108 GB for 7 billion parameters on one rank). Parameters are
+gathered in bfloat16, and gradients are summed in float32. Blocks are recomputed in backward. Larger worlds are fake
+groups: a rank has its part of the shards, but nothing is sent, so their losses mean nothing. Each row has its own
+process.
 
-Causal attention counts as half a square. "MFU" is what the model takes, by the step's time and the chip's 989 TFLOP/s;
-"executed" counts the blocks' second forward too.
+Causal attention counts as half a square. "MFU" is the model's FLOP, divided by the step's time and the chip's
+989 TFLOP/s; "executed" also counts the second forward of the blocks.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ TINY = Config(vocabulary=64, width=32, layers=3, heads=2, hidden=48, context=8)
 
 @dataclass(frozen=True)
 class Case:
-    """One row: a system, a model, a world."""
+    """One row: a system, a model and a world."""
 
     system: str
     model: str
@@ -128,7 +129,7 @@ def fsdp2_step(config: Config, compiled: bool) -> Callable[[], Tensor]:
 
 
 def measured(case: Case) -> dict[str, Any]:
-    """Runs in a process of its own."""
+    """A row of the table; runs in its own process."""
     warnings.filterwarnings("ignore")
     config, cuda = case.config, case.config.device == "cuda"
     with pretended(case.world, config.device):
@@ -160,7 +161,7 @@ def measured(case: Case) -> dict[str, Any]:
 
 @contextmanager
 def pretended(world: int, device: str) -> Iterator[None]:
-    """A process group: of this process alone, or one that only pretends to have the others."""
+    """A process group: of this process alone, or a fake one of several ranks."""
     if device == "cuda":
         torch.cuda.set_device(0)
     with tempfile.NamedTemporaryFile() as file:
@@ -176,9 +177,9 @@ def pretended(world: int, device: str) -> Iterator[None]:
 
 
 def flops(config: Config) -> tuple[float, float]:
-    """Of one step: what the model takes, and what runs with the blocks' forward repeated."""
+    """The FLOP of one step: of the model, and with the repeated forward of the blocks."""
     count = config.batch * config.context
-    attention = 2 * config.layers * config.context * config.width  # forward, a token; causal: half a square
+    attention = 2 * config.layers * config.context * config.width  # forward, per token; causal: half a square
     blocks = 2 * (config.numel - config.width * config.vocabulary) + attention
     last = 2 * config.width * config.vocabulary
     return count * 3.0 * (blocks + last), count * (4.0 * blocks + 3.0 * last)
@@ -189,7 +190,7 @@ def all_rows(models: dict[str, Config], worlds: list[int], steps: int, compiled:
     context = multiprocessing.get_context("spawn")
     for (name, config), world in itertools.product(models.items(), worlds):
         by_system: dict[str, list[dict[str, Any]]] = {"shardfn": [], "FSDP2": []}
-        # Where a goal stands on it, each system runs twice, in turn.
+        # If a goal depends on it, each system runs twice, in turn.
         for system in [*by_system] * (2 if world == 1 else 1):
             with ProcessPoolExecutor(1, mp_context=context) as fresh:
                 case = Case(system, name, config, world, steps, compiled)
@@ -214,11 +215,11 @@ def goals_of(rows: list[dict[str, Any]]) -> list[Goal]:
     return goals
 
 
-# --- any schedule, the same results ---
+# --- random schedules ---
 
 
 def stress(device: str, schedules: int, width: int) -> list[dict[str, Any]]:
-    """Random stages in random order on busy streams, against the function itself or the plainest schedule."""
+    """Random stages in random order on busy streams, compared with the plain function or the simplest schedule."""
     warnings.filterwarnings("ignore")
     with pretended(8, device):
         mesh = sf.make_mesh(one=1, eight=8, device=device)
@@ -258,7 +259,7 @@ def _by_schedule(dice: random.Random, seed: int, mesh: Any, whole: Any, cut: Any
     ]
     stages = [lower(**kind) for kind in kinds]
     chosen = [dice.choice(stages) for _ in order]
-    # Nothing moves in a fake group, so what it gathers is not any model's parameters: but always the same numbers.
+    # A fake group sends nothing, so gathered numbers are not the model's parameters, but they are always the same.
     plain = [_lowered if axis == "one" else lower(prefetch=0)] * len(order)
     expected = _gradients(whole if axis == "one" else cut[axis], plain, order, mesh, x, None)
     found = _gradients(cut[axis], chosen, order, mesh, x, dice)
@@ -289,7 +290,7 @@ def _gradients(params: Any, stages: list[Any], order: list[int], mesh: Any, x: T
             torch.cuda._sleep(dice.randint(0, 10**7))
     with torch.cuda.stream(streams[2]) if dice.random() < 0.5 else nullcontext():
         found = run(params)
-        if dice.random() < 0.5:  # another step behind it, on the same buffers
+        if dice.random() < 0.5:  # another step after it, on the same buffers
             run(params)
     torch.cuda.synchronize()
     return found
@@ -306,10 +307,10 @@ def main() -> None:
     options.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     options.add_argument("--worlds", type=int, nargs="+", default=[1, 8, 64])
     options.add_argument("--steps", type=int, default=5)
-    options.add_argument("--compile", action="store_true", help="torch.compile each block, in both systems")
-    options.add_argument("--stress", action="store_true", help="compare results of random schedules instead")
+    options.add_argument("--compile", action="store_true", help="apply torch.compile to each block, in both systems")
+    options.add_argument("--stress", action="store_true", help="compare the results of random schedules instead")
     options.add_argument("--schedules", type=int, default=50)
-    options.add_argument("--device", default="cuda", help="cpu to try the command, with --tiny")
+    options.add_argument("--device", default="cuda", help="cpu, with --tiny, to try the command")
     options.add_argument("--tiny", action="store_true")
     args = options.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():

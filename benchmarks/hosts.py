@@ -2,12 +2,13 @@
 
     python -m benchmarks.hosts
 
-The hosts are two network namespaces of this machine, with two ranks in each and a link of 1 Gbit/s between them
-(`tc tbf`); `torchrun` starts the ranks as it would on real ones. Making namespaces takes root, or `CAP_SYS_ADMIN` and
-`CAP_NET_ADMIN`. A GPT of 11 million parameters in float32, AdamW on the shards; only the strategy differs. Bytes are
-those that the kernel counted on the link, in both directions, less the headers of as many packets as it counted; what
-they should be is what the ledger says of the collectives that cross it. What is left over is what gloo puts before each
-message and what torchrun's agents say. Their time needs no more than the two cores have, so that the link decides.
+The hosts are two network namespaces of this machine, with two ranks each and a link of 1 Gbit/s between them
+(`tc tbf`). `torchrun` starts the ranks as it would on real hosts. Creating namespaces requires root, or `CAP_SYS_ADMIN`
+and `CAP_NET_ADMIN`. The model is a GPT with 11 million parameters in float32, with AdamW on the shards; only the
+strategy differs. The kernel counts bytes and packets on the link, in both directions; the packets' headers are
+subtracted. The result is compared with the bytes in the ledger of the collectives that cross the link. The difference
+is gloo's header of each message, and the traffic of torchrun's agents. The model is small enough for two cores, so that
+the link determines the time.
 """
 
 from __future__ import annotations
@@ -50,16 +51,16 @@ STRATEGIES = {
 }
 
 
-# --- in each rank ---
+# --- on each rank ---
 
 
 def expected(log: sf.Ledger) -> float:
-    """Bytes of this rank's collectives that are for the other host: there are two hosts of two ranks."""
+    """Bytes that this rank's collectives send to the other host, for two hosts of two ranks."""
 
     def share(one: Record) -> float:
         if one.axis in {("replica",), ("shard",)}:
             return float(one.axis == ("replica",))
-        # Gloo's ring of four passes from one host to the other at two places; else two of three pieces are for there.
+        # Gloo's ring of four crosses between the hosts in two places; otherwise, two of three pieces go there.
         return 1 / 2 if one.op == "all_reduce" else 2 / 3
 
     return sum(one.bytes * share(one) for one in log.records)
@@ -123,7 +124,7 @@ def measured(tiny: bool, steps: int) -> list[dict[str, Any]]:
         try:
             for one in started:
                 if one.wait(timeout=900):
-                    raise SystemExit("the ranks of a host failed")
+                    raise SystemExit("the ranks on a host failed")
         finally:
             for one in started:
                 one.kill()
@@ -134,7 +135,7 @@ def measured(tiny: bool, steps: int) -> list[dict[str, Any]]:
 def main() -> None:
     options = parser("A training step on two emulated hosts with 1 Gbit/s between them.")
     options.add_argument("--steps", type=int, default=8)
-    options.add_argument("--tiny", action="store_true", help="a model of no size, to try the command")
+    options.add_argument("--tiny", action="store_true", help="a tiny model, to try the command")
     options.add_argument("--ranks", type=Path, metavar="FILE", help="run as one of the ranks, and write rows there")
     args = options.parse_args()
     if args.ranks:

@@ -1,9 +1,9 @@
-"""What `import shardfn` loads besides torch: modules, and memory that Python's objects take.
+"""What `import shardfn` loads besides torch: modules, and the memory of their Python objects.
 
     python -m benchmarks.imports
 
-In processes of their own, which have imported torch before: what is loaded late, at the first use of something, is not
-in these figures. Seconds depend on the machine, and are not told.
+The import runs in new processes that have already imported torch. Modules that are imported later, on first use, are
+not counted. Seconds are not reported, since they depend on the machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ print(json.dumps([sorted(set(sys.modules) - before), taken, sorted(before)]))
 
 
 def loaded() -> tuple[list[str], int, list[str]]:
-    """Modules that come with shardfn, the bytes of their objects, and modules that torch had loaded."""
+    """The modules that shardfn loads, the bytes of their objects, and the modules that torch had loaded."""
     ran = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True, timeout=120)
     modules, taken, before = json.loads(ran.stdout)
     return modules, taken, before

@@ -1,7 +1,7 @@
 """One rank of DeepSpeed's ZeRO-Infinity, with everything on disk, for `benchmarks/zero_infinity.py`.
 
-It runs under a Python that has DeepSpeed, which this project does not ask for, with `async_io` built, and imports
-nothing of this project. It prints the seconds of each step that counts, and its peak of memory, as a line of JSON.
+It runs in a Python that has DeepSpeed, which is not a dependency of this project, and has built DeepSpeed's `async_io`.
+It imports nothing from this project. It prints a line of JSON: the seconds of each measured step, and the peak memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """As `benchmarks/model.py` has it: attention, and a gated layer."""
+    """The block of `benchmarks/model.py`: attention, and a gated MLP."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Model(nn.Module):
 
 
 def settings(folder: str) -> dict[str, Any]:
-    """DeepSpeed's, for everything on disk."""
+    """DeepSpeed's configuration, with everything on disk."""
     disk = {"device": "nvme", "nvme_path": folder}
     return {
         "train_micro_batch_size_per_gpu": 1,
@@ -81,7 +81,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings(folder))
     generator, seconds = torch.Generator().manual_seed(engine.global_rank), []
-    for _ in range(steps + 2):  # the first two make buffers
+    for _ in range(steps + 2):  # the first two allocate buffers
         batch = torch.randint(sizes[0], (1, tokens + 1), generator=generator)
         torch.distributed.barrier()
         begin = time.perf_counter()

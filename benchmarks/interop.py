@@ -1,18 +1,19 @@
-"""A Hugging Face model, untouched: a training step beside hand-written functions and FSDP2, and loading its files.
+"""An unchanged Hugging Face model: a training step next to hand-written functions and FSDP2, and loading its files.
 
     OMP_NUM_THREADS=1 python -m benchmarks.interop
 
-A Llama of 32 million parameters in float32, 2 x 128 tokens and one thread a rank, 2 ranks, gloo, AdamW (shardfn's own;
-torch's for FSDP2). `interop` is the module of `transformers` through `shardfn.interop.functional`; `by hand` the same
-computation as functions of the same parameters; FSDP2 shards the same module. Every system has processes of its own,
-all alive at once, which take turns of a few steps; a figure is the median of all its steps.
+Steps: a Llama with 32 million parameters in float32, 2 x 128 tokens and one thread per rank, 2 ranks, gloo, AdamW
+(shardfn's own; torch's for FSDP2). `interop` is the module of `transformers` through `shardfn.interop.functional`;
+`by hand` is the same computation written as functions of the same parameters; FSDP2 shards the same module. Every
+system has its own processes. All are alive at once and take turns of a few steps; times are medians of all steps.
 
-Loading: a folder of 100 million parameters as `save_pretrained` writes it, on 4 ranks: `interop.load` beside
-`from_pretrained` on rank 0 and FSDP2's broadcast of its state dict to the others. Memory is the most that the operating
-system gave to any rank, from the moment before there was a parameter, above its shards, in units of the largest stage.
+Loading: a folder of `save_pretrained` with 100 million parameters, on 4 ranks. `interop.load` is compared with
+`from_pretrained` on rank 0 and FSDP2's broadcast of its state dict to the other ranks. Memory is the peak that the
+operating system gave to any rank, counted from before the first parameter, above its shards, in units of the largest
+stage.
 
-The malloc settings are those of `benchmarks.train_step` for the steps; for loading, large blocks go back to the system
-at once, so that its figure is what is in use.
+For the steps, the malloc settings are those of `benchmarks.train_step`. For loading, malloc returns large blocks to the
+system at once, so that the system's figure is the memory in use.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ def by_hand(sizes: dict[str, int]) -> Step:
 
 
 def sharded_module(sizes: dict[str, int]) -> Any:
-    """Under FSDP2, layer by layer, without values."""
+    """The module under FSDP2, sharded layer by layer, without values."""
     model: Any = module(sizes)
     for layer in model.model.layers:
         fully_shard(layer)
@@ -198,12 +199,12 @@ def fsdp2(sizes: dict[str, int]) -> Step:
 
 
 def adamw(model: Any) -> torch.optim.Optimizer:
-    """Torch's own, of what a module trains."""
+    """Torch's AdamW for the trained parameters of a module."""
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE, fused=True)
 
 
 def by_torch(model: Any, optimizer: torch.optim.Optimizer) -> Step:
-    """A step of a module, by torch's own optimizer."""
+    """A training step of a module with torch's optimizer."""
     rows = tokens(model.config.vocab_size)
     wanted = rows[:, 1:].contiguous()
 
@@ -219,7 +220,7 @@ def by_torch(model: Any, optimizer: torch.optim.Optimizer) -> Step:
 
 
 def _named(tree: Any) -> dict[str, Tensor]:
-    """By the module's names."""
+    """The tree's tensors by the module's parameter names."""
     return {f"{path}.{name}" if path else name: x for path, part in tree.items() for name, x in part.items()}
 
 
@@ -265,7 +266,7 @@ def compared(crews: dict[str, Crew], rounds: int, steps: int) -> list[dict[str, 
 
 
 def written(folder: str, sizes: dict[str, int]) -> None:
-    """A folder as `save_pretrained` of `transformers` writes it, in several files."""
+    """Writes a folder with `save_pretrained` of `transformers`, in several files."""
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config(**sizes)).save_pretrained(folder, max_shard_size="100MB")
 
@@ -286,7 +287,7 @@ def loads_fsdp2(sizes: dict[str, int], folder: str) -> Any:
 def built_loader(
     usage: Usage, load: Callable[[dict[str, int], str], Any], sizes: dict[str, int], folder: str, small: str
 ) -> dict[str, Any]:
-    load(TINY, small)  # what is imported and made at the first use is not a parameter
+    load(TINY, small)  # memory of imports and caches at the first use does not count
     largest = max(sum(x.nbytes for x in optree.tree_leaves(part)) for part in _sizes_of(sizes))
 
     def loaded() -> tuple[float, float, float]:
@@ -338,7 +339,7 @@ def loading(sizes: dict[str, int], small: dict[str, int], rounds: int) -> list[d
 
 
 def loading_apart(tiny: bool) -> list[dict[str, Any]]:
-    """The same by a program of its own: processes of one program all have the same malloc settings."""
+    """The rows of `loading` from a separate program, since a program's processes share their malloc settings."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, "-m", "benchmarks.interop", "--loading", file.name, *(["--tiny"] if tiny else [])]
         subprocess.run(command, check=True)
@@ -350,11 +351,11 @@ def loading_apart(tiny: bool) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    options = parser("A Hugging Face module beside hand-written functions and FSDP2: steps, memory, loading.")
+    options = parser("A Hugging Face module next to hand-written functions and FSDP2: steps, memory, loading.")
     options.add_argument("--rounds", type=int, default=7)
-    options.add_argument("--steps", type=int, default=3, help="in a turn")
-    options.add_argument("--tiny", action="store_true", help="models of no size, to try the command")
-    options.add_argument("--loading", type=Path, metavar="FILE", help="only write the rows of loading there")
+    options.add_argument("--steps", type=int, default=3, help="steps per turn")
+    options.add_argument("--tiny", action="store_true", help="tiny models, to try the command")
+    options.add_argument("--loading", type=Path, metavar="FILE", help="measure only loading, and write its rows there")
     args = options.parse_args()
     if args.loading:
         found = loading(TINY if args.tiny else LARGE, TINY, 1 if args.tiny else 3)

@@ -1,12 +1,12 @@
-"""Operations that a steady step issues to a device with a billion parameters, and for what the host waits meanwhile.
+"""Operations that a steady step launches on a device, and how often the host waits for the device.
 
     python -m benchmarks.launches
 
-The device is pretended (`shardfn.testing.simulated`): the step is the true one, on shapes without numbers. Each
-operation takes a true device one kernel or more; views and allocations take none. Strategies: what a stage of two
-matrices takes, forward and backward, above the same functions on plain tensors. Optimizers: one step, on 4 matrices
-that are a billion parameters together. Where that would be tens of thousands of operations, they are counted for few
-of the parameters and for twice as many, and grow from there by what the second has more.
+The device is simulated (`shardfn.testing.simulated`): the step is the real one, on shapes without numbers. Each
+operation would launch one kernel or more on a real device; views and allocations launch none. Strategies: the
+operations of a stage of two matrices, forward and backward, in addition to those of the same functions on plain
+tensors. Optimizers: the operations of one step on 4 matrices with a billion parameters together. If there would be tens
+of thousands of them, they are extrapolated linearly from two smaller numbers of parameters.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from shardfn.testing.simulated import NAME, Device
 LAYERS, WIDTH = 16, 256
 MATRICES, ROWS = 4, 256
 FEW, TWICE, BILLION = 2**18, 2**19, 2**30
-MOST = 20_000  # operations that are counted one by one
+MOST = 20_000  # more operations than these are extrapolated
 
-# What a step may take: a few for all matrices, a few for each, or some for each of 64 parts of 16 million elements.
+# Limits for the operations of a step: a few in all, a few per matrix, or some for each of 64 parts of 16M elements.
 Make = Callable[[], so.Optimizer]
 OPTIMIZERS: dict[str, tuple[Make, int]] = {
     "sgd with momentum": (lambda: so.sgd(1e-3, momentum=0.9), 10),
@@ -48,18 +48,18 @@ OPTIMIZERS: dict[str, tuple[Make, int]] = {
     "lion8bit": (lambda: so.lion8bit(1e-3), 3_000),
 }
 NARROW = {"adamw with a master copy", "adamw, rounding at random"}
-DECIDES = {"adamw, skipping"}  # on the host, for all parameters at once
+DECIDES = {"adamw, skipping"}  # the host decides once, for all parameters
 
 
 class Counts(NamedTuple):
-    """Of one steady step."""
+    """The numbers of operations and of waits of one steady step."""
 
     operations: int
     waits: int
 
 
 def counts(device: Device, step: Callable[[], Any]) -> Counts:
-    """Of the second call."""
+    """The counts of the second call."""
     step()
     device.forget()
     step()
@@ -114,7 +114,7 @@ def step_of(name: str, elements: int) -> Callable[[], Any]:
 
 
 def of_a_billion(device: Device, name: str) -> Counts:
-    """Counted, or where those of few parameters already say that they are too many, by their growth."""
+    """The counts for a billion parameters: counted, or extrapolated if there are too many operations."""
     few, twice = (counts(device, step_of(name, elements)) for elements in (FEW, TWICE))
     growth = BILLION // FEW - 1
     if few.operations + (twice.operations - few.operations) * growth <= MOST:
@@ -128,7 +128,7 @@ def measured() -> tuple[dict[str, Counts], dict[str, Counts]]:
 
 
 def main() -> None:
-    args = parser("Operations of a steady step on a device, and for what the host waits.").parse_args()
+    args = parser("Operations of a steady step on a device, and how often the host waits.").parse_args()
     ((strategies, optimizers),) = World(1, kind="alone", deadline=300).run(measured)
     plain = strategies.pop("plain").operations
     rows: list[dict[str, Any]] = []
@@ -142,7 +142,7 @@ def main() -> None:
         rows.append({"optimizer": name, "operations": found.operations, "the host waits": found.waits})
         goals.append(Goal(f"{name}: operations at 1B parameters", found.operations, OPTIMIZERS[name][1]))
         goals.append(Goal(f"{name}: the host waits in a step", found.waits, int(name in DECIDES)))
-    publish("a steady step on a pretended device", rows, goals, args.json)
+    publish("a steady step on a simulated device", rows, goals, args.json)
 
 
 if __name__ == "__main__":

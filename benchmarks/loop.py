@@ -1,11 +1,11 @@
-"""A step in `sf.run.loop`, next to the same step in a bare loop: what the loop costs.
+"""The cost of `sf.run.loop`: a step in it, compared with the same step in a bare loop.
 
     OMP_NUM_THREADS=1 python -m benchmarks.loop
 
-A GPT of 11 million parameters in float32 on two ranks, gloo, AdamW on the shards. The same processes run it bare, which
-reads no loss, in the loop with a file of metrics, and in the loop that saves in the background as well. They take turns
-of a few steps, and change who begins; a figure is the median of all steps but the first few of each turn, and for
-checkpoints also the mean, which has what they take of the two cores.
+A GPT with 11 million parameters in float32, on two ranks, with gloo and AdamW on the shards. The same processes run the
+step in a bare loop, which reads no loss, in `sf.run.loop` with a file of metrics, and in `sf.run.loop` that also saves
+in the background. The three take turns of a few steps, in alternating order. Times are medians of all steps except the
+first few of each turn. For checkpoints, the mean is given too, since it includes what saving takes of the two cores.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SYSTEMS = ("bare loop", "sf.run.loop", "sf.run.loop, saving")
 
 
 def built(_: Usage, config: Config, folder: str) -> dict[str, Callable[..., Any]]:
-    """Functions by name, each of which trains so many steps and returns the seconds of all but the first few."""
+    """Functions by name, which train a number of steps and return the seconds of all except the first few."""
     mesh = sf.make_mesh(shard=dist.get_world_size(), device="cpu")
     optimizer, rows, local_loss = so.adamw(1e-3), tokens(config, dist.get_rank()), staged(config)
 
@@ -87,7 +87,7 @@ def between(times: list[float]) -> list[float]:
 
 
 def rows_of(crew: Crew, rounds: int, steps: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """A row for each system, and for each the median over the rounds of its median step beside the bare one's."""
+    """A row for each system, and its ratio to the bare loop: median steps, and the median over the rounds."""
     seconds: dict[str, list[float]] = {name: [] for name in SYSTEMS}
     ratios: dict[str, list[float]] = {name: [] for name in SYSTEMS}
     for number in range(rounds + 1):
@@ -109,10 +109,10 @@ def rows_of(crew: Crew, rounds: int, steps: int) -> tuple[list[dict[str, Any]], 
 
 
 def main() -> None:
-    options = parser("A step in sf.run.loop, next to one in a bare loop.")
+    options = parser("A step in sf.run.loop, compared with one in a bare loop.")
     options.add_argument("--rounds", type=int, default=12)
-    options.add_argument("--steps", type=int, default=24, help="of a turn")
-    options.add_argument("--tiny", action="store_true", help="a model of no size: to try it")
+    options.add_argument("--steps", type=int, default=24, help="steps per turn")
+    options.add_argument("--tiny", action="store_true", help="a tiny model, to try the command")
     args = options.parse_args()
     config = Config(width=256, hidden=704)
     if args.tiny:
@@ -120,7 +120,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, Crew(RANKS, built, config, folder) as crew:
         rows, ratios = rows_of(crew, args.rounds, args.steps)
     goals = [Goal("step in the loop / bare", ratios["sf.run.loop"], 1.01)]
-    publish(f"a step of training, {RANKS} ranks", rows, goals, args.json)
+    publish(f"a training step, {RANKS} ranks", rows, goals, args.json)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""How long error messages become where everything that they could quote is long: trees, names, shapes and meshes.
+"""The length of error messages when everything that they could quote is long: trees, names, shapes and meshes.
 
     python -m benchmarks.messages
 
-Each mistake is made on two ranks, with trees of hundreds of parameters and names of 300 letters. An error that does not
-come is a failure here: what is not refused cannot be short. `tests/test_quoting.py` makes the same ones.
+Each mistake is made on two ranks, with trees of hundreds of parameters and names of 300 letters. A mistake that raises
+no error is a failure. `tests/test_quoting.py` uses the same mistakes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardfn import P, checkpoint, interop, lora, quant, run
 from shardfn.testing import World
 
 RANKS, LEAVES, LONG, MOST = 2, 500, 300, 2000
-FEW = 60  # in what is sharded or goes to disk, where each leaf takes its time
+FEW = 60  # leaves of trees that are sharded or saved, where each leaf takes time
 
 
 def name(i: int, of: str = "layer") -> str:
@@ -55,7 +55,7 @@ def same_tensor() -> Any:
 
 
 def deep(levels: int = 100) -> Any:
-    """A tree whose only leaf has a path of thirty thousand letters."""
+    """A tree with one leaf, whose path has thirty thousand letters."""
     node: Any = torch.ones(3)
     for i in reversed(range(levels)):
         node = {name(i, "level"): node}
@@ -76,7 +76,7 @@ def loaded(like: Callable[[], Any], **how: Any) -> Any:
 
 
 def shared_folder() -> str:
-    """A new folder, the same on all ranks."""
+    """A path in a new folder, the same on all ranks."""
     found: list[Any] = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(found, 0)
     return f"{found[0]}/one"
@@ -99,14 +99,14 @@ def staged(wanted: str) -> Any:
 
 
 def top_level() -> str:
-    """A checkpoint whose first keys are many."""
+    """A checkpoint with many keys at the top level."""
     folder = shared_folder()
     checkpoint.save(folder, sharded())
     return folder
 
 
 Mistake = tuple[Callable[[], Any], str]
-"""What raises, and a part of what its message says to do, or of what is wrong."""
+"""A call that raises, and a part of its message."""
 
 MISTAKES: dict[str, Mistake] = {
     "specs of another tree": (
@@ -223,16 +223,16 @@ MISTAKES: dict[str, Mistake] = {
 
 
 def said(mistake: str) -> str:
-    """What comes of a mistake on this rank."""
+    """The error message of a mistake on this rank."""
     try:
         MISTAKES[mistake][0]()
     except Exception as error:
         return str(error)
-    raise AssertionError(f"{mistake} is no error")
+    raise AssertionError(f"{mistake}: no error")
 
 
 def main() -> None:
-    args = parser("How long error messages become where all that they could quote is long.").parse_args()
+    args = parser("The length of error messages when everything that they could quote is long.").parse_args()
     rows, goals = [], []
     with World(RANKS, kind="threads", deadline=60) as world:
         for mistake in MISTAKES:

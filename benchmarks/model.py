@@ -1,6 +1,6 @@
-"""The language model that the benchmarks train: pure functions, which shardfn and its peers run alike.
+"""The language model that the benchmarks train: pure functions, which shardfn and its peers both run.
 
-A peer gets them as modules: `Whole` is an nn.Module around the same functions, with the same numbers in it.
+Peers get them as modules: `Whole` is an nn.Module around the same functions, with the same initial values.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import shardfn as sf
 
 Params = dict[str, Any]
 SEED = 0
-# In which Muon orthogonalises: a CPU without instructions for bfloat16 takes about 80 times as long in it.
+# Muon's dtype for orthogonalisation: a CPU without bfloat16 instructions takes about 80 times as long in bfloat16.
 ORTHOGONALISES = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
 
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes; by default those of 34 million parameters."""
+    """Sizes of the model; by default, it has 34 million parameters."""
 
     vocabulary: int = 8192
     width: int = 512
@@ -37,7 +37,7 @@ class Config:
 
     @property
     def numel(self) -> int:
-        """Parameters of the blocks and the head, each of which multiplies every token once."""
+        """The number of parameters of blocks and head, which are used once per token."""
         return self.layers * (4 * self.width**2 + 3 * self.width * self.hidden) + self.width * self.vocabulary
 
 
@@ -77,7 +77,7 @@ def rope_table(config: Config, dtype: torch.dtype) -> Tensor:
 
 
 def makers(config: Config) -> Params:
-    """What makes each stage's parameters; on a GPU they are drawn there."""
+    """Functions that make each stage's parameters; on a GPU, they are drawn there."""
     d, f, v = config.width, config.hidden, config.vocabulary
 
     def normal(generator: torch.Generator, *shape: int) -> Tensor:
@@ -110,7 +110,7 @@ def tokens(config: Config, rank: int) -> Tensor:
 
 
 def staged(config: Config, **options: Any) -> Callable[..., Tensor]:
-    """The mean loss of this rank's rows by stages; `options` are those of the blocks'."""
+    """A function for the mean loss of this rank's rows, made of stages; `options` are those of the blocks' stage."""
     first, layer, last = sf.stage(embed), sf.stage(block, **options), sf.stage(head)
 
     def local_loss(params: Params, rows: Tensor, *rope: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class Stage(nn.Module):
 
 
 class Whole(nn.Module):
-    """The model as its peers see it: one module for each stage, `wrap(stage, name)` applied as soon as it is made."""
+    """The model as a module for peers: one module per stage, wrapped with `wrap(stage, name)` as soon as it is made."""
 
     def __init__(self, config: Config, wrap: Callable[[nn.Module, str], nn.Module], rope: Tensor | None = None) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Whole(nn.Module):
 
 
 def stages(config: Config, rope: Tensor | None = None) -> Iterator[tuple[str, nn.Module]]:
-    """Each stage's kind and module, made one after another with the numbers of `sf.init_sharded`."""
+    """Each stage's kind and module, made one after another, with the initial values of `sf.init_sharded`."""
     made = makers(config)
     layer = ("blocks", _with(block, config.heads, rope))
     kinds: list[tuple[str, Callable[..., Tensor]]] = [("embed", embed), *[layer] * config.layers, ("head", head)]

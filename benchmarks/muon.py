@@ -1,12 +1,12 @@
-"""Muon with each matrix on one rank, next to every rank gathering and orthogonalising all of them.
+"""Muon with each matrix assigned to one rank, compared with all ranks orthogonalising all matrices.
 
     OMP_NUM_THREADS=1 python -m benchmarks.muon
 
-The matrices of 8 transformer layers, 512 wide, fully sharded over 4 ranks. The naive way gathers each flat shard,
-works on every matrix on every rank, and keeps its own piece. Both take turns in the same processes; a figure is the
-median of all rounds. Their results must agree. Then the balance of the work, for these matrices and for those of
-published models: the operations that each rank is assigned, counted as torch counts those of its multiplications, and
-for these matrices counted while they run.
+The matrices of 8 transformer layers of width 512 are fully sharded over 4 ranks. The naive way gathers each flat shard,
+processes every matrix on every rank, and keeps its own piece. Both take turns in the same processes; times are medians
+of all rounds. Their results must agree. The benchmark also reports the balance of work between ranks, for these
+matrices and for those of published models: the FLOP of the matrices assigned to each rank, by torch's FLOP counter. For
+these matrices, the FLOP are counted while they run.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def by_everyone(params: Any, grads: Any) -> tuple[Any, Step]:
 
 
 def add_own(flat: Any, directions: Tensor) -> None:
-    """Moves each parameter's elements on this rank."""
+    """Updates each parameter's elements on this rank."""
     own = flat.layout.views(directions)
     mine = sf.local_parameters(flat)
     paths = {entry.path: number for number, entry in enumerate(flat.layout.entries)}
@@ -139,13 +139,13 @@ def compare(runs: dict[str, Step], rounds: int) -> dict[str, list[float]]:
 
 
 def difference(ours: Any, theirs: Any) -> float:
-    """The largest between what both ways made of the same parameters."""
+    """The largest difference of a parameter between both ways."""
     pairs = zip(optree.tree_leaves(ours), optree.tree_leaves(theirs), strict=True)
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
 def counted(run: Step) -> int:
-    """Operations of the multiplications of a step on this rank."""
+    """The FLOP of a step's matrix products on this rank."""
     with FlopCounterMode(display=False) as counter:
         run()
     return counter.get_total_flops()
@@ -158,7 +158,7 @@ def sent(run: Step) -> int:
 
 
 def gathered(params: Any, mesh: DeviceMesh) -> int:
-    """What a rank sends for all-gathers, to each of the others its pieces."""
+    """The bytes that a rank sends for all-gathers: its pieces, to each other rank."""
     pieces = sum(flat.layout.piece for flat in optree.tree_leaves(params, is_leaf=is_flat))
     return pieces * DTYPE.itemsize * (mesh.size() - 1)
 
@@ -167,12 +167,12 @@ def gathered(params: Any, mesh: DeviceMesh) -> int:
 
 
 def imbalance(work: Sequence[float]) -> float:
-    """How much more the busiest rank does than the mean."""
+    """How much more work the busiest rank has than the mean, as a fraction."""
     return max(work) / statistics.fmean(work) - 1
 
 
 def planned(layers: int, shapes: Shapes, ranks: int) -> list[int]:
-    """The operations of each rank, by the plan; no matrix is made for it."""
+    """The FLOP of each rank by the plan, without making any matrix."""
     matrices = layers * list(shapes.values())
     work = [0] * ranks
     for shape, owner in zip(matrices, assigned([*map(cost, matrices)], ranks), strict=True):
@@ -182,7 +182,7 @@ def planned(layers: int, shapes: Shapes, ranks: int) -> list[int]:
 
 @functools.cache
 def operations(shape: tuple[int, int]) -> int:
-    """Of one matrix, counted without numbers."""
+    """The FLOP of one matrix, counted on the meta device."""
     x = torch.empty(shape, device="meta")
     return counted(lambda: orthogonalised(x, ITERATIONS, DTYPE))
 
@@ -199,7 +199,7 @@ def balance_row(name: str, work: Sequence[int]) -> dict[str, Any]:
 
 
 def main() -> None:
-    options = parser("Muon with each matrix on one rank, next to all matrices on every rank.")
+    options = parser("Muon with each matrix on one rank, compared with all matrices on every rank.")
     options.add_argument("--ranks", type=int, default=4)
     options.add_argument("--rounds", type=int, default=15)
     args = options.parse_args()
@@ -208,9 +208,9 @@ def main() -> None:
         apart = max(crew.turn("difference"))
         work = {name: crew.turn("operations", name) for name in WAYS}
         moved = {"assigned": max(crew.turn("sent")), "everyone": max(crew.turn("gathered"))}
-    # A step moves an element by about RATE / sqrt(512), and parameters are kept in float32.
+    # A step changes an element by about RATE / sqrt(512), and parameters are stored in float32.
     assert apart < 1e-6, f"both ways differ by {apart}"
-    assert work["assigned"] == planned(LAYERS, LAYER, args.ranks), "what runs is what is planned"
+    assert work["assigned"] == planned(LAYERS, LAYER, args.ranks), "the work that runs is the planned work"
     times = {name: [max(each) for each in zip(*(found[name] for found in by_rank), strict=True)] for name in WAYS}
     took = {name: statistics.median(each) * 1e3 for name, each in times.items()}
     ratio = statistics.median(a / b for a, b in zip(times["assigned"], times["everyone"], strict=True))

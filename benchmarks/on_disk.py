@@ -1,17 +1,17 @@
-"""A model whose training state is several times what its processes may have, beside the same in memory.
+"""A model whose training state is several times the memory limit of its processes, compared with training in memory.
 
     OMP_NUM_THREADS=1 python -m benchmarks.tiers --only state
 
-A Llama of 351 million parameters in float32 with AdamW, 5.6 GB in all, on two ranks by gloo; each layer is computed
-again in backward. Parameters, gradients and the optimizer's state are on disk, and the operating system refuses a rank
-more than a limit of memory (RLIMIT_DATA). In processes of its own, which take turns with those, the same model trains
-in memory, without a limit; and a third pair of processes shows that under the limit it could not.
+A Llama with 351 million parameters in float32 and AdamW, 5.6 GB in all, on two ranks with gloo; layers are recomputed
+in backward. Parameters, gradients and optimizer state are on disk, and the operating system limits the memory of each
+rank (RLIMIT_DATA). Another pair of processes trains the same model in memory, without a limit, in turn with the first
+pair. A third pair shows that training in memory fails under the limit.
 
-The memory of a rank is the most that it had of the machine's at once (VmHWM), with Python, torch and every page of a
-file. What a step moves is counted by a formula, and beside that by the kernel. What the disk gives is measured in turn
-with the steps: reads and writes in the same proportion, by both ranks at once, in the same folder. A step cannot be
-faster than what it computes, nor than what it moves; and as gradients are whole before the optimizer begins, not faster
-either than gradients and optimizer, each by the slower of the two.
+The memory of a rank is its peak resident memory (VmHWM), including Python, torch and mapped pages of files. The bytes
+that a step reads and writes come from a formula, and from the kernel's counters. The bandwidth of the disk is measured
+in turn with the steps: reads and writes in the same proportion, by both ranks at once, in the same folder. A step takes
+at least the time of its computation, and at least the time of its reads and writes. Since gradients are complete before
+the optimizer begins, this bound also holds for gradients and optimizer separately.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shardfn import P
 RANKS, RATE = 2, 1e-3
 LARGE = Config(vocabulary=16384, width=1024, layers=24, heads=16, hidden=2944, batch=1)
 TINY = Config(vocabulary=256, width=64, layers=3, heads=2, hidden=128, batch=1)
-# Large pieces of memory go back to the system when they are free, so that what is resident is what is in use.
+# Large blocks of memory go back to the system when they are freed, so that resident memory is memory in use.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "1000000"}
 MB, GB = 1e6, 1e9
 
@@ -52,11 +52,11 @@ def strategy(on_disk: bool) -> sf.Strategy:
 
 @dataclass
 class Training:
-    """A model that is trained.
+    """The training of a model.
 
     Attributes:
-        seconds: of gradients and of the optimizer, by step.
-        steps: by tokens of a rank; the first call of each is checked.
+        seconds: the times of gradients and of the optimizer, for each step.
+        steps: step functions by number of tokens per rank; the first call of each is checked.
     """
 
     config: Config
@@ -72,7 +72,7 @@ class Training:
         self.local_loss = staged(self.config, remat=True)
 
     def step(self, context: int) -> float:
-        """One on so many tokens a rank; this rank's loss."""
+        """Trains one step on so many tokens per rank; returns this rank's loss."""
         config = replace(self.config, context=context)
         if context not in self.steps:
             self.steps[context] = self.mapped(config)
@@ -81,7 +81,7 @@ class Training:
         return float(loss) * self.mesh.size()
 
     def mapped(self, config: Config) -> Callable[..., Any]:
-        """A step on as many tokens as a configuration has."""
+        """A step function for the number of tokens in a configuration."""
         rope = rope_table(config, torch.float32)
 
         def loss_fn(params: Params, rows: Tensor) -> Tensor:
@@ -101,8 +101,9 @@ class Training:
     def formula(self) -> tuple[int, int]:
         """Bytes that a rank reads and writes in a step.
 
-        Forward reads every stage; backward the layers, but for the last of them, which is still there, and no
-        embedding. Gradients are written, and read by the optimizer, which reads and writes parameters and both slots.
+        Forward reads every stage; backward reads the layers, except for the last, which is still in memory, and not the
+        embedding. Gradients are written, and read by the optimizer, which also reads and writes parameters and both
+        moments.
         """
         whole = nbytes(self.params)
         again = nbytes(self.params["blocks"][:-1])
@@ -113,7 +114,7 @@ def nbytes(tree: Any) -> int:
     return sum(x.nbytes for x in optree.tree_leaves(tree) if isinstance(x, Tensor))
 
 
-# --- in each rank ---
+# --- on each rank ---
 
 
 def built(usage: Usage, config: Config, folder: str | None, limit: float | None) -> dict[str, Any]:
@@ -147,12 +148,12 @@ def built(usage: Usage, config: Config, folder: str | None, limit: float | None)
 
 
 def bare(usage: Usage, folder: str, nbytes: int) -> dict[str, Any]:
-    """The disk by itself, while the other ranks use it too."""
+    """The disk alone, while the other ranks use it too."""
     del usage
     disk = Bare(folder, nbytes)
 
     def bandwidth(read: float, written: float) -> float:
-        """Bytes a second of this rank, in this proportion."""
+        """Bytes per second on this rank, with reads and writes in this proportion."""
         share = 2 * nbytes / (read + written)
         dist.barrier()
         return 2 * nbytes / disk.seconds(read * share, written * share)
@@ -170,7 +171,7 @@ def limited(usage: Usage, config: Config, limit: float) -> dict[str, Any]:
 
 
 def refused(config: Config, limit: float, context: int) -> str:
-    """What comes of training in memory under the limit."""
+    """The error of training in memory under the limit; empty if it succeeds."""
     try:
         with Crew(RANKS, limited, config, limit, environment=ENVIRONMENT) as crew:
             crew.turn("train", context)
@@ -181,11 +182,13 @@ def refused(config: Config, limit: float, context: int) -> str:
 
 @dataclass
 class Times:
-    """Of one system with so many tokens a rank.
+    """Measurements of one system, for one number of tokens per rank.
 
     Attributes:
-        whole: seconds of a step, by the slower rank.
-        parts: of gradients and of the optimizer.
+        losses: of the ranks, for each step.
+        whole: seconds of each step, on the slower rank.
+        parts: seconds of gradients and of the optimizer.
+        moved: bytes read and written, as the kernel counts them.
     """
 
     losses: list[list[float]] = field(default_factory=list)
@@ -194,7 +197,7 @@ class Times:
     moved: list[list[float]] = field(default_factory=list)
 
     def add(self, found: list[dict[str, Any]], counts: bool) -> None:
-        """What the ranks told; the losses only, if the steps do not count."""
+        """Adds the ranks' results; only their losses, if the steps are a warm-up."""
         self.losses += map(list, zip(*(each["losses"] for each in found), strict=True))
         if counts:
             self.whole += map(max, *(each["seconds"] for each in found))
@@ -208,7 +211,7 @@ class Times:
 def state(
     config: Config, folder: str, contexts: list[int], rounds: int, limit: float, file: int
 ) -> tuple[list[dict[str, Any]], list[Goal]]:
-    """Rows of both systems by tokens, and the goals."""
+    """The rows of both systems for each number of tokens, and the goals."""
     names = {"in memory": None, "on disk": limit}
     found = {(name, context): Times() for name in names for context in contexts}
     speeds: list[float] = []
@@ -219,7 +222,7 @@ def state(
         }
         disk = stack.enter_context(Crew(RANKS, bare, folder, file, environment=ENVIRONMENT))
         formula = crews["on disk"].turn("formula")[0]
-        for number in range(rounds + 1):  # the first warms up
+        for number in range(rounds + 1):  # the first is a warm-up
             for context in contexts:
                 for name, crew in crews.items():
                     found[name, context].add(crew.turn("train", context, 1), number > 0)
@@ -273,7 +276,7 @@ def bound(context: int, found: Found, speed: float, formula: tuple[int, int]) ->
 
 
 def bound_of_parts(context: int, found: Found, speed: float, formula: tuple[int, int]) -> float:
-    """Gradients, then the optimizer, which reads four numbers of an element and writes three."""
+    """The bound of gradients, plus that of the optimizer, which reads four numbers per element and writes three."""
     optimizer = formula[1] * 7 / 4
     of = found["in memory", context]
     return sum(

@@ -1,14 +1,15 @@
-"""A step of each optimizer on flat shards, next to the same kernel on one tensor and FSDP2's optimizer.
+"""A step of each optimizer on flat shards, compared with the same kernel on one tensor, and with FSDP2's optimizer.
 
     OMP_NUM_THREADS=1 python -m benchmarks.optimizer
 
-First a GPT of 34 million parameters, fully sharded: what each rank holds are several flat shards, and the same memory
-is one plain tensor, on which the kernel is called bare: where memory lies is worth 5 % of a step, by luck, and so it
-is the same for both. Beside those of 8 bits are bitsandbytes' optimizers on one tensor, where that is installed.
-Adafactor and Muon have no such counterpart.
-Then 288 small parameters, 9 a block, where the time is not in the kernels but around them: AdamW on 32 flat shards,
-and torch's AdamW on the 288 DTensors that FSDP2 makes of them. All take turns in the same processes, the ranks at
-once; a figure is the median of all rounds and ranks, a ratio the median of the rounds' own ratios.
+First, a GPT with 34 million parameters, fully sharded. Each rank has several flat shards, which are views of one
+tensor; the kernel alone is called on that tensor. Both use the same memory, because its location alone can change the
+time by 5 %. 8-bit optimizers are compared with those of bitsandbytes on one tensor, if it is installed. Adafactor and
+Muon have no such counterpart.
+
+Then, 288 small parameters, 9 per block, where most of the time is spent outside the kernels: AdamW on 32 flat shards,
+and torch's AdamW on the 288 DTensors that FSDP2 makes of them. All take turns in the same processes, on all ranks at
+once. Times are medians over all rounds and ranks, and ratios are medians of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Times = dict[str, list[float]]
 
 
 def is_hidden(path: str, shape: tuple[int, ...]) -> bool:
-    """Whether Muon is meant for a parameter."""
+    """Whether Muon is used for a parameter."""
     return len(shape) == 2 and path.startswith("blocks")
 
 
@@ -60,12 +61,12 @@ def optimizers() -> dict[str, optim.Optimizer]:
     }
 
 
-# What those that treat every element alike remember of it.
+# The state of elementwise optimizers.
 SLOTS = {"sgd, momentum": ["momentum"], "adam": ["mean", "square"], "adamw": ["mean", "square"], "lion": ["mean"]}
 
 
 def bare(name: str, p: Tensor, g: Tensor, slots: list[Tensor]) -> Run:
-    """The kernel of an optimizer on one tensor."""
+    """The kernel of an optimizer, called on one tensor."""
     first = slots[0]
     count = torch.zeros(())
     adam = {"lr": RATE, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "amsgrad": False, "maximize": False}
@@ -108,11 +109,11 @@ def bare(name: str, p: Tensor, g: Tensor, slots: list[Tensor]) -> Run:
 
 
 def of_bitsandbytes(name: str, p: Tensor, g: Tensor) -> Run | None:
-    """A step of their optimizer on one tensor; None where there is none, or they are not installed."""
+    """A step of bitsandbytes' optimizer on one tensor; None if it has none, or is not installed."""
     names = {"adamw8bit": "AdamW8bit", "lion8bit": "Lion8bit"}
     if name not in names or importlib.util.find_spec("bitsandbytes") is None:
         return None
-    logging.disable(logging.WARNING)  # of kernels for other machines
+    logging.disable(logging.WARNING)  # warnings about kernels for other machines
     theirs = importlib.import_module("bitsandbytes.optim")
     logging.disable(logging.NOTSET)
     variable = p.requires_grad_()
@@ -129,7 +130,7 @@ def of_bitsandbytes(name: str, p: Tensor, g: Tensor) -> Run | None:
 
 
 def stepping(optimizer: optim.Optimizer, params: Any, grads: Any, slots: dict[str, Any]) -> Run:
-    """Takes a donated step with these gradients, and with these parts of the state."""
+    """A donated step with these gradients and these parts of the state."""
     state = optimizer.init(params) | slots
 
     def run() -> None:
@@ -148,7 +149,7 @@ def built(usage: Usage, config: Config) -> dict[str, Callable[..., Any]]:
     mesh = sf.make_mesh(data=-1, device="cpu")
 
     def large(rounds: int) -> tuple[int, int, Times]:
-        """How many shards and elements are here, and seconds of each step."""
+        """The numbers of shards and elements on this rank, and the seconds of each step."""
         params = sf.init_sharded(makers(config), SEED, mesh, sf.full_shard("data"))
         leaves, tree = optree.tree_flatten(params)
         flat = torch.cat(leaves)
@@ -165,7 +166,7 @@ def built(usage: Usage, config: Config) -> dict[str, Callable[..., Any]]:
             one = bare(name, p, g, list(slots.values())) if slots else of_bitsandbytes(name, p.clone(), g)
             if one is not None:
                 kernels[f"{name}, one tensor"] = one
-        # All of the kernels behind all of the others, so that none finds its memory in a cache.
+        # All kernels run after all optimizers, so that no kernel finds its memory in a cache.
         return len(leaves), flat.numel(), timed(runs | kernels, rounds)
 
     def small(rounds: int) -> Times:
@@ -185,7 +186,7 @@ def layer(g: torch.Generator) -> Params:
 
 
 def dtensors(blocks: list[Params], options: dict[str, Any]) -> Run:
-    """Takes a step with torch's AdamW on what FSDP2 makes of these parameters."""
+    """A step of torch's AdamW on the DTensors that FSDP2 makes of these parameters."""
     model = nn.Sequential(*(Stage(unused, {name: x.clone() for name, x in p.items()}) for p in blocks))
     for each in model:
         fully_shard(each)
@@ -214,7 +215,7 @@ def timed(runs: dict[str, Run], rounds: int) -> Times:
             dist.barrier()
             began = time.perf_counter()
             run()
-            if number >= 2:  # the first ones warm up
+            if number >= 2:  # the first two are warm-ups
                 seconds[name].append(time.perf_counter() - began)
     return seconds
 
@@ -251,7 +252,7 @@ def large_rows(times: Times) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    options = parser("Every optimizer on flat shards, next to bare kernels and FSDP2's optimizer.")
+    options = parser("Every optimizer on flat shards, compared with bare kernels and FSDP2's optimizer.")
     options.add_argument("--ranks", type=int, default=2)
     options.add_argument("--rounds", type=int, default=31)
     args = options.parse_args()

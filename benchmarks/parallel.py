@@ -1,14 +1,15 @@
-"""A training step on every mesh of 4 ranks, and on one of them by torch's FSDP2 with its tensor parallelism.
+"""A training step on every mesh of 4 ranks; on one mesh, compared with FSDP2 and torch's tensor parallelism.
 
     OMP_NUM_THREADS=1 python -m benchmarks.parallel
 
-The model of examples/train_nd.py with 34 million parameters in float32, 8 x 128 tokens a step, one thread a rank, gloo,
-AdamW. First dense, on the 15 meshes of five axes; torch runs the same numbers as modules, with loss parallelism, with
-and without its sequence parallelism. Then with 4 experts in every second layer, on the 6 meshes with an axis for them.
+The model of examples/train_nd.py with 34 million parameters in float32, 8 x 128 tokens per step, one thread per rank,
+gloo, AdamW. First dense, on the 15 meshes of five axes. Torch runs the same model as modules, with loss parallelism,
+with and without sequence parallelism. Then with 4 experts in every second layer, on the 6 meshes that have an axis for
+experts.
 
-Each row has processes of its own. Those of the first row of a model take turns with all others of that model, a few at
-a time, and the column "time / first" compares what ran in the same rounds. What torch sends is not in our ledger. Where
-there are fewer cores than ranks, a rank that waits, as in a pipeline's bubble, leaves its core to another.
+Each row has its own processes. The first row of a model takes turns with all other rows of that model, a few at a time,
+and the column "time / first" compares times of the same rounds. Our ledger does not record what torch sends. If there
+are fewer cores than ranks, a rank that waits, as in a pipeline's bubble, leaves its core to another rank.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from examples.train_nd import AXES, SIX, SPECS, Config, loss_fn
 from shardfn import P
 
 RANKS, SEED, RATE, DECAY = 4, 0, 3e-4, 0.1
-TOGETHER = 5  # rows whose processes are alive at once
+TOGETHER = 5  # number of rows whose processes are alive at once
 SIZES = Config(vocabulary=8192, width=512, heads=8, layers=8, hidden=1408, context=128, batch=8, micro=1)
 TINY = replace(SIZES, vocabulary=64, width=32, heads=4, layers=4, hidden=44, context=16)
 PEERS: dict[str, Placement] = {
@@ -63,16 +64,16 @@ FIRST = {"dense": {"shard": 2, "tensor": 2}, "4 experts": {"shard": 4}}
 
 @dataclass(frozen=True)
 class System:
-    """What a row of the table is about; `make` is called on every rank."""
+    """The system of a row; `make` is called on every rank."""
 
     name: str
     make: Callable[[], Step]
 
 
 def mixed(config: Config) -> Config:
-    """With experts, and about as many parameters; no mesh cuts a group of tokens."""
+    """The configuration with experts, and about as many parameters; no mesh splits a group of tokens."""
     group = config.context // 4
-    # The balance of experts is not linear in the batch: a pipeline's loss, by micro-batches, would be another.
+    # The balance loss is not linear in the batch, so with a pipeline's micro-batches, the loss would differ.
     return replace(config, hidden=config.hidden * 9 // 22, experts=4, group=group, capacity=group * 5 // 8, balance=0.0)
 
 
@@ -86,7 +87,7 @@ def batch(config: Config) -> Tensor:
 
 
 def meshes() -> list[dict[str, int]]:
-    """The axes that have more than one rank, of every mesh."""
+    """For every mesh, the axes with more than one rank."""
     every = (dict(zip(AXES, sizes, strict=True)) for sizes in itertools.product((4, 2, 1), repeat=len(AXES)))
     return [{axis: n for axis, n in sizes.items() if n > 1} for sizes in every if math.prod(sizes.values()) == RANKS]
 
@@ -177,10 +178,10 @@ def rotated(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def peer_step(config: Config, between: Placement) -> Step:
-    """By torch's tensor parallelism; `between` layers, activations are whole or, in its sequence parallelism, cut."""
+    """A step with torch's tensor parallelism; `between` layers, activations are whole, or sharded by sequence."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     model = peer(config, mesh, between)
-    # One call of the fused kernel wants one mesh; norms are not on `tensor` where activations are whole.
+    # The fused kernel needs all tensors on one mesh, but norms are not on `tensor` if activations are whole.
     by_mesh: dict[DeviceMesh, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
@@ -201,7 +202,7 @@ def peer_step(config: Config, between: Placement) -> Step:
 
 
 def peer(config: Config, mesh: DeviceMesh, between: Placement) -> nn.Module:
-    """Each stage is cut as soon as it is made; the numbers are those of `sf.init_sharded`."""
+    """The sharded module: each stage is sharded as soon as it is made, with the values of `sf.init_sharded`."""
     made, plan, blocks = train_nd.init(config), plans(between), []
     for number in range(config.layers):
         with torch.device("meta"):
@@ -219,7 +220,7 @@ def peer(config: Config, mesh: DeviceMesh, between: Placement) -> nn.Module:
 
 
 def filled(module: nn.Module, p: Params) -> nn.Module:
-    """A module with our numbers; its linear layers hold their matrices transposed."""
+    """Copies our values into a module; its linear layers have transposed matrices."""
     for path, own in list(module.named_modules()):
         if isinstance(own, nn.Linear | nn.Embedding | nn.RMSNorm):
             value = p[path.split(".")[-1]]
@@ -228,20 +229,20 @@ def filled(module: nn.Module, p: Params) -> nn.Module:
 
 
 def cut(module: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle], again: bool = True) -> nn.Module:
-    """Over both axes; the last stage need not be gathered `again` for backward."""
+    """Shards a module over both axes; the last stage need not be gathered `again` for backward."""
     parallelize_module(module, mesh["tensor"], plan)
     fully_shard(module, mesh=mesh["shard"], reshard_after_forward=again)
     return module
 
 
 def plans(between: Placement) -> tuple[dict[str, ParallelStyle], dict[str, ParallelStyle], dict[str, ParallelStyle]]:
-    """Of the embedding, a block and the head."""
+    """The plans of torch's tensor parallelism for the embedding, a block and the head."""
     norms = () if between == Replicate() else ("norm", "norm1", "norm2")
     norm = {name: SequenceParallel() for name in norms}
     columns = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
     return (
         {"tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between)},
-        # What several matrices read is made whole once, so its gradient is reduced once.
+        # An input of several matrices is gathered once, so its gradient is reduced once.
         {"attention": PrepareModuleInput(input_layouts=(between, None), desired_input_layouts=(Replicate(), None))}
         | {"mlp": PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())}
         | {name: ColwiseParallel() for name in columns}
@@ -270,7 +271,7 @@ def built(usage: Usage) -> dict[str, Callable[..., Any]]:
 
 
 def moved(step: Step) -> float:
-    """MB that this rank sends in a step."""
+    """The MB that this rank sends in a step."""
     with sf.ledger() as log:
         step()
     return log.bytes() / 1e6
@@ -283,7 +284,7 @@ Start = Callable[[System], AbstractContextManager[Crew]]
 
 @contextlib.contextmanager
 def apart(system: System) -> Iterator[Crew]:
-    """Processes for this system alone."""
+    """New processes for this system alone."""
     with Crew(RANKS, built, environment=KEEPS_MEMORY) as crew:
         crew.turn("make", system)
         yield crew
@@ -291,13 +292,13 @@ def apart(system: System) -> Iterator[Crew]:
 
 @contextlib.contextmanager
 def among_others(crew: Crew, system: System) -> Iterator[Crew]:
-    """Processes that other systems have too."""
+    """Processes that are shared with other systems."""
     crew.turn("make", system)
     yield crew
 
 
 def measured(model: str, systems: Sequence[System], start: Start, rounds: int, steps: int) -> list[dict[str, Any]]:
-    """A row for each; the first takes turns with all others."""
+    """A row for each system; the first system takes turns with all others."""
     first, others = systems[0], systems[1:]
     rows: list[dict[str, Any]] = []
     with start(first) as crew:
@@ -316,7 +317,7 @@ def in_turns(model: str, crews: dict[str, Crew], rounds: int, steps: int) -> lis
     for number in range(rounds + 1):
         for name, crew in crews.items():
             by_rank = crew.turn("train", name, steps)
-            if number:  # the first turn warms up
+            if number:  # the first turn is a warm-up
                 seconds[name] += map(max, *(times for times, _ in by_rank))
             else:
                 losses[name] = statistics.fmean(found[0] for _, found in by_rank)
@@ -353,11 +354,11 @@ def goals_of(rows: list[dict[str, Any]]) -> list[Goal]:
 
 
 def main() -> None:
-    options = parser("A training step on every mesh of 4 ranks, next to FSDP2 with DTensor's tensor parallelism.")
+    options = parser("A training step on every mesh of 4 ranks, and with FSDP2 and DTensor's tensor parallelism.")
     options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--steps", type=int, default=1, help="in a turn")
-    options.add_argument("--peers", action="store_true", help="only the mesh that torch runs too, and torch's")
-    options.add_argument("--tiny", action="store_true", help="a model of no size, few meshes and processes: to try it")
+    options.add_argument("--steps", type=int, default=1, help="steps per turn")
+    options.add_argument("--peers", action="store_true", help="only the mesh that torch runs too, and torch")
+    options.add_argument("--tiny", action="store_true", help="a tiny model, few meshes and processes, to try it")
     args = options.parse_args()
     config, every = (TINY, meshes()[::4]) if args.tiny else (SIZES, meshes())
     dense = [FIRST["dense"], *(sizes for sizes in every if "expert" not in sizes and sizes != FIRST["dense"])]

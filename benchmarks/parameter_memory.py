@@ -1,11 +1,11 @@
-"""How much memory parameters take on top of the shards, at the peak: as much for 64 layers as for 4.
+"""The peak memory of parameters in addition to the shards: it is the same for 64 layers as for 4.
 
     OMP_NUM_THREADS=1 python -m benchmarks.parameter_memory
 
-Two ranks, large weights, one row of data. What is measured is the most memory that the operating system gave to a
-rank, from the moment before there was a parameter. Once with the gradient of the input only: what is
-there then on top of the shards is gathered parameters. Once with the gradients of the parameters too. The C library is
-told to return large blocks at once, so that the system's figure is what is in use.
+Two ranks, large weights, one row of data. Measured is the peak memory that the operating system gave to a rank, counted
+from before the first parameter: once with the gradient of the input only, so that all memory in addition to the shards
+is gathered parameters, and once with the gradients of the parameters too. The C library returns large blocks at once,
+so that the system's figure is the memory in use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.model import Params
 from benchmarks.report import Goal, parser, publish
 
 RANKS = 2
-SLOTS = 2  # of the ring, with the default prefetch
+SLOTS = 2  # buffers in the ring, with the default prefetch
 
 
 def block(p: Params, x: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def model(width: int, layers: int) -> tuple[Any, Callable[..., Any]]:
 
 
 def built(usage: Usage, width: int, layers: int) -> dict[str, Callable[..., Any]]:
-    params, differentiated = model(width // 8, 2)  # what torch loads at its first use is not a parameter
+    params, differentiated = model(width // 8, 2)  # memory of torch's first use does not count
     for argnums in (1, 0):
         differentiated(params, torch.ones(1, width // 8), argnums)
     del params, differentiated
@@ -70,7 +70,7 @@ def built(usage: Usage, width: int, layers: int) -> dict[str, Callable[..., Any]
 
 
 def measured(width: int, layers: int) -> dict[str, Any]:
-    """Megabytes, of the rank that took most; what is on top of something is in units of the largest stage."""
+    """Megabytes on the rank that takes most; memory "on top of" something is in units of the largest stage."""
     with Crew(RANKS, built, width, layers, environment={"MALLOC_MMAP_THRESHOLD_": "1000000"}) as crew:
         most = {name: max(peaks[name] for peaks in crew.turn("peaks")) / 1e6 for name in crew.turn("peaks")[0]}
     shards, largest = most["shards"], most["largest"]
@@ -88,7 +88,7 @@ def measured(width: int, layers: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    options = parser("Peak memory of parameters on 2 ranks, against shards and two of the largest stage.")
+    options = parser("Peak memory of parameters on 2 ranks, compared with shards and two buffers of the largest stage.")
     options.add_argument("--layers", type=int, nargs="+", default=[4, 16, 64])
     options.add_argument("--width", type=int, default=2048)
     args = options.parse_args()

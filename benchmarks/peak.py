@@ -1,11 +1,10 @@
-"""The most bytes of tensors that live at once in a step, whatever the allocator: each strategy, and the checker.
+"""The peak bytes of live tensors in a step, independent of the allocator: for each strategy, and with the checker.
 
     python -m benchmarks.peak
 
-A pretended world of 4 ranks, `replica=2, shard=2`. A storage that an operation makes counts until nobody holds it;
-what an operation needs inside does not. The unit is the bytes of all parameters, whole. A limit is what
-docs/reference/strategies.md says that a rank holds of gradients and copies, and as much as three stages for what is
-under way.
+A fake world of 4 ranks, `replica=2, shard=2`. The storage of an operation's result counts until it is freed; temporary
+memory inside an operation does not. The unit is the bytes of all whole parameters. The limit is the memory for
+gradients and copies in docs/reference/strategies.md, plus three stages for temporary values.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from shardfn.testing import World
 
 RANKS, LAYERS, WIDTH = 4, 8, 256
 UNDER_WAY = 3 / LAYERS
-# Gradients, a copy for backward, and parameters that are updated elsewhere: parts of all parameters.
+# Fractions of all parameters: gradients, copies kept for backward, and parameters that other ranks update.
 HELD = dict.fromkeys(STRATEGIES, 1 / 4) | {"ddp": 1.0, "hybrid_shard": 0.5, "hybrid_shard_zero2": 0.5}
 HELD |= {"hfsdp": 1 / 4 + 1 / 4, "hpz": 1 / 4 + 1 / 2}
-EXACT = 0.005  # but for when what nobody holds goes
+EXACT = 0.005  # the time when unused storages are freed may vary
 MODES = {"checked": True, "unchecked": False}
 
 
 class Living(TorchDispatchMode):
-    """Bytes of storages that were made inside and still live."""
+    """Counts the bytes of live storages that were made inside this mode."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -65,7 +64,7 @@ def block(p: Any, x: Tensor) -> Tensor:
 
 
 def steps(strategy: Any, check: bool) -> Callable[[], Callable[[], Any]]:
-    """Makes a step that is mapped anew, on parameters that stay."""
+    """A function that makes newly mapped steps, all on the same parameters."""
     mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
     layers = [{"up": torch.ones(WIDTH, 2 * WIDTH), "down": torch.ones(2 * WIDTH, WIDTH)} for _ in range(LAYERS)]
     params, optimizer, staged = sf.shard(layers, mesh, strategy), so.adamw(1e-3), sf.stage(block)
@@ -100,7 +99,7 @@ def peak(run: Callable[[], Any]) -> int:
 
 
 def measured() -> tuple[dict[str, int], dict[str, int]]:
-    """Of a steady step by each strategy, and of a first call, checked and not, where another has run before."""
+    """The peaks of a steady step with each strategy, and of a first call, checked and unchecked, after another one."""
     steady, first = {}, {}
     for name, strategy in STRATEGIES.items():
         run = steps(strategy, check=False)()
@@ -114,7 +113,7 @@ def measured() -> tuple[dict[str, int], dict[str, int]]:
 
 
 def main() -> None:
-    args = parser("The most bytes of tensors that live at once in a step, counted.").parse_args()
+    args = parser("The peak bytes of live tensors in a step, counted.").parse_args()
     ((steady, first),) = World(RANKS, kind="fake", deadline=120).run(measured)
     whole = LAYERS * 2 * 2 * WIDTH**2 * 4
     rows: list[dict[str, Any]] = [{"strategy": name, "peak / parameters": n / whole} for name, n in steady.items()]
@@ -127,7 +126,7 @@ def main() -> None:
     ]
     ratio = first["checked"] / first["unchecked"]
     goals.append(Goal("first call: peak, checked / unchecked", ratio, 1.03, tolerance=EXACT))
-    publish("bytes of tensors that live at once, above what stays between steps", rows, goals, args.json)
+    publish("peak bytes of live tensors, above those that stay between steps", rows, goals, args.json)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
-"""A QLoRA step beside FSDP2 + bitsandbytes + peft: memory, bytes that are gathered, time.
+"""A QLoRA step compared with FSDP2 + bitsandbytes + peft: memory, bytes gathered, and time.
 
     OMP_NUM_THREADS=1 python -m benchmarks.bits --only memory
 
-A Llama of 100 million parameters, its layers' matrices in NF4 with double scales, the rest in float32, adapters of rank
-16 on all of these, AdamW; 2 ranks, gloo, 2 x 128 tokens and one thread a rank, each layer computed again in backward.
-The peer is the recipe of fsdp_qlora, by FSDP2: bitsandbytes' `Linear4bit` with a storage of floats, which FSDP can cut,
-peft's adapters, `fully_shard` for each layer and the rest; and once more with the embedding and the head apart from the
-rest. Both begin with the same numbers. Every system has processes of its own, all alive at once, which take turns.
+A Llama with 100 million parameters: the layers' matrices are in NF4 with double quantization, with adapters of rank 16
+on all of them; the rest is in float32. AdamW, 2 ranks, gloo, 2 x 128 tokens and one thread per rank; layers are
+recomputed in backward. The peer is the recipe of fsdp_qlora, with FSDP2: bitsandbytes' `Linear4bit` with float storage,
+which FSDP can shard, peft's adapters, and `fully_shard` for each layer and for the rest. A variant shards the embedding
+and the head separately. Both systems start from the same values. Every system has its own processes; all are alive at
+once and take turns.
 
-The peak is the most memory that the operating system gave to a rank in a step, above what it had before the model was
-built, where glibc's malloc keeps what was freed, as in `benchmarks.train_step`; `in use`, the same in processes whose
-malloc gives all but the smallest pieces back at once; `kept`, the bytes of the tensors that stay between steps.
+`peak` is the peak memory that the operating system gave to a rank in a step, above its memory before the model was
+built, while glibc's malloc keeps freed memory, as in `benchmarks.train_step`. `in use` is the same in processes whose
+malloc returns all except the smallest blocks at once. `kept` is the bytes of tensors that stay between steps.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hid
 Told = dict[str, Callable[..., Any]]
 
 
-# --- the systems: functions that train one step, and that say what is kept ---
+# --- the systems: functions that train one step, and that return the bytes kept ---
 
 
 def by_shardfn(sizes: dict[str, int], place: Callable[[str], sf.Placement]) -> Told:
@@ -114,7 +115,7 @@ def by_fsdp2(sizes: dict[str, int], apart: bool) -> Told:
 
 
 def in_four_bits(sizes: dict[str, int]) -> tuple[Any, list[Tensor]]:
-    """The module with bitsandbytes' layers in place of its layers' linear ones; and the scales, which are not cut."""
+    """The module, with bitsandbytes' linear layers instead of its own; and the scales, which are not sharded."""
     bnb = importlib.import_module("bitsandbytes")
     model, states = module(sizes), []
     for path, p in list(model.named_parameters()):
@@ -128,7 +129,7 @@ def in_four_bits(sizes: dict[str, int]) -> tuple[Any, list[Tensor]]:
             quant_storage=torch.float32, device="meta",
         )  # fmt: skip
         words = few_bits.tensors(path, quant.pack(x, FORMAT))
-        codes = words.pop(path)  # which FSDP can cut if they are stored as floats
+        codes = words.pop(path)  # FSDP can shard them if they are stored as floats
         few.weight = bnb.nn.Params4bit.from_prequantized(
             codes.view(-1).view(torch.float32).view(-1, 1), {k.removeprefix(path + "."): v for k, v in words.items()},
             requires_grad=False, device="cpu", module=few,
@@ -138,7 +139,7 @@ def in_four_bits(sizes: dict[str, int]) -> tuple[Any, list[Tensor]]:
         parent, _, last = holder.rpartition(".")
         setattr(model.get_submodule(parent), last, few)
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
-    model.is_loaded_in_4bit = True  # which is how peft knows
+    model.is_loaded_in_4bit = True  # for peft
     return model, states
 
 
@@ -146,10 +147,10 @@ def in_four_bits(sizes: dict[str, int]) -> tuple[Any, list[Tensor]]:
 
 
 def expected(tree: Any, adapters: Any, ranks: int) -> int:
-    """Bytes that a rank sends: forward gathers every stage, backward the layers again but the last, still there.
+    """Bytes that a rank sends: forward gathers every stage; backward gathers the layers again, except for the last.
 
-    The parameters of a dtype stand at multiples of 64 bytes; the whole has 64 more, and is cut into pieces that are
-    multiples of 64; a rank sends its piece to the others.
+    The parameters of one dtype are aligned to 64 bytes in one buffer, which has 64 bytes more at its end. It is sharded
+    into pieces whose sizes are multiples of 64, and each rank sends its piece to the others.
     """
 
     def stage(part: Any) -> int:
@@ -172,11 +173,11 @@ def nbytes(tree: Any) -> int:
     return sum(x.nbytes for x in optree.tree_leaves(tree) if isinstance(x, Tensor))
 
 
-# --- in each rank ---
+# --- on each rank ---
 
 
 def built(usage: Usage, make: Callable[..., Told], sizes: dict[str, int], *rest: Any) -> Told:
-    make(TINY, *rest)["step"]()  # what is loaded and made at the first use is not a parameter
+    make(TINY, *rest)["step"]()  # memory of imports and caches at the first use does not count
     gc.collect()
     usage.base = usage.again()
     told = make(sizes, *rest)
@@ -211,7 +212,7 @@ def rows_of(sizes: dict[str, int], rounds: int, steps: int, environment: dict[st
             for name, crew in crews.items():
                 found = crew.turn("train", steps)
                 losses[name] += [statistics.fmean(each) for each in zip(*(some for _, some in found), strict=True)]
-                if number:  # the first turn warms up
+                if number:  # the first turn is a warm-up
                     seconds[name] += map(max, *(times for times, _ in found))
         gathered = {name: crew.turn("gathered")[0] for name, crew in crews.items()}
         return [
@@ -232,7 +233,7 @@ def rows_of(sizes: dict[str, int], rounds: int, steps: int, environment: dict[st
 
 
 def apart(environment: str, tiny: bool, rounds: int) -> list[dict[str, Any]]:
-    """The rows from a program of its own: processes of one program all have the same malloc settings."""
+    """The rows from a separate program, since a program's processes share their malloc settings."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         more = ["--rounds", str(rounds), *(["--tiny"] if tiny else [])]
         subprocess.run([sys.executable, "-m", "benchmarks.qlora", environment, file.name, *more], check=True)

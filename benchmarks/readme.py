@@ -1,4 +1,4 @@
-"""The table of costs in README.md, from the record of benchmarks; `python -m benchmarks.goals --readme` writes it."""
+"""The table of costs in README.md, made from recorded figures; `python -m benchmarks.goals --readme` writes it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLUMNS = {"step": ("step ms", "ms"), "memory": ("peak MB", "MB")}
 
 
 def costs(record: dict[str, Any]) -> str:
-    """The table of what a training step costs."""
+    """The table of the costs of a training step."""
     heads = [f"{what}, {ranks}" for what in COLUMNS for ranks in COMMANDS.values()]
     lines = [" | ".join(("", *heads)), "---|" * len(heads) + "---"]
     for system, name in SYSTEMS.items():
@@ -33,7 +33,7 @@ def _cells(record: dict[str, Any], system: str) -> list[str]:
 
 
 def written(text: str, record: dict[str, Any]) -> str:
-    """A page with the tables of this record."""
+    """The page's text, with its table replaced by that of the record."""
     before, _, rest = text.partition(BEGIN)
     _, marked, after = rest.partition(END)
     if not marked:
@@ -42,5 +42,5 @@ def written(text: str, record: dict[str, Any]) -> str:
 
 
 def write(record: dict[str, Any]) -> None:
-    """Writes README.md anew."""
+    """Rewrites README.md."""
     FILE.write_text(written(FILE.read_text(), record))

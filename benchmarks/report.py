@@ -1,4 +1,4 @@
-"""What every benchmark command prints: a table of rows, then the figures against their goals."""
+"""The output of every benchmark command: a table of rows, then the figures and their goals."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from typing import Any, Literal, NoReturn
 from rich.console import Console
 from rich.table import Table
 
-LACKING = 77  # the exit status of a benchmark for which something is not there: test runners read it as skipped
+LACKING = 77  # exit status of a benchmark that lacks something; test runners take it for "skipped"
 Sense = Literal["at most", "at least"]
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure, and the most that it may be, or the least.
+    """A figure and its upper or lower limit.
 
     Attributes:
-        tolerance: by how much it may be worse than it was: a part of itself or of its limit, the larger.
+        tolerance: how much worse than recorded it may be, as a fraction of its value or its limit, the larger of both.
     """
 
     name: str
@@ -40,14 +40,14 @@ class Goal:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """A parser with the option that every benchmark takes."""
+    """A parser with the option that every benchmark has."""
     made = argparse.ArgumentParser(description=description)
-    made.add_argument("--json", type=Path, metavar="FILE", help="also write rows and goals there")
+    made.add_argument("--json", type=Path, metavar="FILE", help="also write rows and goals to FILE")
     return made
 
 
 def lacks(told: str) -> NoReturn:
-    """Ends a benchmark that cannot run here, because something is not there that it needs."""
+    """Ends a benchmark that cannot run here because something that it needs is missing."""
     print(told, file=sys.stderr)
     ends = SystemExit(told)
     ends.code = LACKING
@@ -55,7 +55,7 @@ def lacks(told: str) -> NoReturn:
 
 
 def publish(title: str, rows: Sequence[dict[str, Any]], goals: Sequence[Goal], file: Path | None) -> None:
-    """Prints tables of rows, a new one where the columns change, then the goals, and writes both to the file."""
+    """Prints rows as tables, a new table when the columns change, then the goals; writes both to the file."""
     console = Console(width=None if sys.stdout.isatty() else 140)
     for _, group in itertools.groupby(rows, key=list):
         same = list(group)
@@ -85,7 +85,7 @@ def interleaved(
     inner: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Median seconds of one call of each, taken in turn so that a change of the machine's speed meets all of them."""
+    """Median seconds per call of each function; they take turns, so that changes of the machine's speed affect all."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():
@@ -97,7 +97,7 @@ def interleaved(
 
 
 def short(value: float) -> str:
-    """Whole numbers whole, others by three digits."""
+    """A number as text: integers in full, others with three digits."""
     return f"{value:,.0f}" if float(value).is_integer() and abs(value) < 1e15 else f"{value:.3g}"
 
 

@@ -1,10 +1,10 @@
-"""What a stage costs the host in addition to its computation, forward and backward, for shardfn and for FSDP2.
+"""The host time of a stage in addition to its computation, forward and backward, for shardfn and for FSDP2.
 
     OMP_NUM_THREADS=1 python -m benchmarks.stage_overhead
 
-On a fake group nothing moves, and tensors are tiny, so the time is Python and the dispatcher: CPU seconds of the one
-process. From each system's time that of the same functions on plain tensors is taken off, by the same way of asking
-for gradients.
+A fake group sends nothing, and tensors are tiny, so the time is that of Python and the dispatcher: CPU seconds of one
+process. From each system's time, the time of the same functions on plain tensors is subtracted; their gradients are
+taken in the same way.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def measure(repeats: int, inner: int) -> dict[str, float]:
 
 
 def main() -> None:
-    options = parser("Host time of a stage, forward and backward, next to the same functions on plain tensors.")
+    options = parser("Host time of a stage, forward and backward, compared with the same functions on plain tensors.")
     options.add_argument("--repeats", type=int, default=21)
     args = options.parse_args()
     (took,) = World(RANKS, kind="fake", deadline=600).run(measure, args.repeats, 3)

@@ -1,11 +1,11 @@
-"""A training step by every strategy, on 4 ranks: time, memory and bytes, as a table and as a picture.
+"""A training step with every strategy, on 4 ranks: time, memory and bytes, as a table and a plot.
 
     OMP_NUM_THREADS=1 python -m benchmarks.strategies --picture strategies.png
 
-A GPT of 21 million parameters, replica=2 x shard=2, AdamW on the shards; only the strategy differs. Each has
-processes of its own, all alive at once, which take turns. Beside the figures stand those that Lightning's guide to FSDP
-gives for a model of a billion parameters on two A100, relative to their DDP as ours are to ours. How much memory a
-strategy saves depends on what activations take, which no strategy cuts; their DDP also holds gradients twice.
+A GPT with 21 million parameters, replica=2 x shard=2, AdamW on the shards; only the strategy differs. Each strategy has
+its own processes; all are alive at once and take turns. For comparison, the table has the figures of Lightning's guide
+to FSDP, for a model of a billion parameters on two A100. Our figures are relative to our DDP, theirs to their DDP. How
+much memory a strategy saves depends on the activations, which no strategy shards; their DDP also keeps gradients twice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STRATEGIES = {
     name: sf.strategy(name, shard="shard", replica="replica")
     for name in ("ddp", "zero1", "shard_grad_op", "full_shard", "hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz")
 } | {"mics": sf.mics(("shard", "replica"))}
-# MB and steps a second: DDP, and FSDP's NO_SHARD, SHARD_GRAD_OP and FULL_SHARD.
+# MB and steps per second: DDP, and FSDP's NO_SHARD, SHARD_GRAD_OP and FULL_SHARD.
 DDP = (23125, 4.31)
 PUBLISHED = {"NO_SHARD": (19296, 3.04), "shard_grad_op": (11772, 3.61), "full_shard": (9627, 3.19)}
 
@@ -41,7 +41,7 @@ def built(usage: Usage, strategy: sf.Placement, config: Config) -> dict[str, Any
 
 
 def moved(step: Step) -> float:
-    """MB that this rank sends in a step."""
+    """The MB that this rank sends in a step."""
     with sf.ledger() as log:
         step()
     return log.bytes(scheduled=True) / 1e6
@@ -53,7 +53,7 @@ def measured(crews: dict[str, Crew], rounds: int, steps: int) -> list[dict[str, 
     for number in range(rounds + 1):
         for name, crew in crews.items():
             by_rank = crew.turn("train", steps)
-            if number:  # the first turn warms up
+            if number:  # the first turn is a warm-up
                 seconds[name] += map(max, *(times for times, _ in by_rank))
             else:
                 losses[name] = statistics.fmean(found[0] for _, found in by_rank)
@@ -79,7 +79,7 @@ def measured(crews: dict[str, Crew], rounds: int, steps: int) -> list[dict[str, 
 
 
 def draw(rows: list[dict[str, Any]], file: Path) -> None:
-    """Memory against time, relative to DDP."""
+    """Plots memory against time, relative to DDP."""
     figure = Figure(figsize=(7, 5))
     axes = figure.subplots()
     ours = {row["strategy"]: (row["memory / ddp"], row["time / ddp"]) for row in rows}
@@ -99,7 +99,7 @@ def goals_of(rows: list[dict[str, Any]], config: Config) -> list[Goal]:
     for name, (_, speed) in PUBLISHED.items():
         if name in by_name:
             goals.append(Goal(f"{name}: time / ddp, at most as published", by_name[name]["time / ddp"], DDP[1] / speed))
-    # What is not parameters, gradients and state is activations, as with ddp, and buffers for two stages.
+    # The rest of the memory is activations, as with ddp, and buffers for two stages.
     rest = {name: row["peak MB"] - held(name, config) for name, row in by_name.items()}
     buffers = 6 * config.vocabulary * config.width * 4 / 1e6
     most = max(rest[name] for name in rest)
@@ -115,7 +115,7 @@ def goals_of(rows: list[dict[str, Any]], config: Config) -> list[Goal]:
 
 
 def held(name: str, config: Config) -> float:
-    """MB of parameters, what is kept of them for backward, gradients and AdamW's state."""
+    """MB of parameters, copies kept for backward, gradients and AdamW's state."""
     whole = 4 * (config.numel + config.width * config.vocabulary) / 1e6
     placement = STRATEGIES[name]
     near = whole / 2 ** len(placement.keep) if isinstance(placement.keep, tuple) else whole * bool(placement.keep)
@@ -123,11 +123,11 @@ def held(name: str, config: Config) -> float:
 
 
 def main() -> None:
-    options = parser("A training step by every strategy, 4 ranks.")
+    options = parser("A training step with every strategy, on 4 ranks.")
     options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--steps", type=int, default=3, help="in a turn")
+    options.add_argument("--steps", type=int, default=3, help="steps per turn")
     options.add_argument("--picture", type=Path, default=Path("runs/strategies.png"), help="default: %(default)s")
-    options.add_argument("--tiny", action="store_true", help="a model of no size, to try the command")
+    options.add_argument("--tiny", action="store_true", help="a tiny model, to try the command")
     args = options.parse_args()
     config = (
         Config(vocabulary=64, width=32, layers=2, heads=2, hidden=48, context=8)
@@ -142,7 +142,7 @@ def main() -> None:
         rows = measured(crews, args.rounds, args.steps)
     args.picture.parent.mkdir(parents=True, exist_ok=True)
     draw(rows, args.picture)
-    publish(f"one training step by each strategy, {RANKS} ranks", rows, goals_of(rows, config), args.json)
+    publish(f"one training step with each strategy, {RANKS} ranks", rows, goals_of(rows, config), args.json)
     print(f"memory against time: {args.picture}")
 
 

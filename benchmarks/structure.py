@@ -1,8 +1,8 @@
-"""How the house is built: folders, who imports whom, how much code there is, and how long functions are.
+"""The structure of the package: folders, imports between them, the amount of code, and the lengths of functions.
 
     python -m benchmarks.structure --picture docs/house.png
 
-A room is a folder of `shardfn/`, or a module next to them. Imports under `TYPE_CHECKING` count for nothing.
+A room is a folder of `shardfn/`, or a module next to these folders. Imports under `TYPE_CHECKING` do not count.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from matplotlib.patches import FancyBboxPatch
 from benchmarks.report import Goal, parser, publish
 
 HOUSE = Path(__file__).resolve().parents[1] / "shardfn"
-ABOVE = ("__init__", "__main__")  # what only hands out, or starts, the rest
+ABOVE = ("__init__", "__main__")  # modules that only re-export or start the rest
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 
 @dataclass
 class House:
-    """The modules of the package by name, without its own.
+    """The modules of the package, by name without the package's own name.
 
     Attributes:
-        imports: of each module, those of the package.
-        lengths: of every function, in lines.
-        private: the same of those that no folder hands out.
-        used_once: the private functions that their file names once.
-        files: how many there are.
-        lines: of all files.
-        code: of these, the lines that are not blank, and neither docstring nor comment.
+        imports: the modules of the package that each module imports.
+        lengths: the length of every function, in lines.
+        private: the lengths of functions that no folder exports, by name.
+        used_once: the private functions that their file uses once.
+        files: the number of files.
+        lines: the number of lines in all files.
+        code: the number of lines that are neither blank, nor docstrings, nor comments.
     """
 
     imports: dict[str, set[str]] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class House:
     code: int = 0
 
     def rooms(self) -> dict[str, set[str]]:
-        """What each room imports of others."""
+        """The other rooms that each room imports."""
         found: dict[str, set[str]] = {room(name): set() for name in self.imports}
         for name, imported in self.imports.items():
             found[room(name)] |= {room(other) for other in imported} - {room(name)}
@@ -83,7 +83,7 @@ def house(root: Path = HOUSE) -> House:
 
 
 def code_lines(text: str) -> int:
-    """How many lines of a file are code: neither blank, nor a comment, nor a docstring."""
+    """The number of lines of code in a file: neither blank, nor a comment, nor a docstring."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in LAYOUT:
@@ -106,7 +106,7 @@ def _all(tree: ast.Module) -> Iterator[str]:
 
 
 def _used_once(tree: ast.Module) -> list[str]:
-    """The private functions of a module that it names in one place."""
+    """The private functions of a module that it uses in one place."""
     named = Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
     functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("_")]
     return [name for name in functions if named[name] == 1]
@@ -130,7 +130,7 @@ def _imported(tree: ast.AST, files: dict[str, Path]) -> Iterator[str]:
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Nodes that lead to themselves, together with those on their ways."""
+    """The cycles of a graph, each with all nodes on it."""
     reach = {name: _reached(name, graph) for name in graph}
     found: list[list[str]] = []
     for name in graph:
@@ -151,7 +151,7 @@ def _reached(name: str, graph: dict[str, set[str]]) -> set[str]:
 
 
 def floors(rooms: dict[str, set[str]]) -> list[list[str]]:
-    """From below: each room one above the highest that it imports. There are no circles."""
+    """The floors from below: a room is one floor above the highest room that it imports. There must be no circles."""
     of: dict[str, int] = {}
 
     def floor(name: str) -> int:
@@ -165,7 +165,7 @@ def floors(rooms: dict[str, set[str]]) -> list[list[str]]:
 
 
 def draw(rooms: dict[str, set[str]], levels: list[list[str]], path: Path) -> None:
-    """Rooms on their floors, and a line from each to those that it imports, but for what these import themselves."""
+    """Draws the rooms on their floors, and the imports between them, without those that follow from others."""
     figure = Figure(figsize=(8.8, 1.0 + 1.0 * len(levels)), dpi=110)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_axis_off()
@@ -192,7 +192,7 @@ def draw(rooms: dict[str, set[str]], levels: list[list[str]], path: Path) -> Non
 
 def main() -> None:
     options = parser("Rooms, floors, imports and circles of the package, and the lengths of its functions.")
-    options.add_argument("--picture", type=Path, help="draw the rooms there")
+    options.add_argument("--picture", type=Path, help="file for a picture of the rooms")
     args = options.parse_args()
     found = house()
     rooms = found.rooms()

@@ -1,11 +1,11 @@
-"""Training on disk: memory, exactness and speed, growth with depth, and what ZeRO-Infinity moves.
+"""Training on disk: memory, exactness and speed, growth with depth, and a comparison with ZeRO-Infinity.
 
     OMP_NUM_THREADS=1 python -m benchmarks.tiers
     OMP_NUM_THREADS=1 python -m benchmarks.tiers --only growth
 
-state    a model with a training state of 5.6 GB on two ranks that may not have it: `benchmarks/on_disk.py`
-growth   the peak of memory against depth: `benchmarks/depth.py`
-peer     beside DeepSpeed's ZeRO-Infinity: `benchmarks/zero_infinity.py`
+state    a model with a training state of 5.6 GB on two ranks with less memory: `benchmarks/on_disk.py`
+growth   peak memory against depth: `benchmarks/depth.py`
+peer     a comparison with DeepSpeed's ZeRO-Infinity: `benchmarks/zero_infinity.py`
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ PARTS = ("state", "growth", "peer")
 def main() -> None:
     options = parser("Training with its state on disk: memory, exactness, speed, growth, and the peer.")
     options.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=" ".join(PARTS))
-    options.add_argument("--tokens", type=int, nargs="+", default=[16, 128], help="of a rank in a step of state")
-    options.add_argument("--rounds", type=int, default=3, help="of steps that count")
-    options.add_argument("--limit", type=float, default=1.1, help="of a rank, GB of RLIMIT_DATA; default: %(default)s")
-    options.add_argument("--layers", type=int, nargs="+", default=[8, 16, 32], help="of growth")
-    options.add_argument("--scratch", type=Path, default=Path(), help="a folder on the disk; default: this one")
-    options.add_argument("--deepspeed", metavar="PYTHON", help="that has DeepSpeed and its async_io, for peer")
-    options.add_argument("--tiny", action="store_true", help="models of no size, to try the command")
+    options.add_argument("--tokens", type=int, nargs="+", default=[16, 128], help="tokens per rank and step, for state")
+    options.add_argument("--rounds", type=int, default=3, help="measured rounds of steps")
+    options.add_argument("--limit", type=float, default=1.1, help="RLIMIT_DATA of a rank in GB (default: %(default)s)")
+    options.add_argument("--layers", type=int, nargs="+", default=[8, 16, 32], help="numbers of layers, for growth")
+    options.add_argument("--scratch", type=Path, default=Path(), help="a folder on the disk (default: the current one)")
+    options.add_argument("--deepspeed", metavar="PYTHON", help="a Python that has DeepSpeed with async_io, for peer")
+    options.add_argument("--tiny", action="store_true", help="tiny models, to try the command")
     args = options.parse_args()
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []

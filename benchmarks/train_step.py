@@ -1,17 +1,17 @@
-"""A training step of shardfn and of its peers, side by side: time, memory, and the same losses.
+"""A training step of shardfn and of its peers, side by side: time, memory and losses.
 
     OMP_NUM_THREADS=1 python -m benchmarks.train_step --ranks 2
 
-A GPT of 34 million parameters in float32, 2 x 128 tokens and one thread a rank, gloo, AdamW (shardfn's own; torch's
-for the peers). Every system has processes of its own, all alive at once, which take turns of a few steps; a figure is
-the median of all its steps. shardfn runs twice: with every layer gathered for forward and again for backward, as FSDP's
-are, and with what was gathered kept for backward, which is nearer to DDP, whose parameters are always whole.
+A GPT with 34 million parameters in float32, 2 x 128 tokens and one thread per rank, gloo, AdamW (shardfn's own; torch's
+for the peers). Every system has its own processes. All are alive at once and take turns of a few steps; times are
+medians of all steps. shardfn runs twice: once it gathers every layer for forward and again for backward, as FSDP does;
+once it keeps gathered parameters for backward, which is closer to DDP, whose parameters are always whole.
 
-`single` is as many processes at once that move nothing: each takes the gradient of its rows on whole parameters and
-steps AdamW on the share that a rank of `full_shard` has. `one process` is one alone, with all of AdamW.
+`single` is as many processes, which send nothing: each computes the gradient of its rows on whole parameters, and steps
+AdamW on the part that a rank of `full_shard` has. `one process` is a single process, with all of AdamW.
 
-In all processes glibc's malloc keeps memory that was freed. Otherwise, by the luck of what lies next to it, it goes
-back to the kernel at every step of one run and of another never, which is worth 3 % of a step.
+In all processes, glibc's malloc keeps freed memory. Otherwise, depending on the layout of the heap, some runs would
+return it to the kernel at every step and others never, which changes a step by 3 %.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Step = Callable[[], Tensor]
 
 
 def shardfn_step(config: Config, mesh: DeviceMesh, strategy: sf.Strategy) -> tuple[Step, Callable[[], None]]:
-    """A step, and its last part alone: AdamW on this rank's shards, where gradients are cut as parameters are."""
+    """A step, and its last part alone: AdamW on this rank's shards, if gradients are sharded like parameters."""
     params = sf.init_sharded(makers(config), SEED, mesh, strategy)
     optimizer, rows = so.adamw(RATE), tokens(config, dist.get_rank())
     state = optimizer.init(params)
@@ -117,7 +117,7 @@ def one_process(config: Config) -> Step:
 
 
 def single(config: Config) -> Step:
-    """What a rank of `full_shard` computes: the gradient of its rows, and AdamW on its share; nothing moves."""
+    """The computation of a rank of `full_shard`, without communication: its rows' gradient, and AdamW on its part."""
     params, rows = sf.init(makers(config), SEED), tokens(config, dist.get_rank())
     optimizer, ranks = so.adamw(RATE), dist.get_world_size()
 
@@ -143,7 +143,7 @@ def single(config: Config) -> Step:
 
 
 def gradient_only(config: Config) -> Step:
-    """What one process computes, without any optimizer."""
+    """The computation of one process, without an optimizer."""
     model = Whole(config, lambda stage, _: stage)
     rows = tokens(config, dist.get_rank())
 
@@ -178,7 +178,7 @@ def built_shardfn(
 
 
 def timed(step: Callable[[], Any], steps: int) -> tuple[list[float], list[float]]:
-    """Seconds of each step until all ranks are done, and what it returned."""
+    """For each step, the seconds until all ranks are done, and its result."""
     seconds, results = [], []
     dist.barrier()
     for _ in range(steps):
@@ -191,7 +191,7 @@ def timed(step: Callable[[], Any], steps: int) -> tuple[list[float], list[float]
 
 
 def told(usage: Usage) -> tuple[float, float, float]:
-    """Peak MB above the imports, the share of a core that waiting took, and all CPU seconds."""
+    """The peak MB above the imports, the fraction of a core used while waiting, and all CPU seconds."""
     return usage.peak() / 1e6, usage.idle / usage.waited if usage.waited else 0.0, time.process_time()
 
 
@@ -199,7 +199,7 @@ def told(usage: Usage) -> tuple[float, float, float]:
 
 
 def moved(step: Step) -> list[tuple[str, int]]:
-    """Each collective of a step and the bytes that this rank sent."""
+    """The collectives of a step, and the bytes that this rank sent in each."""
     with sf.ledger() as log:
         step()
     return [(record.op, record.bytes) for record in log.records]
@@ -229,14 +229,14 @@ def scatter_alone(along: into_buffers.Communicator, numel: int) -> None:
 
 
 def compared(crews: dict[str, Crew], rounds: int, steps: int) -> tuple[list[dict[str, Any]], float]:
-    """A row for each system, and how many cores other programs took meanwhile."""
+    """A row for each system, and the number of cores that other programs used meanwhile."""
     began = busy_seconds() - cpu_seconds(crews), time.perf_counter()
     seconds: dict[str, list[float]] = {name: [] for name in crews}
     losses: dict[str, list[float]] = {name: [] for name in crews}
     for number in range(rounds + 1):
         for name, crew in crews.items():
             by_rank = crew.turn("train", steps)
-            if number:  # the first turn warms up
+            if number:  # the first turn is a warm-up
                 seconds[name] += map(max, *(times for times, _ in by_rank)) if len(by_rank) > 1 else by_rank[0][0]
             losses[name] += [statistics.fmean(each) for each in zip(*(found for _, found in by_rank), strict=True)]
     took = {name: statistics.median(each) * 1e3 for name, each in seconds.items()}
@@ -266,7 +266,7 @@ def cpu_seconds(crews: dict[str, Crew]) -> float:
 
 
 def floors(ours: Crew, alone: Crew, config: Config, rounds: int, steps: int) -> list[dict[str, Any]]:
-    """What a step of shardfn is made of, each part measured alone in the same rounds."""
+    """The parts of a step of shardfn, each measured alone in the same rounds."""
     sent = ours.turn("moved")[0]
     ranks = len(ours.turn("usage"))
     piece = (config.numel - config.width * config.vocabulary) // config.layers // ranks
@@ -317,8 +317,8 @@ def main() -> None:
     options = parser("A training step of shardfn, FSDP2, FSDP1, DDP and without communication, side by side.")
     options.add_argument("--ranks", type=int, default=2)
     options.add_argument("--rounds", type=int, default=7)
-    options.add_argument("--steps", type=int, default=3, help="in a turn")
-    options.add_argument("--tiny", action="store_true", help="a model of no size, to try the command")
+    options.add_argument("--steps", type=int, default=3, help="steps per turn")
+    options.add_argument("--tiny", action="store_true", help="a tiny model, to try the command")
     args = options.parse_args()
     config = Config(vocabulary=64, width=32, layers=2, heads=2, hidden=48, context=8) if args.tiny else Config()
     with ExitStack() as stack:

@@ -1,14 +1,15 @@
-"""Which torch.func transforms work with respect to sharded parameters: shardfn and its peers, each tried.
+"""Tries which torch.func transforms work with respect to sharded parameters, in shardfn and its peers.
 
     OMP_NUM_THREADS=1 python -m benchmarks.transforms
 
-Two gloo processes, a small network in float64, each rank with half of the rows. A system takes its parameters as a tree
-and gives a loss; the transform is taken of that function, with respect to the parameters, and its result compared with
-one process that has all rows. `jacfwd` goes along one direction of the parameters. Functional collectives are the
-differentiable ones of torch.distributed, on parameters cut by hand. The modules of DDP, FSDP1 and FSDP2 are called by
-`torch.func.functional_call`, those of FSDP after an ordinary forward and backward, before which they raise.
+Two gloo processes train a small network in float64; each rank has half of the rows. Each system has a loss function of
+a tree of parameters. The transform is applied to that function, with respect to the parameters, and its result is
+compared with that of one process with all rows. `jacfwd` is taken along one direction of the parameters. "Functional
+collectives" are the differentiable ones of torch.distributed, on parameters sharded by hand. The modules of DDP, FSDP1
+and FSDP2 are called with `torch.func.functional_call`; FSDP's modules raise before an ordinary forward and backward, so
+these come first.
 
-"right" is equal to the one process up to rounding. All else but "error" comes back silently.
+"right" means equal to the one process up to rounding. All other results except "error" are returned silently.
 """
 
 from __future__ import annotations
@@ -32,22 +33,23 @@ import shardfn as sf
 from benchmarks.report import Goal, parser, publish
 from shardfn.testing import World, WorldError, WorldTimeout
 
-RANKS, WIDTH, ROWS = 2, 6, 4  # rows of a rank
+RANKS, WIDTH, ROWS = 2, 6, 4  # rows per rank
 ROUNDING = 1e-12
 Tree = Any
 
 
 @dataclass(frozen=True)
 class System:
-    """Parameters of the network, and its loss as a function of them and of rows `x, y [n, WIDTH]`.
+    """The parameters of the network, and its loss as a function of them and of rows `x, y [n, WIDTH]`.
 
     Attributes:
         params: a tree.
-        loss: `(params, x, y) -> ()`, the mean over this rank's rows, or all of them.
-        spread: whole parameters to a tree like these, and `whole`: back to a vector.
-        trained: the gradient by an ordinary backward pass.
-        share: by which the sum of all ranks' losses is the mean over all rows.
-        jacfwd: what takes a Jacobian forward: torch's own, unless the system has one.
+        loss: `(params, x, y) -> ()`, the mean over this rank's rows, or over all rows.
+        spread: converts whole parameters to a tree like `params`.
+        whole: converts such a tree back to a vector of whole parameters.
+        trained: the gradient from an ordinary backward pass.
+        share: the factor from the sum of all ranks' losses to the mean over all rows.
+        jacfwd: the function for forward Jacobians: torch's, unless the system has its own.
     """
 
     params: Tree
@@ -74,7 +76,7 @@ def direction() -> dict[str, Tensor]:
 
 
 def rows() -> tuple[Tensor, Tensor]:
-    """Of each rank: `[RANKS, ROWS, WIDTH]`."""
+    """The rows of all ranks, `[RANKS, ROWS, WIDTH]`."""
     x, y = torch.randn(2, RANKS, ROWS, WIDTH, generator=torch.Generator().manual_seed(2)).double()
     return x, y
 
@@ -129,7 +131,7 @@ def with_shardfn() -> System:
 
 
 def with_collectives() -> System:
-    """Each parameter is cut along its first dimension, and gathered by a differentiable functional collective."""
+    """Each parameter is sharded along its first dimension, and gathered by a differentiable functional collective."""
     net, rank = network(), dist.get_rank()
     group = sf.make_mesh(data=RANKS, device="cpu").get_group()
 
@@ -154,7 +156,7 @@ def with_collectives() -> System:
 
 
 def with_module(module: nn.Module, spread: Callable[[Tree], Tree], whole: Callable[[Tree], Tensor]) -> System:
-    """The gradient is what its hooks make of each rank's mean: the mean over ranks."""
+    """The gradient is that of the module's hooks: the mean over ranks of each rank's gradient."""
 
     def loss(params: Tree, x: Tensor, y: Tensor) -> Tensor:
         return mean_error(functional_call(module, params, x), y)
@@ -164,7 +166,7 @@ def with_module(module: nn.Module, spread: Callable[[Tree], Tree], whole: Callab
         mean_error(module(x), y).backward()
         return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in module.named_parameters()}
 
-    if not isinstance(module, DistributedDataParallel):  # FSDP prepares itself at the first pass
+    if not isinstance(module, DistributedDataParallel):  # FSDP initializes itself in the first pass
         trained(*(value[0] for value in rows()))
         module.zero_grad()
     return System({name: p.detach() for name, p in module.named_parameters()}, loss, spread, whole, trained)
@@ -178,7 +180,7 @@ def with_ddp() -> System:
 
 
 def with_fsdp1() -> System:
-    """Its parameters are this rank's part of one flat vector, some of them empty."""
+    """The parameters are this rank's part of one flat vector; some of them are empty."""
     module = FullyShardedDataParallel(network(), device_id=torch.device("cpu"), use_orig_params=True)
     names = [name for name, _ in module.named_parameters()]
     group = sf.make_mesh(data=RANKS, device="cpu").get_group()
@@ -220,7 +222,7 @@ SYSTEMS: dict[str, Callable[[], System]] = {
 }
 
 
-# --- the transforms: of a system, rows [r, ROWS, WIDTH] and a direction, to a vector ---
+# --- the transforms: functions of a system, rows [r, ROWS, WIDTH] and a direction, which return a vector ---
 
 
 def _loss(s: System, x: Tensor, y: Tensor) -> Callable[[Tree], Tensor]:
@@ -228,12 +230,12 @@ def _loss(s: System, x: Tensor, y: Tensor) -> Callable[[Tree], Tensor]:
 
 
 def _moved(s: System, v: Tree, t: Tensor) -> Tree:
-    """The parameters, moved by `t` along `v`."""
+    """The parameters plus `t` times `v`."""
     return tree_map(lambda p, d: p + t * d, s.params, v)
 
 
 def _product(a: Tree, b: Tree) -> Tensor:
-    """The inner product, of what this rank holds."""
+    """The inner product over this rank's elements."""
     each = [(p * q).sum() for p, q in zip(tree_leaves(a), tree_leaves(b), strict=True)]
     return torch.stack([one.to_local() if isinstance(one, DTensor) else one for one in each]).sum()
 
@@ -270,7 +272,7 @@ TRANSFORMS: dict[str, Callable[..., Tensor]] = {
 
 
 def tried(system: str, transform: str) -> str:
-    """What this rank gets."""
+    """The verdict on this rank's result."""
     warnings.simplefilter("ignore")
     run, (x, y), v, rank = TRANSFORMS[transform], rows(), direction(), dist.get_rank()
     reference = one_process()
@@ -280,7 +282,7 @@ def tried(system: str, transform: str) -> str:
     unmoved = _loss(reference, x[rank : rank + 1], y[rank : rank + 1])(reference.params)
     try:
         found = run(made, x[rank : rank + 1], y[rank : rank + 1], made.spread(v)).detach()
-        if transform == "jvp in inputs":  # a rank has its own rows, and their mean
+        if transform == "jvp in inputs":  # each rank has the mean over its own rows
             dist.all_reduce(found)
             found *= made.share
     except Exception as error:
@@ -304,7 +306,7 @@ def _verdict(found: Tensor, wanted: Tensor, mine: Tensor, unmoved: Tensor) -> st
 
 
 def outcome(world: World, system: str, transform: str) -> str:
-    """What comes back, on the ranks together."""
+    """The verdict on all ranks' results together."""
     try:
         found = world.run(tried, system, transform)
     except (WorldError, WorldTimeout) as error:
@@ -313,8 +315,8 @@ def outcome(world: World, system: str, transform: str) -> str:
 
 
 def main() -> None:
-    options = parser("Every torch.func transform of sharded parameters, by shardfn and its peers, on 2 ranks.")
-    options.add_argument("--errors", action="store_true", help="also print what each error says")
+    options = parser("Every torch.func transform of sharded parameters, in shardfn and its peers, on 2 ranks.")
+    options.add_argument("--errors", action="store_true", help="also print each error's message")
     args = options.parse_args()
     found: dict[tuple[str, str], str] = {}
     for system in SYSTEMS:

@@ -1,6 +1,6 @@
-"""Two hosts with a slow link between them, made out of network namespaces of this machine.
+"""Two emulated hosts with a slow link between them: network namespaces of this machine.
 
-Making them takes root, or `CAP_SYS_ADMIN` and `CAP_NET_ADMIN`, and `ip` and `tc` of iproute2.
+Creating them requires root, or `CAP_SYS_ADMIN` and `CAP_NET_ADMIN`, and `ip` and `tc` of iproute2.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from benchmarks.report import lacks
 
 HOSTS = {"shardfn-a": "10.231.77.1", "shardfn-b": "10.231.77.2"}
 LINK = "shardfn-link"
-HEADERS = 14 + 20 + 32  # bytes of Ethernet, IPv4 and TCP with its timestamps, before what a packet carries
+HEADERS = 14 + 20 + 32  # bytes of a packet's Ethernet, IPv4 and TCP headers, with TCP timestamps
 
 
 @contextlib.contextmanager
 def hosts(command: str) -> Iterator[None]:
-    """Two namespaces with a link of 1 Gbit/s between them, while the block runs; what runs there is killed after it.
+    """Creates two namespaces with a link of 1 Gbit/s while the block runs; kills their processes afterwards.
 
     Raises:
-        SystemExit: this process may not make them, or has no tools to; `command` is what it says cannot run.
+        SystemExit: this process may not create them, or the tools are missing; the message names `command`.
     """
     try:
         _remove()
@@ -47,7 +47,7 @@ def hosts(command: str) -> Iterator[None]:
             f"{command} needs network namespaces, which this process may not make ({told.strip()}): run it as "
             f"root, in a container with --cap-add SYS_ADMIN --cap-add NET_ADMIN, with iproute2 installed"
         )
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by which it would end without a farewell
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by default, SIGTERM would skip the cleanup
     try:
         yield
     finally:
@@ -56,7 +56,7 @@ def hosts(command: str) -> Iterator[None]:
 
 
 def inside(host: str) -> tuple[str, ...]:
-    """What to put before a command for it to run on a host."""
+    """The prefix of a command that runs on a host."""
     return "ip", "netns", "exec", host
 
 
@@ -66,7 +66,7 @@ def link(host: str, state: str) -> None:
 
 
 def kill(host: str) -> None:
-    """Kills all that runs on a host, at once."""
+    """Kills all processes on a host."""
     found = subprocess.run(("ip", "netns", "pids", host), check=False, capture_output=True, text=True)
     for process in map(int, found.stdout.split()):
         with contextlib.suppress(ProcessLookupError):
@@ -74,19 +74,19 @@ def kill(host: str) -> None:
 
 
 def environment() -> dict[str, str]:
-    """The variables of a process that runs on a host: one thread a rank, and the link for gloo."""
+    """The environment variables of a process on a host: one thread per rank, and gloo on the link."""
     return os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LINK, "TP_SOCKET_IFNAME": LINK}
 
 
 def crossed() -> tuple[int, int]:
-    """Bytes that went over this host's end of the link so far, both ways: all, and without the packets' headers."""
+    """Bytes over this host's end of the link so far, in both directions: with and without the packets' headers."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == LINK:
             counts = [int(number) for number in numbers.split()]
             whole, packets = counts[0] + counts[8], counts[1] + counts[9]
             return whole, whole - packets * HEADERS
-    raise RuntimeError(f"there is no {LINK} here")
+    raise RuntimeError(f"this host has no {LINK}")
 
 
 def _run(*command: str) -> None:

@@ -1,10 +1,10 @@
-"""What a training step sends, by every strategy and format: its collectives and bytes, beside what formulas say.
+"""The collectives of a training step and the bytes they send, for every strategy and format, compared with formulas.
 
     python -m benchmarks.wire
 
-A pretended world of 4 ranks, `replica=2, shard=2`, and the ledger of a step on stages of two matrices. The formulas
-are those of docs/reference/strategies.md and docs/reference/few-bits.md: a gather or scatter of B bytes along k ranks
-sends (k - 1) / k of them, an all-reduce twice that; a number in a format takes its bits and its part of a scale.
+A fake world of 4 ranks, `replica=2, shard=2`, and the ledger of a step on stages of two matrices. The formulas are
+those of docs/reference/strategies.md and docs/reference/few-bits.md: a gather or scatter of B bytes along k ranks sends
+B (k - 1) / k bytes, an all-reduce twice that; a number in a format takes its bits and its part of a scale.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from shardfn import quant
 from shardfn.testing import World
 
 RANKS, LAYERS, WIDTH = 4, 4, 64
-ONCE, AGAIN = LAYERS, LAYERS - 2  # the two stages that ran last are there when backward begins
+ONCE, AGAIN = LAYERS, LAYERS - 2  # the last two stages are still gathered when backward begins
 STAGE = 2 * WIDTH * 2 * WIDTH + RANKS * 16  # numbers: parameters, and 64 bytes at the end of each piece
-DATA, PAIR, PART = 3 / 4, 1 / 2, 1 / 4  # of a stage: along both axes; along one; along the other, of a half
+DATA, PAIR, PART = 3 / 4, 1 / 2, 1 / 4  # parts of a stage: over both axes; over one; over the other, of a half
 SCALE = 4.0  # bytes
 
-# How often, and what part of a stage. As many calls for a stage as there are rows.
+# The collectives of a step: how many stages have one, and the part of a stage that a rank sends.
 FORMULAS: dict[str, list[tuple[int, float]]] = {
     "ddp": [(ONCE, 2 * DATA)],
     "zero1": [(ONCE, DATA), (ONCE, DATA)],
@@ -45,20 +45,20 @@ FORMULAS: dict[str, list[tuple[int, float]]] = {
 
 @dataclass(frozen=True)
 class Sent:
-    """In a step, by a rank."""
+    """The calls of collectives, and the bytes that a rank sends, in a step."""
 
     calls: int
     bytes: float
 
 
 def rate(format: quant.Format) -> float:
-    """Bytes of a number; scales that are kept in 8 bits have a float for 256 of them."""
+    """Bytes per number, with scales; scales in 8 bits have one float for each 256 scales."""
     bits = 8 if "8" in format.name else 4
     return bits / 8 + (1 + SCALE / 256 if format.double else SCALE) / format.block
 
 
 def by_formula(name: str, gather: float = 4.0, reduce: float = 4.0) -> Sent:
-    """Of a strategy whose gathers and sums take so many bytes a number; few bits are summed along each axis in turn."""
+    """The formula of a strategy, for these bytes per number; sums in few bits run over one axis after the other."""
     *gathers, (times, part) = FORMULAS[name]
     sums = [(times, part)] if reduce == 4 else [(times, PAIR), (times, PART)]
     numbers = sum(n * part * gather for n, part in gathers) + sum(n * part * reduce for n, part in sums)
@@ -66,7 +66,7 @@ def by_formula(name: str, gather: float = 4.0, reduce: float = 4.0) -> Sent:
 
 
 def ledger_of(strategy: Any, **wire: Any) -> Sent:
-    """Of the second step."""
+    """The ledger's count of the second step."""
     mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
     layers = [{"up": torch.ones(WIDTH, 2 * WIDTH), "down": torch.ones(2 * WIDTH, WIDTH)} for _ in range(LAYERS)]
     params, block = sf.shard(layers, mesh, strategy), sf.stage(_block, **wire)
@@ -91,7 +91,7 @@ def _block(p: Any, x: Tensor) -> Tensor:
 
 
 def measured() -> dict[str, tuple[Sent, Sent]]:
-    """What the ledger says, and the formula."""
+    """The counts of the ledger and of the formula."""
     full = STRATEGIES["full_shard"]
     found = {name: (ledger_of(strategy), by_formula(name)) for name, strategy in STRATEGIES.items()}
     for format in FORMATS:
@@ -102,7 +102,7 @@ def measured() -> dict[str, tuple[Sent, Sent]]:
 
 
 def main() -> None:
-    args = parser("What a training step sends, by every strategy and format, beside formulas.").parse_args()
+    args = parser("What a training step sends, with every strategy and format, compared with formulas.").parse_args()
     (found,) = World(RANKS, kind="fake", deadline=120).run(measured)
     rows, goals = [], []
     for name, (sent, formula) in found.items():

@@ -1,16 +1,16 @@
-"""What a step on disk moves, and how long it takes, beside ZeRO-Infinity by its formula.
+"""The bytes that a step on disk reads and writes, and its time, compared with ZeRO-Infinity's formula.
 
     OMP_NUM_THREADS=1 python -m benchmarks.tiers --only peer
 
 The formula is that of Rajbhandari et al., ZeRO-Infinity: breaking the GPU memory wall for extreme scale deep learning
-(2021), section 4.1: with activation checkpointing parameters are loaded three times, in forward, to compute again and
-in backward, and gradients stored once; the optimizer's states, which there are gradients, parameters and both moments
-in float32, are read once and written once. In float32 that is 4 numbers and 2 x 4 numbers of 4 bytes a parameter.
-Its least time is these bytes by what the disk gives, with nothing else in a step.
+(2021), section 4.1. With activation checkpointing, parameters are loaded three times (in forward, for recomputation and
+in backward), and gradients are stored once. Optimizer states, which here include gradients, parameters and both moments
+in float32, are read once and written once. In float32, that is 4 numbers and 2 x 4 numbers of 4 bytes per parameter.
+The least time is these bytes divided by the disk's bandwidth, with nothing else in a step.
 
-With `--deepspeed PYTHON`, a Python that has DeepSpeed and could build its operator `async_io` (which takes a compiler
-and libaio's headers), DeepSpeed itself trains the same model on the same disk, after ours; what it moves is not
-measured, but taken from the formula. Without, the formula's row says that it was not run.
+With `--deepspeed PYTHON`, DeepSpeed trains the same model on the same disk, after ours. PYTHON must have DeepSpeed and
+be able to build its operator `async_io`, which requires a compiler and libaio's headers. DeepSpeed's bytes are not
+measured, but taken from the formula. Without the option, the formula's row says that it was not run.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from benchmarks.on_disk import ENVIRONMENT, GB, RANKS, TINY, bare, built
 from benchmarks.report import Goal
 
 MODEL = Config(vocabulary=8192, width=768, layers=12, heads=12, hidden=2048, batch=1)
-TOKENS = 64  # so few that the disk is what a step waits for
+TOKENS = 64  # so few that the disk limits a step
 
 
 def formula(parameters: float) -> float:
-    """Bytes that ZeRO-Infinity moves in a step in float32."""
+    """Bytes that ZeRO-Infinity reads and writes in a step in float32."""
     return 4 * parameters * (3 + 1 + 2 * 4)
 
 
 def run(python: str, folder: str, config: Config, steps: int) -> dict[str, Any]:
-    """What `benchmarks/infinity_rank.py` says of DeepSpeed, on as many ranks."""
+    """The results of `benchmarks/infinity_rank.py`, which runs DeepSpeed on as many ranks."""
     sizes = config.vocabulary, config.width, config.layers, config.heads, config.hidden
     launch = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     rank = str(Path(__file__).with_name("infinity_rank.py"))
     arguments = [rank, folder, *map(str, (steps, TOKENS, *sizes))]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    environment["PATH"] = f"{Path(python).parent}:{environment['PATH']}"  # where it looks for ninja
+    environment["PATH"] = f"{Path(python).parent}:{environment['PATH']}"  # where DeepSpeed looks for ninja
     done = subprocess.run([*launch, *arguments], capture_output=True, text=True, env=environment, timeout=600)
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
     if done.returncode or not lines:
@@ -55,14 +55,14 @@ def run(python: str, folder: str, config: Config, steps: int) -> dict[str, Any]:
 
 
 def peer(folder: str, tiny: bool, rounds: int, deepspeed: str | None = None) -> tuple[list[dict[str, Any]], list[Goal]]:
-    """Rows of both, and the goals."""
+    """The rows of both systems, and the goals."""
     config = replace(TINY, layers=4) if tiny else MODEL
     with ExitStack() as stack:
         ours = stack.enter_context(Crew(RANKS, built, config, folder, None, environment=ENVIRONMENT))
         disk = stack.enter_context(Crew(RANKS, bare, folder, 2**25 if tiny else 2**28, environment=ENVIRONMENT))
         ways = ours.turn("formula")[0]
         parameters = sum(ours.turn("kept")) * 1e6 / 16
-        ours.turn("train", TOKENS, 1)  # warms up
+        ours.turn("train", TOKENS, 1)  # warm-up
         seconds, speeds, moved = [], [], []
         for _ in range(rounds):
             speeds.append(RANKS * min(disk.turn("bandwidth", *ways)))
@@ -85,7 +85,7 @@ def peer(folder: str, tiny: bool, rounds: int, deepspeed: str | None = None) -> 
 
 
 def goals(seconds: float, ours_moved: float, theirs: float, speed: float) -> list[Goal]:
-    """What holds beside the formula."""
+    """The goals that compare ours with the formula."""
     return [
         Goal("bytes moved / ZeRO-Infinity's formula", ours_moved / theirs, 1),
         Goal("step / the least of ZeRO-Infinity's formula", seconds * speed / theirs, 1.15),

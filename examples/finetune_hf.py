@@ -3,12 +3,12 @@
     torchrun --standalone --nproc-per-node 4 -m examples.finetune_hf --model mixtral --mesh replica=2,shard=2
     torchrun --standalone --nproc-per-node 4 -m examples.finetune_hf --from FOLDER --rate 2e-5 --dtype bfloat16 --remat
 
-The model's own code runs, untouched, as a function of its parameters: every layer is a stage, whose parameters are one
-flat shard. With `--from` these are the files of a pretrained model, of which each rank reads what it keeps, and the
-text is cut into tokens by the tokenizer in that folder; otherwise a small model of the family `--model` begins with
-random parameters, which each rank draws one stage after another, and a token is a byte. The loss is the model's own,
-with `num_items_in_batch`: the mean over the tokens of all ranks, however many each of them has. At the end
-`--out`/model holds what `from_pretrained` reads, and a model that was read from there writes a text.
+The model's own code runs unchanged as a function of its parameters: every layer is a stage, whose parameters are one
+flat shard. With `--from`, the parameters come from the files of a pretrained model, of which each rank reads only what
+it keeps, and the text is tokenized by the tokenizer in that folder. Otherwise a small model of the family `--model`
+starts from random parameters, which each rank initializes one stage at a time, and each byte is a token. The loss is
+the model's own, with `num_items_in_batch`: the mean over the tokens of all ranks, even if they have different numbers
+of tokens. At the end, `--out`/model is a folder for `from_pretrained`, and a model loaded from it generates text.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from examples.run import (
 )
 from shardfn import P, interop
 
-DATA = ("replica", "shard")  # the batch is cut over both: r x s ranks
-IGNORED = -100  # the label of what is not to be predicted
+DATA = ("replica", "shard")  # the batch is sharded over both: r x s ranks
+IGNORED = -100  # the label of tokens that are not predicted
 
 SIZES = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 1024}
 GATED = {"intermediate_size": 352, "num_key_value_heads": 2}
@@ -57,10 +57,10 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Config:
-    """Of the run; the letters are those of the shapes below."""
+    """Settings of the run; the letters are used in the shapes below."""
 
-    batch: int = 16  # sequences a step, over all ranks: b = batch / (r s) on each
-    context: int = 128  # t tokens of a sequence
+    batch: int = 16  # sequences per step, over all ranks: b = batch / (r s) on each
+    context: int = 128  # t tokens per sequence
     rate: float = 3e-3
     warmup: int = 20
     decay: float = 0.1
@@ -72,7 +72,7 @@ class Config:
 
 
 def made(name: str, dtype: torch.dtype, **sizes: Any) -> tuple[Any, Any]:
-    """A small module of a family, without values, and its tokenizer."""
+    """A small module of a family, on the meta device, and its tokenizer."""
     tokenizer = bytes_tokenizer()
     special = {
         "vocab_size": len(tokenizer),
@@ -85,14 +85,14 @@ def made(name: str, dtype: torch.dtype, **sizes: Any) -> tuple[Any, Any]:
 
 
 def described(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """A module without values, as a folder describes it, and its tokenizer."""
+    """A module on the meta device, from the configuration in a folder, and its tokenizer."""
     with interop.meta():
         module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
     return module, AutoTokenizer.from_pretrained(folder)
 
 
 def drawn(path: str, like: Tensor, generator: torch.Generator) -> Tensor:
-    """A parameter as most models of `transformers` begin: matrices are random, norms are ones, and biases zeros."""
+    """Initializes a parameter as most models of `transformers` do: random matrices, norms of ones, biases of zeros."""
     if like.ndim > 1:
         return 0.02 * torch.randn(like.shape, generator=generator, dtype=like.dtype)
     return torch.full(like.shape, 0.0 if path.endswith("bias") else 1.0, dtype=like.dtype)
@@ -101,7 +101,7 @@ def drawn(path: str, like: Tensor, generator: torch.Generator) -> Tensor:
 def sharded(
     module: Any, folder: Path | None, mesh: DeviceMesh, strategy: sf.Strategy, seed: int = 0, **options: Any
 ) -> tuple[interop.Functional, Params]:
-    """The module as a function, and its parameters, which are never whole: a folder's, or random ones."""
+    """The module as a function, and its parameters, from a folder or random; no rank ever holds all of them."""
     model = interop.functional(module.eval(), **options)  # without dropout, whose masks would depend on the mesh
     if folder is not None:
         return model, interop.load(folder, model, mesh, strategy)
@@ -112,7 +112,7 @@ def sharded(
 
 
 def tokenized(tokenizer: Any, rows: Tensor, context: int) -> dict[str, Any]:
-    """Tokens and labels, `[b, t]`, of bytes `[b, n]`; short rows are padded at the end, where no token before looks."""
+    """Tokens and labels, `[b, t]`, from bytes `[b, n]`; short rows are padded at the end, which attention ignores."""
     texts = [bytes(row.tolist()).decode(errors="ignore") for row in rows]
     ids = [torch.tensor(one) for one in tokenizer(texts, truncation=True, max_length=context)["input_ids"]]
     tokens, labels = (pad_sequence(ids, batch_first=True, padding_value=value) for value in (0, IGNORED))
@@ -121,7 +121,7 @@ def tokenized(tokenizer: Any, rows: Tensor, context: int) -> dict[str, Any]:
 
 def loss_fn(params: Params, model: interop.Functional, batch: dict[str, Any]) -> Tensor:
     """Mean cross-entropy, in nats, over all predicted tokens of all ranks."""
-    count = sf.psum((batch["labels"][:, 1:] != IGNORED).sum(), DATA)  # []: a row's first token is not predicted
+    count = sf.psum((batch["labels"][:, 1:] != IGNORED).sum(), DATA)  # []: the first token of a row is not predicted
     out = model(params, **batch, num_items_in_batch=count, use_cache=False)  # logits [b, t, v], of which loss is []
     return sf.psum(out.loss, DATA)
 
@@ -131,7 +131,7 @@ def loss_fn(params: Params, model: interop.Functional, batch: dict[str, Any]) ->
 
 @dataclass(frozen=True)
 class Run:
-    """What a training run leaves behind; losses are in nats a token."""
+    """The results of a training run; losses are in nats per token."""
 
     params: Params
     losses: list[float]  # one for each step
@@ -155,7 +155,7 @@ def train(
     def collate(rows: list[Tensor]) -> dict[str, Tensor]:
         return tokenized(tokenizer, torch.stack(rows), config.context)
 
-    training, held_out = (  # a token is seldom longer than 8 bytes
+    training, held_out = (  # tokens are rarely longer than 8 bytes
         sf.run.batches(stretches(text, 8 * config.context + 1), mesh, DATA, config.batch, seed, collate=collate)
         for text in data
     )
@@ -178,7 +178,7 @@ def train(
 
 
 def write(folder: Path, prompt: str, length: int, seed: int) -> str:
-    """A text by what a folder holds, on one process."""
+    """Text generated by the model in a folder, on one process."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(seed)
@@ -190,11 +190,11 @@ def write(folder: Path, prompt: str, length: int, seed: int) -> str:
 
 def main() -> None:
     parser = hybrid_options("Train a causal language model of transformers.", DATA, "runs/finetune_hf", steps=200)
-    parser.add_argument("--model", choices=MODELS, default="llama", help="a small one of a family (default: llama)")
-    parser.add_argument("--from", type=folder_of, dest="folder", help="of a pretrained model; instead of --model")
-    parser.add_argument("--rate", type=float, default=Config.rate, help="of AdamW (default: %(default)s)")
-    parser.add_argument("--remat", action="store_true", help="compute layers again in backward, and keep their inputs")
-    parser.add_argument("--dtype", type=dtype_of, help="to gather and compute in, such as bfloat16")
+    parser.add_argument("--model", choices=MODELS, default="llama", help="family of the small model (default: llama)")
+    parser.add_argument("--from", type=folder_of, dest="folder", help="a pretrained model, instead of --model")
+    parser.add_argument("--rate", type=float, default=Config.rate, help="AdamW's learning rate (default: %(default)s)")
+    parser.add_argument("--remat", action="store_true", help="keep only the inputs of layers, and recompute the rest")
+    parser.add_argument("--dtype", type=dtype_of, help="dtype of gathers and compute, such as bfloat16")
     args = parser.parse_args()
     mesh, config = sf.make_mesh(device=args.device, **args.mesh), Config(rate=args.rate)
     module, tokenizer = described(args.folder, config.dtype) if args.folder else made(args.model, config.dtype)
@@ -205,8 +205,8 @@ def main() -> None:
     interop.save_pretrained(args.out / "model", model, run.params, tokenizer=tokenizer)
     if mesh.get_rank() == 0:
         levels = {"held-out files, before": run.before, "held-out files, after": run.after}
-        picture({"training batch": run.losses}, "nats a token", args.out / "loss.png", levels)
-        print(f"held-out files: {run.before:.3f} nats a token before, {run.after:.3f} after")
+        picture({"training batch": run.losses}, "nats per token", args.out / "loss.png", levels)
+        print(f"held-out files: {run.before:.3f} nats per token before, {run.after:.3f} after")
         print(f"loss curve: {args.out / 'loss.png'}, model: {args.out / 'model'}\n")
         print(write(args.out / "model", "def main(", 200, args.seed))
 

@@ -3,12 +3,12 @@
     torchrun --standalone --nproc-per-node 4 -m examples.image_classifier --mesh replica=2,shard=2
     torchrun --standalone --nproc-per-node 4 -m examples.image_classifier --model vit --strategy zero2
 
-The images are scikit-learn's: 1,797 handwritten digits of 8 x 8 pixels. The network is an ordinary `torch.nn.Module`,
-and its running statistics are buffers: they go into each call and come out as new values, like parameters and optimizer
-state. With `sync_batch_norm` the statistics are those of the batch of all ranks, so the network that comes out is the
-one that a single process would have trained, its running means and variances too: 150 steps on two processes read 99.4%
-of the held-out digits. At the end `--out`/model holds its state dict, and the module itself, loaded from there on one
-process, reads them equally well.
+The images are scikit-learn's 1,797 handwritten digits of 8 x 8 pixels. The network is an ordinary `torch.nn.Module`.
+Its running statistics are buffers, which each call takes and returns as new values, like parameters and optimizer
+state. With `sync_batch_norm`, the statistics are those of the whole batch on all ranks. The trained network, including
+its running means and variances, is therefore the one that a single process would have trained. After 150 steps on two
+processes, it classifies 99.4% of the held-out digits correctly. At the end, `--out`/model holds its state dict, and the
+module loaded from there on one process has the same accuracy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import shardfn as sf
 from examples.run import Params, Reports, adamw, curve, hybrid_options, picture
 from shardfn import P, interop
 
-DATA = ("replica", "shard")  # the batch is cut over both: r x s ranks
+DATA = ("replica", "shard")  # the batch is sharded over both: r x s ranks
 SPECS = {"model": ..., "buffers": P(), "optimizer": ...}
 CLASSES = 10
 Buffers = dict[str, Tensor]
@@ -34,9 +34,9 @@ Buffers = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Config:
-    """Of the run; the letters are those of the shapes below."""
+    """Settings of the run; the letters are used in the shapes below."""
 
-    batch: int = 64  # n images a step, over all ranks: b = n / (r s) on each
+    batch: int = 64  # n images per step, over all ranks: b = n / (r s) on each
     width: int = 32  # c channels
     blocks: int = 3
     rate: float = 3e-3
@@ -46,7 +46,7 @@ class Config:
     dtype: torch.dtype = torch.float32
 
 
-# --- the models: modules as anyone writes them ---
+# --- the models: ordinary modules ---
 
 
 class Block(nn.Module):
@@ -82,7 +82,7 @@ def network(config: Config) -> nn.Module:
 
 
 def vision_transformer(config: Config) -> nn.Module:
-    """That of `transformers`, on patches of 2 x 2 pixels."""
+    """The vision transformer of `transformers`, on patches of 2 x 2 pixels."""
     from transformers import ViTConfig, ViTForImageClassification
 
     sizes: dict[str, Any] = {
@@ -96,7 +96,7 @@ MODELS: dict[str, Callable[[Config], nn.Module]] = {"network": network, "vit": v
 
 
 def made(name: str, config: Config, seed: int) -> nn.Module:
-    """The same on every rank."""
+    """A module with the same values on every rank."""
     torch.manual_seed(seed)
     return MODELS[name](config).to(config.dtype)
 
@@ -120,7 +120,7 @@ def digits(dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Ten
 def loss_fn(
     params: Params, model: interop.Functional, buffers: Buffers, images: Tensor, labels: Tensor
 ) -> tuple[Tensor, Buffers]:
-    """Mean cross-entropy over the rows of all ranks, and the buffers as they are after these rows."""
+    """Mean cross-entropy over the rows of all ranks, and the updated buffers."""
     logits, buffers = logits_of(model, params, buffers, images)  # [b, 10]
     total = F.cross_entropy(logits, labels, reduction="sum")
     return sf.psum(total, DATA) / sf.psum(len(labels), DATA), buffers
@@ -136,7 +136,7 @@ def logits_of(model: Callable[..., Any], params: Params, buffers: Buffers, image
 
 @dataclass(frozen=True)
 class Run:
-    """What a training run leaves behind."""
+    """The results of a training run."""
 
     params: Params
     buffers: Buffers
@@ -177,7 +177,7 @@ def train(
 
     state = {"model": params, "buffers": buffers, "optimizer": optimizer.init(params)}
     state, run = sf.run.loop(step, state, batches, steps=steps, report=report)
-    model.module.eval()  # from here on batch norms go by their running statistics
+    model.module.eval()  # from here on, batch norms use their running statistics
     params, buffers = state["model"], state["buffers"]
     return model, Run(params, buffers, curve(run), accuracy(params, buffers).item())
 
@@ -197,7 +197,7 @@ def main() -> None:
 
 
 def alone(args: Any, config: Config) -> float:
-    """The accuracy of the module itself, which knows nothing of ranks."""
+    """The accuracy of the module itself, on one process."""
     from safetensors.torch import load_file
 
     folder, module = args.out / "model", made(args.model, config, args.seed + 1)

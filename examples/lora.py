@@ -1,16 +1,16 @@
-"""Adapts a frozen language model to other text by low-rank adapters (LoRA): adapters sharded, the base as you like.
+"""Adapts a frozen language model to other text with low-rank adapters (LoRA): sharded adapters, and a choice of bases.
 
     torchrun --standalone --nproc-per-node 4 -m examples.lora --base once
 
-First the model of `examples/train_lm.py` learns Python; then adapters teach it the prose of Python's manual. The base
-is frozen: it moves no gradients and has no optimizer state. `--base` says where it lives:
+First the model of `examples/train_lm.py` is trained on Python code; then adapters are trained on the prose of Python's
+manual. The base is frozen: it needs no gradient communication and no optimizer state. `--base` sets how it is placed:
 
-    sharded   cut over all ranks, gathered for each use
-    once      cut over all ranks, gathered once a step for all its micro-batches
+    sharded   sharded over all ranks, gathered for each use
+    once      sharded over all ranks, gathered once per step for all micro-batches
     whole     whole on every rank, never gathered
 
-In the end come the bytes that a rank sent in a step and the memory for gathered parameters, from the ledger, next to
-what the formula says. Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2022), section 4.1.
+At the end, the program prints the bytes that a rank sent in a step and the memory for gathered parameters, from the
+ledger, next to a formula. Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2022), section 4.1.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ def loss_fn(adapters: Params, base: Params, tokens: Tensor, config: Config) -> T
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one step, for one rank.
+    """The cost of one step for one rank.
 
     Attributes:
-        sent: bytes.
-        gathered: the most bytes of the buffers that parameters are gathered into.
-        held: bytes of shards, of the base and of the adapters, and of optimizer state.
+        sent: bytes sent.
+        gathered: peak bytes of the buffers into which parameters are gathered.
+        held: bytes of the shards of base and adapters, and of optimizer state.
     """
 
     sent: int
@@ -101,10 +101,10 @@ class Cost:
 
 
 def formula(adapters: Params, base: Params, where: str) -> Cost:
-    """What a step costs, from the sizes of the stages alone.
+    """The cost of a step, computed from the sizes of the stages.
 
-    With n ranks, a gather or scatter of B bytes sends (n - 1) / n B from each. A forward gathers every stage, and a
-    backward again all but the last two, which are still in the ring; it scatters the adapters' gradients.
+    With n ranks, each rank sends (n - 1) / n B in a gather or scatter of B bytes. Forward gathers every stage. Backward
+    gathers all but the last two again, which are still in the ring, and scatters the adapters' gradients.
     """
     flats = optree.tree_leaves({"base": base, "adapters": adapters}, is_leaf=lambda x: isinstance(x, sf.FlatShard))
     own, small = stages(base), stages(adapters)["blocks"]
@@ -135,11 +135,11 @@ def stages(params: Params) -> Any:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run leaves behind."""
+    """The results of a run."""
 
     adapters: Params  # whole
-    base: Params  # whole, as it was
-    losses: list[float]  # nats a token, one for each step
+    base: Params  # whole, unchanged
+    losses: list[float]  # nats per token, one for each step
     measured: Cost  # of the last step
     expected: Cost
 
@@ -188,16 +188,16 @@ def corpus() -> Tensor:
 
 def main() -> None:
     parser = options("Adapt a frozen language model by low-rank adapters.", steps=60)
-    parser.add_argument("--base", choices=BASES, default="once", help="where the frozen model lives (default: once)")
-    parser.add_argument("--base-steps", type=int, default=60, help="that train the base before (default: %(default)s)")
+    parser.add_argument("--base", choices=BASES, default="once", help="placement of the frozen model (default: once)")
+    parser.add_argument("--base-steps", type=int, default=60, help="steps that train the base (default: %(default)s)")
     args = parser.parse_args()
     mesh, config = sf.make_mesh(device=args.device, replica=1, shard=-1), Config()
     shown, seed = (sf.run.progress(),), args.seed
     learnt = train_lm.train(config, mesh, source_code(), args.base_steps, seed, sf.full_shard(DATA), shown)
-    own = sf.make_mesh(device=args.device, replica=1, shard=-1)  # whose buffers only the adapters' training fills
+    own = sf.make_mesh(device=args.device, replica=1, shard=-1)  # its buffers are used only by the adapters' training
     run = adapt(config, own, learnt.params, corpus(), args.steps, seed, args.base, shown)
     if mesh.get_rank() == 0:
-        print(f"nats a token: {run.losses[0]:.3f} at first, {run.losses[-1]:.3f} at the end")
+        print(f"nats per token: {run.losses[0]:.3f} at first, {run.losses[-1]:.3f} at the end")
         labels = {
             "sent": "sent in a step",
             "gathered": "buffers for gathered parameters",

@@ -2,14 +2,15 @@
 
     torchrun --standalone --nproc-per-node 4 -m examples.moe --expert 2 --capacity 10
 
-Both axes cut the rows of a batch. Attention's parameters are flat shards over both. Each rank along `expert` has some
-experts, which are cut over `data` only: tokens travel to their experts and back, by an all-to-all each way, and so do
-their gradients. With a capacity an expert takes so many tokens of each group and no more, and what travels is known
-beforehand; with `--capacity none` every token finds its experts, and what travels depends on what they chose.
+The rows of a batch are sharded over both axes, and so are the parameters of attention. Each rank along `expert` has
+some of the experts, which are sharded over `data` only. An all-to-all sends tokens to their experts, another one sends
+the results back, and gradients take the same way. With a capacity, an expert takes at most that many tokens of each
+group, and the number of bytes sent is fixed. With `--capacity none`, every token reaches its experts, and the number of
+bytes depends on the choices.
 
-Two more losses keep experts evenly used and the router's logits small. In the end come how many choices were dropped,
-how evenly experts were used, and what a rank sent to experts and back, next to a formula. Sources: Lepikhin et al.,
-GShard (2020); Fedus et al., Switch Transformers (2021).
+Two more losses keep the experts evenly used and the router's logits small. At the end, the program prints how many
+choices were dropped, how evenly the experts were used, and how many bytes a rank exchanged with experts, next to a
+formula. Sources: Lepikhin et al., GShard (2020); Fedus et al., Switch Transformers (2021).
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ SPECS = sf.by_path([(r"blocks\.\d+\.experts\..*", P("expert"))], strict=False)
 
 @dataclass(frozen=True)
 class Config(train_lm.Config):
-    """The sizes of an expert, and how tokens choose."""
+    """The sizes of the experts, and how tokens choose them."""
 
     layers: int = 2
     hidden: int = 128
     experts: int = 8
-    chosen: int = 2  # experts a token
-    group: int = 32  # tokens that a capacity counts for
+    chosen: int = 2  # experts per token
+    group: int = 32  # tokens to which a capacity applies
     capacity: int | None = 10
     overflow: Literal["drop", "error"] = "drop"
-    balance: float = 0.1  # ten times what long runs take
+    balance: float = 0.1  # ten times the value that long runs use
     router: float = 0.001
 
 
 def init(config: Config, seed: int) -> Params:
-    """The parameters of `train_lm`, with a router and experts in the place of each MLP."""
+    """The parameters of `train_lm`, with a router and experts in place of each MLP."""
     params, generator = train_lm.init(config, seed), torch.Generator().manual_seed(seed + 1)
     d, f, e = config.width, config.hidden, config.experts
 
@@ -78,7 +79,7 @@ def expert(p: Params, x: Tensor) -> Tensor:
 
 @sf.stage
 def block(p: Params, x: Tensor, config: Config) -> tuple[Tensor, Tensor, Tensor]:
-    """Activations, the losses besides, and how many choices fell on each expert here, and how many were dropped."""
+    """Activations, the additional losses, and the numbers of choices per expert on this rank and of dropped ones."""
     h = F.rms_norm(x, x.shape[-1:], p["norm1"]) @ p["qkv"]
     q, k, v = rearrange(h, "b t (three head d) -> three b head t d", three=3, head=config.heads)
     x = x + rearrange(parallel.attention(q, k, v), "b head t d -> b t (head d)") @ p["out"]
@@ -95,7 +96,7 @@ def block(p: Params, x: Tensor, config: Config) -> tuple[Tensor, Tensor, Tensor]
 
 
 def loss_fn(params: Params, tokens: Tensor, config: Config) -> tuple[Tensor, Tensor]:
-    """The loss over all ranks' tokens, and of all layers' choices the share of each expert, and of dropped ones."""
+    """The loss over all ranks' tokens, and the share of each expert and of dropped choices, over all layers."""
     first, *blocks, last = sf.layers([params["embed"], *params["blocks"], params["head"]])
     x, besides, counts = train_lm.embed(first, tokens[:, :-1]), [], []
     for p in blocks:
@@ -113,10 +114,10 @@ def loss_fn(params: Params, tokens: Tensor, config: Config) -> tuple[Tensor, Ten
 
 
 def formula(config: Config, data: int, size: int) -> tuple[int, int]:
-    """Bytes that a rank sends to experts and back in a step, forward and backward: of each buffer (s - 1) / s.
+    """Bytes that a rank exchanges with experts in a step, forward and backward: (s - 1) / s of each buffer.
 
-    A layer has two all-to-alls each way, of `e * g * capacity * d` numbers for g groups. Without a capacity they are as
-    many as there are choices, if experts are evenly used, and before them go the numbers of tokens for each expert.
+    A layer has two all-to-alls each way, of `e * g * capacity * d` numbers for g groups. Without a capacity, they have
+    as many rows as there are choices, if experts are evenly used, and are preceded by the token counts of the experts.
     """
     tokens = config.batch * config.context // (data * size)
     places = tokens * config.chosen
@@ -128,14 +129,14 @@ def formula(config: Config, data: int, size: int) -> tuple[int, int]:
 
 
 def travelled(log: sf.Ledger) -> tuple[int, int]:
-    """What a rank has sent to experts and back, forward and backward."""
+    """The bytes that a rank has exchanged with experts, forward and backward."""
     return log.bytes(op="all_to_all", backward=False), log.bytes(op="all_to_all", backward=True)
 
 
 def train(
     config: Config, mesh: DeviceMesh, data: Tensor, steps: int, seed: int, report: Reports = ()
 ) -> tuple[list[float], list[float], sf.Ledger]:
-    """Trains from scratch; the losses, and of the last step the shares as in `loss_fn`, and what it moved."""
+    """Trains from scratch; returns the losses and, of the last step, the shares as in `loss_fn` and its bytes."""
     opt = train_lm.optimizer(config, steps)
 
     @sf.shard_map(mesh=mesh, in_specs=(..., P(ROWS)), out_specs=(..., P()))
@@ -155,11 +156,11 @@ def train(
 def main() -> None:
     parser = options("Train a language model with mixtures of experts.", steps=40)
     parser.add_argument(
-        "--expert", type=int, default=ranks(2), help="that share the experts (default: %(default)s ranks)"
+        "--expert", type=int, default=ranks(2), help="ranks that share the experts (default: %(default)s)"
     )
     parser.add_argument(
         "--capacity", type=lambda text: None if text == "none" else int(text), default=10,
-        help="tokens of a group of 32 that an expert takes, or none for all that come (default: 10)",
+        help="tokens of each group of 32 that an expert takes, or none for no limit (default: 10)",
     )  # fmt: skip
     args = parser.parse_args()
     mesh, config = sf.make_mesh(device=args.device, data=-1, expert=args.expert), Config(capacity=args.capacity)

@@ -1,16 +1,16 @@
-"""Trains the model of `examples/train_lm.py` with its layers cut over ranks, through which micro-batches pass.
+"""Trains the model of `examples/train_lm.py` as a pipeline: its layers are on different ranks.
 
     torchrun --standalone --nproc-per-node 4 -m examples.pipeline --pipe 4 --micro 8 --schedule 1f1b
 
-The first rank along `pipe` has the embedding, the last one the head, and each some of the layers; of others it holds
-nothing. Activations go on to the next rank and their gradients come back. While it waits for either, a rank has nothing
-to do: with p ranks and m micro-batches for (p - 1) / (m + p - 1) of the time, by either schedule. `1f1b` does backward
-passes as soon as it can, and so holds the activations of p micro-batches at most; `gpipe` holds those of all. Ranks
-beyond `--pipe` cut the rows of each micro-batch, and every stage's parameters, over `shard`.
+The first rank along `pipe` has the embedding, the last one has the head, and each rank has some of the layers and holds
+no others. Activations go to the next rank, and their gradients come back. A rank is idle while it waits for either: for
+(p - 1) / (m + p - 1) of the time, with p ranks and m micro-batches, in both schedules. `1f1b` runs backward passes as
+soon as possible, and so holds the activations of at most p micro-batches; `gpipe` holds those of all. If there are more
+ranks than `--pipe`, the rows of each micro-batch and the parameters of every stage are sharded over `shard`.
 
-First the schedule is drawn, as if forward and backward took as long, then the model trains; in the end come time,
-memory and what each rank sent to its neighbours, next to a formula. Sources: Huang et al., GPipe (2018); Narayanan et
-al., PipeDream-2BW (2020).
+The program first draws the schedule, as if forward and backward took equally long, and then trains the model. At the
+end it prints the time, the memory, and the bytes that each rank sent to its neighbours, next to a formula. Sources:
+Huang et al., GPipe (2018); Narayanan et al., PipeDream-2BW (2020).
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from shardfn.parallel.pipeline import Schedule, passes
 
 @dataclass(frozen=True)
 class Config(train_lm.Config):
-    """A batch in micro-batches."""
+    """Splits a batch into micro-batches."""
 
     micro: int = 8
     schedule: Schedule = "1f1b"
 
 
 def picture(schedule: Schedule, size: int, count: int) -> list[str]:
-    """What each rank does in each slot of time, a row for each: `F2` is forward of micro-batch 2, `B2` its backward.
+    """What each rank does in each time slot, one row per rank: `F2` is forward of micro-batch 2, `B2` its backward.
 
-    A pass takes a slot, and waits until the neighbour that it hears from has done its own.
+    A pass takes one slot, and waits until the neighbour that sends its input has finished.
     """
     left = [passes(schedule, index, size, count) for index in range(size)]
     done: set[tuple[int, str, int]] = set()
@@ -55,7 +55,7 @@ def picture(schedule: Schedule, size: int, count: int) -> list[str]:
             source = index - 1 if kind == "forward" else index + 1
             if own and (not 0 <= source < size or (source, kind, number) in done):
                 ready.append((index, *own.pop(0)))
-        done.update(ready)  # all at once: in the next slot the neighbours know
+        done.update(ready)  # all at once: neighbours can use them in the next slot
         now = {index: f"{kind[0].upper()}{number}" for index, kind, number in ready}
         for index, row in enumerate(rows):
             row.append(now.get(index, "."))
@@ -63,11 +63,11 @@ def picture(schedule: Schedule, size: int, count: int) -> list[str]:
     return [" ".join(cell.ljust(width) for cell in row).rstrip() for row in rows]
 
 
-# --- the model: the stages of train_lm, each where it lives ---
+# --- the model: the stages of train_lm, each on its ranks ---
 
 
 def strategy(config: Config, size: int) -> sf.Strategy:
-    """Which of `size` ranks has what."""
+    """Which of `size` ranks has which parameters."""
     owners = [rank for rank, own in enumerate(parallel.split_layers(config.layers, size)) for _ in own]
 
     def placed(path: str, shape: tuple[int, ...]) -> sf.Placement:
@@ -79,7 +79,7 @@ def strategy(config: Config, size: int) -> sf.Strategy:
 
 
 def part(params: Params, x: Any, rows: Tensor, config: Config) -> Tensor:
-    """What this rank does with a micro-batch: of what the rank before made, what the next one gets, or the loss."""
+    """This rank's part of a micro-batch: maps the previous rank's output to the next one's input, or to the loss."""
     index, size = sf.axis_index("pipe"), sf.axis_size("pipe")
     own = [params["blocks"][i] for i in parallel.split_layers(config.layers, size)[index]]
     first, last = [params["embed"]] * (index == 0), [params["head"]] * (index == size - 1)
@@ -116,7 +116,7 @@ def formula(config: Config, shard: int, size: int, index: int) -> tuple[int, int
 def train(
     config: Config, mesh: DeviceMesh, data: Tensor, steps: int, seed: int, report: Reports = ()
 ) -> tuple[list[float], sf.Ledger]:
-    """Trains from scratch; the losses, and what the last step moved."""
+    """Trains from scratch; returns the losses, and the ledger of the last step."""
 
     def loss(params: Params, rows: Tensor) -> Tensor:
         return loss_fn(params, rows.long(), config)
@@ -128,9 +128,9 @@ def train(
 
 
 def main() -> None:
-    parser = options("Train a language model whose layers are cut over ranks.", steps=25)
-    parser.add_argument("--pipe", type=int, default=ranks(4), help="that share the layers (default: %(default)s ranks)")
-    parser.add_argument("--micro", type=int, default=8, help="micro-batches a step (default: %(default)s)")
+    parser = options("Train a language model whose layers are on different ranks.", steps=25)
+    parser.add_argument("--pipe", type=int, default=ranks(4), help="ranks that share the layers (default: %(default)s)")
+    parser.add_argument("--micro", type=int, default=8, help="micro-batches per step (default: %(default)s)")
     parser.add_argument("--schedule", choices=get_args(Schedule), default="1f1b", help="default: %(default)s")
     args = parser.parse_args()
     mesh = sf.make_mesh(device=args.device, pipe=args.pipe, shard=-1)
@@ -149,7 +149,7 @@ def main() -> None:
     own = torch.tensor([log.bytes(op="send", backward=way) for way in (False, True)], device=mesh.device_type)
     every = along_pipe(own)
     if first:
-        print(f"loss {losses[-1]:.3f} nats, {took:.3f} s a step, {memory(mesh.device_type)} on the first rank")
+        print(f"loss {losses[-1]:.3f} nats, {took:.3f} s per step, {memory(mesh.device_type)} on the first rank")
         print(log)
         for index, sent in enumerate(every.tolist()):
             expected = formula(config, mesh["shard"].size(), args.pipe, index)

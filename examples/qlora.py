@@ -1,16 +1,17 @@
-"""Fine-tunes a Llama of `transformers` whose base is kept in four bits (QLoRA), sharded over a hybrid mesh.
+"""Fine-tunes a Llama of `transformers` with its base in four bits (QLoRA), sharded over a hybrid mesh.
 
     torchrun --standalone --nproc-per-node 2 -m examples.qlora
     torchrun --standalone --nproc-per-node 4 -m examples.qlora --base FOLDER --mesh replica=2,shard=2 --alone
 
-A small Llama learns Python from the standard library, a token a byte, and goes into files; with `--base` it is one that
-is in a folder already. The matrices of its layers are quantised to NF4 while they are read: no rank ever has more than
-its part of 0.52 bytes a number. On this frozen base adapters learn another language, C++, from the headers that torch
-ships. Then base and adapters are merged into files that `from_pretrained` reads, and the adapters go into peft's.
+First a small Llama is trained on the Python code of the standard library, with a token for each byte, and saved to
+files; with `--base`, an existing folder is used instead. The matrices of its layers are quantised to NF4 as they are
+read, so no rank ever holds more than its part of 0.52 bytes per number. On this frozen base, adapters are trained on
+another language: the C++ headers that torch ships. Then base and adapters are merged into files for `from_pretrained`,
+and the adapters are also saved in peft's format.
 
-All is measured on files that nothing was trained on, in bits per byte. For comparison, unless `--alone` is given, come
-as many steps on the same text without quantisation: of adapters, and of all parameters. Source: Dettmers et al., QLoRA:
-Efficient Finetuning of Quantized LLMs (2023).
+Every result is measured on held-out files, in bits per byte. For comparison, unless `--alone` is given, the same number
+of steps is run on the same text without quantisation: once for adapters, and once for all parameters. Source: Dettmers
+et al., QLoRA: Efficient Finetuning of Quantized LLMs (2023).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from examples.run import Params, adamw, corpus, files, fit, folder_of, hybrid_op
 from shardfn import P, interop, lora, quant
 
 FORMAT = quant.nf4(double=True)
-MATRICES = r"model\.layers\..*_proj\.weight"  # embedding, norms and head keep their bits
+MATRICES = r"model\.layers\..*_proj\.weight"  # embedding, norms and head are not quantised
 
 COLUMNS = ("", "C++", "Python", "kept MB", "sent MB")
 
@@ -46,24 +47,24 @@ Model = Callable[..., Any]  # of tokens and labels, as transformers calls it
 
 @dataclass(frozen=True)
 class Config:
-    """Of all training runs; the letters are those of the shapes below."""
+    """Settings of all training runs; the letters are used in the shapes below."""
 
-    batch: int = 16  # texts a step, over all ranks: b = batch / (r s) on each
-    context: int = 128  # n bytes of a text
-    rate: float = 1e-2  # of AdamW, for adapters,
+    batch: int = 16  # texts per step, over all ranks: b = batch / (r s) on each
+    context: int = 128  # n bytes per text
+    rate: float = 1e-2  # AdamW's, for adapters,
     full_rate: float = 3e-3  # and for all parameters
     warmup: int = 20
     rank: int = 8  # of adapters
-    alpha: float = 16  # over the rank, what they are multiplied by
+    alpha: float = 16  # adapters are multiplied by alpha / rank
     looks: int = 16  # batches of held-out text that are measured
-    dtype: torch.dtype = torch.float32  # of what is not in four bits
+    dtype: torch.dtype = torch.float32  # of parameters that are not in four bits
 
 
 # --- texts, and their loss ---
 
 
 def headers() -> Data:
-    """The C++ headers of torch, without those that are generated."""
+    """The C++ headers of torch, without generated ones."""
     folder = Path(torch.__file__).parent / "include" / "torch"
     training, held_out = files(folder, "*.h", but=["generated"])
     if not training or not held_out:
@@ -77,7 +78,7 @@ class Batch(NamedTuple):
 
 
 def tokenized(tokenizer: Any, rows: Tensor) -> Batch:
-    """Texts of bytes `[b, n]`, each after a token for the start, so that all of its bytes are predicted."""
+    """Texts of bytes `[b, n]`, each preceded by a start token, so that all of its bytes are predicted."""
     texts = [bytes(row.tolist()).decode(errors="ignore") for row in rows]
     start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     ids = [torch.tensor([start, *one]) for one in tokenizer(texts, add_special_tokens=False)["input_ids"]]
@@ -87,7 +88,7 @@ def tokenized(tokenizer: Any, rows: Tensor) -> Batch:
 
 
 def nats(model: Model, batch: Batch) -> Tensor:
-    """Cross-entropy for a byte of the texts of all ranks, by the model's own loss."""
+    """Cross-entropy per byte over the texts of all ranks, from the model's own loss."""
     count = sf.psum(batch.size, DATA)
     return sf.psum(model(**batch.inputs, num_items_in_batch=count, use_cache=False).loss, DATA)
 
@@ -97,7 +98,7 @@ def nats(model: Model, batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class Task:
-    """What all training runs and measurements have in common."""
+    """What all training runs and measurements share."""
 
     config: Config
     mesh: DeviceMesh
@@ -115,14 +116,14 @@ class Task:
 
 class Trained(NamedTuple):
     params: Params
-    state: int  # bytes of the optimizer's on a rank
-    sent: int  # bytes by a rank in a step
+    state: int  # bytes of optimizer state on a rank
+    sent: int  # bytes that a rank sends in a step
 
 
 def trained(
     task: Task, model: Callable[[Params], Model], params: Params, text: Tensor, rate: float, steps: int
 ) -> Trained:
-    """What becomes of some parameters, of which `model` makes a model."""
+    """The result of training some parameters, from which `model` makes a model."""
     optimizer = adamw(rate, task.config.warmup, steps, decay=0.0, clip=1.0)
 
     def loss(params: Params, rows: Tensor) -> Tensor:
@@ -133,7 +134,7 @@ def trained(
 
 
 def bits(task: Task, model: Model, text: Tensor) -> float:
-    """What a model takes for a byte of a text."""
+    """The bits per byte of a model on a text."""
 
     @sf.shard_map(mesh=task.mesh, in_specs=P(DATA), out_specs=P())
     def of(rows: Tensor) -> Tensor:
@@ -145,13 +146,13 @@ def bits(task: Task, model: Model, text: Tensor) -> float:
 
 
 class Row(NamedTuple):
-    """What came of one model."""
+    """The results of one model."""
 
     name: str
     cpp: float  # bits per byte of held-out files
     python: float
-    kept: int = 0  # bytes of a rank between steps of training: parameters and optimizer state
-    sent: int = 0  # bytes by a rank in a step
+    kept: int = 0  # bytes of parameters and optimizer state on a rank, between training steps
+    sent: int = 0  # bytes that a rank sends in a step
 
 
 def row(task: Task, name: str, model: Model, kept: int = 0, sent: int = 0) -> Row:
@@ -167,7 +168,7 @@ def size(*trees: Params) -> int:
 
 
 def based(task: Task, folder: Path, steps: int, **sizes: int) -> None:
-    """Trains a small Llama, and writes it as `transformers` does."""
+    """Trains a small Llama, and saves it in the format of `transformers`."""
     module, _ = made("llama", task.config.dtype, **sizes)
     model, params = sharded(module, None, task.mesh, task.strategy, task.seed)
     run = tuned(task, model, params, task.python[0], steps)
@@ -175,12 +176,12 @@ def based(task: Task, folder: Path, steps: int, **sizes: int) -> None:
 
 
 def tuned(task: Task, model: interop.Functional, params: Params, text: Tensor, steps: int) -> Trained:
-    """All parameters of a model, trained."""
+    """Trains all parameters of a model."""
     return trained(task, lambda params: functools.partial(model, params), params, text, task.config.full_rate, steps)
 
 
 def adapted(task: Task, name: str, model: interop.Functional, params: Params) -> tuple[Params, Row]:
-    """Adapters that learnt C++ on a base, whole on every rank."""
+    """Trains adapters on C++ on a base; they are whole on every rank."""
     config = task.config
     adapters = lora.init(model, "all-linear", config.rank, alpha=config.alpha, seed=task.seed)
     adapters = sf.shard(adapters, task.mesh, sf.ddp(DATA))
@@ -194,14 +195,14 @@ def adapted(task: Task, name: str, model: interop.Functional, params: Params) ->
 
 
 def quantised(task: Task, folder: Path) -> tuple[interop.Functional, Params]:
-    """A model whose matrices are in four bits, each as soon as it is read."""
+    """A model whose matrices are quantised to four bits as they are read."""
     model = interop.functional(described(folder, task.config.dtype)[0].eval())
     model.tree = quant.quantize(model.tree, FORMAT, names=MATRICES)  # which has no values yet
     return model, interop.load(folder, model, task.mesh, task.strategy)
 
 
 def in_four_bits(task: Task, base: Path, out: Path) -> list[Row]:
-    """Adapters on a base in four bits, and both together in files."""
+    """Trains adapters on a base in four bits, and saves both merged."""
     model, params = quantised(task, base)
     before = row(task, "base in 4 bits", functools.partial(model, params))
     adapters, after = adapted(task, "adapters on 4 bits", model, params)
@@ -216,7 +217,7 @@ def in_four_bits(task: Task, base: Path, out: Path) -> list[Row]:
 
 
 def in_all_bits(task: Task, base: Path) -> list[Row]:
-    """The same base as it is, adapters on it, and all of its parameters trained on."""
+    """The base without quantisation: as it is, with adapters, and with all of its parameters trained."""
     model, params = sharded(described(base, task.config.dtype)[0], base, task.mesh, task.strategy)
     before = row(task, "base", functools.partial(model, params))
     _, after = adapted(task, "adapters on all bits", model, params)
@@ -235,14 +236,14 @@ def show(rows: list[Row]) -> None:
 
 def main() -> None:
     parser = hybrid_options("Fine-tune a Llama whose base is kept in four bits.", DATA, "runs/qlora", steps=100)
-    parser.add_argument("--base", type=folder_of, help="of a pretrained Llama (default: a small one is trained)")
-    parser.add_argument("--base-steps", type=int, default=300, help="that train it (default: %(default)s)")
-    parser.add_argument("--rank", type=int, default=Config.rank, help="of the adapters (default: %(default)s)")
-    parser.add_argument("--rate", type=float, default=Config.rate, help="of AdamW, for them (default: %(default)s)")
+    parser.add_argument("--base", type=folder_of, help="a pretrained Llama (default: a small one is trained)")
+    parser.add_argument("--base-steps", type=int, default=300, help="steps that train it (default: %(default)s)")
+    parser.add_argument("--rank", type=int, default=Config.rank, help="rank of the adapters (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=Config.rate, help="their learning rate (default: %(default)s)")
     parser.add_argument(
-        "--full-rate", type=float, default=Config.full_rate, help="for all parameters (default: %(default)s)"
+        "--full-rate", type=float, default=Config.full_rate, help="rate for all parameters (default: %(default)s)"
     )
-    parser.add_argument("--alone", action="store_true", help="compare with nothing that needs the base in all bits")
+    parser.add_argument("--alone", action="store_true", help="skip the comparisons with the unquantised base")
     args = parser.parse_args()
     config = Config(rate=args.rate, full_rate=args.full_rate, rank=args.rank)
     mesh, base = sf.make_mesh(device=args.device, **args.mesh), args.base or args.out / "base"

@@ -1,17 +1,19 @@
-"""Trains a byte-level language model on long sequences, each of them cut over all ranks.
+"""Trains a byte-level language model on long sequences, each of them sharded over all ranks.
 
     torchrun --standalone --nproc-per-node 4 -m examples.ring_attention --method ring
 
-Ranks along `context` have other places of the same few sequences. All but attention works on each place by itself. For
-attention either keys and values go around a ring, and a rank computes with those that it has while the next ones come;
-or (`--method ulysses`) four all-to-alls exchange places for heads and back. Parameters are flat shards over the same
-axis: gradients of ranks with other places are summed as those of ranks with other sequences are.
+Ranks along `context` have different positions of the same few sequences. Everything except attention works on each
+position by itself. For attention, keys and values go around a ring, and a rank computes with those that it has while
+the next ones arrive; with `--method ulysses`, four all-to-alls change from positions to heads and back. Parameters are
+flat shards over the same axis: gradients are summed over ranks with different positions, as over ranks with different
+sequences.
 
-In causal attention a place sees those before it, so cut `--in-order` the last of c ranks has 2 c - 1 times the first
-one's work. By default a rank has a piece of the beginning and one of the end, and all have as much to do.
+In causal attention, a position attends to those before it. With `--in-order`, the last of c ranks therefore has 2 c - 1
+times the work of the first. By default, each rank has a piece of the beginning and one of the end, so all ranks have
+the same amount of work.
 
-In the end come the time of a step and what a rank sent for attention, next to a formula. Sources: Liu et al., Ring
-Attention (2023); Jacobs et al., DeepSpeed Ulysses (2023).
+At the end, the program prints the time of a step and the bytes that a rank sent for attention, next to a formula.
+Sources: Liu et al., Ring Attention (2023); Jacobs et al., DeepSpeed Ulysses (2023).
 """
 
 from __future__ import annotations
@@ -39,14 +41,14 @@ class Config(train_lm.Config):
     batch: int = 1
     warmup: int = 10
     method: str = "ring"  # or "ulysses"
-    in_order: bool = False  # the ring's places; Ulysses' always are
+    in_order: bool = False  # positions of the ring; those of Ulysses always are
 
     @property
     def balanced(self) -> bool:
         return self.method == "ring" and not self.in_order
 
 
-# --- the model: each rank has its places of every sequence ---
+# --- the model: each rank has its positions of every sequence ---
 
 
 @sf.stage
@@ -64,14 +66,14 @@ def block(p: Params, x: Tensor, config: Config) -> Tensor:
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, config: Config) -> Tensor:
-    """Of this rank's queries to the keys of all, `[b, head, t / c, d]`."""
+    """Attention of this rank's queries to the keys of all ranks, `[b, head, t / c, d]`."""
     if config.method == "ring":
         return parallel.ring_attention(q, k, v, "context", balanced=config.balanced)
     return parallel.ulysses_attention(q, k, v, "context")
 
 
 def loss_fn(params: Params, rows: Tensor, config: Config) -> Tensor:
-    """Mean cross-entropy, in nats, over the places of all ranks. Rows `[batch, context + 1]`, whole on every rank."""
+    """Mean cross-entropy, in nats, over the positions of all ranks. Rows `[batch, context + 1]`, whole on each rank."""
     own = parallel.positions(config.context, "context", balanced=config.balanced, device=rows.device)
     first, *blocks, last = sf.layers([params["embed"], *params["blocks"], params["head"]])
     x = embed(first, rows[:, own], own)
@@ -87,9 +89,9 @@ def loss_fn(params: Params, rows: Tensor, config: Config) -> Tensor:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one rank moves for attention in a step."""
+    """What one rank sends for attention in a step."""
 
-    op: str  # that it is done by
+    op: str  # the collective
     calls: int
     forward: int  # bytes sent
     backward: int
@@ -98,7 +100,7 @@ class Cost:
 def formula(config: Config, size: int) -> Cost:
     """A ring sends keys and values c - 1 times in forward and again in backward, and their gradients c times.
 
-    Ulysses has four all-to-alls each way, of queries, keys, values and results; of each a rank keeps its c-th part.
+    Ulysses has four all-to-alls each way, of queries, keys, values and results; a rank keeps 1 / c of each.
     """
     one = config.batch * config.context * config.width // size * config.dtype.itemsize  # of this rank's keys, say
     if config.method == "ulysses":
@@ -109,7 +111,7 @@ def formula(config: Config, size: int) -> Cost:
 
 
 def measured(log: sf.Ledger, config: Config) -> Cost:
-    """Those of a ring were begun before what came was needed."""
+    """The same from the ledger; the sends of a ring were started before their data was needed."""
     ring = config.method == "ring"
     op = "ppermute" if ring else "all_to_all"
     ways = (log.bytes(op=op, scheduled=ring, backward=way) for way in (False, True))
@@ -119,24 +121,24 @@ def measured(log: sf.Ledger, config: Config) -> Cost:
 def train(
     config: Config, mesh: DeviceMesh, data: Tensor, steps: int, seed: int, report: Reports = ()
 ) -> tuple[list[float], sf.Ledger]:
-    """Trains from scratch; the losses, and what the last step moved."""
+    """Trains from scratch; returns the losses, and the ledger of the last step."""
 
     def loss(params: Params, rows: Tensor) -> Tensor:
         return loss_fn(params, rows.long(), config)
 
     params = sf.shard(train_lm.init(config, seed), mesh, sf.full_shard("context"))
-    # Sequences are cut, and rows are not: all ranks have the same.
+    # Sequences are sharded, rows are not: all ranks have the same rows.
     batches = sf.run.batches(stretches(data, config.context + 1), mesh, (), config.batch, seed)
     _, run, log = fit(loss, params, mesh, train_lm.optimizer(config, steps), batches, steps, report)
     return curve(run), log
 
 
 def main() -> None:
-    parser = options("Train a language model on sequences that are cut over all ranks.", steps=25)
+    parser = options("Train a language model on sequences that are sharded over all ranks.", steps=25)
     parser.add_argument("--method", choices=("ring", "ulysses"), default="ring", help="default: %(default)s")
-    parser.add_argument("--in-order", action="store_true", help="the ring's ranks have one piece each, unbalanced")
-    parser.add_argument("--context", type=int, default=1024, help="places of a sequence (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=1, help="sequences a step (default: %(default)s)")
+    parser.add_argument("--in-order", action="store_true", help="one piece per rank of the ring, unbalanced")
+    parser.add_argument("--context", type=int, default=1024, help="positions per sequence (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=1, help="sequences per step (default: %(default)s)")
     args = parser.parse_args()
     mesh = sf.make_mesh(device=args.device, context=-1)
     config = Config(context=args.context, batch=args.batch, method=args.method, in_order=args.in_order)
@@ -144,7 +146,7 @@ def main() -> None:
     losses, log = train(config, mesh, corpus()[0], args.steps, args.seed, (sf.run.progress(),))
     took = (time.perf_counter() - began) / args.steps
     if mesh.get_rank() == 0:
-        print(f"loss {losses[-1]:.3f} nats, {took:.3f} s a step, {memory(mesh.device_type)}")
+        print(f"loss {losses[-1]:.3f} nats, {took:.3f} s per step, {memory(mesh.device_type)}")
         print(log)
         for name, cost in (("measured", measured(log, config)), ("formula", formula(config, mesh.size()))):
             kilobytes = f"{cost.forward / 1e3:.1f} kB forward, {cost.backward / 1e3:.1f} kB backward"

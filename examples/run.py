@@ -1,4 +1,4 @@
-"""What all examples share: the text and its batches, the loop, checkpoints, arguments, progress and pictures."""
+"""Code that all examples share: the text and its batches, the loop, checkpoints, arguments, progress and plots."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ Reports = tuple[Callable[[int, dict[str, float]], Any], ...]
 
 
 def files(root: Path, pattern: str, but: Iterable[str] = ()) -> tuple[list[bytes], list[bytes]]:
-    """Files in a folder, for training and, one in sixteen by the hash of its name, for validation.
+    """Files in a folder, for training and for validation: one in sixteen, chosen by the hash of its name.
 
-    `but` names folders inside that are left out.
+    Subfolders that `but` names are left out.
     """
     kept: dict[bool, list[bytes]] = {True: [], False: []}
     for file in sorted(root.rglob(pattern)):
@@ -53,7 +53,7 @@ def sources() -> tuple[list[bytes], list[bytes]]:
 
 
 def joined(files: Iterable[bytes]) -> Tensor:
-    """Files as one text, of bytes."""
+    """Files as one tensor of bytes."""
     return torch.frombuffer(bytearray(b"\n".join(files)), dtype=torch.uint8)
 
 
@@ -64,11 +64,11 @@ def corpus() -> tuple[Tensor, Tensor]:
 
 
 def bytes_tokenizer() -> Any:
-    """A tokenizer of `transformers` whose tokens are the bytes of a text, and one for its start and one for its end."""
+    """A tokenizer of `transformers` whose tokens are single bytes, plus one for the start and one for the end."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    names = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]  # which has a letter for each byte
+    names = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]  # one letter for each byte
     made = Tokenizer(models.BPE(vocab={name: number for number, name in enumerate(names)}, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
@@ -76,7 +76,7 @@ def bytes_tokenizer() -> Any:
 
 
 def stretches(text: Tensor, length: int) -> Tensor:
-    """A text's stretches, `[rows, length]`, each of which begins with the last byte of the one before."""
+    """Splits a text into rows `[rows, length]`; each begins with the last byte of the previous row."""
     return text.unfold(0, length, length - 1)
 
 
@@ -84,7 +84,7 @@ def stretches(text: Tensor, length: int) -> Tensor:
 
 
 def adamw(rate: float, warmup: int, steps: int, decay: float, clip: float) -> so.Optimizer:
-    """On this rank's shards, clipped; a cosine after a linear warm-up. Matrices decay, vectors do not."""
+    """AdamW with clipping; linear warm-up, then a cosine. Only matrices have weight decay."""
 
     def decays(path: str, shape: tuple[int, ...]) -> float:
         return decay if len(shape) > 1 else 0.0
@@ -94,13 +94,13 @@ def adamw(rate: float, warmup: int, steps: int, decay: float, clip: float) -> so
 
 
 class Counted:
-    """A step, and what its last call moved."""
+    """A step that records the ledger of its last call."""
 
     def __init__(self, step: Step) -> None:
         self.step, self.log = step, sf.Ledger()
 
     def __call__(self, state: Params, batch: Any) -> tuple[Params, Metrics]:
-        with sf.ledger() as self.log:  # which costs next to nothing
+        with sf.ledger() as self.log:  # costs almost nothing
             return self.step(state, batch)
 
 
@@ -114,9 +114,9 @@ def fit(
     report: Reports = (),
     evaluate: tuple[Callable[[Params], Metrics], int] | None = None,
 ) -> tuple[Params, sf.run.Run, sf.Ledger]:
-    """Trains by the loss of a batch; the parameters, the run, and what the last step moved.
+    """Trains with the loss of a batch; returns the parameters, the run, and the ledger of the last step.
 
-    `evaluate` is a function of parameters, and every how many steps it is called.
+    `evaluate` is a function of the parameters, and the number of steps between its calls.
     """
 
     @sf.shard_map(mesh=mesh, in_specs=(..., ...), out_specs=(..., P()))
@@ -134,28 +134,28 @@ def fit(
 
 
 def end(run: sf.run.Run) -> None:
-    """Ends the program of a run that has to go on, so that torchrun and schedulers start it again."""
+    """Exits with EX_TEMPFAIL if the run was interrupted, so that torchrun or a scheduler restarts it."""
     if run.ended != "finished":
         sys.exit(os.EX_TEMPFAIL)
 
 
 def curve(run: sf.run.Run, name: str = "loss") -> list[float]:
-    """What a metric was at each step."""
+    """The values of a metric, one per step."""
     return list(run.metrics[name].values())
 
 
-# --- what is seen of it ---
+# --- the output ---
 
 
 def memory(device: str) -> str:
-    """The most memory that this process has used."""
+    """The peak memory of this process."""
     if device == "cuda":
         return f"{torch.cuda.max_memory_allocated() / 2**20:.0f} MB"
     return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:.0f} MB"
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table, whose first column holds words and the others numbers."""
+    """Prints a table; its first column is text, the others are numbers."""
     made = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
         made.add_column(column, justify="right" if number else "left")
@@ -165,13 +165,13 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def moved(log: sf.Ledger, stage: str) -> tuple[int, ...]:
-    """Bytes sent for a stage's parameters, for these again in backward, and for gradients."""
+    """Bytes sent to gather a stage's parameters, to gather them again in backward, and to reduce gradients."""
     parameters = (log.bytes(stage=stage, op="all_gather", backward=way) for way in (False, True))
     return *parameters, sum(log.bytes(stage=stage, op=op) for op in ("reduce_scatter", "all_reduce"))
 
 
 def compare(log: sf.Ledger, expected: dict[str, tuple[int, ...]]) -> None:
-    """Prints a step's ledger, and for each stage what was sent next to what the formula says."""
+    """Prints a step's ledger, and for each stage, the bytes sent next to those of the formula."""
     rows = []
     for stage, wanted in expected.items():
         both = zip(moved(log, stage), wanted, strict=True)
@@ -182,7 +182,7 @@ def compare(log: sf.Ledger, expected: dict[str, tuple[int, ...]]) -> None:
 
 
 def leave(metrics: Path, validation: float, logits: Callable[[Tensor], Tensor], folder: Path, seed: int) -> None:
-    """Plots the loss curve that a file has, and prints the loss on held-out files and a text that the model writes."""
+    """Plots the loss curve in a file, and prints the loss on held-out files and a text generated by the model."""
     lines = map(json.loads, metrics.read_text().splitlines())
     plot([line["loss"] for line in lines if "loss" in line], validation, folder / "loss.png")
     text = complete(logits, b"def main(", 300, seed)
@@ -191,7 +191,7 @@ def leave(metrics: Path, validation: float, logits: Callable[[Tensor], Tensor], 
 
 
 def complete(logits: Callable[[Tensor], Tensor], prompt: bytes, length: int, seed: int) -> bytes:
-    """Continues a prompt, a byte at a time."""
+    """Continues a prompt, one byte at a time."""
     generator = torch.Generator().manual_seed(seed)
     text = torch.tensor([list(prompt)])
     with torch.no_grad():
@@ -202,7 +202,7 @@ def complete(logits: Callable[[Tensor], Tensor], prompt: bytes, length: int, see
 
 
 def plot(losses: list[float], validation: float, file: Path) -> None:
-    """The loss curve, in bits per byte, as a picture."""
+    """Plots the loss curve, in bits per byte."""
     levels = {"held-out files, at the end": validation / math.log(2)}
     picture({"training batch": [loss / math.log(2) for loss in losses]}, "bits per byte", file, levels)
 
@@ -214,8 +214,8 @@ def picture(
     levels: Mapping[str, float] | None = None,
     steps: Sequence[int] | None = None,
 ) -> None:
-    """Curves over the steps, of which `steps` are the numbers, and dotted levels, as a picture."""
-    from matplotlib.figure import Figure  # which takes a second to load
+    """Plots curves over the steps, whose numbers are `steps`, and dotted lines at `levels`."""
+    from matplotlib.figure import Figure  # takes a second to import
 
     figure = Figure(figsize=(7, 4))
     axes = figure.subplots()
@@ -233,20 +233,20 @@ def picture(
 
 
 def options(description: str, steps: int) -> argparse.ArgumentParser:
-    """Those that every run has."""
+    """The options of every example."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--steps", type=int, default=steps, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--device", help="cpu or cuda; default: CUDA where there is some")
+    parser.add_argument("--device", help="cpu or cuda; default: cuda if available")
     return parser
 
 
 def hybrid_options(description: str, axes: tuple[str, ...], out: str, steps: int) -> argparse.ArgumentParser:
-    """Those of a run by any strategy: `mesh`, `strategy` and `out` besides."""
+    """The options of a run with any strategy: also `mesh`, `strategy` and `out`."""
     parser = options(description, steps)
     parser.add_argument(
         "--mesh", type=sizes_of(*axes), default="shard=-1",
-        help="replica=R,shard=S; one may be -1 (default: %(default)s)",
+        help="replica=R,shard=S; one size may be -1 (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--strategy", type=strategy_of, default="hybrid_shard",
@@ -254,16 +254,16 @@ def hybrid_options(description: str, axes: tuple[str, ...], out: str, steps: int
     )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, default=Path(out),
-        help="folder for everything that the run writes (default: %(default)s)",
+        help="folder for all files that the run writes (default: %(default)s)",
     )  # fmt: skip
     return parser
 
 
 def hybrid_arguments(description: str, axes: tuple[str, ...], out: str, steps: int) -> argparse.Namespace:
-    """Those of a run by any strategy, with checkpoints: `saves` besides, which are arguments of `sf.run.loop`."""
+    """The arguments of a run with any strategy and checkpoints: also `saves`, keyword arguments of `sf.run.loop`."""
     parser = hybrid_options(description, axes, out, steps)
     parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints (default: none)")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, if there is one")
     args = parser.parse_args()
     args.saves = {}
     if args.save_every or args.resume:
@@ -273,7 +273,7 @@ def hybrid_arguments(description: str, axes: tuple[str, ...], out: str, steps: i
 
 
 def sizes_of(*axes: str) -> Callable[[str], dict[str, int]]:
-    """What reads a mesh of these axes, as in `replica=2,shard=2`; an axis that is not named has one rank."""
+    """A parser for the sizes of these mesh axes, such as `replica=2,shard=2`; an axis not named has one rank."""
 
     def read(text: str) -> dict[str, int]:
         with contextlib.suppress(ValueError):
@@ -287,14 +287,14 @@ def sizes_of(*axes: str) -> Callable[[str], dict[str, int]]:
 
 
 def folder_of(text: str) -> Path:
-    """A folder that there is; `transformers` would take another path for a name on the Hub."""
+    """The path of an existing folder; `transformers` would take any other path for a name on the Hub."""
     if not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {text}")
     return Path(text)
 
 
 def strategy_of(name: str) -> sf.Placement:
-    """A strategy by its name, over `shard` and `replica`."""
+    """The strategy of this name, over `shard` and `replica`."""
     try:
         return sf.strategy(name, shard="shard", replica="replica")
     except ValueError as error:
@@ -302,5 +302,5 @@ def strategy_of(name: str) -> sf.Placement:
 
 
 def ranks(most: int) -> int:
-    """Of those that torchrun has started as many as can stand along one axis, up to `most`."""
+    """The size of a mesh axis that fits the number of processes: a common divisor of it and `most`."""
     return math.gcd(most, int(os.environ.get("WORLD_SIZE", "1")))

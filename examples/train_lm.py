@@ -2,13 +2,13 @@
 
     torchrun --standalone --nproc-per-node 4 -m examples.train_lm --mesh replica=2,shard=2 --strategy hybrid_shard
 
-Math, memory and communication are all on this page. Every layer's parameters are one flat shard, cut over `shard`; a
-stage gathers them just before its function runs, and brings its gradient back: reduce-scattered over `shard`, then
-summed over `replica` on the shard only. AdamW touches this rank's shards and nothing else. Another `--strategy` cuts
-and gathers otherwise; nothing else on this page changes. In the end one step's ledger is printed next to `formula`.
+Math, memory and communication are all in this file. Every layer's parameters are one flat shard, sharded over `shard`.
+A stage gathers them just before its function runs, and reduces their gradient: a reduce-scatter over `shard`, then a
+sum over `replica` of the shard only. AdamW updates only this rank's shards. With another `--strategy`, sharding and
+gathers change, but nothing else in this file does. At the end, one step's ledger is printed next to `formula`.
 
-With `--resume` it goes on from the newest checkpoint in `--out`, on whatever mesh it is started: a run whose processes
-die, and which `torchrun --max-restarts 3` starts again, ends at the same loss. One that SIGTERM ends has status 75.
+With `--resume`, training continues from the newest checkpoint in `--out`, on any mesh. If its processes die, and
+`torchrun --max-restarts 3` starts them again, the run ends at the same loss. After a SIGTERM, it exits with status 75.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ import shardfn.optim as so
 from examples.run import Counted, Params, Reports, compare, corpus, end, hybrid_arguments, leave, stretches
 from shardfn import P
 
-DATA = ("replica", "shard")  # the batch is cut over both: r x s ranks
+DATA = ("replica", "shard")  # the batch is sharded over both: r x s ranks
 
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the model, and of the run; the letters are those of the shapes below."""
+    """Sizes of the model and the run; the letters are used in the shapes below."""
 
     vocabulary: int = 256  # v
     width: int = 128  # d
@@ -42,7 +42,7 @@ class Config:
     layers: int = 4  # l
     hidden: int = 352  # f
     context: int = 128  # t
-    batch: int = 16  # sequences a step, over all ranks: b = batch / (r s) on each
+    batch: int = 16  # sequences per step, over all ranks: b = batch / (r s) on each
     rate: float = 6e-3
     warmup: int = 40
     decay: float = 0.1
@@ -50,11 +50,11 @@ class Config:
     dtype: torch.dtype = torch.float32
 
 
-# --- the model: pure functions of full parameters ---
+# --- the model: pure functions of whole parameters ---
 
 
 def init(config: Config, seed: int) -> Params:
-    """All parameters, whole; the same for one seed on any mesh."""
+    """All parameters, whole; one seed gives the same values on any mesh."""
     generator = torch.Generator().manual_seed(seed)
     d, f, v = config.width, config.hidden, config.vocabulary
 
@@ -97,8 +97,8 @@ def head(p: Params, x: Tensor) -> Tensor:  # gathers d v + d numbers
 
 
 def model(params: Params, tokens: Tensor, config: Config) -> Tensor:
-    """Logits `[b, t, v]` for tokens `[b, t]`, from flat shards or from whole parameters alike."""
-    ordered = sf.layers([params["embed"], *params["blocks"], params["head"]])  # each gathers while one before computes
+    """Logits `[b, t, v]` for tokens `[b, t]`, from flat shards or from whole parameters."""
+    ordered = sf.layers([params["embed"], *params["blocks"], params["head"]])  # gathers one while another computes
     x = embed(ordered[0], tokens)
     for p in ordered[1:-1]:
         x = block(p, x, config.heads)
@@ -113,7 +113,7 @@ def loss_fn(params: Params, tokens: Tensor, config: Config) -> Tensor:
 
 
 def optimizer(config: Config, steps: int) -> so.Optimizer:
-    """AdamW on this rank's shards, clipped; a cosine after a linear warm-up. Matrices decay, vectors do not."""
+    """AdamW with clipping; linear warm-up, then a cosine. Only matrices have weight decay."""
     rate = so.warmup_cosine(config.rate, warmup=min(config.warmup, steps), steps=steps, end=config.rate / 10)
 
     def decay(path: str, shape: tuple[int, ...]) -> float:
@@ -122,23 +122,24 @@ def optimizer(config: Config, steps: int) -> so.Optimizer:
     return so.chain(so.clip_by_global_norm(config.clip), so.adamw(rate, b2=0.98, weight_decay=decay))
 
 
-# --- what a step moves ---
+# --- what a step sends ---
 
 
 def formula(params: Params) -> dict[str, tuple[int, ...]]:
     """Bytes that a rank sends for each stage in a step: for parameters, again in backward, and for gradients.
 
-    A stage has B bytes, cut over s ranks, and gradients and optimizer state over g. Forward gathers from s, and, if g
-    is more, the optimizer's step before it to s: together each rank sends B (g - 1) / g. Backward gathers again, from s
-    or from those that share a copy; but the last two stages are still in the ring, and the embedding's reads nothing.
-    Gradients are scattered over g, B (g - 1) / g, and what is left is summed over r others, 2 B / g (r - 1) / r.
+    A stage has B bytes, sharded over s ranks; its gradients and optimizer state are sharded over g. Forward gathers
+    over s, and if g is larger, the optimizer's step has gathered the rest before: in total, each rank sends
+    B (g - 1) / g. Backward gathers again, over s or over the ranks that share a copy, except for the last two stages,
+    which are still in the ring, and the embedding, whose backward reads nothing. Gradients are scattered over g, which
+    takes B (g - 1) / g, and the pieces are summed over the r replicas, which takes 2 B / g (r - 1) / r.
     """
     stages = [params["embed"], *params["blocks"], params["head"]]
     found: dict[str, tuple[int, ...]] = {}
     for number, flat in enumerate(stages):
         place, size, count = flat.layout.placement, flat.layout.padded * flat.values.itemsize, flat.layout.grid.size
         g, r = count(place.gradients), count(place.axes + place.replicas) // count(place.gradients)
-        c = count({True: place.axes, False: ()}.get(place.reshard, place.reshard))  # that share what backward gathers
+        c = count({True: place.axes, False: ()}.get(place.reshard, place.reshard))  # ranks that backward gathers over
         again = size * (c - 1) // c if 0 < number < len(stages) - 2 else 0
         scattered = size * (g - 1) // g
         found[flat.layout.stage] = (scattered, again, scattered + 2 * size // g * (r - 1) // r)
@@ -150,10 +151,10 @@ def formula(params: Params) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training run leaves behind."""
+    """The results of a training run."""
 
     params: Params  # whole
-    run: sf.run.Run  # with the losses, in nats, of its steps, and on held-out files as `eval/loss`
+    run: sf.run.Run  # with the losses of its steps, in nats, and of held-out files as `eval/loss`
     log: sf.Ledger  # of the last step
     expected: dict[str, tuple[int, ...]]  # bytes that a rank sends for each stage in a step: see `moved`
 
@@ -172,7 +173,7 @@ def train(
     report: Reports = (),
     **saves: Any,
 ) -> Trained:
-    """The same seed gives the same losses on any mesh, by any strategy, up to rounding; however often interrupted."""
+    """One seed gives the same losses, up to rounding, on any mesh, by any strategy, and after any interruptions."""
     opt = optimizer(config, steps)
     training, held_out = (
         sf.run.batches(stretches(text, config.context + 1), mesh, DATA, config.batch, seed) for text in data
@@ -210,7 +211,7 @@ def main() -> None:
     end(trained.run)
     if mesh.get_rank() == 0:
         compare(trained.log, trained.expected)
-        # What is trained on shards speaks as whole parameters, without a mesh: it is the same function.
+        # The model that was trained on shards generates text from whole parameters, without a mesh.
         whole, context = trained.params, config.context
         leave(curve, trained.validation, lambda text: model(whole, text[:, -context:], config), args.out, args.seed)
 

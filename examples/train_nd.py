@@ -3,15 +3,15 @@
     torchrun --standalone --nproc-per-node 4 -m examples.train_nd --mesh shard=2,tensor=2
     torchrun --standalone --nproc-per-node 4 -m examples.train_nd --mesh pipe=2,expert=2 --experts 4
 
-One model, a pure function; what each axis does to it is a collective at one place:
+The model is one pure function, and each axis adds a collective at one place in it:
 
-    replica, shard, expert   cut the rows of a batch; parameters are the same over `replica`, cut over the others
-    context                  cuts sequences; attention passes keys and values around
-    tensor                   cuts heads, hidden units and the vocabulary
-    expert                   cuts the experts, to which tokens travel
-    pipe                     cuts the list of layers; activations go from rank to rank
+    replica, shard, expert   shard the rows of a batch; parameters are replicated over `replica`, sharded over the rest
+    context                  shards sequences; attention passes keys and values around
+    tensor                   shards heads, hidden units and the vocabulary
+    expert                   shards the experts; tokens are sent to them
+    pipe                     splits the list of layers; activations go from rank to rank
 
-On one process it is the ordinary model, and the loss and its gradient are the same on every mesh.
+On one process, it is the ordinary model. The loss and its gradient are the same on every mesh.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ AXES = ("replica", "shard", "tensor", "context", "expert", "pipe")
 
 @dataclass(frozen=True)
 class Axes:
-    """Which axes of the mesh play which part; none by default, as on one process."""
+    """The role of each mesh axis; by default there are none, as on one process."""
 
-    rows: sf.AxisName = ()  # cut the batch
+    rows: sf.AxisName = ()  # shard the batch
     tensor: sf.AxisName = ()
     context: sf.AxisName = ()
     expert: sf.AxisName = ()
@@ -45,7 +45,7 @@ class Axes:
 
     @property
     def data(self) -> tuple[str, ...]:
-        """Along which ranks have other tokens."""
+        """The axes along which ranks have different tokens."""
         return (*self.rows, *((self.context,) if isinstance(self.context, str) else self.context))
 
 
@@ -55,23 +55,23 @@ SIX = Axes(("replica", "shard", "expert"), "tensor", "context", "expert", "pipe"
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the model, and of the run."""
+    """Sizes of the model and the run."""
 
     vocabulary: int = 256
     width: int = 128
     heads: int = 4
     layers: int = 4
     hidden: int = 352
-    experts: int = 0  # in every second block; none: all blocks are dense
-    chosen: int = 2  # experts a token
-    capacity: int | None = None  # tokens of a group that an expert takes; None: all that come
+    experts: int = 0  # in every second block; 0: all blocks are dense
+    chosen: int = 2  # experts per token
+    capacity: int | None = None  # tokens of a group that an expert takes; None: no limit
     group: int = 8  # tokens
     balance: float = 0.01
     context: int = 128
-    batch: int = 16  # sequences a step, over all ranks
-    micro: int = 2  # batches that the step's is cut into
+    batch: int = 16  # sequences per step, over all ranks
+    micro: int = 2  # micro-batches per step
     ring: bool = True  # or Ulysses
-    sequence: bool = False  # whether `tensor` cuts sequences between layers too; in dense models
+    sequence: bool = False  # whether `tensor` also shards sequences between layers; for dense models only
     rate: float = 6e-3
     seed: int = 0
     dtype: torch.dtype = torch.float32
@@ -85,7 +85,7 @@ class Config:
 
 
 def init(config: Config) -> Params:
-    """Makers of each stage's parameters."""
+    """Functions that make each stage's parameters."""
     d, f, v = config.width, config.hidden, config.vocabulary
 
     def normal(g: torch.Generator, *shape: int, fan_in: int) -> Tensor:
@@ -133,7 +133,7 @@ SPECS = sf.by_path(
 
 
 def strategy(config: Config, mesh: DeviceMesh) -> sf.Strategy:
-    """Parameters are cut over all ranks that have other tokens, and live where their layer is."""
+    """Shards parameters over the ranks with different tokens, on the ranks that have their layer."""
     stages = parallel.split_layers(config.layers, mesh["pipe"].size())
 
     def placed(path: str, shape: tuple[int, ...]) -> sf.Placement:
@@ -153,7 +153,7 @@ def embed(p: Params, tokens: Tensor, axes: Axes, sequence: int | None) -> Tensor
 
 @sf.stage
 def block(p: Params, x: Tensor, rope: Tensor, config: Config, axes: Axes) -> tuple[Tensor, Tensor]:
-    """Activations `[b, t, d]`, and how unevenly the layer's experts are used."""
+    """Activations `[b, t, d]`, and the balance loss of the layer's experts."""
     sequence = 1 if config.sequence else None
     x = x + attended(p, normed(x, p["norm1"], config, axes), rope, config, axes)
     h = normed(x, p["norm2"], config, axes)
@@ -165,7 +165,7 @@ def block(p: Params, x: Tensor, rope: Tensor, config: Config, axes: Axes) -> tup
 
 
 def normed(x: Tensor, weight: Tensor, config: Config, axes: Axes) -> Tensor:
-    if config.sequence:  # each rank has other places then
+    if config.sequence:  # then each rank has different positions
         weight = sf.pvary(weight, axes.tensor)
     return parallel.rms_norm(x, weight)
 
@@ -182,7 +182,7 @@ def attended(p: Params, h: Tensor, rope: Tensor, config: Config, axes: Axes) -> 
 
 
 def angles(places: Tensor, config: Config) -> Tensor:
-    """Of rotary positions: cosines and sines, `[2, t, d / heads / 2]`."""
+    """Cosines and sines of rotary positions, `[2, t, d / heads / 2]`."""
     half = config.width // config.heads // 2
     rates = 10000.0 ** -(torch.arange(half, dtype=config.dtype, device=places.device) / half)
     found = places.to(config.dtype)[:, None] * rates
@@ -201,7 +201,7 @@ def mlp(p: Params, h: Tensor) -> Tensor:
 def mixed(p: Params, x: Tensor, config: Config, axes: Axes) -> tuple[Tensor, Tensor]:
     tokens = rearrange(x, "b (n g) d -> (b n) g d", g=config.group)
     routing = parallel.route(tokens, p["router"], config.chosen)
-    # The experts' hidden units are cut over `tensor`: each rank has a part of every result.
+    # The experts' hidden units are sharded over `tensor`: each rank has a partial sum of every result.
     parts = parallel.Routing(routing.experts, sf.pvary(routing.weights, axes.tensor), routing.logits)
     h = sf.pvary(tokens, axes.tensor)
     y = parallel.mixture(mlp, p["experts"], h, parts, axes.expert, capacity=config.capacity)
@@ -218,7 +218,7 @@ def head(p: Params, x: Tensor, targets: Tensor, config: Config, axes: Axes) -> T
 
 
 def part(params: Params, x: Any, rows: Tensor, config: Config, axes: Axes) -> Any:
-    """What this rank along `pipe` does with a micro-batch, rows `[b, context + 1]`: from what came, what goes on."""
+    """Runs this rank's layers on a micro-batch `[b, context + 1]`: from the previous rank's output to its own."""
     own, last = stages_of(config, axes), sf.axis_size(axes.pipe) - 1
     index = sf.axis_index(axes.pipe)
     places = parallel.positions(rows.shape[1] - 1, axes.context, balanced=config.ring, device=rows.device)
@@ -244,7 +244,7 @@ def stages_of(config: Config, axes: Axes) -> range:
 
 
 def loss_fn(params: Params, tokens: Tensor, config: Config, axes: Axes = ALONE) -> Tensor:
-    """Mean cross-entropy of the whole batch, in nats, and the balance of experts. Tokens `[micro, rows, places]`."""
+    """Mean cross-entropy of the whole batch, in nats, plus the balance loss. Tokens `[micro, rows, context + 1]`."""
 
     def own(params: Params, x: Any, rows: Tensor) -> Any:
         return part(params, x, rows, config, axes)
@@ -256,14 +256,14 @@ def loss_fn(params: Params, tokens: Tensor, config: Config, axes: Axes = ALONE) 
 
 
 def optimizer(config: Config, steps: int) -> so.Optimizer:
-    """AdamW, clipped; matrices decay."""
+    """AdamW with clipping; only matrices have weight decay."""
     rate = so.warmup_cosine(config.rate, warmup=min(40, steps), steps=steps, end=config.rate / 10)
     adamw = so.adamw(rate, b2=0.98, weight_decay=lambda path, shape: 0.1 if len(shape) > 1 else 0.0)
     return so.chain(so.clip_by_global_norm(1.0), adamw)
 
 
 def train(config: Config, mesh: DeviceMesh, data: Tensor, steps: int, report: Reports = ()) -> Any:
-    """Trains from scratch; the losses, and the parameters, whole."""
+    """Trains from scratch; returns the losses and the whole parameters."""
 
     def loss(params: Params, rows: Tensor) -> Tensor:
         return loss_fn(params, rearrange(rows.long(), "(rows m) t -> m rows t", m=config.micro), config, SIX)
@@ -277,9 +277,9 @@ def train(config: Config, mesh: DeviceMesh, data: Tensor, steps: int, report: Re
 def main() -> None:
     parser = options("Train a language model on a mesh of any of six axes.", steps=50)
     parser.add_argument(
-        "--mesh", type=sizes_of(*AXES), default="shard=-1", help="such as shard=2,tensor=2; one may be -1"
+        "--mesh", type=sizes_of(*AXES), default="shard=-1", help="such as shard=2,tensor=2; one size may be -1"
     )
-    parser.add_argument("--experts", type=int, default=0, help="in every second block (default: none)")
+    parser.add_argument("--experts", type=int, default=0, help="experts in every second block (default: none)")
     args = parser.parse_args()
     config = Config(experts=args.experts, seed=args.seed)
     mesh = sf.make_mesh(device=args.device, **args.mesh)

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from shardfn.testing.forkserver import preload
 from shardfn.testing.world import close_worlds
 
-# Lent memory is full of nan when nobody should read it, in every test and in every process that one starts.
+# In every test, and in every process that a test starts, memory that nobody should read is filled with nan.
 os.environ.setdefault("SHARDFN_DEBUG", "memory")
 
 pytest_plugins = ["shardfn.testing.plugin", "tests.durations"]
 
-# What the ranks of some tests would load anew in every world, for seconds.
+# Modules that the ranks of some tests would otherwise import in every world, which takes seconds.
 COMPILER = ("torch._inductor.compile_fx",)
 MODELS = ("transformers.models.llama.modeling_llama", *COMPILER)
 LOADED = {
@@ -24,13 +24,13 @@ LOADED = {
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    # torch loads it at the first torch.func transform: worlds get from here what each of their ranks would load.
+    # torch imports it at the first torch.func transform. Imported here, the ranks of all worlds have it already.
     importlib.import_module("torch._dynamo")
 
 
 @pytest.fixture(autouse=True)
 def no_world_is_left() -> Iterator[None]:
-    """A run of one rank may start in pytest's own process; the tests after it find no process group there."""
+    """A run of one rank may use pytest's own process; its process group is destroyed before the next test."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -38,12 +38,12 @@ def no_world_is_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def no_world_waits() -> Iterator[None]:
-    """A world costs processor time while nobody uses it, and a new one is there at once."""
+    """Closes unused worlds, since they take processor time, and new ones start quickly."""
     yield
     close_worlds()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    gc.freeze()  # what lives as long as the session need not be searched for garbage
+    gc.freeze()  # objects that live as long as the session need not be searched for garbage
     for part in {part for item in session.items for part in item.path.parts}:
         preload(*LOADED.get(part, ()))

@@ -1,11 +1,11 @@
-"""Processes that train and save are killed at random moments, and go on from the newest checkpoint.
+"""Kills processes that train and save at random moments, and continues from the newest checkpoint.
 
-    python -m tests.crash --kills 200             # with --scratch folder: parameters, gradients and state on disk
+    python -m tests.crash --kills 200             # with --scratch FOLDER: parameters, gradients and state on disk
 
-Each life is a few processes on a mesh that is drawn anew, which train a small model and save after every step, in turn
-at once and in the background, until one of them or all get SIGKILL. Then the newest checkpoint must verify, and hold at
-least the last step whose save had returned; the next life goes on from it. What has been trained at the end must be
-what a run without kills gives: bit for bit if the mesh is the same in all lives, to rounding otherwise.
+Each life is a few processes on a randomly chosen mesh. They train a small model and save after every step, alternately
+in the foreground and in the background, until one or all of them get SIGKILL. Then the newest checkpoint must be
+intact, and at least as new as the last save that had returned; the next life continues from it. The final parameters
+must equal those of a run without kills: bit for bit if the mesh is the same in all lives, otherwise up to rounding.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from shardfn.checkpoint.verifying import verify
 
 MESHES: list[dict[str, int]] = [{"shard": 2}, {"shard": 3}, {"replica": 2, "shard": 1}, {"shard": 1}]
 KEEP, DEADLINE = 2, 40.0
-LIFE = 1.0  # seconds, at most, from when it trains until somebody is killed
+LIFE = 1.0  # most seconds from the start of training until a process is killed
 
 
 @dataclass
 class Tally:
-    """What was seen.
+    """The counts of a test.
 
     Attributes:
-        ends: how lives ended -> how many.
-        torn: folders of a save that a kill cut short.
-        saved: steps whose save had returned when its life ended, the last of each life.
-        steps: that were trained in all, some of them again.
+        ends: the number of lives that ended in each way.
+        torn: folders of saves that a kill interrupted.
+        saved: after each life, the newest step whose save had returned.
+        steps: the step of the newest checkpoint.
     """
 
     ends: Counter[str] = field(default_factory=Counter)
@@ -73,7 +73,7 @@ OPTIMIZER = so.adamw(1e-2)
 
 
 def trained(state: dict[str, Any], mesh: Any) -> dict[str, Any]:
-    """One step; its data are drawn by the step's number, its noise by the generator in the state."""
+    """The state after one step; the step's number determines its data, and the generator in the state its noise."""
     axes = tuple(mesh.mesh_dim_names)
 
     @sf.stage
@@ -102,12 +102,12 @@ ON_DISK = {"params": "disk", "grads": "disk", "state": "disk"}
 
 
 def live(rank: int, sizes: dict[str, int], folder: str, number: int, steps: int, scratch: str = "") -> None:
-    """One process of a life; with everything in a scratch folder, if there is one."""
+    """One process of a life; with parameters, gradients and state in a scratch folder, if there is one."""
     os.environ["SHARDFN_SCRATCH"] = scratch
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     root, size = Path(folder), math.prod(sizes.values())
-    os.dup2(os.open(root / f"log{number}.{rank}", os.O_WRONLY | os.O_CREAT), 2)  # survivors complain
+    os.dup2(os.open(root / f"log{number}.{rank}", os.O_WRONLY | os.O_CREAT), 2)  # for messages of surviving processes
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     store = (root / f"store{number}").as_uri()
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
@@ -121,7 +121,7 @@ def live(rank: int, sizes: dict[str, int], folder: str, number: int, steps: int,
     while state["step"] < steps:
         state = trained(state, mesh)
         path = root / "run" / f"step-{state['step']:05d}"
-        if path.exists():  # it is from an earlier life, whose step was the same
+        if path.exists():  # an earlier life has saved this step
             raise AssertionError(f"{path} was not the newest")
         if state["step"] % 2:
             checkpoint.save(path, state, keep=KEEP)
@@ -139,10 +139,10 @@ def live(rank: int, sizes: dict[str, int], folder: str, number: int, steps: int,
 def crash(
     kills: int, steps: int, seed: int, meshes: list[dict[str, int]], folder: Path, scratch: Path | None = None
 ) -> tuple[Tally, float]:
-    """Lives and deaths until all steps are trained after so many kills.
+    """Runs and kills so many lives, then one life that trains all steps.
 
     Returns:
-        What was seen, and how far what was trained is from a run without kills, relative.
+        The counts, and the relative difference of the parameters from a run without kills.
 
     Raises:
         AssertionError: something was lost, or hangs.
@@ -193,14 +193,14 @@ def crash(
 
 
 def where(process: Any) -> str:
-    """A process says into its log where its threads are."""
+    """The end of a process's log, after it has written the stacks of its threads there."""
     os.kill(process.pid, signal.SIGUSR1)
     time.sleep(1)
     return Path(f"/proc/{process.pid}/fd/2").read_text()[-4000:]
 
 
 def check(folder: Path, number: int, tally: Tally) -> None:
-    """The newest checkpoint is whole, and no older than the last save that returned in this or an earlier life."""
+    """Asserts that the newest checkpoint is intact, and not older than the last save that returned in any life."""
     log = folder / f"saved{number}"
     saved = [int(line) for line in log.read_text().split()] if log.exists() else []
     floor = max([*saved, *tally.saved], default=0)
@@ -215,7 +215,7 @@ def check(folder: Path, number: int, tally: Tally) -> None:
 
 
 def difference(folder: Path, sizes: dict[str, int]) -> float:
-    """From a run without kills, on the mesh `sizes`, of as many steps as the newest checkpoint has."""
+    """The relative difference from a run without kills, on the mesh `sizes`, at the step of the newest checkpoint."""
     newest = checkpoint.latest(folder / "run")
     assert newest is not None
     apart = folder / "reference"
@@ -240,7 +240,7 @@ def difference(folder: Path, sizes: dict[str, int]) -> float:
 
 
 def whole(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """All that is in a checkpoint."""
+    """All tensors and numbers in a checkpoint."""
     from shardfn.checkpoint.folders import source_of
 
     source = source_of(path)
@@ -251,11 +251,11 @@ def whole(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Kill processes that train and save, and go on.")
+    parser = argparse.ArgumentParser(description="Kill processes that train and save, and continue.")
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--steps", type=int, default=20, help="at least; lives train as far as they come")
+    parser.add_argument("--steps", type=int, default=20, help="least number of steps; lives may train more")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--scratch", type=Path, help="a folder for everything that is trained")
+    parser.add_argument("--scratch", type=Path, help="folder for parameters, gradients and state")
     parser.add_argument("--one-mesh", action="store_true", help="the same mesh in every life: equal bit for bit")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
@@ -267,7 +267,7 @@ def main() -> None:
     print(f"kills: {dict(tally.ends)}; saves cut short: {tally.torn}; steps: {tally.steps}")
     print(f"lost saves: 0; damaged checkpoints: 0; hangs: 0; difference from a run without kills: {worst:.1e}")
     if worst != 0 if args.one_mesh else worst >= 1e-12:
-        raise SystemExit("what was trained is not what a run without kills trains")
+        raise SystemExit("the parameters differ from those of a run without kills")
 
 
 if __name__ == "__main__":

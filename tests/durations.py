@@ -1,12 +1,12 @@
-"""Which tests run when, by the seconds that they took when these were last recorded.
+"""Selects tests by tier, from the recorded durations of earlier runs.
 
-pytest                        all that is named
-pytest --tier=fast            make test-fast: what takes little, the quickest test of every file, and those of the
-                              next tier for the folders of shardfn that git sees edited
-pytest --tier=change          make test: of tests that take long, every value of every parameter, not every pair;
-                              of tests of which one case takes long, only the quickest of a file without others
-pytest --tier=deep            part of make test-deep: what the tier before leaves out
-pytest --record-durations     writes durations.json, from a run of everything
+pytest                        the tests named on the command line, or all
+pytest --tier=fast            make test-fast: quick tests, the quickest test of every file, and the tests of tier
+                              "change" for the folders of shardfn with uncommitted edits
+pytest --tier=change          make test: of long tests, enough cases to have every value of every parameter, but not
+                              every pair; no slow cases, except the quickest one of a file that has only slow ones
+pytest --tier=deep            part of make test-deep: the cases that tier "change" leaves out
+pytest --record-durations     writes durations.json, after a run of all tests
 """
 
 from __future__ import annotations
@@ -21,55 +21,55 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = Path(__file__).with_name("durations.json")
-LONG = 2.0  # seconds for all cases of a test, from which on some do
-SLOW = 2.0  # seconds for a case, from which on it is of the deep tier
-QUICK = 1.0  # seconds for a case, up to which it is of the fast tier
+LONG = 2.0  # seconds for all cases of a test, above which not all run
+SLOW = 2.0  # seconds per case, above which it is in the deep tier
+QUICK = 0.2  # seconds per case, up to which it is in the fast tier
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Two options."""
+    """Adds the two options."""
     parser.addoption("--tier", choices=("fast", "change", "deep"), help="the tests of make test-fast, test, test-deep")
-    parser.addoption("--record-durations", action="store_true", help="write what each test takes to durations.json")
+    parser.addoption("--record-durations", action="store_true", help="write the seconds of each test to durations.json")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Record, where that is asked for and tests are reported: not in a worker."""
+    """Starts recording, if asked for; not in workers, since the main process gets all reports."""
     if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder())
 
 
 class Recorder:
-    """Adds up what the cases of each test take."""
+    """Adds up the seconds of each test's cases."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self.cases: dict[str, set[str]] = defaultdict(set)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Set-up and end count, too."""
+        """Adds the duration of a call, a set-up or a teardown."""
         self.seconds[test := name(report.nodeid)] += report.duration
         self.cases[test].add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        """Write what takes a second or more: by test, seconds and cases."""
+        """Writes the seconds and the number of cases of every test that takes a second or more."""
         tests = {key: [round(s, 1), len(self.cases[key])] for key, s in sorted(self.seconds.items()) if s >= 1}
         lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in tests.items())
         RECORD.write_text(f"{{\n{lines}\n}}\n")
 
 
 def name(nodeid: str) -> str:
-    """The test without its parameters."""
+    """The test's name without its parameters."""
     return nodeid.split("[", 1)[0]
 
 
 def recorded() -> dict[str, tuple[float, int]]:
-    """By test, the seconds and the number of its cases."""
+    """The recorded seconds and number of cases, by test."""
     return {key: (seconds, cases) for key, (seconds, cases) in json.loads(RECORD.read_text()).items()}
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is not of the tier; several workers begin with the files that take longest."""
+    """Deselects tests of other tiers; several workers begin with the longest files."""
     record = recorded()
 
     def seconds(item: pytest.Item) -> float:
@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return total / cases
 
     def quick(some: Iterable[pytest.Item], limit: float) -> set[pytest.Item]:
-        """Those that take no longer; of a file that has none, the quickest."""
+        """The cases within the limit; of a file without any, the quickest case."""
         some = sorted(some, key=seconds)
         first = {item.path: item for item in reversed(some)}
         return {item for item in some if seconds(item) <= limit or item is first[item.path]}
@@ -92,7 +92,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             kept = set(items) - change
         elif tier == "fast":
             edited = edited_folders()
-            kept = quick(change, QUICK) | {item for item in change if item.path.parent.name in edited}
+            # In order, so that every worker keeps the same of equally quick ones.
+            kept = quick((item for item in items if item in change), QUICK) | {
+                item for item in change if item.path.parent.name in edited
+            }
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
     if hasattr(config, "workerinput"):  # workers take file after file
@@ -103,16 +106,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def edited_folders() -> set[str]:
-    """The folders of shardfn in which something differs from the last commit."""
+    """The folders of shardfn with changes since the last commit."""
     command = ["git", "status", "--porcelain", "--no-renames", "--", "shardfn"]
     lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
     return {Path(line[3:]).parent.name for line in lines}
 
 
 def cover(cases: list[pytest.Item]) -> list[pytest.Item]:
-    """Cases in which every value of every parameter occurs: the next has most new values, and rare ones of the old."""
+    """Cases in which every value of every parameter occurs: chosen greedily, by most new values, then by rare ones."""
     specs = {case: getattr(case, "callspec", None) for case in cases}
-    # The cases of a test share the values: each is one object.
+    # The cases of a test share the objects of their values.
     values = {case: frozenset((k, id(x)) for k, x in spec.params.items()) for case, spec in specs.items() if spec}
     missing = {value for pairs in values.values() for value in pairs}
     times: Counter[tuple[str, int]] = Counter()

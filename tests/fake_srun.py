@@ -1,7 +1,8 @@
-"""Starts tasks as SLURM's srun does, all of them on this machine, with the variables that it sets.
+"""Starts tasks like SLURM's srun, but all of them on this machine, with the variables that srun sets.
 
-Nodes are those of SLURM_JOB_NODELIST, which `host`, `--nodes` and the job's own variables describe. The tasks of a node
-are consecutive, unless `--distribution=cyclic`. As with `--kill-on-bad-exit`, one that fails ends the others.
+The nodes are those of SLURM_JOB_NODELIST; options such as `--nodes` and the job's variables give their number and that
+of the tasks. The tasks of a node are consecutive, unless `--distribution=cyclic`. As with `--kill-on-bad-exit`, a task
+that fails ends the others.
 """
 
 import os
@@ -17,7 +18,7 @@ def number(options, name, default):
 
 
 def tasks(options):
-    """The node of each task."""
+    """The names of the nodes, and the node's index of each task."""
     names = list(hosts(os.environ["SLURM_JOB_NODELIST"]))
     nodes = number(options, "nodes", len(names)) if "nodes" in options else len(names)
     count = number(options, "ntasks", number(options, "ntasks-per-node", 1) * nodes)
@@ -46,7 +47,7 @@ def main():
         running.append(subprocess.Popen(command, env=os.environ | step | own))
     while any(task.poll() is None for task in running):
         if any(task.poll() for task in running):
-            time.sleep(1)  # each has its say
+            time.sleep(1)  # so that every task can print its messages
             for task in running:
                 task.terminate()
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Programs that run out of memory where they are told to, on the ranks that are told to."""
+"""Programs that run out of memory at chosen places, on chosen ranks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from shardfn.mesh.groups import world_of_thread
 from tests.models import STRATEGIES, distance, normal, plainly, residual, squares
 
 D, DEPTH, ROWS = 4, 3, 8
-Fault = tuple[int, int, str, int, int]  # the rank, step, place and micro-batch, and the most parts, in which it happens
+Fault = tuple[int, int, str, int, int]  # rank, step, place, micro-batch, and the most parts with which it happens
 
 
 class Faults:
-    """Raises an error where it is told to: `forward` or `backward`, `in front`, `in k`, `after k`, or `loss`."""
+    """Raises errors at the chosen places: `forward` or `backward` with `in front`, `in k` or `after k`; or `loss`."""
 
     def __init__(self, faults: Sequence[Fault], rank: int, error: Callable[[], Exception]) -> None:
         self.mine, self.error = [fault[1:] for fault in faults if fault[0] == rank], error
         self.step = self.batch = self.parts = self.met = 0
 
     def begin(self, x: Tensor, whole: Tensor) -> None:
-        """A micro-batch of a batch."""
+        """Notes the beginning of a micro-batch `x` of the batch `whole`."""
         self.batch = 1 if x.data_ptr() == whole.data_ptr() else self.batch + 1
         self.parts = round(len(whole) / len(x))
 
@@ -36,7 +36,7 @@ class Faults:
                 raise self.error()
 
     def passing(self, place: str, x: Tensor) -> Tensor:
-        """`x`, which may not come through, forward or backward."""
+        """Returns `x`; may raise an error in forward or in backward."""
         self.at(f"forward {place}")
         made: Tensor = _Passing.apply(x, self, place)
         return made
@@ -55,22 +55,22 @@ class _Passing(torch.autograd.Function):
 
 
 def out() -> Exception:
-    """As an accelerator's allocator says it."""
+    """The error of an accelerator's allocator."""
     return torch.OutOfMemoryError("pretended: out of memory. Tried to allocate 2.00 GiB")
 
 
 def cpus() -> Exception:
-    """As the CPU's does."""
+    """The error of the CPU's allocator."""
     return RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: 9 B")
 
 
 def pythons() -> Exception:
-    """As Python does."""
+    """Python's own error."""
     return MemoryError()
 
 
 def net(stage: Any, ps: Any, x: Tensor, faults: Faults | None) -> Tensor:
-    """Residual blocks; faults are before them, in them and between them."""
+    """Residual blocks, with faults before, in and after each of them."""
     x = x * ps["scale"]
     x = x if faults is None else faults.passing("in front", x)
     for k, p in enumerate(sf.layers(ps["blocks"])):
@@ -109,20 +109,20 @@ def trained(
     scratch: Any = None,
     **how: Any,
 ) -> tuple[Any, list[int], int]:
-    """What steps of training gave; in how many parts each ran; how many faults were met.
+    """Trains; returns the results of the steps, the number of parts of each, and the number of faults met.
 
     Args:
-        sizes: of the mesh.
-        strategy: its name, or a placement.
-        micro: as `accumulate` takes it; a list for a number at each step.
+        sizes: sizes of the mesh.
+        strategy: a strategy's name, or a placement.
+        micro: the argument of `accumulate`, or a list with one number for each step.
         faults: where errors are raised.
-        steps: how many.
-        error: what is raised.
-        dropout: probability.
-        options: of the stages.
+        steps: the number of steps.
+        error: makes the error.
+        dropout: the probability.
+        options: options of the stages.
         scoped: whether a step runs under shard_map.
-        scratch: of the mesh.
-        **how: more for `accumulate`.
+        scratch: the scratch folder of the mesh.
+        **how: more arguments of `accumulate`.
     """
     mesh = sf.make_mesh(device="cpu", scratch=scratch, **sizes)
     rank, n = mesh.get_rank(), mesh.size()
@@ -155,21 +155,22 @@ def trained(
 
 
 def plain(grads: Any) -> Any:
-    """Gradients as whole tensors, but the plain ones, which are each rank's own."""
+    """Gradients as whole tensors, except plain gradients, which are each rank's own."""
     return {**sf.unshard({k: v for k, v in grads.items() if k != "scale"}), "scale": grads["scale"]}
 
 
 def forget() -> bool:
-    """What fits is found anew."""
+    """Forgets which batch sizes fit."""
     for name in [name for name in world_of_thread().agreed if name.startswith("fitting ")]:
         world_of_thread().agreed.pop(name)
     return True
 
 
 def compared(sizes: dict[str, int], strategy: Any, faults: Sequence[Fault], steps: int = 2, **how: Any) -> Any:
-    """Parts, faults met, whether it was bit for bit a run with those parts, and the distance from one process.
+    """Compares a run that meets faults with a run with the same parts, and with one process.
 
-    The distance is of the first step, and nan with dropout.
+    Returns the parts, the number of faults met, whether both runs are equal bit for bit, and the distance of the first
+    step from one process, which is nan with dropout.
     """
     forget()
     error = how.pop("error", out)
@@ -180,7 +181,7 @@ def compared(sizes: dict[str, int], strategy: Any, faults: Sequence[Fault], step
 
 
 def apart(result: Any, sizes: dict[str, int], has_aux: bool) -> float:
-    """How far a step's gradient is from that of one process, for all ranks' rows."""
+    """The distance of a step's gradient from that of one process, for all ranks' rows."""
     n = sizes["replica"] * sizes["shard"]
     mesh = sf.make_mesh(device="cpu", **sizes)
     whole = {**parameters(), "scale": scale()}

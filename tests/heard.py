@@ -1,4 +1,4 @@
-"""What the log of shardfn says."""
+"""The log messages of shardfn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Heard(logging.Handler):
 
 @contextlib.contextmanager
 def heard() -> Iterator[list[str]]:
-    """Messages on this rank while the block runs, as they come."""
+    """A list of the messages on this rank, which grows while the block runs."""
     handler, log = _Heard(), logging.getLogger("shardfn")
     log.addHandler(handler)
     try:

@@ -1,10 +1,10 @@
-"""Runs of `sf.run.loop` are killed at random moments, and go on from the newest whole checkpoint.
+"""Kills runs of `sf.run.loop` at random moments, and continues from the newest whole checkpoint.
 
     python -m tests.killed_runs --kills 100
 
-Each life is a few processes, which train with noise and save in the background until one of them or all get SIGKILL.
-What has been trained at the end, and the file of metrics, must be what a run without kills gives: bit for bit, if all
-lives have as many ranks.
+Each life is a few processes, which train with noise and save in the background until one or all of them get SIGKILL.
+The final parameters and the file of metrics must equal those of a run without kills: bit for bit, if all lives have the
+same number of ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch.distributed as dist
 import shardfn as sf
 from tests.run.toy import Rows, begin, mesh_here, step_of, whole
 
-DEADLINE = 120.0  # a rank that is killed while a group is made is missed after the timeout of 30 s, by each group anew
+DEADLINE = 120.0  # if a rank is killed while groups are made, each group waits for it until its timeout of 30 s
 
 
 def live(rank: int, size: int, folder: str, number: int, steps: int, noise: float) -> None:
@@ -35,7 +35,7 @@ def live(rank: int, size: int, folder: str, number: int, steps: int, noise: floa
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     root = Path(folder)
-    os.dup2(os.open(root / f"log{number}.{rank}", os.O_WRONLY | os.O_CREAT), 2)  # survivors complain
+    os.dup2(os.open(root / f"log{number}.{rank}", os.O_WRONLY | os.O_CREAT), 2)  # for messages of surviving processes
     store = (root / f"store{number}").as_uri()
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
     mesh = mesh_here()
@@ -52,10 +52,10 @@ def live(rank: int, size: int, folder: str, number: int, steps: int, noise: floa
 
 
 def kill(kills: int, sizes: list[int], seed: int, folder: Path, steps: int, noise: float) -> list[int]:
-    """Lives and deaths, and one life that trains all steps.
+    """Runs and kills so many lives, then runs one life that trains all steps.
 
     Returns:
-        Which steps lives went on from.
+        The steps from which the lives continued.
 
     Raises:
         AssertionError: a life hangs, or ends by itself.
@@ -102,7 +102,7 @@ def _log(folder: Path, number: int) -> str:
 
 
 def difference(folder: Path, size: int, noise: float) -> tuple[float, bool]:
-    """How far parameters are from those of a run without kills, and whether the losses are the same, each step once."""
+    """The difference of parameters from a run without kills, and whether the losses are equal, with each step once."""
     step, killed = torch.load(folder / "result")
     apart = folder / "apart"
     apart.mkdir()
@@ -118,7 +118,7 @@ def _losses(folder: Path) -> list[tuple[int, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Kill runs of sf.run.loop, and go on.")
+    parser = argparse.ArgumentParser(description="Kill runs of sf.run.loop, and continue.")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -129,7 +129,7 @@ def main() -> None:
             far, same = difference(Path(name), sizes[0], noise)
         print(f"ranks {sizes}: {args.kills} kills, went on from {begun}; difference {far:.1e}, same losses: {same}")
         if (far, same) != (0, True) if len(sizes) == 1 else far >= 1e-12:
-            raise SystemExit("what was trained is not what a run without kills trains")
+            raise SystemExit("the parameters or losses differ from those of a run without kills")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Programs that tests start, as launchers do: their variables, a port, and the processes that come of them."""
+"""For tests that start programs as launchers do: environment variables, a free port, and torchrun's processes."""
 
 from __future__ import annotations
 

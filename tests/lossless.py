@@ -1,4 +1,4 @@
-"""A format that loses nothing: what travels in it arrives as it was, so that programs give what they give without."""
+"""A format without loss: programs that send values in it give the same results as without a format."""
 
 from __future__ import annotations
 

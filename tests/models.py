@@ -1,7 +1,7 @@
-"""Toy models, and what tests need around them: parameters, meshes, strategies, ways to a gradient, and differences.
+"""Toy models for tests, with their parameters, meshes, strategies, ways to compute a gradient, and differences.
 
-A model is an embedding, blocks one after another, and a head, as in `straight`; most tests take the blocks alone. All
-numbers are in float64, where a program on shards agrees with one process to rounding.
+A model is an embedding, a sequence of blocks, and a head; most tests use only the blocks. All numbers are in float64,
+where a program on shards agrees with one process up to rounding.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ STRATEGIES: dict[str, sf.Placement] = {
 
 
 def normal(*shape: int, seed: int) -> Tensor:
-    """Of mean 0 and standard deviation 1/2."""
+    """Normally distributed numbers with mean 0 and standard deviation 1/2."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) / 2
 
 
 def drawn(seed: int, scale: float = 1.0) -> Callable[..., Tensor]:
-    """Draws tensors of given shapes, one after another."""
+    """A function that draws tensors of given shapes, one after another."""
     generator = torch.Generator().manual_seed(seed)
     return lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64) * scale
 
 
 def blocks(depth: int, width: int = WIDTH) -> list[dict[str, Tensor]]:
-    """Of `block`."""
+    """Parameters for `block`."""
     shapes = {"w": (width, HIDDEN), "b": (HIDDEN,), "v": (HIDDEN, width)}
     return [
         {name: normal(*shape, seed=10 * (k + 1) + i) for k, (name, shape) in enumerate(shapes.items())}
@@ -57,12 +57,12 @@ def blocks(depth: int, width: int = WIDTH) -> list[dict[str, Tensor]]:
 
 
 def squares(depth: int, width: int = WIDTH) -> list[dict[str, Tensor]]:
-    """Of `layer` and `residual`."""
+    """Parameters for `layer` and `residual`."""
     return [{"w": normal(width, width, seed=2 * i), "b": normal(width, seed=2 * i + 1)} for i in range(depth)]
 
 
 def params(depth: int = 4, width: int = WIDTH) -> dict[str, Any]:
-    """Of `straight`."""
+    """Parameters for an embedding, blocks and a head."""
     return {
         "embed": {"e": normal(VOCABULARY, width, seed=1)},
         "blocks": blocks(depth, width),
@@ -71,7 +71,7 @@ def params(depth: int = 4, width: int = WIDTH) -> dict[str, Any]:
 
 
 def scaled(depth: int = 3, width: int = 6) -> dict[str, Any]:
-    """Of `scaled_loss`, whose last stage is one tensor, not a dictionary."""
+    """Parameters for `scaled_loss`, whose last stage is one tensor, not a dictionary."""
     return {
         "embed": {"e": normal(VOCABULARY, width, seed=1)},
         "blocks": blocks(depth, width),
@@ -103,12 +103,12 @@ def head(p: Any, x: Tensor) -> Tensor:
 
 
 def plainly(f: Any = None, **_: Any) -> Any:
-    """In the place of `sf.stage`: the function itself."""
+    """Replaces `sf.stage`: returns the function itself."""
     return f
 
 
 def scaled_loss(stage: Any, ps: Any, tokens: Tensor, **options: Any) -> Tensor:
-    """The sum over these rows, `[rows, 4]`."""
+    """The sum of the losses of these rows, `[rows, 4]`."""
     x = stage(embed)(ps["embed"], tokens)
     f = stage(block, **options)
     for p in sf.layers(ps["blocks"]):
@@ -117,12 +117,12 @@ def scaled_loss(stage: Any, ps: Any, tokens: Tensor, **options: Any) -> Tensor:
 
 
 def token_rows(n: int) -> Tensor:
-    """`[n, 4]`."""
+    """Random tokens `[n, 4]`."""
     return torch.randint(0, VOCABULARY, (n, 4), generator=torch.Generator().manual_seed(n))
 
 
 def everyone(f: Callable[[Any, int], Tensor], n: int) -> Callable[[Any], Tensor]:
-    """The sum of all ranks' losses, of which sharded parameters get the gradient."""
+    """The sum of all ranks' losses; its gradient is that of sharded parameters."""
     return lambda ps: torch.stack([f(ps, rank) for rank in range(n)]).sum()
 
 
@@ -131,16 +131,16 @@ def everyone(f: Callable[[Any, int], Tensor], n: int) -> Callable[[Any], Tensor]
 
 @functools.cache
 def mesh_of(**sizes: int) -> Any:
-    """One for all calls that a rank's process answers, since groups are slow to make; not for threads."""
+    """A cached mesh, since process groups are slow to make; not for ranks that are threads."""
     return sf.make_mesh(device="cpu", **sizes)
 
 
 def data_mesh(n: int) -> Any:
-    """Of the two axes `DATA`: 2 x 2 for 4 ranks, otherwise all of them along `shard`."""
+    """A mesh with the two axes `DATA`: 2 x 2 for 4 ranks, otherwise all ranks along `shard`."""
     return sf.make_mesh(device="cpu", replica=2 if n == 4 else 1, shard=n // 2 if n == 4 else n)
 
 
-# --- ways to a gradient: `(loss, flat) -> (value, gradient)` ---
+# --- ways to compute a gradient: `(loss, flat) -> (value, gradient)` ---
 
 
 def copied(tree: Any) -> Any:
@@ -148,12 +148,12 @@ def copied(tree: Any) -> Any:
 
 
 def variables(tree: Any) -> Any:
-    """The same numbers as leaves of autograd."""
+    """Copies that are autograd leaves and require gradients."""
     return optree.tree_map(lambda x: x.clone().requires_grad_(), tree)
 
 
 def gradients(leaves: Any) -> Any:
-    """What `backward` left on them; zeros where it left nothing."""
+    """The gradients that `backward` has left on leaves; zeros for leaves without one."""
     return optree.tree_map(lambda x: torch.zeros_like(x) if x.grad is None else x.grad, leaves)
 
 
@@ -180,12 +180,12 @@ ENGINES = [by_value_and_grad, by_backward, by_torch_func]
 
 
 def distance(got: Any, want: Any, floor: float | None = None) -> float:
-    """The largest difference between two trees of one structure; nan if there is one anywhere.
+    """The largest difference between two trees of the same structure; nan if any difference is nan.
 
     Args:
-        got: tensors, and numbers.
-        want: the same structure, shapes and dtypes.
-        floor: if given, differences are relative to the largest number of each leaf, or to this if that is smaller.
+        got: a tree of tensors and numbers.
+        want: a tree with the same structure, shapes and dtypes.
+        floor: if given, differences are relative to the largest number of each leaf, or to this, if it is larger.
     """
     (a, one), (b, other) = optree.tree_flatten(got), optree.tree_flatten(want)
     assert one == other, (one, other)

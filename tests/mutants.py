@@ -1,8 +1,8 @@
 """Mechanisms broken on purpose, each with the test that must then fail.
 
 `python -m tests.mutants [--only NAME ...] [--workers 2]` copies the project, breaks one mechanism at a time, runs its
-test there, and prints a table. A mutant that survives shows what no test would notice. A test that hangs has caught
-nothing, unless a deadline of its own ends it.
+test on the copy, and prints a table. A mutant that survives shows an error that no test would notice. A test that hangs
+does not count as a failure, unless it has its own deadline.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change.
+    """One change of the source.
 
     Attributes:
-        name: what is left out, or done wrong.
-        file: in `shardfn`.
-        old: stands in it exactly once.
-        new: in its place.
-        test: what pytest runs, and fails.
+        name: a description of the error.
+        file: the file's path in `shardfn`.
+        old: a text that occurs exactly once in the file.
+        new: the text that replaces it.
+        test: the test that must fail, as an argument of pytest.
     """
 
     name: str
@@ -62,7 +62,7 @@ WRONG = "tests/check/test_wrong.py::test_every_rank_hears_what_is_wrong_and_wher
 RIGHT = "tests/check/test_right.py::test_a_right_program_passes_in_silence_and_unchanged"
 
 MUTANTS = [
-    # what is kept elsewhere
+    # state on other tiers
     Mutant(
         "a step leaves state on disk as it was",
         "tiers/streaming.py",
@@ -197,7 +197,7 @@ MUTANTS = [
         "                pass",
         f"{OWN}::test_lent_memory_is_nan_when_it_is_given_back",
     ),
-    # what backward reads
+    # parameters that backward reads
     Mutant(
         "what is saved is not copied",
         "stages/ring.py",
@@ -506,7 +506,7 @@ MUTANTS = [
         "    if True:\n        return combined(gather(p, x, *what[:2]).roll(-p.index, 0).unbind(), op)",
         BITS,
     ),
-    # beside stages
+    # besides stages
     Mutant(
         "pipelines of other lengths",
         "parallel/pipeline.py",
@@ -900,7 +900,7 @@ MUTANTS = [
 
 
 def differs(mutant: Mutant, root: Path = ROOT) -> str:
-    """The text of the file with the change; an AssertionError if there is nothing to change, or more than one place."""
+    """The text of the file with the change; an AssertionError if `old` does not occur exactly once."""
     text = (root / "shardfn" / mutant.file).read_text()
     count = text.count(mutant.old)
     assert count == 1, f"{mutant.name}: {mutant.file} has {mutant.old!r} {count} times"
@@ -908,14 +908,14 @@ def differs(mutant: Mutant, root: Path = ROOT) -> str:
 
 
 def caught(mutant: Mutant, deadline: float = 300.0) -> tuple[bool, str]:
-    """Whether its test fails in a copy of the project that has the change, and how.
+    """Whether the mutant's test fails in a copy of the project with the change, and a line of pytest's output.
 
     Raises:
-        RuntimeError: its test neither passed nor failed.
+        RuntimeError: the test neither passed nor failed.
     """
     with tempfile.TemporaryDirectory() as place:
         changed = Path(place) / "shardfn" / mutant.file
-        for name in ("shardfn", "tests"):  # with what Python has compiled of files that are as old as their copies
+        for name in ("shardfn", "tests"):  # with bytecode, which stays valid since copies keep their files' times
             shutil.copytree(ROOT / name, Path(place) / name, ignore=shutil.ignore_patterns(f"{changed.stem}.*.pyc"))
         shutil.copy(ROOT / "pyproject.toml", place)
         changed.write_text(differs(mutant))
@@ -927,7 +927,7 @@ def caught(mutant: Mutant, deadline: float = 300.0) -> tuple[bool, str]:
             raise RuntimeError(f"{mutant.name}: {mutant.test} did not end within {deadline:.0f} s") from None
     lines = [line for line in (ran.stdout + ran.stderr).splitlines() if line.strip()] or [""]
     told = next((line for line in lines if line.startswith("FAILED")), lines[-1]).strip()
-    if ran.returncode not in (0, 1):  # no such test, say
+    if ran.returncode not in (0, 1):  # for example, if there is no such test
         raise RuntimeError(f"{mutant.name}: pytest ended with {ran.returncode}: {told}")
     return ran.returncode == 1, told
 
@@ -935,8 +935,8 @@ def caught(mutant: Mutant, deadline: float = 300.0) -> tuple[bool, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="names of mutants")
-    parser.add_argument("--list", action="store_true", help="their names and tests")
-    parser.add_argument("--workers", type=int, default=1, help="how many at a time")
+    parser.add_argument("--list", action="store_true", help="list names and tests")
+    parser.add_argument("--workers", type=int, default=1, help="number of mutants at a time")
     args = parser.parse_args()
     chosen = [one for one in MUTANTS if not args.only or one.name in args.only]
     if unknown := {*args.only} - {one.name for one in chosen}:
@@ -951,7 +951,7 @@ def main() -> None:
 
 
 def tried(mutant: Mutant) -> bool:
-    """Whether it is caught; says so, and what its test said."""
+    """Whether a mutant is caught; prints this, and a line of its test's output."""
     began = time.perf_counter()
     try:
         found, told = caught(mutant)

@@ -1,8 +1,8 @@
-"""Random programs of stages: drawn as small values, run sharded and on one process, and compared to rounding.
+"""Random programs of stages: generated as data, run sharded and on one process, and compared up to rounding.
 
-A program is a model (parameters, functions for stages, statements that call them), the way it is sharded, and actions
-that follow each other on the same parameters. `python -m tests.random_programs --minutes 60` looks for programs whose
-numbers are not those of one process, and prints each as a file that `--replay` runs again.
+A program is a model (parameters, functions for stages, and statements that call them), its sharding, and a sequence of
+actions on the same parameters. `python -m tests.random_programs --minutes 60` searches for programs whose results
+differ from those of one process, and prints each of them as JSON, which `--replay` runs again from a file.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Out:
-    """One output of a stage's function: something of its register `a`, counted from the last."""
+    """One output of a stage's function: made of its register `a`, counted from the last."""
 
     kind: str = "register"
     a: int = 0
@@ -108,7 +108,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the model: mostly a call of stage `f` on parameters `p` (and `q`) and registers `a`, `b`."""
+    """One line of the model: usually a call of stage `f` on parameters `p` (and `q`) and registers `a`, `b`."""
 
     kind: str = "call"
     f: int = 0
@@ -121,14 +121,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that is done with the model.
+    """One action on the model.
 
     Attributes:
-        rows: of data on each rank.
-        uses: which registers the loss reads, as bits counted from the last.
-        ragged: each rank's loss reads others.
-        psum: the loss is added up over the ranks.
-        inputs: whether the inputs need a gradient.
+        rows: rows of data on each rank.
+        uses: the registers that the loss reads, as bits counted from the last register.
+        ragged: whether the ranks' losses read different registers.
+        psum: whether the loss is summed over the ranks.
+        inputs: whether the inputs require a gradient.
         n: a number whose meaning depends on the kind.
     """
 
@@ -153,7 +153,7 @@ class Home:
 
 @dataclass(frozen=True)
 class Program:
-    """A model, where its parameters are, and what is done with it."""
+    """A model, the sharding of its parameters, and actions on it."""
 
     home: Home = Home()
     other: Home = Home()
@@ -174,7 +174,7 @@ class Program:
 
 
 def written(program: Program) -> str:
-    """The program as JSON, without what is as usual."""
+    """The program as JSON, without default values."""
     return json.dumps(_sparse(program))
 
 
@@ -204,7 +204,7 @@ def _revived(kind: Any, value: Any) -> Any:
 
 
 class ByAttribute(Function):
-    """A product that keeps a factor as an attribute, where no hook for saved tensors sees it."""
+    """A product that saves a factor as an attribute, which no hook for saved tensors sees."""
 
     generate_vmap_rule = True
 
@@ -222,7 +222,7 @@ class ByAttribute(Function):
 
 
 class BySaving(Function):
-    """The same as torch asks for it."""
+    """The same product, which saves its factor with `save_for_backward`."""
 
     generate_vmap_rule = True
 
@@ -241,7 +241,7 @@ class BySaving(Function):
 
 
 class Interrupted(Exception):
-    """What a program raises on purpose."""
+    """The error that a program raises on purpose."""
 
 
 class Fragile(Function):
@@ -285,7 +285,7 @@ class Body:
         return x if x.dtype == dtype else x.to(dtype)
 
     def spread(self, i: int, n: int) -> Tensor:
-        """So many numbers of a parameter, as a view of it if it has them."""
+        """`n` numbers of a parameter, as a view if it has that many."""
         flat = self.leaf(i).reshape(-1)
         if flat.numel() == 0:
             return flat.sum() + torch.full((n,), 0.5, dtype=flat.dtype)
@@ -308,7 +308,7 @@ def _inplace_index(f: Body, o: Op) -> Tensor:
 
 
 def _inplace_register(f: Body, o: Op) -> Tensor:
-    """In place on what the function computed before."""
+    """An in-place operation on a value that the function has computed."""
     y = f.r(o.a)
     if any(y is x for x in f.inputs):
         y = y * f.v(o.p)
@@ -349,7 +349,7 @@ def _attention(f: Body, o: Op) -> Tensor:
 
 
 def _side(f: Body, o: Op) -> Tensor:
-    """What leaves by a side door."""
+    """A value that leaves the function by a side effect."""
     y = torch.tanh(f.r(o.a) @ f.m(o.p))
     f.model.box.append(y)
     return y * f.v(o.q)
@@ -411,7 +411,7 @@ OPS: dict[str, Callable[[Body, Op], Tensor]] = {
     "write_input": _write_input,
     "nested": lambda f, o: f.model.nested(f.model.shards[0], f.r(o.a)) * f.v(o.p),
 }
-SMOOTH = list(OPS)[: list(OPS).index("inplace_mul")]  # those that every transform takes
+SMOOTH = list(OPS)[: list(OPS).index("inplace_mul")]  # the ops that every transform supports
 FUNCS = ["func_grad", "func_vjp", "func_jvp", "func_vmap"]
 ILLEGAL = ["side", "write", "write_input", "nested"]
 
@@ -466,7 +466,7 @@ OUTS: dict[str, Callable[[Body, Out], Any]] = {
 
 @dataclass
 class Data:
-    """What one rank has."""
+    """The data of one rank."""
 
     x: Tensor
     tokens: Tensor
@@ -490,7 +490,7 @@ def tokens_of(rows: int, number: int) -> Tensor:
 
 
 class Model:
-    """A program's model, with its stages wrapped by `wrap`, its layers by `layers`."""
+    """A program's model, whose stages are wrapped by `wrap`, and whose layers by `layers`."""
 
     def __init__(self, program: Program, wrap: Callable[..., Any], layers: Callable[[Any], Any]) -> None:
         self.program, self.layers = program, layers
@@ -521,7 +521,7 @@ class Model:
         return f
 
     def run(self, ps: Any, data: Data, uses: int) -> tuple[Tensor, Tensor]:
-        """The loss, and something of every register."""
+        """The loss, and a number from every register."""
         self.box.clear()
         self.shards = ps
         if self.random:
@@ -535,7 +535,7 @@ class Model:
         return loss, torch.stack([r.sum() for r in registers])
 
     def call(self, line: Line, p: Any, registers: list[Tensor], data: Data) -> None:
-        """One call of a stage; what it returns becomes registers."""
+        """Calls a stage; its results become registers."""
         x, y = last(registers, line.a), last(registers, line.b)
         f = self.functions[line.f % len(self.functions)]
 
@@ -546,12 +546,12 @@ class Model:
 
 
 def last(registers: list[Tensor], i: int) -> Tensor:
-    """The register that many before the last."""
+    """The register `i` places before the last."""
     return registers[-1 - i % len(registers)]
 
 
 def taken(outputs: Any, x: Tensor) -> tuple[Tensor, ...]:
-    """What a stage returned, as registers."""
+    """The results of a stage, as registers."""
     found: list[Tensor] = []
     for leaf in optree.tree_leaves(outputs):
         if not isinstance(leaf, Tensor):
@@ -625,7 +625,7 @@ LINES: dict[str, Callable[[Model, Line, Any, list[Tensor], Data], None]] = {
 }
 
 
-# --- its parameters, and where they are ---
+# --- the parameters and their sharding ---
 
 
 def trees_of(program: Program) -> list[Any]:
@@ -655,7 +655,7 @@ def _leaf(leaf: Leaf, generator: torch.Generator) -> Tensor:
 
 
 def leaves_of(program: Program) -> list[Leaf]:
-    """One for each leaf of all trees, in the order of the trees' leaves."""
+    """The leaves of all trees, in order."""
     return [leaf for tree in program.trees for leaf in tree.leaves]
 
 
@@ -699,7 +699,7 @@ def staged(f: Any, stage: Stage) -> Any:
 
 
 def plainly(apart: bool) -> Callable[[Any, Stage], Any]:
-    """What a stage means on whole parameters; with `apart`, whose outputs and inputs have memory of their own."""
+    """A wrapper that replaces `sf.stage` for whole parameters; with `apart`, inputs and outputs are copied."""
 
     def wrap(f: Any, stage: Stage) -> Any:
         def to(dtype: torch.dtype) -> Callable[[Any], Any]:
@@ -723,13 +723,13 @@ def plainly(apart: bool) -> Callable[[Any, Stage], Any]:
     return wrap
 
 
-# --- actions: what both sides find ---
+# --- actions, sharded and on one process ---
 
 Found = dict[str, Any]  # lists of tensors by name
 
 
 def uses_of(action: Action, rank: int) -> int:
-    ragged = action.ragged and action.kind in ("value_and_grad", "accumulate", "optimize")  # elsewhere it is an error
+    ragged = action.ragged and action.kind in ("value_and_grad", "accumulate", "optimize")  # else an error
     return action.uses >> (rank if ragged else 0)
 
 
@@ -738,13 +738,13 @@ def psums(action: Action) -> bool:
 
 
 def steps_of(action: Action) -> list[Action]:
-    """The batches of an action that has several."""
+    """An action's steps, one for each of its batches."""
     many = {"accumulate": 1 + action.n % 3, "two": 2}.get(action.kind, 1)
     return [dataclasses.replace(action, seed=action.seed + 7 * k) for k in range(many)]
 
 
 def direction(program: Program, seed: int) -> list[Any]:
-    """Numbers like the parameters."""
+    """Random numbers in the shapes of the parameters."""
     generator = torch.Generator().manual_seed(31 + seed)
     return optree.tree_map(
         lambda x: torch.randn(x.shape, generator=generator, dtype=x.dtype) if x.is_floating_point() else x,
@@ -753,7 +753,8 @@ def direction(program: Program, seed: int) -> list[Any]:
 
 
 def sines(tree: Any) -> Tensor:
-    each = [x.sin().sum().double() for x in optree.tree_leaves(tree)]
+    # A rounding of a large number in 16 bits would be a good part of a period.
+    each = [(x / 64 if x.dtype.itemsize == 2 else x).sin().sum().double() for x in optree.tree_leaves(tree)]
     return torch.stack(each or [torch.zeros((), dtype=torch.float64)]).sum()
 
 
@@ -847,7 +848,7 @@ class Sharded:
         return self.backward(action, times=2)
 
     def two(self, action: Action) -> Found:
-        """Two forwards, then their backwards, in one order or the other."""
+        """Two forward passes, then their backward passes, in either order."""
         ps = self.leaves()
         self.model.closed.grad = None
         xs = [self.x(one).requires_grad_(action.inputs) for one in steps_of(action)]
@@ -872,7 +873,7 @@ class Sharded:
         return [node for node in nodes if node.layout.trainable]
 
     def with_trained(self, found: Sequence[Any]) -> Any:
-        """The parameters with these for the trained ones."""
+        """The parameters, with the trained ones replaced by `found`."""
         rest = iter(found)
         return optree.tree_map(
             lambda p: next(rest) if p.layout.trainable else p,
@@ -881,7 +882,7 @@ class Sharded:
         )
 
     def scalar(self, action: Action) -> Callable[[Any], Tensor]:
-        """The loss as a function of the trained parameters, which torch.func asks for."""
+        """The loss as a function of the trained parameters only, for torch.func."""
         return lambda trained: self.loss(action, self.with_trained(trained))[0]
 
     def func_grad(self, action: Action) -> Found:
@@ -905,7 +906,7 @@ class Sharded:
         return {"value": [value], "aux": list(aux), **self.whole(gradient)}
 
     def interrupted(self, action: Action) -> Found:
-        """An exception in the run of a stage, in forward or in backward."""
+        """Raises an exception while a stage runs, in forward or in backward."""
         model = self.model
         model.fails_at, model.fails_in = model.runs + 1 + action.n % 5, "forward" if action.n % 2 else "backward"
         try:
@@ -939,7 +940,7 @@ class Sharded:
         return self.now()
 
     def reload(self, action: Action) -> Found:
-        """Saved here, and loaded on another mesh."""
+        """Saves parameters and state, and loads them on another mesh."""
         path = Path(self.folder) / f"at-{action.seed}-{action.n}"
         sf.checkpoint.save(path, {"params": self.params, "state": self.state}, overwrite=True)
         self.settle(self.program.other, optree.tree_map(torch.zeros_like, trees_of(self.program)))
@@ -953,14 +954,14 @@ class Sharded:
         return {}
 
     def closes(self, action: Action) -> Found:
-        """What stages close over needs a gradient from here on, or no longer."""
+        """From here on, the tensor that stages close over requires a gradient, or no longer does."""
         self.model.closed.requires_grad_(not self.model.closed.requires_grad)
         return {}
 
     def now(self) -> Found:
         return {"params": [x.clone() for x in optree.tree_leaves(sf.unshard(self.params))]}
 
-    # what goes through the composition
+    # compositions of transforms
 
     def direction(self, action: Action) -> list[sf.FlatShard]:
         """A direction for the trained parameters."""
@@ -1001,7 +1002,7 @@ class Sharded:
         return self.whole(torch.func.vmap(f, in_dims=(None, 0))(self.trained(), xs), stacked=3)
 
     def whole(self, gradient: Any, name: str = "gradient", stacked: int = 0) -> Found:
-        """Whole gradients, from those of the trained parameters or of all."""
+        """Whole gradients, from gradients of the trained parameters or of all parameters."""
         given = optree.tree_leaves(gradient, is_leaf=lambda p: isinstance(p, sf.FlatShard))
         if len(given) == len(self.trained()):
             rest = iter(given)
@@ -1026,7 +1027,7 @@ class Sharded:
 
 
 class Plain:
-    """The same on whole parameters, for all ranks, by plain autograd."""
+    """The same program on whole parameters, for all ranks, with plain autograd."""
 
     def __init__(self, program: Program) -> None:
         self.program, self.n = program, program.ranks
@@ -1036,7 +1037,7 @@ class Plain:
         self.home = program.home
 
     def act(self, action: Action, apart: bool) -> tuple[list[Found], Callable[[], None]]:
-        """What each rank should find, and what makes it so."""
+        """The expected results of each rank, and a function that makes the action's changes."""
         self.models = [Model(self.program, plainly(apart), list) for _ in range(self.n)]
         for model, closed in zip(self.models, self.closed, strict=True):
             model.closed, closed.grad = closed, None
@@ -1065,7 +1066,7 @@ class Plain:
         return [x for x, leaf in zip(tensors, leaves_of(self.program), strict=True) if trains(leaf)]
 
     def spread(self, found: Sequence[Tensor]) -> list[Any]:
-        """None where no gradient is."""
+        """The gradients by leaf; None for leaves without one."""
         rest = iter(found)
         return [next(rest) if trains(leaf) else None for leaf in leaves_of(self.program)]
 
@@ -1124,7 +1125,7 @@ class Plain:
         return [{**one, "params": [x.detach().clone() for x in tensors]} for one in each], commit
 
     def optimized(self, moving: list[Tensor]) -> Any:
-        """A step of torch's own optimizer; its state is returned."""
+        """Takes a step of torch's optimizer; returns its state."""
         make: Any = {"sgd": lambda xs: torch.optim.SGD(xs, 0.05, momentum=0.9)}.get(
             self.program.optimizer, lambda xs: torch.optim.AdamW(xs, 0.05, eps=0.1, weight_decay=0.1)
         )
@@ -1184,17 +1185,17 @@ class Plain:
         return [self.loss(action, ps, k, x_of(action, k) * factor)[0] for k in range(self.n)]
 
 
-FACTORS = (1.0, 0.5, -1.0)  # of the samples
+FACTORS = (1.0, 0.5, -1.0)  # factors of the samples
 INTERRUPTED = ["value_and_grad", "backward", "func_grad", "accumulate", "forward"]
 
 
 def engine_of(action: Action) -> Action:
-    """What is interrupted."""
+    """The action that is interrupted."""
     return dataclasses.replace(action, kind=INTERRUPTED[action.n // 2 % 5], n=action.n // 10)
 
 
 def again(total: Tensor, tensors: Sequence[Tensor], **more: Any) -> Sequence[Tensor]:
-    """A gradient that may be differentiated again, or be of nothing."""
+    """A differentiable gradient; zeros if there is nothing to differentiate."""
     if not total.requires_grad or not tensors:
         return [torch.zeros_like(x) for x in tensors]
     return torch.autograd.grad(total, tensors, materialize_grads=True, **more)
@@ -1204,14 +1205,14 @@ def zero_or(x: Tensor) -> Tensor:
     return torch.zeros_like(x) if x.grad is None else x.grad.clone()
 
 
-# --- both together ---
+# --- the comparison ---
 
-BROKEN = 1000.0  # more than there are ranks
+BROKEN = 1000.0  # more than the number of ranks
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank found in an action, or what it raised there."""
+    """A rank's results of an action, or its error."""
 
     found: Found | None
     error: str = ""
@@ -1219,17 +1220,17 @@ class Answer:
 
 
 def perform(program: Program, folder: str) -> list[Answer]:
-    """All actions on this rank, until one that some ranks fail in and others do not."""
+    """Performs all actions on this rank, up to the first in which some ranks fail and others do not."""
     before, layout.COARSE = layout.COARSE, 0 if program.fine else layout.COARSE
     try:
         machine, answers = Sharded(program, folder), []
-        group = cpu_group(list(range(dist.get_world_size())), "programs")  # messages of others are not for this
+        group = cpu_group(list(range(dist.get_world_size())), "programs")  # a group for this function's messages only
         for action in program.actions:
             answers.append(_answered(machine, action))
-            if answers[-1].error:  # in case the others wait for this rank
+            if answers[-1].error:  # write it to a file, in case the others wait for this rank
                 told = [len(answers) - 1, answers[-1].error, answers[-1].trace]
                 Path(folder, f"error-{machine.rank}").write_text(json.dumps(told))
-            broken = " in vain for " in answers[-1].error  # so are this world's groups
+            broken = " in vain for " in answers[-1].error  # then this world's groups are broken too
             count = torch.tensor([BROKEN if broken else float(answers[-1].found is None)])
             with waiting.on("all_reduce", group.group_name, "an action's end"):
                 dist.all_reduce(count, group=group)
@@ -1251,12 +1252,12 @@ def _answered(machine: Sharded, action: Action) -> Answer:
 
 @dataclass
 class Verdict:
-    """What came of a program.
+    """The result of a program.
 
     Attributes:
         finding: what is wrong; empty if nothing is.
-        refusals: the kinds of errors that are right.
-        kinds: of actions that were compared.
+        refusals: the kinds of expected errors that were raised.
+        kinds: the kinds of actions that were compared.
     """
 
     finding: str = ""
@@ -1266,7 +1267,7 @@ class Verdict:
 
 
 def judged(program: Program, where: World, folder: str) -> Verdict:
-    """Runs a program on the ranks of a world, and compares."""
+    """Runs a program on the ranks of a world, and compares it with one process."""
     for old in Path(folder).glob("error-*"):
         old.unlink()
     try:
@@ -1288,7 +1289,7 @@ def judged(program: Program, where: World, folder: str) -> Verdict:
 
 
 def _stopped(program: Program, error: WorldTimeout | WorldError, folder: str) -> Verdict:
-    """Some rank did not come to the end of an action."""
+    """The verdict if a rank did not finish an action."""
     told = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("error-*"))]
     trace = "\n".join([*(trace for _, _, trace in told), str(error)])
     first = min((number for number, _, _ in told), default=0)
@@ -1299,7 +1300,7 @@ def _stopped(program: Program, error: WorldTimeout | WorldError, folder: str) ->
         return Verdict("a process died", trace)
     if not errors or not program.actions[first].ragged:
         return Verdict(f"error outside of actions: {sorted(errors)} {str(error)[:300]}", trace)
-    plain, failed = Plain(program), []  # what only some ranks' losses read may be refused on those
+    plain, failed = Plain(program), []  # an expected error may occur only on the ranks whose losses read the value
     for number, action in enumerate(program.actions[: first + 1]):
         try:
             plain.act(action, number == first)[1]()
@@ -1369,19 +1370,19 @@ def _kind(x: Any) -> str:
 
 
 def tolerance(program: Program, number: int) -> float:
-    """Rounding, where something of lower precision has had a part in everything."""
+    """The tolerance for rounding: that of the lowest precision that takes part."""
     changed = any(action.kind == "optimize" for action in program.actions[: number + 1])
     dtypes = {leaf.dtype for leaf in leaves_of(program) if trains(leaf)}
     if any(stage.low for stage in program.stages):
         return 2e-4 if changed else 1e-5
     if program.actions[number].kind in FURTHER and "float32" in dtypes:
-        return 2e-4 if changed else 1e-5  # of a first derivative that was rounded to it
+        return 2e-4 if changed else 1e-5  # for a first derivative that was rounded to float32
     if not changed:
         return 0.0
     return 0.1 if "bfloat16" in dtypes else 2e-4 if "float32" in dtypes else 0.0
 
 
-# --- errors that are right ---
+# --- expected errors ---
 
 
 def has(program: Program, *kinds: str) -> bool:
@@ -1391,7 +1392,7 @@ def has(program: Program, *kinds: str) -> bool:
 HOOKS = {
     f"{where} {kind}" for where in ("wrap", "around") for kind in WRAPS if kind not in ("", "no_grad", "autocast_off")
 }
-# What an error says, and the programs for which it is right.
+# The patterns of error messages, and the programs for which these errors are right.
 REFUSALS: list[tuple[str, str, Callable[[Program, Action], bool]]] = [
     (
         "outputs that share memory are not written in place",
@@ -1444,7 +1445,7 @@ REFUSALS: list[tuple[str, str, Callable[[Program, Action], bool]]] = [
 
 
 def _refusal(program: Program, action: Action, error: str, failed: list[str]) -> str:
-    """Why an error is right; empty if it is not."""
+    """The name of the rule by which an error is right; empty if it is not."""
     for name, pattern, right in REFUSALS:
         if re.search(pattern, error) and right(program, action):
             return name
@@ -1456,7 +1457,7 @@ def _refusal(program: Program, action: Action, error: str, failed: list[str]) ->
 
 
 def smooth(program: Program) -> bool:
-    """Whether every transform should take it."""
+    """Whether every transform should support the program."""
     kinds = {op.kind for stage in program.stages for op in stage.ops}
     wraps = {op.wrap for stage in program.stages for op in stage.ops} | {line.around for line in program.lines}
     lines = {line.kind for line in program.lines}
@@ -1464,7 +1465,7 @@ def smooth(program: Program) -> bool:
 
 
 def features(program: Program) -> frozenset[str]:
-    """What is in a program that is not in the simplest one."""
+    """The features of a program that the simplest program does not have."""
     found = set()
     for stage in program.stages:
         found |= {f"op {op.kind}" for op in stage.ops} | {f"wrap {op.wrap}" for op in stage.ops}
@@ -1488,11 +1489,11 @@ USUAL = frozenset({
 })  # fmt: skip
 
 
-# --- drawing them ---
+# --- drawing programs ---
 
 
 def often(usual: Any, *others: Any) -> st.SearchStrategy[Any]:
-    """The first most of the time."""
+    """A strategy that draws `usual` most of the time."""
     return st.sampled_from([usual] * (2 + len(others)) + list(others))
 
 
@@ -1576,15 +1577,15 @@ OTHERS = ["optimize", "inplace", "replace", "interrupted", "collect"]
 
 
 def some(draw: st.DrawFn, everything: Sequence[str], most: int) -> list[str]:
-    """A few of many, so that a program has much of a little."""
+    """A few of many choices, so that a program uses the same ones often."""
     return draw(st.lists(st.sampled_from(list(everything)), min_size=1, max_size=most))
 
 
 @st.composite
 def programs(draw: st.DrawFn, ranks: int, kind: str = "processes") -> Program:
-    """Programs for so many ranks: smooth ones that every transform takes, or hostile ones; rarely illegal ones.
+    """Programs for so many ranks: smooth ones, which every transform supports, hostile ones, and a few illegal ones.
 
-    Ranks that are threads share what torch keeps for the process, and send no messages.
+    Ranks that are threads share torch's state of the process, and send no messages.
     """
     apart = kind == "processes"
     mood = draw(st.sampled_from(["smooth", "hostile", "hostile", "hostile", "illegal"]))
@@ -1606,10 +1607,10 @@ def programs(draw: st.DrawFn, ranks: int, kind: str = "processes") -> Program:
     if not apart:
         acts = [act for act in acts if act not in ("hvp", "jvp")]
     low = hostile and draw(often(False, False, True))
-    least = draw(st.sampled_from([1, 3]))  # more stages than the engine has buffers for
+    least = draw(st.sampled_from([1, 3]))  # 3: more stages than the engine has buffers
     parameters = draw(st.lists(trees(hostile), min_size=least, max_size=5).map(tuple))
     if any(trains(leaf) and leaf.dtype == "bfloat16" for tree in parameters for leaf in tree.leaves):
-        acts = [act for act in acts if act != "optimize"]  # there is nothing to compare with
+        acts = [act for act in acts if act != "optimize"]  # there is no reference to compare with
     functions = stages(some(draw, kinds, 3), wraps, ["register", "register", *some(draw, outs, 2)], low)
     return Program(
         home=draw(homes(ranks)),
@@ -1627,12 +1628,12 @@ def programs(draw: st.DrawFn, ranks: int, kind: str = "processes") -> Program:
     )
 
 
-# --- by hand ---
+# --- the search ---
 
 
 @dataclass
 class Tally:
-    """What a search has seen."""
+    """The counts of a search."""
 
     programs: int = 0
     known: int = 0
@@ -1650,7 +1651,7 @@ class Tally:
 
 
 def smaller(value: Any, default: Any) -> Iterator[Any]:
-    """Values with one thing less."""
+    """Variants of a value that are simpler in one place."""
     if value == default:
         return
     if not isinstance(value, tuple) and not dataclasses.is_dataclass(value):
@@ -1669,7 +1670,7 @@ def smaller(value: Any, default: Any) -> Iterator[Any]:
 
 
 def made_small(program: Program, verdict: Verdict, judge: Callable[[Program], Verdict], seconds: float) -> Any:
-    """The smallest program found that is wrong in the same way."""
+    """Shrinks a program: the smallest one found that is wrong in the same way."""
     until, kind = time.monotonic() + seconds, _kind_of(verdict)
     changed = True
     while changed:
@@ -1695,12 +1696,12 @@ def _candidates(program: Program) -> Iterator[Program]:
 
 
 def _kind_of(verdict: Verdict) -> str:
-    """What is wrong, without the numbers and places that differ from program to program."""
+    """The finding, without the numbers and names that differ from program to program."""
     return re.sub(r"[\d.e+-]+|rank|action|\([a-z_]+\)|value|aux|gradient|inputs|\[\]|'[a-z]'", "", verdict.finding)[:70]
 
 
 def search(tally: Tally, ranks: int, number: int, until: float, kind: Any, folder: str, patience: float) -> None:
-    """One round: programs until one is wrong, which is made small."""
+    """One round: tries programs until one is wrong, and shrinks it."""
     wrong: list[tuple[Program, Verdict]] = []
 
     def judge(program: Program) -> Verdict:
@@ -1780,8 +1781,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    import torch._dynamo  # what the ranks would each load
+    import torch._dynamo  # otherwise, each rank would import it
 
-    from tests.random_programs import main as imported  # by its name, as the ranks know it
+    from tests.random_programs import main as imported  # under the name by which the ranks import it
 
     sys.exit(imported())

@@ -1,8 +1,8 @@
-"""What every rank should compute, worked out in one process from the spec in a collective's docstring.
+"""The correct results of collectives, computed in one process from the specs in their docstrings.
 
-All ranks' inputs together are one value: a stack over ranks where the input varies, a single tensor where it is
-invariant; outputs likewise. `joint` is the collective as a function of that one value, and every transform of it is
-torch.func's own, on ordinary tensors.
+The inputs of all ranks are one value: a stack over ranks if the input varies, a single tensor if it is invariant; so
+are the outputs. `joint` is the collective as a function of that value. Its transforms are those of torch.func, on
+ordinary tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import shardfn as sf
 
 @dataclass(frozen=True)
 class Case:
-    """A collective, its keyword arguments, its type and an input shape for `n` ranks."""
+    """A collective, its keyword arguments, its type, and its input shape for `n` ranks."""
 
     name: str
     kwargs: dict[str, Any]
@@ -88,16 +88,16 @@ LINEAR = [
 
 
 def drawn(kind: str, shape: tuple[int, ...], n: int, seed: int) -> Tensor:
-    """All ranks' values at once: `[n, *shape]` where they vary, `[*shape]` where they are invariant."""
+    """The values of all ranks: `[n, *shape]` if they vary, `[*shape]` if they are invariant."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*((n,) if kind == "V" else ()), *shape, generator=generator, dtype=torch.float64)
 
 
 def mine(kind: str, whole: Tensor, rank: int) -> Tensor:
-    """This rank's part of such a value."""
+    """A rank's part of such a value."""
     return whole[rank] if kind == "V" else whole
 
 
 def worst(differences: Iterable[float]) -> float:
-    """The largest; nan if any of them is, which Python's max may pass over."""
+    """The largest difference; nan if any of them is nan, which Python's max may ignore."""
     return torch.tensor(list(differences), dtype=torch.float64).max().item()

@@ -1,4 +1,4 @@
-"""What calls say that are refused."""
+"""The messages of calls that raise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardfn.checkpoint import CheckpointError
 
 
 def refused(call: Callable[[], Any], kind: type[Exception] | tuple[type[Exception], ...] = CheckpointError) -> str:
-    """The message of an error of this kind, which the call raises."""
+    """The message of the error that the call raises, which must be of this kind."""
     try:
         call()
     except kind as error:
@@ -18,7 +18,7 @@ def refused(call: Callable[[], Any], kind: type[Exception] | tuple[type[Exceptio
 
 
 def told(call: Callable[[], Any]) -> str:
-    """The error that a call raises, with its kind."""
+    """The kind and message of the error that a call raises, as text."""
     try:
         call()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What a process has in memory while something runs: of its own, and pages of files."""
+"""The resident memory of a process while something runs: its own memory, and pages of files."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 
 def grown(run: Callable[[], Any]) -> tuple[float, float]:
-    """By how many MB its own memory, and its pages of files, were at most more than before."""
+    """The most MB by which the process's own memory, and its pages of files, grew while `run` ran."""
     over, most = threading.Event(), [0.0, 0.0]
     gc.collect()
     libc = ctypes.CDLL(None)
-    libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back to the system
+    libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: freed memory goes back to the system
     libc.malloc_trim(0)
 
     def watch() -> None:
@@ -41,7 +41,7 @@ def _now() -> tuple[float, float]:
 
 
 def pages_of(folder: Path) -> float:
-    """MB of pages that are in memory of files in a folder."""
+    """MB of resident pages of the files in a folder."""
     total, inside = 0, False
     with open("/proc/self/smaps") as file:
         for line in file:

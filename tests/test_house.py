@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 from benchmarks.structure import circles, code_lines, floors, house
 
+ROOT = Path(__file__).resolve().parents[1]
 # From below: each imports only what stands before it.
 ORDER = [
     "quoting", "compat", "debugging", "mesh", "quant", "check", "collectives", "tiers", "shards", "testing",
@@ -74,3 +76,20 @@ def test_lines_of_code_are_neither_blank_nor_comments_nor_docstrings(tmp_path: P
     found = house(tmp_path)
     assert (found.files, found.code, found.private) == (2, 8, {"one._once": 4})
     assert found.used_once == ["one._once"]
+
+
+def test_every_tensor_that_the_library_makes_says_on_which_device() -> None:
+    """`torch.set_default_device` may be anything."""
+    makers = {
+        "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand",
+        "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros",
+    }  # fmt: skip
+    silent = [
+        f"{path}:{call.lineno}"
+        for path in sorted((ROOT / "shardfn").rglob("*.py"))
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in makers
+        if isinstance(call.func.value, ast.Name) and call.func.value.id == "torch"
+        if not any(keyword.arg in ("device", None) for keyword in call.keywords)
+    ]
+    assert silent == []

@@ -1,8 +1,8 @@
-"""Ray Train starts the processes and torch.distributed; the program in each of them is the same as everywhere.
+"""Runs `examples.train_lm` under Ray Train, which starts the processes and initializes torch.distributed.
 
     python -m examples.launch.ray_train --workers 8 --gpus 1 -- --mesh shard=-1 --out /shared/runs/train_lm
 
-What stands after `--` are the arguments of `examples.train_lm`. Needs `pip install "ray[train]"`.
+The arguments after `--` are those of `examples.train_lm`. Needs `pip install "ray[train]"`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ray.train.torch import TorchTrainer
 
 
 def program(config: dict[str, Any]) -> None:
-    """What each worker does. Ray has begun the world, which `make_mesh` joins."""
+    """Runs in each worker. Ray has initialized the process group, and `make_mesh` uses it."""
     from examples import train_lm
 
     sys.argv = ["train_lm", *config["arguments"]]
@@ -27,11 +27,11 @@ def program(config: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train examples.train_lm under Ray Train.")
     parser.add_argument("--workers", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--gpus", type=int, default=0, help="GPUs for each of them (default: none)")
+    parser.add_argument("--gpus", type=int, default=0, help="GPUs per process (default: none)")
     parser.add_argument(
         "--storage", type=Path, default=Path("runs/ray"), help="Ray's own folder (default: %(default)s)"
     )
-    parser.add_argument("arguments", nargs="*", help="of examples.train_lm, after --")
+    parser.add_argument("arguments", nargs="*", help="arguments of examples.train_lm, after --")
     args = parser.parse_args()
     resources = {"CPU": 1, "GPU": args.gpus} if args.gpus else {"CPU": 1}
     trainer = TorchTrainer(

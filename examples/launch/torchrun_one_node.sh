@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One node, one process for each device: torchrun starts them, and finds a free port itself.
+# One node: torchrun starts one process per device, and chooses a free port.
 #   bash examples/launch/torchrun_one_node.sh [arguments of examples.train_lm]
 set -euo pipefail
 

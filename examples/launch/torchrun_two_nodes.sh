@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Two nodes without a scheduler: start this on both, with the same MASTER_ADDR, and NODE_RANK=0 on the node that it names.
+# Two nodes without a scheduler: run this on both, with the same MASTER_ADDR, and NODE_RANK=0 on the node it names.
 #   MASTER_ADDR=node1 NODE_RANK=0 bash examples/launch/torchrun_two_nodes.sh [arguments of examples.train_lm]
-#   MASTER_ADDR=node1 NODE_RANK=1 bash examples/launch/torchrun_two_nodes.sh [the same]
+#   MASTER_ADDR=node1 NODE_RANK=1 bash examples/launch/torchrun_two_nodes.sh [the same arguments]
 set -euo pipefail
 
 exec torchrun --nnodes 2 --node-rank "${NODE_RANK:?0 on the first node, 1 on the second}" \

@@ -139,7 +139,7 @@ def _room(words: Tensor) -> Tensor:
         return torch.empty_like(words)
     if _here.words is None:
         with torch.inference_mode(False):  # it will be used outside of inference mode, too
-            _here.words = torch.empty(_ON_CPU, dtype=torch.int64)
+            _here.words = torch.empty(_ON_CPU, dtype=torch.int64, device="cpu")
     return _here.words[: len(words)]
 
 

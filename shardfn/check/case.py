@@ -111,9 +111,17 @@ class Case:
                     self.until[bit.bit_length() - 1] = event.end
 
     def differentiated(self, event: Gradient) -> Mask:
-        """Returns the variables by which, or by new values of which, a loss was differentiated."""
-        held = (self.trace.nodes[of].variable | self.types.holds[of] for of, _ in event.pairs)
-        return functools.reduce(operator.or_, held, 0)
+        """Returns the variables by which, or by new values of which, a loss was differentiated.
+
+        With those of a flat shard go those of its whole parameters, as stages receive them.
+        """
+        nodes, holds = self.trace.nodes, self.types.holds
+        held = functools.reduce(operator.or_, (nodes[of].variable | holds[of] for of, _ in event.pairs), 0)
+        for variable in self.trace.variables:
+            node = nodes[variable.node]
+            if node.root == "parameter" and any(holds[parent] & held for parent in node.parents):
+                held |= node.variable
+        return held
 
     def told(self, at: int, bad: Mask) -> Mask:
         """Returns the axes along which a value varies only because of arguments that are reported already."""

@@ -114,22 +114,25 @@ def _mean_along(case: Case, loss: int, mean: int, more: Mask) -> str:
 def partial_sums(case: Case, event: Gradient) -> None:
     """Sums over ranks that meet varying values on their way to the loss: each rank's derivative is only its part."""
     types = case.types
-    asked = case.differentiated(event)
+    asked, found = case.differentiated(event), dict[tuple[int, int], Mask]()
     for k in range(len(case.trace.axes)):
         if types.along[event.loss] >> k & 1:
             continue  # the loss is each rank's own, so meeting varying values may be intended
         for bit in bits_of(types.met[event.loss][k] >> len(case.trace.variables)):
             at = types.sums[bit.bit_length() - 1]
             if types.depends[at] & asked and at >= event.begin:  # sums made before the pass are constants in it
-                _partial_sum(case, at, types.first[(k, bit << len(case.trace.variables))], 1 << k)
+                met = types.first[(k, bit << len(case.trace.variables))]
+                found[at, met] = found.get((at, met), 0) | 1 << k
+    for (at, met), axes in found.items():
+        _partial_sum(case, at, met, axes)
 
 
-def _partial_sum(case: Case, at: int, met: int, axis: Mask) -> None:
-    sum_node, site, names = case.trace.nodes[at], case.trace.nodes[met].site, named(case.trace.names(axis))
+def _partial_sum(case: Case, at: int, met: int, axes: Mask) -> None:
+    sum_node, site, names = case.trace.nodes[at], case.trace.nodes[met].site, named(case.trace.names(axes))
     fix = f"shardfn.pvary({target(sum_node.site) or written(sum_node.site) or sum_node.op}, {names})"
     name = "all_gather" if sum_node.op == "all_gather_invariant" else sum_node.op
     case.add(
-        met, "gradient", axis, "", site, fix,
+        met, "gradient", axes, "", site, fix,
         f"what {name} gives{line(sum_node.site)} is the same on all ranks along {names}, and meets what varies"
         f"{line(site)}, in {case.trace.nodes[met].op}: on each rank its derivative is that rank's part alone. "
         f"Write {fix} there: its transpose adds up the parts",

@@ -22,7 +22,7 @@ from shardfn.quoting import findings
 from shardfn.shards import blocks
 from shardfn.shards.blocks import Blocks
 from shardfn.shards.layout import FlatShard, Layout, is_flat
-from shardfn.shards.pieces import Piece, is_unit
+from shardfn.shards.pieces import Piece, is_unit, split_keys
 from shardfn.tiers import copying
 from shardfn.tiers.copying import arrivals
 from shardfn.tiers.tensors import on_disk
@@ -244,7 +244,7 @@ def most_of(x: Tensor) -> int:
 def as_bytes(tensor: Tensor) -> Tensor:
     """A tensor's elements as a 1-D uint8 tensor on the CPU, a view where possible."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return plain.view(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
+    return plain.view(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def memory(tensor: Tensor) -> memoryview:
@@ -341,7 +341,7 @@ def _keys(tokens: tuple[Any, ...], node: FlatShard | Piece | Blocks) -> dict[int
     """The parameters of a node by number, each with its keys from the root."""
     layout: Layout = node.layout
     numbers = range(len(layout.entries)) if is_flat(node) else node.entries  # type: ignore[union-attr]
-    prefix, stage = _prefix(tokens, layout)
+    prefix, stage = split_keys(tokens, layout)
     inside = _inside(layout)
     return {number: (*prefix, *stage, *inside[number]) for number in numbers}
 
@@ -372,22 +372,6 @@ def _cut(layout: Layout, rank: int, shared: bool, width: int, most: int) -> list
             cuts.append((numbers[part.path], box.moved(part.corner), offset))
             offset += box.numel
     return cuts
-
-
-def _prefix(tokens: tuple[Any, ...], layout: Layout) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The keys before the node's stage, and those of the stage, leaving out a key that marks a buffer."""
-    stage = layout.stage
-    marked = [i for i, token in enumerate(tokens) if str(token).startswith("@")]
-    if marked:
-        return tokens[: marked[0]], tuple(stage.split(".")) if stage else ()
-    buffer = False
-    if layout.partial and tokens:  # keys that begin with a dtype distinguish the buffers of a stage
-        buffer = isinstance(getattr(torch, str(tokens[-1]).split(" ")[0].split(",")[0], None), torch.dtype)
-    for end in (len(tokens) - 1, len(tokens)) if buffer else (len(tokens),):
-        for start in range(end, -1, -1):
-            if joined(*tokens[start:end]) == stage:
-                return tokens[:start], tokens[start:end]
-    return tokens, ()
 
 
 def _share(layout: Layout, number: int, rank: int, low: int, high: int, width: int) -> tuple[int, int]:

@@ -151,7 +151,7 @@ def _nested(reader: CheckpointReader, path: Path, olds: dict[str, str], strip: s
         value: Any = source.numbers.get(name)
         if name in source.tensors:
             kind = source.tensors[name]
-            value = torch.empty(kind.shape, dtype=kind.dtype)
+            value = torch.empty(kind.shape, dtype=kind.dtype, device="cpu")
             for box, values in reader.parts(name):
                 value[box.within(whole(kind.shape))].copy_(values)
                 count(values.nbytes)

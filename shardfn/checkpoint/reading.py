@@ -165,7 +165,7 @@ class Reader(abc.ABC):
 
     def read(self, name: str, box: Box) -> Tensor:
         """Reads the elements of a box. Raises as `wanted` and `fill` do."""
-        values = torch.empty(box.sizes, dtype=self.source.tensors[name].dtype)
+        values = torch.empty(box.sizes, dtype=self.source.tensors[name].dtype, device="cpu")
         self.fill(self.wanted([LocalBox(name, box, values)]))
         return values
 
@@ -299,7 +299,7 @@ def _read_directly(
 
 def _read_box(descriptor: int, chunk: Chunk, kind: Kind, where: Chunk, box: Box) -> Tensor:
     """Reads one box of a part, and no other bytes."""
-    values, done, width = torch.empty(box.sizes, dtype=kind.dtype), 0, kind.dtype.itemsize
+    values, done, width = torch.empty(box.sizes, dtype=kind.dtype, device="cpu"), 0, kind.dtype.itemsize
     target = memory(values)
     length, starts = runs(box.moved(tuple(-offset for offset in chunk.box.offsets)), chunk.box.sizes)
     for start in starts:

@@ -74,7 +74,7 @@ def _in_memory(tensors: list[Tensor]) -> list[Tensor]:
     total = runs[-1].begin + runs[-1].stop - runs[-1].start if runs else 0
     devices = {run.bytes.device for run in runs if run.bytes.device.type != "cpu"}
     if not _memory or _memory[0].numel() < total or (devices and not _memory[0].is_pinned()):
-        _memory[:] = [torch.empty(total, dtype=torch.uint8, pin_memory=bool(devices))]
+        _memory[:] = [torch.empty(total, dtype=torch.uint8, pin_memory=bool(devices), device="cpu")]
     for run in runs:
         copy = _memory[0][run.begin : run.begin + run.stop - run.start]
         copy.copy_(run.bytes[run.start : run.stop], non_blocking=True)

@@ -67,7 +67,7 @@ def torch_optimizer(state: Any, make: Make = torch.optim.AdamW, **numbers: Any) 
     moments: dict[str, dict[str, Any]] = {}
     groups: dict[tuple[float, ...], list[str]] = {}
     for name, _, shape in parameters(state["mean"]):
-        moments[name] = {"step": torch.tensor(float(state["step"]))}
+        moments[name] = {"step": torch.tensor(float(state["step"]), device="cpu")}
         groups.setdefault(tuple(_number(given, n, state["step"], name, shape) for n in NUMBERS), []).append(name)
     for slot, theirs in SLOTS.items():
         for name, leaf, _ in parameters(state[slot]):
@@ -182,7 +182,7 @@ def _number(given: dict[str, Any], name: str, step: int, path: str, shape: Ints)
 def _group(make: Make, key: tuple[float, ...], names: list[str]) -> Group:
     """A group with these hyperparameters in torch's form."""
     lr, b1, b2, eps, weight_decay = key
-    optimizer = make([torch.zeros(1)], lr=lr, betas=(b1, b2), eps=eps, weight_decay=weight_decay)
+    optimizer = make([torch.zeros(1, device="cpu")], lr=lr, betas=(b1, b2), eps=eps, weight_decay=weight_decay)
     group = {**optimizer.param_groups[0], "params": names}
     return {name: value if type(value) in (bool, int, float) else Value(value) for name, value in group.items()}
 

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from shardfn.checkpoint import folders, snapshots
-from shardfn.collectives.late_checks import late_checks
 from shardfn.checkpoint.boxes import Box
 from shardfn.checkpoint.contents import Scalar, as_bytes, contents, crc, most_of, pieces
 from shardfn.checkpoint.manifest import Chunk, Manifest
 from shardfn.checkpoint.team import CheckpointError, team_of
+from shardfn.collectives.late_checks import late_checks
 from shardfn.quoting import findings, listed
 from shardfn.tiers import copying
 from shardfn.tiers.copying import arrivals
@@ -111,7 +111,7 @@ def _alone(values: torch.Tensor) -> torch.Tensor:
     """The same elements in a CPU storage that holds nothing else, without a copy if they are contiguous on the CPU."""
     content = as_bytes(values)
     if len(content) == 0:
-        return torch.empty(values.shape, dtype=values.dtype)
+        return torch.empty(values.shape, dtype=values.dtype, device="cpu")
     return torch.frombuffer(content.numpy(), dtype=torch.uint8).view(values.dtype).view(values.shape)
 
 

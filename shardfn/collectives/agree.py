@@ -76,7 +76,7 @@ def agree(
         f"has come to compare"
     )
     # A negative length marks a rank whose own arguments are wrong.
-    row = torch.tensor([digest, -len(text) if mine else len(text)])
+    row = torch.tensor([digest, -len(text) if mine else len(text)], device="cpu")
     try:
         with contextlib.nullcontext() if place is None else callsites.at(place):
             digests, marked = gathered(row, axis, None, f"comparing {what}", name, alone).T.tolist()
@@ -136,8 +136,8 @@ def ranks_along(axis: Axis) -> list[int]:
 
 def texts(own: bytes, lengths: Sequence[int], along: Axis, what: str, of: str) -> list[str]:
     """Returns the text of each rank along an axis; `own` is this rank's, `lengths` are the byte lengths of all."""
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(own)] = torch.tensor(list(own), dtype=torch.uint8)
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
+    padded[: len(own)] = torch.tensor(list(own), dtype=torch.uint8, device="cpu")
     rows = gathered(padded, along, None, what, of)
     return [bytes(row[:n].tolist()).decode(errors="replace") for row, n in zip(rows, lengths, strict=True)]
 
@@ -267,7 +267,7 @@ def _counted(place: callsites.Place) -> str:
 def _difference(same: str, text: str, axis: Axis, by: str) -> str:
     """Describes what each rank is about to do if that is not the same on all; else returns an empty text."""
     data = text.encode()[:4000]
-    row = torch.tensor([digest_of(same.encode()), len(data)])
+    row = torch.tensor([digest_of(same.encode()), len(data)], device="cpu")
     digests, lengths = gathered(row, axis, None, "comparing collectives", by).T.tolist()
     if len(set(digests)) == 1:
         return ""

@@ -321,7 +321,7 @@ def ragged_all_to_all(
     size = bound_axis(axis, "ragged_all_to_all").size
     lengths = {"send": [int(n) for n in send]}
     if receive is None:
-        counts = torch.tensor(lengths["send"])
+        counts = torch.tensor(lengths["send"], device="cpu")
         mesh = current_mesh()
         received = all_to_all(counts.to(device_of(mesh)) if mesh else counts, axis, split_dim=0, concat_dim=0)
         receive = received.tolist()

@@ -31,7 +31,7 @@ class _Page:
     def __init__(self, stream: Any) -> None:
         self.stream, self.event = stream, None
         with torch.inference_mode(False), torch.no_grad():
-            self.rows = torch.empty(_ROWS, ROOM, dtype=torch.uint8, pin_memory=True)
+            self.rows = torch.empty(_ROWS, ROOM, dtype=torch.uint8, pin_memory=True, device="cpu")
         self.checks: list[tuple[Tensor, Wrong]] = []
 
     def add(self, x: Tensor, wrong: Wrong) -> None:

@@ -194,7 +194,7 @@ def _compared(name: str, x: Tensor, statics: dict[str, Any]) -> None:
 
 def _compare_lengths(statics: dict[str, Any], along: Axis) -> None:
     """Raises ValueError on all ranks unless each rank receives what the others send to it."""
-    rows = gathered(torch.tensor([statics["index"], *statics["send"], *statics["receive"]]), along)
+    rows = gathered(torch.tensor([statics["index"], *statics["send"], *statics["receive"]], device="cpu"), along)
     sent, received = rows[rows[:, 0].argsort(), 1:].split(along.size, 1)
     for source, target in (sent != received.T).nonzero().tolist()[:1]:
         raise ValueError(

@@ -152,7 +152,9 @@ def _nesting_works() -> bool:
             x = torch._C._functorch._wrap_for_grad(x, level).requires_grad_()
             return torch._C._functorch._unwrap_for_grad(_backwards(f(x).sum()), level)
 
-    second = derivative(lambda x: derivative(lambda x: double(x, 2) ** 3, x), torch.ones(2, dtype=torch.float64))
+    second = derivative(
+        lambda x: derivative(lambda x: double(x, 2) ** 3, x), torch.ones(2, dtype=torch.float64, device="cpu")
+    )
     return bool((second == 48).all())  # the second derivative of 8 x^3 at 1
 
 

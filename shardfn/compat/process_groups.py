@@ -85,7 +85,7 @@ def break_group(group: dist.ProcessGroup) -> bool:
     for step in range(1, group.size()):
         other = (group.rank() + step) % group.size()
         try:
-            group.recv([torch.zeros(1)], other, _NOBODY_SENDS).wait(timedelta(milliseconds=1))
+            group.recv([torch.zeros(1, device="cpu")], other, _NOBODY_SENDS).wait(timedelta(milliseconds=1))
         except RuntimeError as error:
             if "Timed out" in str(error):  # which closes all connections; other errors: this one was closed before
                 break
@@ -175,7 +175,9 @@ def disconnected(rank: int) -> bool:
     if world is None or rank == world.rank() or backend_of(world, "cpu") != "gloo":
         return False
     try:
-        world.recv([torch.zeros(1)], rank, _NOBODY_SENDS)  # this receive stays pending and matches no message
+        world.recv(
+            [torch.zeros(1, device="cpu")], rank, _NOBODY_SENDS
+        )  # this receive stays pending and matches no message
     except RuntimeError:
         return True
     return False

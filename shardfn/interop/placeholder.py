@@ -86,8 +86,10 @@ class Placeholder(nn.Parameter):
                 f"are in params, and model.state_dict(params) or interop.save_pretrained give them these names"
             )
         where = f"stage {self.owner!r}" if self.owner else "the model's call"
+        normed = self.path.endswith(("_g", "_v", "_u", "_orig"))
+        hook = " (a hook of torch.nn.utils? torch.nn.utils.parametrizations has none)" if normed else ""
         raise RuntimeError(
-            f"{self.path} is read outside of {where}, by {operation}: its values are among the "
+            f"{self.path} is read outside of {where}, by {operation}{hook}: its values are among the "
             f"parameters that the model was called with, not in the module. Add it to loose=[{self.path!r}], or make "
             f"one stage of a module that holds all who read it"
         )

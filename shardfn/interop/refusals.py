@@ -132,7 +132,7 @@ def _overlap(x: Tensor, y: Tensor) -> bool:
     if x.dtype != y.dtype:
         return True
     begin, width = min(low, start), x.element_size()
-    taken = torch.zeros((max(high, stop) - begin) // width, dtype=torch.bool)
+    taken = torch.zeros((max(high, stop) - begin) // width, dtype=torch.bool, device="cpu")
     taken.as_strided(x.shape, x.stride(), (low - begin) // width).fill_(True)
     return bool(taken.as_strided(y.shape, y.stride(), (start - begin) // width).any())
 

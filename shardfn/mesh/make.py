@@ -119,7 +119,7 @@ def _mesh(places: torch.Tensor, names: tuple[str, ...], device: str) -> DeviceMe
 def made_again(grid: Grid, device: str) -> DeviceMesh:
     """Makes a mesh again that was garbage-collected while values are still placed on it."""
     names, lengths = zip(*grid.sizes, strict=True)
-    mesh = _mesh(torch.tensor(grid.ranks).view(lengths), names, device)
+    mesh = _mesh(torch.tensor(grid.ranks, device="cpu").view(lengths), names, device)
     grid_of(mesh)
     return mesh
 

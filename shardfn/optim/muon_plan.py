@@ -130,7 +130,7 @@ class Matrix:
     """A whole matrix, of which ranks hold parts.
 
     Attributes:
-        path: path of the parameter.
+        path: path of the parameter in the tree.
         shape: rows and columns.
         layout: layout of its flat shard; None for a plain tensor, which every rank holds.
         entry: its index in the layout.
@@ -158,23 +158,24 @@ class Matrix:
     def part(self, rank: int) -> Range | None:
         """The range of elements that a rank holds; None if it holds none."""
         assert self.layout is not None, "only a part has a place"
-        return next((held for held in self.layout.ranges(rank) if held.path == self.path), None)
+        own = self.layout.entries[self.entry].path
+        return next((held for held in self.layout.ranges(rank) if held.path == own), None)
 
 
 @functools.lru_cache(maxsize=4096)
-def _of_layout(layout: Layout, entries: tuple[int, ...]) -> tuple[Matrix, ...]:
+def _of_layout(layout: Layout, entries: tuple[int, ...], paths: tuple[str, ...]) -> tuple[Matrix, ...]:
     matrices = []
-    for number in entries:
+    for number, path in zip(entries, paths, strict=True):
         rows, columns = layout.whole_shape(number)
         if rows * columns:  # an empty matrix needs no work, and no rank has a part of it
-            matrices.append(Matrix(layout.entries[number].path, (rows, columns), layout, number))
+            matrices.append(Matrix(path, (rows, columns), layout, number))
     return tuple(matrices)
 
 
 def _matrices(unit: Unit) -> tuple[Matrix, ...]:
     if unit.layout is None:
         return tuple(Matrix(segment.path, (segment.shape[0], segment.shape[1])) for segment in unit.filled)
-    return _of_layout(unit.layout, unit.entries)
+    return _of_layout(unit.layout, unit.entries, tuple(map(unit.path, unit.entries)))
 
 
 Share = tuple[int, Range]  # index of a matrix, and a range of its elements

@@ -84,7 +84,7 @@ def global_norm(tree: Any) -> Tensor:
         ``penalised = loss + 1e-4 * global_norm(params) ** 2``
     """
     sums = list(squares(units(tree)).values())
-    return torch.stack(sums).sum().sqrt() if sums else torch.zeros(())
+    return torch.stack(sums).sum().sqrt() if sums else torch.zeros((), device="cpu")
 
 
 def vdot(a: Any, b: Any) -> Tensor:
@@ -131,7 +131,7 @@ def vdot(a: Any, b: Any) -> Tensor:
                 (product.real, product.imag if product.is_complex() else product * 0)[:numbers]
             )
     sums = list(totals(left, products, lambda whole: numbers, sources).values())
-    total = torch.stack(sums).sum(0) if sums else torch.zeros(numbers)
+    total = torch.stack(sums).sum(0) if sums else torch.zeros(numbers, device="cpu")
     return torch.view_as_complex(total) if numbers == 2 else total[0]
 
 

@@ -125,7 +125,7 @@ class _Line:
         body = pickle.dumps(note)
         data = _LENGTH.pack(len(body)) + body
         with functorch.outside_transforms():
-            message = torch.empty(ROOM + _places(rows)[-1], dtype=torch.uint8)
+            message = torch.empty(ROOM + _places(rows)[-1], dtype=torch.uint8, device="cpu")
             message[: min(ROOM, len(data))] = torch.frombuffer(bytearray(data[:ROOM]), dtype=torch.uint8)
             for row, at in zip(rows, _places(rows), strict=False):
                 message[ROOM + at : ROOM + at + len(row)] = row
@@ -402,7 +402,7 @@ def _within(data: bytearray, at: int, shape: tuple[int, ...], dtype: torch.dtype
     return (
         torch.frombuffer(data, dtype=dtype, count=count, offset=at).view(shape)
         if count
-        else torch.empty(shape, dtype=dtype)
+        else torch.empty(shape, dtype=dtype, device="cpu")
     )
 
 

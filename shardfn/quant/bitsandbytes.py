@@ -90,7 +90,7 @@ def packed(name: str, tensors: Mapping[str, Tensor]) -> Packed:
     parameter, code_bytes = described(name, tensors), _bytes(tensors[name])
     scales = [_bytes(tensors[f"{name}.absmax"])]
     if parameter.format.double:
-        mean = torch.tensor([_state(name, tensors)["nested_offset"]], dtype=torch.float32)
+        mean = torch.tensor([_state(name, tensors)["nested_offset"]], dtype=torch.float32, device="cpu")
         scales = [_bytes(tensors[f"{name}.nested_absmax"]), _bytes(mean), *scales]
     parameter.values = torch.cat((*(x.to(code_bytes.device) for x in scales), code_bytes))
     return parameter
@@ -148,7 +148,7 @@ def tensors(name: str, parameter: Packed) -> dict[str, Tensor]:
     else:
         parts[f"{name}.absmax"] = format.scales(values, numel).clone()
     length = len(json.dumps({**stated, "nested_offset": 0.0})) + _DIGITS  # a fixed length, whatever the mean
-    words = torch.tensor(list(json.dumps(stated).ljust(length).encode()), dtype=torch.uint8)
+    words = torch.tensor(list(json.dumps(stated).ljust(length).encode()), dtype=torch.uint8, device="cpu")
     return parts | {f"{name}.{STATE}{format.name}": words}
 
 

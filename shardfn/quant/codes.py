@@ -43,8 +43,8 @@ def numbers(code: Code) -> Tensor:
     """The numbers of all codes, in the order of the codes, float32."""
     with _apart():
         if code.bits == 8:
-            return code.decode(torch.arange(256).to(torch.uint8))
-        return code.decode(torch.arange(16).to(torch.uint8) << 4)[::2]
+            return code.decode(torch.arange(256, device="cpu").to(torch.uint8))
+        return code.decode(torch.arange(16, device="cpu").to(torch.uint8) << 4)[::2]
 
 
 @contextlib.contextmanager
@@ -118,7 +118,7 @@ class _Table:
         if device not in self._jumps:
             with _apart():
                 bounds = self.bounds(torch.device("cpu"))[0]
-                halves = torch.arange(2**16, dtype=torch.int32) << 16
+                halves = torch.arange(2**16, dtype=torch.int32, device="cpu") << 16
                 ends = (torch.bucketize(x.view(torch.float32), bounds) for x in (halves, halves | 0xFFFF))
                 least, most = torch.stack(tuple(ends)).aminmax(dim=0)
                 bound = bounds[least.clamp(max=len(bounds) - 1)].masked_fill(least == most, torch.inf)
@@ -196,33 +196,33 @@ def _stepped(name: str, bits: int) -> Code:
         return Code(name, 8, most, encode, lambda codes: codes.view(torch.int8).float())
 
     def numbers() -> Tensor:
-        return torch.arange(16).add(8).remainder(16).sub(8).to(torch.float32)
+        return torch.arange(16, device="cpu").add(8).remainder(16).sub(8).to(torch.float32)
 
     return Code(name, 4, most, lambda x: _paired(encode(x) & 15), _of_pairs(numbers))
 
 
 def _floating(name: str, dtype: torch.dtype) -> Code:
     """The numbers of an 8-bit floating-point dtype."""
-    table = _Table(lambda: torch.arange(256).to(torch.uint8).view(dtype).to(torch.float32))
+    table = _Table(lambda: torch.arange(256, device="cpu").to(torch.uint8).view(dtype).to(torch.float32))
     return Code(name, 8, torch.finfo(dtype).max, lambda x: x.to(dtype).view(torch.uint8), table.at)
 
 
 def _fp4() -> Tensor:
-    positive = torch.tensor(FP4, dtype=torch.float32)
+    positive = torch.tensor(FP4, dtype=torch.float32, device="cpu")
     return torch.cat((positive, -positive)) / 12
 
 
 def _dynamic(signed: bool) -> Tensor:
     """bitsandbytes' dynamic map, finer for larger numbers: leading bits give the exponent, the others the fraction."""
-    parts = [torch.tensor([0.0, 1.0], dtype=torch.float32)]
+    parts = [torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu")]
     for i in range(7):
-        edges = torch.linspace(0.1, 1, 2 ** (i + (0 if signed else 1)) + 1, dtype=torch.float32)
+        edges = torch.linspace(0.1, 1, 2 ** (i + (0 if signed else 1)) + 1, dtype=torch.float32, device="cpu")
         means = 10 ** (i - 6) * ((edges[:-1] + edges[1:]) / 2.0)
         parts += [means, -means] if signed else [means]
     return torch.cat(parts).sort().values
 
 
-nf4 = _tabled("nf4", 4, lambda: torch.tensor(NF4, dtype=torch.float32))
+nf4 = _tabled("nf4", 4, lambda: torch.tensor(NF4, dtype=torch.float32, device="cpu"))
 fp4 = _tabled("fp4", 4, _fp4)
 int4 = _stepped("int4", 4)
 int8 = _stepped("int8", 8)

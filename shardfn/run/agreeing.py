@@ -89,7 +89,7 @@ class Exchange:
         return common(before, self._arrived())
 
     def _send(self, word: Word) -> None:
-        numbers = torch.tensor(astuple(word))
+        numbers = torch.tensor(astuple(word), device="cpu")
         self._travels = numbers, dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.team.group, async_op=True)
 
     def _arrived(self) -> Word:

@@ -101,7 +101,7 @@ class Late:
             # The allocator may reuse `packed` during the copy, but only for later work on the same stream.
             packed = torch.stack([metrics[name].detach().reshape(()).to(wide) for name in names])
             if device.type != "cpu":
-                host = torch.empty(len(names), dtype=wide, pin_memory=device.type != "mps")
+                host = torch.empty(len(names), dtype=wide, pin_memory=device.type != "mps", device="cpu")
                 packed = host.copy_(packed, non_blocking=True)
                 waits.append(_arrival(device))
             copies.append((names, packed))

@@ -219,7 +219,7 @@ def _sizes(summaries: _Summaries | None, mine: Read, step: int, who: Peers) -> t
     if who.lengths is None or len(who.places) == 1 or (summaries is None and not process_groups.worlds_of_threads()):
         return None
     if summaries is None:
-        own = torch.tensor(sizes_of(mine.batch.batch))
+        own = torch.tensor(sizes_of(mine.batch.batch), device="cpu")
         sizes = gathered(own, who.mesh, None, "how long batches are", who.name)
     else:
         sizes = summaries.rows[:, -SIZES:]
@@ -253,7 +253,11 @@ def _first_at_places(every: Sequence[Any], differ: str, step: int, who: Peers) -
 
 def _among_threads(mine: Read, who: Peers) -> Read:
     """Waits for all ranks, which are threads here, to agree on the next batch; one rank at its end ends all."""
-    states = gathered(torch.tensor([mine.state]), who.mesh, None, "the next batch", who.name).flatten().tolist()
+    states = (
+        gathered(torch.tensor([mine.state], device="cpu"), who.mesh, None, "the next batch", who.name)
+        .flatten()
+        .tolist()
+    )
     if mine.error is not None:
         return mine
     if State.FAILED in states:
@@ -265,8 +269,8 @@ def _among_threads(mine: Read, who: Peers) -> Read:
 
 
 def _send(row: list[int], who: Peers) -> _Summaries:
-    group, rows = cpu_group(who.ranks, "feed"), torch.empty(len(who.places), len(row), dtype=torch.int64)
-    own = torch.tensor([row])
+    group, rows = cpu_group(who.ranks, "feed"), torch.empty(len(who.places), len(row), dtype=torch.int64, device="cpu")
+    own = torch.tensor([row], device="cpu")
     return _Summaries(group.group_name, process_groups.start_all_gather(rows, own, group), rows, own)
 
 
@@ -310,9 +314,11 @@ def _raise_failed(mine: Read, states: list[int], step: int, who: Peers) -> None:
     if mine.error is not None:
         text = short("".join(traceback.format_exception(mine.error, limit=-FRAMES)).strip(), TEXT)
     content = text.encode()
-    longest = int(gathered(torch.tensor([len(content)]), who.mesh, None, "an error's length", who.name).max())
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
+    longest = int(
+        gathered(torch.tensor([len(content)], device="cpu"), who.mesh, None, "an error's length", who.name).max()
+    )
+    padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
+    padded[: len(content)] = torch.tensor(list(content), dtype=torch.uint8, device="cpu")
     texts = gathered(padded, who.mesh, None, "an error's text", who.name)
     if mine.error is not None:
         raise mine.error

@@ -13,7 +13,8 @@ from torch import Tensor
 from shardfn.mesh.selectors import Chosen, Which, chosen
 from shardfn.mesh.spec import dotted
 from shardfn.quoting import listed, short_errors
-from shardfn.shards.layout import FlatShard, is_flat
+from shardfn.shards.layout import is_flat
+from shardfn.shards.pieces import path_in, stage_at
 
 T = TypeVar("T")
 
@@ -43,11 +44,11 @@ def partition(tree: Any, predicate: Which) -> tuple[Any, Any]:
         ({'w': None, 'lora': tensor([0.])}, {'w': tensor([1.]), 'lora': None})
     """
     accessors, leaves, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_flat)
-    which, paths = chosen(predicate, "partition"), list(map(dotted, accessors))
-    names = [name for path, leaf in zip(paths, leaves, strict=True) for name in _names(path, leaf)]
+    which = chosen(predicate, "partition")
+    names = [name for at, leaf in zip(accessors, leaves, strict=True) for name, _ in _parameters(at, leaf)]
     if unused := which.unused(names):
         raise ValueError(f"partition: nothing matches {listed(sorted(unused))}; there are {listed(names)}")
-    taken = [_chosen(path, leaf, which) for path, leaf in zip(paths, leaves, strict=True)]
+    taken = [_chosen(at, leaf, which) for at, leaf in zip(accessors, leaves, strict=True)]
     yes = [leaf if take else None for leaf, take in zip(leaves, taken, strict=True)]
     no = [None if take else leaf for leaf, take in zip(leaves, taken, strict=True)]
     return optree.tree_unflatten(spec, yes), optree.tree_unflatten(spec, no)
@@ -162,25 +163,23 @@ def _different(trees: Sequence[_Places]) -> str:
     return f"combine: tree {m} has another structure than tree {n}: {both}"
 
 
-def _names(path: str, leaf: Any) -> list[str]:
-    return [entry.path for entry in leaf.layout.entries] if is_flat(leaf) else [path]
-
-
-def _chosen(path: str, leaf: Any, predicate: Chosen) -> bool:
-    if isinstance(leaf, Tensor):
-        return predicate(path, tuple(leaf.shape))
+def _parameters(at: Any, leaf: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """The paths and shapes of the parameters of a leaf, which an accessor leads to."""
     if not is_flat(leaf):
+        return [(dotted(at), tuple(getattr(leaf, "shape", ())))]
+    name = stage_at([getattr(entry, "field", entry.entry) for entry in at], leaf.layout)
+    return [(path_in(leaf.layout, i, name), leaf.layout.whole_shape(i)) for i in range(len(leaf.layout.entries))]
+
+
+def _chosen(at: Any, leaf: Any, predicate: Chosen) -> bool:
+    if not isinstance(leaf, Tensor) and not is_flat(leaf):
         return False
-    flat: FlatShard = leaf
-    answers = {
-        entry.path: predicate(entry.path, flat.layout.whole_shape(number))
-        for number, entry in enumerate(flat.layout.entries)
-    }
+    answers = {name: predicate(name, shape) for name, shape in _parameters(at, leaf)}
     if len(set(answers.values())) > 1:
         yes = next(path for path, answer in answers.items() if answer)
         no = next(path for path, answer in answers.items() if not answer)
         raise ValueError(
-            f"partition: stage {flat.layout.stage!r} has parameters in one buffer of which the rule chooses some, such "
+            f"partition: stage {leaf.layout.stage!r} has parameters in one buffer of which the rule chooses some, such "
             f"as {yes}, but not {no}: keep them in two, by shard(..., frozen=[...]) or a strategy that is a function"
         )
     return any(answers.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple, Self
@@ -14,7 +15,7 @@ from torch import Tensor
 from shardfn.compat import dynamo, process_groups, pytrees
 from shardfn.mesh.axes import device_of
 from shardfn.mesh.scope import mesh_of
-from shardfn.mesh.spec import dotted
+from shardfn.mesh.spec import joined as joined_path
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.placement import Tiers
 from shardfn.tiers import copying, placing
@@ -100,6 +101,7 @@ class Unit(NamedTuple):
         start: where in this rank's piece of that shard it begins.
         stop: where in that piece it ends; for a plain tensor, its number of elements.
         trainable: whether it is trained.
+        name: path of its stage, or of the plain tensor, in the tree.
     """
 
     values: Tensor
@@ -109,16 +111,17 @@ class Unit(NamedTuple):
     start: int
     stop: int
     trainable: bool
+    name: str
 
     @property
     def filled(self) -> list[Segment]:
         """The segments that have elements."""
         return [segment for segment in self.segments if segment.start < segment.stop]
 
-    @property
-    def name(self) -> str:
-        """Path of the stage, or of the plain tensor."""
-        return self.layout.stage if self.layout else self.segments[0].path
+    def path(self, number: int) -> str:
+        """Path of a parameter of its layout in the tree."""
+        assert self.layout is not None, "a plain tensor has no layout"
+        return path_in(self.layout, number, self.name)
 
     def part(self, entries: tuple[int, ...], start: int, stop: int, values: Any) -> Any:
         """A node for some of its parameters, with `values` for elements `start` to `stop` of this unit."""
@@ -165,34 +168,95 @@ class Units(NamedTuple):
 def units(tree: Any) -> Units:
     """Flattens a tree of flat shards and plain tensors."""
     leaves, spec = optree.tree_flatten(tree, is_leaf=is_unit)
-    if all(map(is_unit, leaves)):  # their layouts have the paths
-        return Units([_unit("", leaf) for leaf in leaves], spec)
-    paths = [dotted(accessor) for accessor in optree.tree_accessors(tree, is_leaf=is_unit)]
-    return Units([_unit(path, leaf) for path, leaf in zip(paths, leaves, strict=True)], spec)
+    names = _names(spec, tuple((leaf.layout, entries_of(leaf)) if is_unit(leaf) else None for leaf in leaves))
+    return Units([_unit(name, leaf) for name, leaf in zip(names, leaves, strict=True)], spec)
 
 
-def _unit(path: str, leaf: Any) -> Unit:
+def entries_of(leaf: FlatShard | Piece) -> tuple[int, ...] | None:
+    """Which parameters of its layout a leaf has; None for all."""
+    return leaf.entries if type(leaf) is Piece else None
+
+
+@dynamo.constant_when_traced
+@functools.lru_cache(maxsize=4096)
+def _names(
+    spec: optree.PyTreeSpec, leaves: tuple[tuple[Layout, tuple[int, ...] | None] | None, ...]
+) -> tuple[str, ...]:
+    """The name of each leaf of a tree of this structure: the path of the stage that it is, or of the plain tensor.
+
+    It is as the tree that was sharded has it, after what leads to that tree if it is a part of this one; or, where two
+    parameters would then have one name, as this tree has it.
+    """
+    tokens = [tuple(getattr(entry, "field", entry.entry) for entry in accessor) for accessor in spec.accessors()]
+    names, parameters = [joined_path(*keys) for keys in tokens], []
+    for i, (keys, leaf) in enumerate(zip(tokens, leaves, strict=True)):
+        if leaf is None:
+            parameters.append([names[i]])
+            continue
+        layout, entries = leaf
+        names[i] = stage_at(keys, layout)
+        numbers = range(len(layout.entries)) if entries is None else entries
+        parameters.append([path_in(layout, number, names[i]) for number in numbers])
+    counts = Counter(path for paths in parameters for path in paths)
+    return tuple(
+        joined_path(*keys) if any(counts[path] > 1 for path in paths) else name
+        for keys, name, paths in zip(tokens, names, parameters, strict=True)
+    )
+
+
+def stage_at(keys: Sequence[Any], layout: Layout) -> str:
+    """The path of a stage in a tree that has one of its buffers at `keys`."""
+    before, own = split_keys(tuple(keys), layout)
+    if not own and layout.stage:
+        return layout.stage  # the tree is a part of the one that was sharded
+    return joined_path(*before, *own)
+
+
+def split_keys(keys: tuple[Any, ...], layout: Layout) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The keys before the node's stage, and those of the stage, leaving out a key that marks a buffer.
+
+    All of them are before it if the stage's own are not among them.
+    """
+    stage = layout.stage
+    for i, key in enumerate(keys):
+        if str(key).startswith("@"):  # where `masked` lists parts of a stage
+            words, own = str(key)[1:].split("."), stage.split(".") if stage else []
+            first = len(words) - len(own)
+            return (*keys[:i], *words[:first]), tuple(words[first:])
+    buffer = False
+    if layout.partial and keys:  # keys that begin with a dtype distinguish the buffers of a stage
+        buffer = isinstance(getattr(torch, str(keys[-1]).split(" ")[0].split(",")[0], None), torch.dtype)
+    for end in (len(keys) - 1, len(keys)) if buffer else (len(keys),):
+        for start in range(end, -1, -1):
+            if joined_path(*keys[start:end]) == stage:
+                return keys[:start], keys[start:end]
+    return keys, ()
+
+
+def _unit(name: str, leaf: Any) -> Unit:
     if type(leaf) is Piece:
-        segments = _segments_of(leaf.layout, leaf.entries, leaf.start, leaf.stop)
-        return Unit(leaf.values, segments, leaf.layout, leaf.entries, leaf.start, leaf.stop, leaf.layout.trainable)
+        layout, part = leaf.layout, (leaf.entries, leaf.start, leaf.stop)
+        return Unit(leaf.values, _segments_of(layout, *part, name), layout, *part, layout.trainable, name)
     if is_flat(leaf):
         if torch.compiler.is_compiling():
-            return _traced_unit(leaf)
-        return Unit(leaf.values, *_of_layout(leaf.layout, process_groups.global_rank()))
+            return _traced_unit(leaf, name)
+        return Unit(leaf.values, *_of_layout(leaf.layout, process_groups.global_rank(), name), name)
+    path = name
     if not isinstance(leaf, Tensor):
         raise TypeError(f"{path or 'the tree'} is {type(leaf).__name__}; parameters are tensors")
     if leaf.layout is not torch.strided:
         raise TypeError(f"{path or 'the tree'} is {leaf.layout}; an optimizer takes dense tensors: pass its to_dense()")
     shape = tuple(leaf.shape)
     whole = Segment(path, shape, shape, (0,) * len(shape), 0, 0, leaf.numel())
-    return Unit(leaf, (whole,), None, (), 0, leaf.numel(), leaf.is_floating_point() or leaf.is_complex())
+    return Unit(leaf, (whole,), None, (), 0, leaf.numel(), leaf.is_floating_point() or leaf.is_complex(), name)
 
 
-def _traced_unit(flat: FlatShard) -> Unit:
+def _traced_unit(flat: FlatShard, name: str) -> Unit:
     """The unit of a flat shard in a compiled graph, which takes facts about the layout as constants."""
     held, n, trainable = _constants(flat.layout)
     entries = tuple(range(n))
-    return Unit(flat.values, _segments_of(flat.layout, entries, 0, held), flat.layout, entries, 0, held, trainable)
+    segments = _segments_of(flat.layout, entries, 0, held, name)
+    return Unit(flat.values, segments, flat.layout, entries, 0, held, trainable, name)
 
 
 @dynamo.constant_when_traced
@@ -200,32 +264,42 @@ def _constants(layout: Layout) -> tuple[int, int, bool]:
     return layout.held(process_groups.global_rank()), len(layout.entries), layout.trainable
 
 
-def _segments_of(layout: Layout, entries: tuple[int, ...], start: int, stop: int) -> tuple[Segment, ...]:
+def _segments_of(layout: Layout, entries: tuple[int, ...], start: int, stop: int, name: str) -> tuple[Segment, ...]:
     if torch.compiler.is_compiling():
-        return tuple([Segment(*row) for row in _rows(layout, entries, start, stop)])
-    return _segments(layout, process_groups.global_rank(), entries, start, stop)
+        return tuple([Segment(*row) for row in _rows(layout, entries, start, stop, name)])
+    return _segments(layout, process_groups.global_rank(), entries, start, stop, name)
 
 
 @dynamo.constant_when_traced
-def _rows(layout: Layout, entries: tuple[int, ...], start: int, stop: int) -> tuple[Any, ...]:
-    segments = _segments(layout, process_groups.global_rank(), entries, start, stop)
+def _rows(layout: Layout, entries: tuple[int, ...], start: int, stop: int, name: str) -> tuple[Any, ...]:
+    segments = _segments(layout, process_groups.global_rank(), entries, start, stop, name)
     return tuple(map(astuple, segments))
 
 
 @functools.lru_cache(maxsize=4096)
-def _of_layout(layout: Layout, rank: int) -> tuple[tuple[Segment, ...], Layout, tuple[int, ...], int, int, bool]:
-    """The arguments of `Unit` for a flat shard on a rank, without the values."""
+def _of_layout(
+    layout: Layout, rank: int, name: str
+) -> tuple[tuple[Segment, ...], Layout, tuple[int, ...], int, int, bool]:
+    """The arguments of `Unit` for a flat shard on a rank, without the values and the name."""
     entries, held = tuple(range(len(layout.entries))), layout.held(rank)
-    return _segments(layout, rank, entries, 0, held), layout, entries, 0, held, layout.trainable
+    return _segments(layout, rank, entries, 0, held, name), layout, entries, 0, held, layout.trainable
 
 
 @functools.lru_cache(maxsize=4096)
-def _segments(layout: Layout, rank: int, entries: tuple[int, ...], start: int, stop: int) -> tuple[Segment, ...]:
+def _segments(
+    layout: Layout, rank: int, entries: tuple[int, ...], start: int, stop: int, name: str
+) -> tuple[Segment, ...]:
     segments = []
     for number, low, high, at in cuts_within(layout, rank, entries, start, stop):
-        entry, whole = layout.entries[number], layout.whole_shape(number)
-        segments.append(Segment(entry.path, whole, entry.shape, layout.corner(number, rank), low, at, at + high - low))
+        path, shape, whole = path_in(layout, number, name), layout.entries[number].shape, layout.whole_shape(number)
+        segments.append(Segment(path, whole, shape, layout.corner(number, rank), low, at, at + high - low))
     return tuple(segments)
+
+
+def path_in(layout: Layout, number: int, name: str) -> str:
+    """The path of a parameter in a tree that has its stage at `name`."""
+    own = layout.entries[number].path
+    return own if name == layout.stage else joined_path(name, own[len(layout.stage) :].removeprefix("."))
 
 
 def cuts_within(
@@ -264,7 +338,7 @@ def stretches(unit: Unit, key: Callable[[str, tuple[int, ...]], Any]) -> list[tu
     assert layout is not None, "a plain tensor has no parts"
     groups: list[tuple[Any, list[int]]] = []
     for number in unit.entries:
-        k = key(layout.entries[number].path, layout.whole_shape(number))
+        k = key(unit.path(number), layout.whole_shape(number))
         if groups and groups[-1][0] == k:
             groups[-1][1].append(number)
         else:
@@ -290,7 +364,7 @@ def spread(unit: Unit) -> list[tuple[tuple[str, ...], str, tuple[int, ...]]]:
         return [((), segment.path, segment.whole)]
     layout, parameters = unit.layout, []
     for number in unit.entries:
-        parameters.append((layout.cut_axes(number), layout.entries[number].path, layout.whole_shape(number)))
+        parameters.append((layout.cut_axes(number), unit.path(number), layout.whole_shape(number)))
     return parameters
 
 

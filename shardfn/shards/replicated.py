@@ -72,7 +72,9 @@ def assert_replicated(tree: Any, mesh: DeviceMesh | None = None) -> None:
 
 
 def _compare(claims: list[Claim], grid: Grid, mesh: DeviceMesh) -> None:
-    rows = gathered(torch.tensor([process_groups.global_rank(), *(claim.digest for claim in claims)]), mesh)
+    rows = gathered(
+        torch.tensor([process_groups.global_rank(), *(claim.digest for claim in claims)], device="cpu"), mesh
+    )
     digests = {row[0]: row[1:] for row in rows.tolist()}
     problems = []
     for i, claim in enumerate(claims):

@@ -155,7 +155,7 @@ class Away:
     def _copy(self, activation: Activation, nbytes: int) -> None:
         """Starts a copy to the host; the memory on the device must not be reused before the copy is complete."""
         assert activation.here is not None, "it leaves once"
-        activation.host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        activation.host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         side = self._beside()
         with self._module().stream(side):
             activation.host.copy_(activation.here, non_blocking=True)

@@ -45,7 +45,7 @@ from shardfn.stages.parameters import (
 )
 from shardfn.stages.prefetch import Prefetch
 from shardfn.stages.reduction import Dtypes, Level, Reduction, Reductions, Route
-from shardfn.stages.refusals import refuse_closure, refuse_opaque, refuse_returned, writes
+from shardfn.stages.refusals import reentrant_told, refuse_closure, refuse_opaque, refuse_returned, writes
 from shardfn.stages.residency import Residency
 from shardfn.stages.returned import Returned, held
 from shardfn.stages.saved_tensors import argument_hooks, saved_tensor_hooks
@@ -113,6 +113,9 @@ class Engine:
             if call.tape is not None and isinstance(call.signature.keep, tuple) and (run.reads or not keeps):
                 self.residency.leave(run)
             outputs: tuple[Tensor, ...] = detached(residuals.outputs, storages, inputs, call.transformed)
+            if records and (recorder := recording.current()) is not None:
+                for inside, outside in zip(residuals.outputs, outputs, strict=True):
+                    recorder.same(outside, inside)  # autograd differentiates through the call
             if records and (debugging.memory or not call.signature.compared):
                 call.remember(outputs)
                 call.signature.compared = keeps  # such calls may never run again, so one sample is enough
@@ -172,7 +175,8 @@ class Engine:
                     residuals.decoding.again()
                 unseen = run.reads and (debugging.memory or (*run.kind, "backward") not in self.looked)
                 returned = self._lends(run, residuals.parameters, None, ("backward",)) if unseen else None
-                gradients = differentiated(residuals, needs, cotangents)
+                with reentrant_told(call.signature):
+                    gradients = differentiated(residuals, needs, cotangents)
                 if returned is not None:
                     returned.check_hooks()
             self.away.done()

@@ -103,12 +103,12 @@ def compare(mesh: DeviceMesh, run: StageRun, message: str) -> None:
     signature, text = run.signature, message.encode()[:2000]
     axes = callers(mesh, signature)
     with unscheduled():
-        row = torch.tensor([len(text), process_groups.global_rank()])
+        row = torch.tensor([len(text), process_groups.global_rank()], device="cpu")
         lengths, ranks = gathered(row, mesh, axes, "comparing whether numbers are finite", str(signature)).T.tolist()
         if not any(lengths):
             return
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
+        padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
         rows = gathered(padded, mesh, axes, "comparing what is not finite", str(signature))
     texts = [bytes(row[:n].tolist()).decode(errors="replace") for row, n in zip(rows, lengths, strict=True)]
     reporting = [rank for rank, text in zip(ranks, texts, strict=True) if text]

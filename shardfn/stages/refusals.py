@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import re
 import sys
 import threading
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import optree
@@ -42,6 +43,21 @@ def refuse_inside(signature: Signature) -> None:
             f"{signature} is called inside {running.stage}: what one stage gathers it hands back before the "
             f"next, so call them one after another"
         )
+
+
+@contextlib.contextmanager
+def reentrant_told(signature: Signature) -> Iterator[None]:
+    """A context in which torch's refusal of a reentrant checkpoint names the stage, and what to write."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "When use_reentrant=True" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{signature} uses torch.utils.checkpoint with use_reentrant=True, which torch cannot differentiate inside "
+            f"it: write use_reentrant=False, or leave the checkpoint out and pass remat=True to the stage (for a "
+            f"module, to functional, since its parameters are only there while its stage runs)"
+        ) from error
 
 
 def refuse_reentrant(signature: Signature, differentiated: Sequence[bool]) -> None:

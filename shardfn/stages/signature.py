@@ -333,7 +333,7 @@ def _tag(layout: Layout, sent_as: torch.dtype | Wire, length: int) -> Tensor:
     text = repr((layout.stage, layout.entries, layout.placement, layout.padded, sent_as))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     identity = (digest + repr(layout.stage).encode())[:length]
-    return torch.tensor(list(identity.ljust(length, b" ")), dtype=torch.uint8)
+    return torch.tensor(list(identity.ljust(length, b" ")), dtype=torch.uint8, device="cpu")
 
 
 def decoded(tree: Any, decode: Callable[[Packed], Tensor]) -> Any:

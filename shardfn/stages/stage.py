@@ -270,7 +270,7 @@ def _zero(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def zero(*args: Any, **kwargs: Any) -> Tensor:
-        total = torch.zeros((), dtype=torch.bfloat16)  # so that adding it does not promote a loss's dtype
+        total = torch.zeros((), dtype=torch.bfloat16, device="cpu")  # so that adding it does not promote a loss's dtype
         for x in optree.tree_leaves((args, kwargs)):
             if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()):
                 empty = (x if x.ndim else x.view(1))[..., :0]  # a product with 0 would be nan for inf

@@ -24,7 +24,7 @@ class Cost:
 
 def sum_of_ones() -> float:
     """Runs a small all-reduce."""
-    x = torch.ones(8)
+    x = torch.ones(8, device="cpu")
     dist.all_reduce(x)
     return float(x[0])
 

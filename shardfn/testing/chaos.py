@@ -260,7 +260,7 @@ class _Line:
             raise RuntimeError(f"chaos: this rank launched {message}, and others something else")
 
     def _gathered(self, x: Tensor) -> Tensor:
-        rows = torch.empty((self.size, x.numel()), dtype=x.dtype)
+        rows = torch.empty((self.size, x.numel()), dtype=x.dtype, device="cpu")
         self.group.allgather([list(rows.view(torch.uint8).unbind())], [_bytes(x)]).wait()
         return rows
 

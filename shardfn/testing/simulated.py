@@ -372,7 +372,7 @@ class _Module:
         return False
 
     def get_rng_state(self, device: Any = None) -> Tensor:
-        return _of_generators("get_rng_state", torch.zeros(16, dtype=torch.uint8))
+        return _of_generators("get_rng_state", torch.zeros(16, dtype=torch.uint8, device="cpu"))
 
     def set_rng_state(self, state: Tensor, device: Any = None) -> None:
         _of_generators("set_rng_state")
@@ -544,7 +544,7 @@ def _shadow(device: Device, x: Tensor) -> Tensor:
         values = device.shadows[storage] = torch.UntypedStorage(storage.nbytes()).fill_(255)
     elif values.nbytes() < storage.nbytes():
         values.resize_(storage.nbytes())
-    shadow = torch.empty(0, dtype=x.dtype).set_(values, x.storage_offset(), x.shape, x.stride())
+    shadow = torch.empty(0, dtype=x.dtype, device="cpu").set_(values, x.storage_offset(), x.shape, x.stride())
     shadow = torch._conj(shadow) if x.is_conj() else shadow
     return torch._neg_view(shadow) if x.is_neg() else shadow
 
@@ -628,7 +628,9 @@ def _waits_for(device: Device, wait: Callable[..., bool]) -> Callable[..., bool]
 def _item(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     device._waited("item")
     device.clocks.use(device.stream(), func.name(), args, ())
-    return _shadow(device, args[0]).item() if device.values else torch.ones((), dtype=args[0].dtype).item()
+    return (
+        _shadow(device, args[0]).item() if device.values else torch.ones((), dtype=args[0].dtype, device="cpu").item()
+    )
 
 
 def _equal(device: Device, func: Any, args: Any, kwargs: Any) -> bool:

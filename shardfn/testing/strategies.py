@@ -59,11 +59,11 @@ def tensor_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Te
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point or dtype.is_complex:
         exact = torch.complex128 if dtype.is_complex else torch.float64
-        return torch.randn(shape, generator=generator, dtype=exact).to(dtype)
+        return torch.randn(shape, generator=generator, dtype=exact, device="cpu").to(dtype)
     if dtype == torch.bool:
-        return torch.randint(2, shape, generator=generator).bool()
+        return torch.randint(2, shape, generator=generator, device="cpu").bool()
     low = -9 if dtype.is_signed else 0
-    return torch.randint(low, 10, shape, generator=generator).to(dtype)
+    return torch.randint(low, 10, shape, generator=generator, device="cpu").to(dtype)
 
 
 def pytrees(leaves: SearchStrategy[Any], max_leaves: int = 8) -> SearchStrategy[Any]:

@@ -50,7 +50,7 @@ def _settle_mkl() -> None:
     # MKL detects the processor at its first call; if two threads make that call at once, one may get results with half
     # of the digits.
     for dtype in (torch.float32, torch.float64):
-        torch.ones(8, dtype=dtype).sin()
+        torch.ones(8, dtype=dtype, device="cpu").sin()
 
 
 class _Run:

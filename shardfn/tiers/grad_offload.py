@@ -46,7 +46,7 @@ class GradOffload:
     def _to_host(self, so_far: Tensor | None, out: Tensor) -> Tensor:
         if out.device.type == "cpu":
             return out if so_far is None else so_far.add_(out)
-        gradient = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
+        gradient = torch.empty(out.shape, dtype=out.dtype, pin_memory=True, device="cpu")
         self._copied = copy_streams(out.device).take_out([(gradient, out)])
         if so_far is None:
             return gradient

@@ -54,7 +54,7 @@ def new(shape: tuple[int, ...], dtype: torch.dtype, tier: str, kind: str, mesh: 
     if tier == "disk":
         return tensors.empty(shape, dtype, file_of(mesh, kind), zeros=True)
     if tier == "host" and mesh.device_type != "cpu":
-        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+        return torch.zeros(shape, dtype=dtype, pin_memory=True, device="cpu")
     return torch.zeros(shape, dtype=dtype, device=device_of(mesh))
 
 

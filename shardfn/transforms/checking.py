@@ -200,7 +200,7 @@ class Checked:
             if isinstance(x, (int, float, complex)) and isinstance(leaf.spec, P):
                 at = self.recorder.number(x, leaf.path)
                 trace.events.append(Output(leaf.path, at, trace.mask(leaf.spec.axes)))
-                results.append((leaf.path, torch.as_tensor(x), trace.mask(leaf.spec.axes)))
+                results.append((leaf.path, torch.as_tensor(x, device="cpu"), trace.mask(leaf.spec.axes)))
             if not isinstance(x, Tensor):
                 continue
             if is_flat(leaf.value):
@@ -246,7 +246,7 @@ class Checked:
             hash((*paths, *(allowed for *_, allowed in results))),
             trace.prefix,
         ]
-        rows = ranks.gathered(torch.tensor(digests))
+        rows = ranks.gathered(torch.tensor(digests, device="cpu"))
         apart, trace.prefix = ranks.along(rows), bool(rows[:, -1].any())
         # Records that break off end at different places, so what is absent from one says nothing.
         spread = functools.partial(ranks.spread, absent=not trace.prefix)
@@ -257,7 +257,7 @@ class Checked:
         if apart[3] or apart[4]:
             differs = ranks.spread(list(zip(paths, range(len(paths)), shown, strict=True)), absent=False)
         else:
-            masks = ranks.along(ranks.gathered(torch.tensor(shown, dtype=torch.int64))) if shown else []
+            masks = ranks.along(ranks.gathered(torch.tensor(shown, dtype=torch.int64, device="cpu"))) if shown else []
             differs = dict(enumerate(masks))
             for k, (_, x, allowed) in enumerate(results, first):
                 differs[k] = ranks.beyond_rounding(x, differs[k] & ~allowed)

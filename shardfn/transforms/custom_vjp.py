@@ -123,7 +123,7 @@ class _Run:
                 places[id(x)] = len(inputs) + len(self.made)
                 self.made.append(numbers[id(x)])
             self.plan.append(places[id(x)])
-        return tuple(tensors) or (torch.empty(0),)  # a Function must return a tensor
+        return tuple(tensors) or (torch.empty(0, device="cpu"),)  # a Function must return a tensor
 
     def backward(self, saved: Sequence[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]) -> Any:
         """Gradients by `bwd`; `saved` are the inputs, and the tensors in `made`."""

@@ -53,7 +53,11 @@ class Exchange:
         if not axes:
             return axes
         kind = keys([f"{like_of(x)} {x.layout} {x.is_nested} {x.device.type}"])
-        if any(self.along(self.gathered(torch.tensor(kind)))) or x.is_nested or x.layout is not torch.strided:
+        if (
+            any(self.along(self.gathered(torch.tensor(kind, device="cpu"))))
+            or x.is_nested
+            or x.layout is not torch.strided
+        ):
             return axes  # tensors of different kinds cannot be compared, and all ranks must decide alike
         if not (x.is_floating_point() or x.is_complex()) or not x.numel():
             return axes
@@ -64,7 +68,7 @@ class Exchange:
 
     def _apart(self, x: Tensor, group: str) -> bool:
         """Whether tensors of one shape differ beyond rounding between the ranks of any group along an axis."""
-        maxima = torch.zeros(2, dtype=torch.float64)  # the largest number, and the largest difference
+        maxima = torch.zeros(2, dtype=torch.float64, device="cpu")  # the largest number, and the largest difference
         for chunk in pieces(x):
             parts = torch.view_as_real(chunk) if chunk.is_complex() else chunk
             wide = parts.to(torch.float64 if parts.dtype == torch.float64 else torch.float32)
@@ -91,14 +95,14 @@ class Exchange:
 
     def spread(self, own: list[tuple[int, int, int]], absent: bool = True) -> dict[int, Mask]:
         """By node, the axes along which other ranks have another number under its key, or with `absent` none."""
-        longest = int(self.gathered(torch.tensor([len(own)])).max())
-        table = torch.zeros(longest, 3, dtype=torch.int64)
+        longest = int(self.gathered(torch.tensor([len(own)], device="cpu")).max())
+        table = torch.zeros(longest, 3, dtype=torch.int64, device="cpu")
         if own:
-            table[: len(own)] = torch.tensor([(key, seen, 1) for key, _, seen in own])
+            table[: len(own)] = torch.tensor([(key, seen, 1) for key, _, seen in own], device="cpu")
         rows = self.gathered(table)
         by_rank = [{key: seen for key, seen, there in rank if there} for rank in rows.tolist()]
         shape = tuple(sizes(self.mesh).values())
-        places, own_index = torch.arange(len(by_rank)).view(shape), self.everybody.index
+        places, own_index = torch.arange(len(by_rank), device="cpu").view(shape), self.everybody.index
         masks: dict[int, Mask] = {}
         for k, name in enumerate(self.axes):
             lines = places.movedim(list(sizes(self.mesh)).index(name), -1).reshape(-1, sizes(self.mesh)[name]).tolist()
@@ -122,10 +126,10 @@ class Exchange:
             failed = error
         message = own if failed is None else f"{type(failed).__name__}: {failed}"[:_LONGEST]
         text = json.dumps(message).encode()
-        count, longest = self.gathered(torch.tensor([len(message), len(text)])).amax(0).tolist()
+        count, longest = self.gathered(torch.tensor([len(message), len(text)], device="cpu")).amax(0).tolist()
         if not count:
             return []
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         rows = self.gathered(padded)
         replies = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows]

@@ -138,7 +138,8 @@ def _most(batch: Batch | None, error: Exception | None, described: Sequence[str]
     """
     lines = [*described, *(batch.kinds if batch is not None else [str(error)])]
     row = torch.tensor(
-        [digest_of("\n".join(lines).encode()), *((batch.rows, batch.elements) if batch is not None else (0, 0))]
+        [digest_of("\n".join(lines).encode()), *((batch.rows, batch.elements) if batch is not None else (0, 0))],
+        device="cpu",
     )
     rows_of_ranks = gathered(row, axis, None, "comparing the micro-batches", "accumulate")
     if len(rows_of_ranks[:, 0].unique()) > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -347,3 +348,14 @@ def test_what_would_be_lost_or_wrong_is_refused_on_every_rank(world: World) -> N
     for found in world.run(refused):
         assert found.keys() == wanted.keys()
         assert {k: found[k] for k, parts in wanted.items() if not all(part in found[k] for part in parts)} == {}
+
+
+def test_a_weight_that_a_hook_makes_is_told_with_what_has_no_hook() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        module = nn.Sequential(*(nn.utils.weight_norm(nn.Linear(4, 4)) for _ in range(2)))
+    mesh = sf.make_mesh(device="cpu", shard=1)
+    model = functional(module)
+    params = model.shard(mesh, sf.full_shard("shard"))
+    with pytest.raises(RuntimeError, match=r"a hook of torch.nn.utils\? torch.nn.utils.parametrizations has none"):
+        model(params, torch.ones(2, 4))

@@ -10,9 +10,10 @@ import optree
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
-from shardfn.testing import World
+from shardfn.testing import World, WorldError
 from tests.models import (
     ENGINES,
     WIDTH,
@@ -180,6 +181,23 @@ def test_a_stage_inside_a_stage_is_refused(world: World) -> None:
         assert len(messages) == 2
         assert all("inside stage" in message for message in messages)
         assert off < 1e-12
+
+
+def reentrant_inside(how: str, options: dict[str, Any]) -> Any:
+    s = Setting(**options)
+    again = sf.stage(lambda p, x: checkpoint(lambda x: block(p, x), x, use_reentrant=True), **options)
+    x = rows_of(s.rank).requires_grad_()
+    if how == "backward":
+        again(s.leaves["blocks"][0], x).sum().backward()
+    else:
+        sf.value_and_grad(lambda p: again(p, s.stage(block)(p, x)).sum())(s.flat["blocks"][0])
+
+
+@pytest.mark.parametrize("how", ["backward", "value_and_grad"])
+@pytest.mark.parametrize("options", [{}, {"remat": True}], ids=str)
+def test_a_reentrant_checkpoint_in_a_stage_is_refused_by_the_stages_name(world: World, how: str, options: Any) -> None:
+    with pytest.raises(WorldError, match=r"uses torch.utils.checkpoint with use_reentrant=True.* pass remat=True"):
+        world.run(reentrant_inside, how, options)
 
 
 CLOSED_OVER = [

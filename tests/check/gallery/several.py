@@ -392,3 +392,51 @@ def steps_of_each_ranks_own_returned(shard_map, mesh):
         return sgd(own, sf.grad(lambda p: F.mse_loss(x @ p["w"], y))(own))
 
     return steps(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))
+
+
+def centred(p: Any) -> Tensor:
+    h = torch.tanh(X @ p["layer"]["w"])
+    return squares(h - h.mean(0), Y) / COUNT
+
+
+def graded_step(loss: Any) -> Any:
+    params = {"layer": weights("w")}
+    return sgd(params, torch.func.grad(loss)(params))
+
+
+def centred_behind(shard_map: Any, mesh: Any, loss_fn: Any, placement: Any, axes: Any) -> Any:
+    @shard_map(in_specs=(..., P(axes), P(axes)), out_specs=...)
+    def step(params, x, y):
+        return sgd(params, sf.grad(loss_fn)(params, x, y))
+
+    params = sf.shard({"layer": weights("w")}, mesh, placement)
+    return step(params, part(X, mesh, *axes), part(Y, mesh, *axes))
+
+
+@wrong("gradient", "data", "", AS_FIXED, lambda: graded_step(centred))
+def mean_of_what_a_stage_returns(shard_map, mesh):
+    layer = sf.stage(lambda p, x: torch.tanh(x @ p["w"]))
+
+    def loss_fn(params, x, y):
+        h = layer(params["layer"], x)
+        mean = sf.psum(h.sum(0), "data") / ROWS
+        # fix: h = h - sf.pvary(mean, "data")
+        h = h - mean  # here
+        return sf.psum(squares(h, y), "data") / COUNT
+
+    return centred_behind(shard_map, mesh, loss_fn, sf.full_shard("data"), ("data",))
+
+
+@wrong("gradient", BOTH, "", AS_FIXED, lambda: graded_step(centred), HYBRID)
+def mean_of_what_a_stage_returns_that_runs_again(shard_map, mesh):
+    layer = sf.stage(lambda p, x: torch.tanh(x @ p["w"]), remat=True)
+
+    def loss_fn(params, x, y):
+        h = layer(params["layer"], x)
+        mean = sf.psum(h.sum(0), ("replica", "shard")) / ROWS
+        # fix: h = h - sf.pvary(mean, ("replica", "shard"))
+        h = h - mean  # here
+        return sf.psum(squares(h, y), ("replica", "shard")) / COUNT
+
+    placement = sf.hybrid_shard(shard="shard", replica="replica")
+    return centred_behind(shard_map, mesh, loss_fn, placement, BOTH)
