@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import itertools
 import threading
-import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from shardfn.compat import autograd
+
+T = TypeVar("T")
+
 HOST = 0  # the host's number among the streams
+_numbers = itertools.count(HOST + 1)
 _LATER = 64  # operations launched after an event's until `query` finds that it has happened
 
 Clock = dict[int, int]
@@ -62,12 +67,14 @@ class Uses:
         stream: on which the memory was allocated, and may be used again once it is freed.
         recorded: streams named to `record_stream`, for which the allocator waits before memory is used again.
         name: for messages.
+        number: of the storage, if another stream uses it.
     """
 
     stream: int
     name: str
     each: list[Use] = field(default_factory=list)
     recorded: set[int] = field(default_factory=set)
+    number: int = 0
 
 
 @dataclass
@@ -87,9 +94,46 @@ def extent(x: Tensor) -> tuple[int, int]:
     """The first byte of a strided tensor in its storage, and the end of the last."""
     if x.numel() == 0:
         return 0, 0
-    first = x.storage_offset() * x.element_size()
-    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    first = int(x.storage_offset()) * x.element_size()
+    last = sum((n - 1) * int(step) for n, step in zip(x.shape, x.stride(), strict=True))
     return first, first + (last + 1) * x.element_size()
+
+
+class ByStorage(Generic[T]):
+    """Values by the storage of a tensor, until it is freed.
+
+    Torch drops the Python object of a storage when nothing in Python refers to it, and makes another one later, so that
+    is no key; the number of the C++ object is one, as long as a weak reference keeps it from being used again.
+    """
+
+    def __init__(self, freed: Callable[[T], None] = lambda value: None) -> None:
+        self._values: dict[int, tuple[Any, T]] = {}
+        self._freed, self._limit = freed, 512
+
+    def __getitem__(self, x: Tensor) -> T:
+        return self._values[autograd.storage_of(x)][1]
+
+    def __contains__(self, x: Tensor) -> bool:
+        return autograd.storage_of(x) in self._values
+
+    def get(self, x: Tensor) -> T | None:
+        """The value for the storage of a tensor."""
+        found = self._values.get(autograd.storage_of(x))
+        return None if found is None else found[1]
+
+    def __setitem__(self, x: Tensor, value: T) -> None:
+        if len(self._values) > self._limit:
+            self.forget_freed(list(self._values))
+            self._limit = 2 * len(self._values) + 512
+        self._values[autograd.storage_of(x)] = autograd.weak_storage(x), value
+
+    def forget_freed(self, numbers: Iterable[int]) -> None:
+        """Drops the values of those storages that were freed."""
+        for number in numbers:
+            found = self._values.get(number)
+            if found is not None and found[0].expired():
+                del self._values[number]
+                self._freed(found[1])
 
 
 class Clocks:
@@ -107,16 +151,13 @@ class Clocks:
         self.launched = 0
         self.keeping: set[int] = set()
         self._lock = threading.RLock()
-        self._numbers = itertools.count(HOST + 1)
-        self._clocks: dict[int, Clock] = {HOST: {}}
-        self._storages: weakref.WeakKeyDictionary[Any, Uses] = weakref.WeakKeyDictionary()
+        self._clocks: defaultdict[int, Clock] = defaultdict(dict)  # caches keep streams of earlier simulations
+        self._storages: ByStorage[Uses] = ByStorage(self._freed)
+        self._abroad: set[int] = set()  # storages that other streams use than the one that may use them again
 
     def stream(self) -> int:
         """The number of a new stream."""
-        with self._lock:
-            number = next(self._numbers)
-            self._clocks[number] = {}
-            return number
+        return next(_numbers)
 
     # --- order ---
 
@@ -155,6 +196,7 @@ class Clocks:
     def use(self, stream: int, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
         """Enters an operation of a stream, and notes what it races with."""
         with self._lock:
+            self.look()
             clock = self._clocks[stream]
             if stream != HOST:
                 _merge(clock, self._clocks[HOST])  # launched after all that the host has waited for
@@ -166,12 +208,11 @@ class Clocks:
                     self._enter(x, Use(*extent(x), stream, time, writing, label), clock)
 
     def _enter(self, x: Tensor, use: Use, clock: Clock) -> None:
-        storage = x.untyped_storage()
-        uses = self._storages.get(storage)
+        uses = self._storages.get(x)
         if uses is None:
             if use.stream == HOST:
                 return  # the host's own memory, unless the device uses it, too
-            uses = self._new(storage, HOST if x.device.type == "cpu" else use.stream, x)
+            uses = self._new(HOST if x.device.type == "cpu" else use.stream, x)
         kept = []
         for other in uses.each:
             apart = other.stop <= use.start or use.stop <= other.start
@@ -182,26 +223,34 @@ class Clocks:
             if not (covered and ordered and (use.writes or not other.writes)):
                 kept.append(other)
         uses.each = [*kept, use]
+        if uses.stream not in (HOST, use.stream) and use.stream != HOST:
+            uses.number = autograd.storage_of(x)
+            self._abroad.add(uses.number)
 
-    def _new(self, storage: Any, stream: int, x: Tensor) -> Uses:
-        uses = self._storages[storage] = Uses(stream, f"{storage.nbytes()} bytes on {x.device}")
-        weakref.finalize(storage, self._freed, uses).atexit = False
+    def _new(self, stream: int, x: Tensor) -> Uses:
+        uses = self._storages[x] = Uses(stream, f"{x.untyped_storage().nbytes()} bytes on {x.device}")
         return uses
 
     def allocated(self, stream: int, x: Tensor) -> None:
         """Enters memory that a stream has allocated."""
         with self._lock:
-            if x.untyped_storage() not in self._storages:
-                self._new(x.untyped_storage(), stream, x)
+            if x not in self._storages:
+                self._new(stream, x)
 
     def record(self, x: Tensor, stream: int) -> None:
         """The allocator will wait for what the stream has been given so far before it uses the memory again."""
         with self._lock:
-            if (uses := self._storages.get(x.untyped_storage())) is not None:
+            if (uses := self._storages.get(x)) is not None:
                 uses.recorded.add(stream)
+
+    def look(self) -> None:
+        """Notes what was freed meanwhile."""
+        with self._lock:
+            self._storages.forget_freed(list(self._abroad))
 
     def _freed(self, uses: Uses) -> None:
         with self._lock:
+            self._abroad.discard(uses.number)
             if uses.stream == HOST:
                 return  # the allocator of pinned memory waits for copies by itself
             clock = self._clocks[uses.stream]

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from shardfn.collectives.late_checks import LateChecks
 from shardfn.compat import dynamo, modes, process_groups
-from shardfn.testing.clocks import HOST, Clocks, Current, Point, device_index
+from shardfn.testing.clocks import HOST, ByStorage, Clocks, Current, Point, device_index
 
 NAME = "sim"
 """The device's name: `torch.device("sim")`."""
@@ -88,9 +88,8 @@ class Device:
         self.clocks = Clocks(_line)
         self.current = Current()
         self.defaults = [self.clocks.stream() for _ in range(count)]
-        self.shadows: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # storage -> its values
         self.works: dict[int, tuple[Any, Point]] = {}  # by id of a collective's handle: the handle, and its end
-        self.results: weakref.WeakKeyDictionary[Any, Point] = weakref.WeakKeyDictionary()  # the same, by storage
+        self.results: ByStorage[Point] = ByStorage()  # the same, by what it fills
         self.streams: dict[str, int] = {}  # of collectives, by group
         self.collectives: dict[str, list[tuple[str, int]]] = {}
         self.fake_mode = dynamo.fake_mode()
@@ -106,6 +105,7 @@ class Device:
     @property
     def races(self) -> list[str]:
         """Uses of memory, since `forget`, that no event or wait orders: the later one, and the earlier one."""
+        self.clocks.look()
         return [f"{later}, with {earlier}" for later, earlier in dict.fromkeys(self.clocks.races)]
 
     def forget(self) -> None:
@@ -134,7 +134,7 @@ def simulated(
     backend: str = "simulated",
     *,
     values: bool = False,
-    store: dist.Store | None = None,
+    store: Any = None,
     count: int = 1,
 ) -> Iterator[Device]:
     """Makes this process one rank of a simulated world with simulated accelerators, while the block runs.
@@ -147,7 +147,8 @@ def simulated(
         backend: of the process group. None transfers anything: `"simulated"`, for both devices, is checked like a real
             one; `"cpu:fake,sim:fake"` and the like are torch's own, which shardfn recognises as fake.
         values: whether tensors have values. They are computed on the CPU, at once.
-        store: through which the ranks, each a process, meet; then tensors have values and are sent, by gloo.
+        store: one of torch.distributed, through which the ranks, each a process, meet; then tensors have values and are
+            sent, by gloo.
         count: the number of devices that this process sees.
 
     Raises:
@@ -177,7 +178,8 @@ def simulated(
 
 
 _current: list[Device] = []
-_pinned: weakref.WeakSet[Any] = weakref.WeakSet()  # storages
+_pinned: ByStorage[bool] = ByStorage()
+_shadows: ByStorage[Any] = ByStorage()  # values of tensors on the device, some of which caches keep
 
 
 @functools.cache
@@ -196,14 +198,15 @@ def _register() -> None:
 def _patched(device: Device) -> Iterator[None]:
     """Patches what torch does without an operation that modes see; and threads, each of which has modes of its own."""
     fake: Any = dynamo.fake_tensors()
-    patches = [(torch, "Generator", _Generator), (fake, "tolist", lambda x: x.cpu().tolist())]
+    patches: list[tuple[Any, str, Any]] = [(torch, "Generator", _Generator)]
+    patches += [(fake, "tolist", lambda x: x.cpu().tolist())]
     patches += [(torch, name, _copied(getattr(torch, name))) for name in ("tensor", "as_tensor")]
     patches += [(threading.Thread, "run", _beside(device, threading.Thread.run))]
     handles = [kind for kind in process_groups.kinds_of_handles() if "wait" in vars(kind)]
     patches += [(kind, "wait", _waits_for(device, kind.wait)) for kind in handles]
     if not device.values:  # what arrives on the host is ones, which no check would accept
         add = LateChecks.add
-        patches += [(LateChecks, "add", lambda checks, x, wrong: add(checks, x, lambda _: None))]
+        patches.append((LateChecks, "add", lambda checks, x, wrong: add(checks, x, lambda _: None)))
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
     try:
         for owner, name, value in patches:
@@ -254,7 +257,7 @@ class _Stream(torch.Stream):
         on = _device()
         index = device_index(device, on.current.device)
         number = on.clocks.stream() if number is None else number
-        kind = torch._C._autograd.DeviceType.PrivateUse1.value  # type: ignore[attr-defined]
+        kind = torch._C._autograd.DeviceType.PrivateUse1.value
         return super().__new__(cls, stream_id=number, device_index=index, device_type=kind)
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -434,10 +437,10 @@ class _Operations(modes.DispatchMode):
         if func is _aten._pin_memory.default or kwargs.get("pin_memory"):
             pins = func is _aten._pin_memory.default
             pinned = args[0].clone() if pins else func(*args, **kwargs | {"pin_memory": False})
-            _pinned.add(pinned.untyped_storage())
+            _pinned[pinned] = True
             return pinned
         if func is _aten.is_pinned.default:
-            return args[0].untyped_storage() in _pinned
+            return args[0] in _pinned
         if func.namespace in _COLLECTIVES and dist.get_world_size() > 1 and func not in _QUIET:
             self.device._waited("cpu collective")
         if not func.is_view:
@@ -524,7 +527,7 @@ def _valued(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
             return torch.device("cpu")
         if not isinstance(x, Tensor) or x.device.type != NAME:
             return x
-        found = _shadow(device, x)
+        found = _shadow(x)
         originals[id(found)] = x
         return found
 
@@ -536,12 +539,13 @@ def _valued(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     return optree.tree_map(lambda x: originals.get(id(x)) if id(x) in originals else _wrapped(device, x, index), out)
 
 
-def _shadow(device: Device, x: Tensor) -> Tensor:
+def _shadow(x: Tensor) -> Tensor:
     """The values of a tensor, on the CPU."""
     storage = x.untyped_storage()
-    values = device.shadows.get(storage)
+    values = _shadows.get(x)
     if values is None:
-        values = device.shadows[storage] = torch.UntypedStorage(storage.nbytes()).fill_(255)
+        values = _shadows[x] = torch.UntypedStorage(storage.nbytes())
+        values.fill_(255)  # type: ignore[attr-defined]
     elif values.nbytes() < storage.nbytes():
         values.resize_(storage.nbytes())
     shadow = torch.empty(0, dtype=x.dtype, device="cpu").set_(values, x.storage_offset(), x.shape, x.stride())
@@ -557,7 +561,7 @@ def _wrapped(device: Device, x: Any, index: int) -> Any:
         x = torch.empty_like(x).copy_(x)
     with device.fake_mode:
         made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=f"{NAME}:{index}")
-    device.shadows[made.untyped_storage()] = x.untyped_storage()
+    _shadows[made] = x.untyped_storage()
     return made
 
 
@@ -567,11 +571,11 @@ def _wrapped(device: Device, x: Any, index: int) -> Any:
 def _collective(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     """A collective runs on a stream of its group, which waits for the current one when it is launched."""
     if func in _QUIET:
-        point = device.results.get(args[0].untyped_storage())
+        point = device.results.get(args[0])
         if point is not None:
             device.clocks.wait(device.stream(), point)
             if device.values:
-                func(_shadow(device, args[0]))
+                func(_shadow(args[0]))
         return args[0]
     reads, writes = _used(func, args, kwargs)
     group = _group_of(func, args, kwargs)
@@ -592,7 +596,7 @@ def _collective(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     device.clocks.use(stream, func.name(), (), made)
     point = device.clocks.now(stream)
     for x in made if func.namespace == "_c10d_functional" else ():
-        device.results[x.untyped_storage()] = point
+        device.results[x] = point
     for work in optree.tree_leaves(out):
         if isinstance(work, torch.ScriptObject):
             handle = process_groups.handle_of(work)
@@ -628,9 +632,8 @@ def _waits_for(device: Device, wait: Callable[..., bool]) -> Callable[..., bool]
 def _item(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     device._waited("item")
     device.clocks.use(device.stream(), func.name(), args, ())
-    return (
-        _shadow(device, args[0]).item() if device.values else torch.ones((), dtype=args[0].dtype, device="cpu").item()
-    )
+    value = _shadow(args[0]) if device.values else torch.ones((), dtype=args[0].dtype, device="cpu")
+    return value.item()
 
 
 def _equal(device: Device, func: Any, args: Any, kwargs: Any) -> bool:
@@ -652,7 +655,7 @@ def _to_copy(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         return _copied_into(device, made, x, non_blocking)
     host = torch.empty(x.shape, dtype=dtype, device=to)
     if non_blocking:
-        _pinned.add(host.untyped_storage())  # torch uses pinned memory in this case
+        _pinned[host] = True  # torch uses pinned memory in this case
     return _copied_into(device, host, x, non_blocking)
 
 
@@ -679,10 +682,10 @@ def _copied_into(device: Device, into: Tensor, x: Tensor, non_blocking: bool) ->
     host = into if into.device.type == "cpu" else x
     device.clocks.use(device.stream(), "copy", (x,), (into,))
     alone = host.numel() <= 1 and host is x  # travels with the kernel's arguments
-    if host.device.type == "cpu" and not (non_blocking and (host.untyped_storage() in _pinned or alone)):
+    if host.device.type == "cpu" and not (non_blocking and (host in _pinned or alone)):
         device._waited(f"copy {x.device.type}->{into.device.type}")
     if device.values:
-        target, source = (_shadow(device, y) if y.device.type == NAME else y for y in (into, x))
+        target, source = (_shadow(y) if y.device.type == NAME else y for y in (into, x))
         target.copy_(source)
     elif into.device.type == "cpu":
         into.fill_(1)

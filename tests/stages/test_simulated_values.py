@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,12 +99,12 @@ def on_the_cpu(programs: list[tuple[str, str, str, dict[str, Any]]], scratch: st
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("simulated")
     programs = list(PROGRAMS.values())
     got = world(4, "alone").within(240).run(on_the_device, str(folder / "store"), programs, str(folder))
     want = world(4).within(120).run(on_the_cpu, programs, str(folder))
-    yield {name: ([g[i] for g in got], [w[i] for w in want]) for i, name in enumerate(PROGRAMS)}
+    return {name: ([g[i] for g in got], [w[i] for w in want]) for i, name in enumerate(PROGRAMS)}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -1,0 +1,235 @@
+"""The simulated device finds what a real one would leave to luck."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardfn as sf
+from shardfn.collectives import late_checks
+from shardfn.stages import activation_offload, ring
+from shardfn.testing import simulated, world
+
+# --- programs of a few lines ---
+
+
+def side() -> Any:
+    return torch.get_device_module("sim").Stream()
+
+
+def on(stream: Any) -> Any:
+    return torch.get_device_module("sim").stream(stream)
+
+
+def written_beside(x: Tensor) -> None:
+    stream = side()
+    with on(stream):
+        x.mul_(2)
+
+
+def written_beside_in_order(x: Tensor) -> None:
+    stream, now = side(), torch.get_device_module("sim").current_stream()
+    stream.wait_stream(now)
+    with on(stream):
+        x.mul_(2)
+    now.wait_event(stream.record_event())
+    x.add_(1)
+
+
+def read_by_both(x: Tensor) -> None:
+    stream = side()
+    stream.wait_stream(torch.get_device_module("sim").current_stream())
+    with on(stream):
+        x.sum()
+    x.sum()
+
+
+def read_and_written(x: Tensor) -> None:
+    stream = side()
+    stream.wait_stream(torch.get_device_module("sim").current_stream())
+    with on(stream):
+        x.sum()
+    x.add_(1)
+
+
+def apart(x: Tensor) -> None:
+    stream = side()
+    stream.wait_stream(torch.get_device_module("sim").current_stream())
+    with on(stream):
+        x[:2].add_(1)
+    x[2:].add_(1)
+
+
+def freed_early(x: Tensor) -> None:
+    stream, y = side(), x * 2
+    stream.wait_stream(torch.get_device_module("sim").current_stream())
+    with on(stream):
+        y.sum()
+    del y
+
+
+def freed_and_recorded(x: Tensor) -> None:
+    stream, y = side(), x * 2
+    stream.wait_stream(torch.get_device_module("sim").current_stream())
+    with on(stream):
+        y.sum()
+    y.record_stream(stream)
+    del y
+
+
+def host_reads_early(x: Tensor) -> None:
+    _ = torch.empty(4, pin_memory=True).copy_(x, non_blocking=True) + 1
+
+
+def host_reads_in_time(x: Tensor) -> None:
+    host = torch.empty(4, pin_memory=True).copy_(x, non_blocking=True)
+    torch.get_device_module("sim").current_stream().synchronize()
+    _ = host + 1
+
+
+def host_writes_early(x: Tensor) -> None:
+    host = torch.ones(4).pin_memory()
+    x.copy_(host, non_blocking=True)
+    host.zero_()
+
+
+def host_asks(x: Tensor) -> None:
+    host = torch.empty(4, pin_memory=True).copy_(x, non_blocking=True)
+    event = torch.get_device_module("sim").current_stream().record_event()
+    assert not event.query()
+    while not event.query():
+        x.mul(2)
+    _ = host + 1
+
+
+def collective_unwaited(x: Tensor) -> None:
+    work = torch.distributed.all_reduce(x, async_op=True)
+    x.add_(1)
+    work.wait()
+
+
+def collective_waited(x: Tensor) -> None:
+    torch.distributed.all_reduce(x, async_op=True).wait()
+    x.add_(1)
+
+
+LUCK = [written_beside, read_and_written, freed_early, host_reads_early, host_writes_early, collective_unwaited]
+ORDER = [written_beside_in_order, read_by_both, apart, freed_and_recorded, host_reads_in_time, host_asks,
+         collective_waited]  # fmt: skip
+
+
+def raced() -> dict[str, list[str]]:
+    found, kept = {}, []
+    with simulated(2) as device:
+        for program in (*LUCK, *ORDER):
+            x = torch.ones(4, device=device.name)
+            kept.append(x)
+            device.forget()
+            program(x)
+            found[program.__name__] = device.races
+    return found
+
+
+def test_uses_that_nothing_orders_are_races_with_both_lines() -> None:
+    found = world(1, "alone").run(raced)[0]
+    for program in LUCK:
+        races = found[program.__name__]
+        assert any(race.count("test_clocks.py:") == 2 for race in races), (program.__name__, races)
+    for program in ORDER:
+        assert found[program.__name__] == [], program.__name__
+
+
+# --- mutants of the library ---
+
+
+class Ignored:
+    """An event that nothing waits for."""
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+def no_wait_for_events(patch: Any) -> None:
+    patch.setattr(activation_offload.Away, "_now", lambda self: NoWaits(), raising=True)
+
+
+class NoWaits(torch.Stream):
+    """A stream that waits for no event."""
+
+    def __new__(cls) -> NoWaits:
+        now = torch.get_device_module("sim").current_stream()
+        return super().__new__(cls, stream_id=now.stream_id, device_index=now.device.index, device_type=20)
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+
+def no_wait_for_gathers(patch: Any) -> None:
+    patch.setattr(ring, "arrived", lambda *args: None)
+
+
+def flags_read_early(patch: Any) -> None:
+    close = late_checks._Page.close
+
+    def closed(page: Any) -> None:
+        close(page)
+        page.event = Ignored()
+
+    patch.setattr(late_checks._Page, "close", closed)
+    patch.setattr(late_checks.LateChecks, "add", Together.add)
+
+
+class Together(late_checks.LateChecks):
+    add_one = late_checks.LateChecks.add
+
+    def add(self, x: Tensor, wrong: Any) -> None:
+        Together.add_one(self, x, lambda row: row.sum().item() and None)
+
+
+MUTANTS: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
+    "activations are read before they are back": (no_wait_for_events, {"remat": sf.offload(above=0)}),
+    "parameters are read before they are gathered": (no_wait_for_gathers, {}),
+    "what arrived is looked at early": (flags_read_early, {}),
+}
+
+
+def block(p: Any, x: Tensor) -> Tensor:
+    return x + torch.tanh(x @ p["w"])
+
+
+def trained(mutant: str, mutate: bool) -> list[str]:
+    change, options = MUTANTS[mutant]
+    with simulated(4) as device, pytest.MonkeyPatch.context() as patch:
+        mesh, staged = sf.make_mesh(shard=4, device=device.name), sf.stage(block, **options)
+        placement = sf.full_shard("shard")
+        params = sf.shard({"blocks": [{"w": torch.ones(8, 8)} for _ in range(4)]}, mesh, placement)
+        x = torch.ones(4, 8, device=device.name)
+
+        def loss(params: Any) -> Tensor:
+            y = x
+            for p in sf.layers(params["blocks"]):
+                y = staged(p, y)
+            return y.sum()
+
+        if mutate:
+            change(patch)
+        for _ in range(3):
+            sf.value_and_grad(loss)(params)
+        return device.races
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_missing_wait_in_the_library_is_a_race(mutant: str) -> None:
+    assert world(1, "alone").run(trained, mutant, False) == [[]]
+    (races,) = world(1, "alone").run(trained, mutant, True)
+    assert races
