@@ -6,16 +6,17 @@ A rank that holds nothing of a parameter still takes part in the collectives of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardfn.collectives import functional
-from shardfn.compat import functorch
+from shardfn.compat import autograd, functorch
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.shards.pieces import Unit, joined, spread
+from shardfn.transforms.step import current_step
 
 
 def lent(shared: dict[str, Tensor], unit: Unit) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -71,6 +72,52 @@ def varied(number: Any, unit: Unit) -> Any:
         rows += [number.detach().expand(seg.start - last), by_path[seg.path].expand(seg.stop - seg.start)]
         last = seg.stop
     return torch.cat([*rows, number.detach().expand(unit.values.numel() - last), *ties]).view(unit.values.shape)
+
+
+PURE = "pass donate=False to each optimizer and transform of the chain"
+
+
+def refuse_overwriting(
+    name: str, leaves: Sequence[Unit], grads: Iterable[Tensor | None] = (), instead: str = PURE
+) -> None:
+    """Raises RuntimeError if a function that is being differentiated has computed what a step would overwrite.
+
+    The derivative through a value that was overwritten would be silently wrong. Parameters that the user's own
+    `backward` differentiates, leaves with `requires_grad`, may be overwritten, and so may their gradients.
+    """
+    step = current_step() is not None
+    for unit in leaves:
+        if unit.trainable and isinstance(unit.values, Tensor) and _taped(unit.values, step, unit.values.is_leaf):
+            break
+    else:
+        if not any(_taped(grad, step, True) for grad in grads if grad is not None):
+            return
+        unit = None
+    what = "gradients" if unit is None else unit.name
+    raise RuntimeError(
+        f"{name} overwrites what it is given, and {what} may be differentiated here, inside a function under grad, "
+        f"value_and_grad or a transform of torch.func: {instead}, or detach() what is no part of the derivative"
+    )
+
+
+def _taped(x: Tensor, step: bool, leaf: bool) -> bool:
+    if functorch.inside_transform() or functorch.inside_forward_mode():
+        kinds = {kind for _, kind in functorch.followed(x)}
+        if kinds & {"tangent", "gradient"}:
+            return True
+    return torch.is_grad_enabled() and x.requires_grad and (step or not leaf)
+
+
+def lerped(xs: list[Tensor], ys: list[Tensor], weight: float) -> list[Tensor]:
+    """`x + weight * (y - x)` of each pair."""
+    if functorch.inside_transform():  # where torch has no such operation on several tensors
+        return [torch.lerp(x, y, weight) for x, y in zip(xs, ys, strict=True)]
+    return list(torch._foreach_lerp(xs, ys, weight))
+
+
+def share_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors, which transforms may have wrapped, share memory."""
+    return autograd.storage_of(functorch.unwrapped(x)) == autograd.storage_of(functorch.unwrapped(y))
 
 
 def differentiable(x: Tensor) -> bool:
