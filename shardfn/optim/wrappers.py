@@ -154,7 +154,7 @@ def ema(optimizer: Optimizer, decay: float, *, donate: bool = True) -> Optimizer
             if donate:
                 if functorch.inside_transform():  # where torch has no such operation on several tensors
                     for average, value in zip(old, now, strict=True):
-                        average.lerp_(value, 1 - state["decay"])
+                        average.copy_(torch.lerp(average, value, 1 - state["decay"]))
                 else:
                     torch._foreach_lerp_(old, now, 1 - state["decay"])
         for i, average in zip(moving, new, strict=True):
