@@ -73,10 +73,9 @@ def test_what_overwrites_is_refused_where_it_is_differentiated(name: str, way: s
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# The derivative of lion's sign is zero almost everywhere, and muon iterates beyond what a difference resolves.
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("lion", "muon")])
 def test_what_does_not_overwrite_is_exact_there(name: str) -> None:
-    if name in ("lion", "muon"):
-        pytest.skip("its derivative is zero almost everywhere, or iterated beyond what a difference resolves")
     f, p = outer(OPTIMIZERS[name](donate=False)), parameters()
     along = {"a": torch.tensor([[1.0, -0.5, 0.2], [0.3, 0.7, -1.0]], dtype=torch.float64), "b": 0.3 * X.flip(0)}
 
