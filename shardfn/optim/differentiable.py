@@ -87,7 +87,12 @@ def refuse_overwriting(
     """
     step = current_step() is not None
     for unit in leaves:
-        if unit.trainable and isinstance(unit.values, Tensor) and _taped(unit.values, step, unit.values.is_leaf):
+        x = unit.values
+        if (
+            unit.trainable
+            and isinstance(x, Tensor)
+            and _taped(x, step, x.is_leaf or (x._is_view() and x._base.is_leaf))
+        ):
             break
     else:
         if not any(_taped(grad, step, True) for grad in grads if grad is not None):
