@@ -87,12 +87,10 @@ def refuse_overwriting(
     """
     step = current_step() is not None
     for unit in leaves:
-        x = unit.values
-        if (
-            unit.trainable
-            and isinstance(x, Tensor)
-            and _taped(x, step, x.is_leaf or (x._is_view() and x._base.is_leaf))
-        ):
+        if not unit.trainable or not isinstance(unit.values, Tensor):
+            continue
+        whole: Any = unit.values._base if unit.values._is_view() else unit.values
+        if _taped(unit.values, step, whole.is_leaf):
             break
     else:
         if not any(_taped(grad, step, True) for grad in grads if grad is not None):
