@@ -43,7 +43,7 @@ from shardfn.mesh.deadlock import (
     waits_by_thread,
     waits_in_vain,
 )
-from shardfn.quoting import listed
+from shardfn.quoting import listed, short
 
 if TYPE_CHECKING:
     from shardfn.mesh.waiting import on
@@ -170,6 +170,7 @@ def _wait(thread: int, wait: on | None) -> dict[str, Any] | None:
         "group": wait.group,
         "ranks": ranks_of(wait),
         "told": text_of(wait, thread),
+        "note": short(wait.note, 640),
         "key": wait.key,
         "count": wait.count,
         "sided": wait.sided,

@@ -209,12 +209,14 @@ def _enter(
             optree.tree_unflatten(optree.tree_structure(value, is_leaf=places_itself), locals_)
             for value, locals_ in zip(values, pieces, strict=True)
         ]
-    agreed = (known_axes(mesh).number, *compared)
+    number = known_axes(mesh).number
+    agreed = (number, *compared)
     # Only shapes under `...` are new, perhaps on this rank alone: no agreement, which other ranks would not join.
     if not alone and agreed in seen:
         new = False
     elif not alone:
-        agree(compared, mesh, name)
+        before = (line for kind, *lines in seen if kind == number for line in lines)
+        agree(compared, mesh, name, before=before)
         seen.add(agreed)
     seen.add(signature)
     return _Entered(

@@ -159,6 +159,33 @@ def test_a_group_that_was_given_up_says_why_when_it_is_used_again() -> None:
             assert re.search(r"has been broken since \S+:\d+, where rank \d waits in vain for all_reduce", said[1])
 
 
+def a_wrong_batch() -> str:
+    """At step 3 the batch of rank 1 has another width; its parameters and its other arguments are as before."""
+    watchdog.PATIENCE, watchdog.TICK = 0.3, 0.05
+    mesh = sf.make_mesh(data=-1, device="cpu")
+    layers = [{"w": torch.ones(4, 4, dtype=torch.float64)} for _ in range(9)]
+    params, layer = sf.shard(layers, mesh, sf.full_shard("data")), sf.stage(lambda p, x: x @ p["w"])
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for p in sf.layers(params):
+            x = layer(p, x)
+        return sf.psum(x.sum(), "data")
+
+    value = sf.shard_map(loss, mesh=mesh, in_specs=(..., sf.P("data")), out_specs=sf.P())
+    for k in range(3):
+        value(params, torch.full((2, 4), k, dtype=torch.float64))
+    with pytest.raises(RuntimeError) as caught:
+        value(params, torch.ones(2, 4 - dist.get_rank(), dtype=torch.float64))
+    return str(caught.value)
+
+
+def test_a_wrong_batch_in_the_middle_of_a_run_is_named_on_every_rank() -> None:
+    with World(2, deadline=30) as own:
+        for said in own.run(a_wrong_batch):
+            assert "new to rank 1 (x: torch.float64 (2, 3); known before: x: torch.float64 (2, 4))" in said
+            assert "FlatShard" not in said
+
+
 @pytest.mark.parametrize("name", ENDINGS)
 def test_a_rank_that_waits_for_one_that_has_gone_says_so(name: str) -> None:
     with World(2) as fresh, pytest.raises(WorldError) as caught:
