@@ -110,7 +110,8 @@ def _leave() -> None:
         watcher.over = True
         watcher.looks.acquire(timeout=TICK)  # a thread inside torch when the interpreter ends aborts the process
         error = getattr(sys, "last_value", None)
-        outcome = "has ended" if error is None else f"has failed: {type(error).__name__}: {error}"
+        # An error that the program caught before it left is still why this rank comes to nothing more.
+        outcome = watcher.ended or "has ended" if error is None else f"has failed: {type(error).__name__}: {error}"
         with contextlib.suppress(RuntimeError, UnicodeError):
             watcher.publish(process_groups.default_store(), 0, {}, outcome[:500])
 

@@ -73,6 +73,21 @@ def raises(params: Any) -> None:
     ends(params)
 
 
+def catches(params: Any) -> None:
+    """In a run, rank 1 meets an error that its program catches before it leaves."""
+
+    def fails(state: Any, batch: Any) -> Any:
+        if dist.get_rank() == 1 and batch == 2:
+            raise KeyError("odd")
+        step(params)
+        return state, {}
+
+    try:
+        sf.run.loop(fails, {"k": 0}, [0, 1, 2, 3], steps=4, report=[])
+    except KeyError:
+        ends(params)
+
+
 def killed(params: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -105,6 +120,7 @@ PROGRAMS: dict[str, tuple[Any, Any, str, str]] = {
 ENDINGS: dict[str, tuple[Any, Any, str, str]] = {
     "ends": (step, ends, "rank 1 has ended", ""),
     "raises": (step, raises, "rank 1 has failed: ValueError: broken here", ""),
+    "catches, ends": (catches, catches, "rank 1 has failed: KeyError: 'odd'", ""),
     "killed": (step, killed, "rank 1 has ended without a word; look at its output first (", ""),
     "save, ends": (save, ends, "rank 1 has ended", ""),
     "new arguments, ends": (lambda p: under(total, p), ends, "rank 1 has ended", ""),
