@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,6 +44,7 @@ def agree(
     mine: Exception | None = None,
     subject: tuple[str, str] = ARGUMENTS,
     axes: tuple[str, ...] | None = None,
+    before: Iterable[str] = (),
 ) -> None:
     """Raises ValueError on every rank of the mesh unless all ranks were given the same.
 
@@ -57,6 +58,7 @@ def agree(
             it.
         subject: what is compared, and advice about a difference.
         axes: only the ranks along these axes compare.
+        before: lines that all ranks agreed on in earlier calls; if ranks do not meet, the message tells what is new.
 
     Raises:
         ValueError: the ranks differ, and the message says which ranks and how; or another rank reports an error.
@@ -72,8 +74,8 @@ def agree(
     if place is not None:
         text = b"\n".join([place.text.encode(), *text.split(b"\n")[1:]])
     alone = (
-        f"{name}: {what} are new to this rank ({short('; '.join(described[:6]), 800)}), and not every other rank "
-        f"has come to compare"
+        f"{name}: {what} are new to rank {process_groups.global_rank()} ({_news(described, before)}), and not every "
+        f"other rank has come to compare"
     )
     # A negative length marks a rank whose own arguments are wrong.
     row = torch.tensor([digest, -len(text) if mine else len(text)], device="cpu")
@@ -95,6 +97,20 @@ def agree(
         reason = " ".join(lines[rank][1:]).removeprefix(f"{name}: ")
         raise ValueError(bounded(f"{name}: rank {rank} failed: {reason}"))
     raise ValueError(f"{name}: {_difference_of_arguments(lines, axis, subject)}")
+
+
+def _news(described: list[str], before: Iterable[str]) -> str:
+    """Returns the lines that are in no earlier description, and what stood there of the same names; bounded."""
+    earlier = set(before)
+    new = [line for line in described if line not in earlier] or described
+    names = {line.partition(": ")[0] for line in new}
+    known = sorted(line for line in earlier if line.partition(": ")[0] in names)
+    return _few(new) + (f"; known before: {_few(known)}" if known else "")
+
+
+def _few(lines: list[str]) -> str:
+    more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
+    return short("; ".join(lines[:4]), 200) + more
 
 
 def _difference_of_arguments(lines: list[list[str]], axis: Axis, subject: tuple[str, str]) -> str:

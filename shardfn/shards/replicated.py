@@ -67,8 +67,11 @@ def assert_replicated(tree: Any, mesh: DeviceMesh | None = None) -> None:
         mesh = current_mesh() if grid is None else mesh_of(grid, "assert_replicated: the tree")
     if mesh is None:
         raise ValueError("assert_replicated: the tree has no flat shard, so pass the mesh whose ranks compare")
-    agree(compared, mesh, "assert_replicated")
+    agree(compared, mesh, "assert_replicated", subject=_TREES)
     _compare(claims, grid_of(mesh), mesh)
+
+
+_TREES = ("the trees", "Every rank passes the same tree, of the same dtypes, shapes and layouts")
 
 
 def _compare(claims: list[Claim], grid: Grid, mesh: DeviceMesh) -> None:

@@ -532,6 +532,17 @@ class TestOutside:
             assert type(error) is ValueError
             assert "P('a', None)" in str(error)
 
+    def test_whole_values_that_differ_are_told_apart_from_pieces_of_other_shapes(self) -> None:
+        def body() -> Any:
+            f = sf.shard_map(lambda x: x, mesh=mesh_of(), in_specs=P("a"), out_specs=P("a"), inputs="global")
+            return f(torch.full((4,), dist.get_rank(), dtype=torch.float64))
+
+        for error in world(2, "threads").errors(body):
+            assert type(error) is ValueError
+            assert "rank 1 has x: numbers with checksum" in str(error)
+            assert 'With inputs="global" every rank passes the same whole values' in str(error)
+            assert "pad" not in str(error)
+
     def test_ranks_are_compared_after_a_call_under_a_transform(self) -> None:
         def body() -> Any:
             f = sf.shard_map(lambda x: sf.psum(x.sum(), "a"), mesh=mesh_of(), in_specs=P("a"), out_specs=P())
