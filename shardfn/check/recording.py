@@ -36,8 +36,11 @@ def current() -> Recorder | None:
 
 
 def outer() -> Recorder | None:
-    """Like `current`, even when the record is over here: it may go on on another rank."""
-    if not active[0] or thread.paused:
+    """Like `current`, even when the record is over here: it may go on on another rank.
+
+    None while torch traces ops into a graph: what the graph does is recorded when it runs.
+    """
+    if not active[0] or thread.paused or dispatch.traced():
         return None
     recorder: Recorder | None = thread.recorder or dispatch.running(Recorder)
     return recorder
@@ -301,7 +304,7 @@ class Recorder(modes.Watching):
 
     def filled(self, x: Tensor) -> None:
         """Records that something other than an op has written to a tensor."""
-        self.values.filled(x)
+        self.values.filled(functorch.unwrapped(x))
 
 
 COLLECTIVES = {
