@@ -214,6 +214,12 @@ def traced() -> bool:
     return any(_keyed(mode) or getattr(mode, "pretends", False) for mode in _modes())
 
 
+def in_graph() -> bool:
+    """Whether torch traces ops into a graph here, to run them later, as `make_fx` does."""
+    proxy = torch._C._TorchDispatchModeKey.PROXY
+    return any(getattr(mode, "_mode_key", None) is proxy for mode in _modes())
+
+
 def _modes() -> Iterator[Any]:
     return (torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack()))
 
