@@ -293,10 +293,10 @@ class Recorder(modes.Watching):
             axes = None if cut is None else self.trace.mask(cut)
             self.trace.events.append(Used(nodes[0], nodes[1], self.values.site(), axes))
 
-    def claimed(self, what: str, x: Tensor, allowed: Mask) -> None:
+    def claimed(self, function: str, side: str, path: str, x: Tensor, allowed: Mask) -> None:
         """Records a value that an inner mapped function takes or returns, which may vary along these axes alone."""
         node = self.values.node_of(functorch.unwrapped(x))
-        self.trace.events.append(Claimed(what, node, allowed, self.values.site()))
+        self.trace.events.append(Claimed(function, side, path, node, allowed, self.values.site()))
 
     def same(self, x: Tensor, y: Tensor) -> None:
         """Records that a tensor stands for another one, derivative included."""
