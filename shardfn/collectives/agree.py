@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardfn.collectives import kernels
 from shardfn.collectives.ledger import attribution, unrecorded
-from shardfn.compat import autograd, functorch, process_groups
+from shardfn.compat import autograd, dispatch, functorch, process_groups
 from shardfn.debugging import debugging
 from shardfn.mesh import callsites, waiting
 from shardfn.mesh.axes import axis_of, sizes
@@ -37,6 +37,14 @@ ARGUMENTS = (
 )
 
 
+@contextlib.contextmanager
+def at_once() -> Iterator[None]:
+    """A context in which ops run at once on plain tensors, whatever transforms and tracing are active here."""
+    with functorch.outside_transforms(), dispatch.untraced():
+        yield
+
+
+@at_once()
 def agree(
     described: list[str],
     mesh: DeviceMesh | Axis,
@@ -199,8 +207,8 @@ def gathered(
         return row[None]
     # A group of its own where backends allow: a rank that does not compare cannot answer with other data.
     group = cpu_group(ranks_along(axis), "compare").group_name
-    with waiting.on(what, group, of, note=note):
-        return kernels.all_gather(row[None], 0, axis.size, group)
+    with waiting.on(what, group, of, note=note), at_once():
+        return kernels.all_gather(functorch.unwrapped(row)[None], 0, axis.size, group)
 
 
 def _along(mesh: DeviceMesh | Axis, axes: tuple[str, ...] | None) -> Axis:
@@ -238,7 +246,7 @@ def compare(op: str, values: str, axis: Axis, served: bool = False, by: str = DE
     text = f"{what}{f' over {axes}' if axes else ''}{_purpose(served, line)}, called at {line}{failed}"
     here = callsites.place(axis.group, text)
     same = [what, attribution.stage, _backward(), here.inside > 1, line if debugging.collectives and not served else ""]
-    with callsites.at(here), functorch.outside_transforms(), unrecorded():
+    with callsites.at(here), at_once(), unrecorded():
         difference = _difference(repr(same), f"{text}\n{_counted(here)}", axis, by)
     if difference:
         callsites.alike()

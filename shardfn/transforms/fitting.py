@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn.collectives.agree import agree, digest_of, gathered, ranks_along
+from shardfn.collectives.agree import agree, at_once, digest_of, gathered, ranks_along
 from shardfn.collectives.attempts import Attempt, Fared, can_call_off
 from shardfn.compat import process_groups
 from shardfn.mesh.axes import axis_of, sizes
@@ -130,6 +130,7 @@ def fitted(run: Callable[[list[Any]], T], tree: Any, micro: Any, params: Any, de
     return value
 
 
+@at_once()
 def _most(batch: Batch | None, error: Exception | None, described: Sequence[str], axis: Axis) -> tuple[int, int]:
     """Rows and elements of the rank with the most; these may differ between ranks, but the number of parts may not.
 

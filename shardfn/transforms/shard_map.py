@@ -131,13 +131,14 @@ def shard_map(
             look = when == "always" or inside is not None
             entered = _enter(function, args, kwargs, in_specs, on, inputs, seen, look, when)
             if inside is not None:
-                claim(inside, f"shard_map({name_of(function)}) in_specs", entered.leaves, entered.pieces, on)
+                claim(inside, f"shard_map({name_of(function)})", "in_specs", entered.leaves, entered.pieces, on)
             elif when != "off" and entered.new and on.size() > 1 and not traced():
                 return _check(function, entered, out_specs, on, seen, _differentiated((args, kwargs)))
             result = function(*entered.args, **entered.kwargs)
             leaves = _leave(function, result, out_specs, on, seen, inside is not None)
             if inside is not None:
-                claim(inside, f"shard_map({name_of(function)}) out_specs", leaves, [leaf.value for leaf in leaves], on)
+                values = [leaf.value for leaf in leaves]
+                claim(inside, f"shard_map({name_of(function)})", "out_specs", leaves, values, on)
             return result
 
     return mapped
