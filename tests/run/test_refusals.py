@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,11 @@ def without_a_key() -> list[str]:
     params, other = (sf.shard(plain, mesh, strategy) for strategy in (sf.full_shard("data"), sf.zero1("data")))
     state = {"params": params, "opt": {"mean": params, "step": 0}}
     returned = [{"params": params, "opt": {"mean": params}}, {"params": [*params[:-1], other[-1]], "opt": state["opt"]}]
-    return [
-        told(lambda one=one: sf.run.loop(lambda s, b: (one, {}), state, [0], steps=1, report=[])) for one in returned
-    ]
+
+    def run(one: Any) -> Any:
+        return sf.run.loop(lambda s, b: (one, {}), state, [0], steps=1, report=[])
+
+    return [told(partial(run, one)) for one in returned]
 
 
 @pytest.mark.world(2)
