@@ -82,33 +82,23 @@ def refuse_overwriting(
 ) -> None:
     """Raises RuntimeError if a function that is being differentiated has computed what a step would overwrite.
 
-    The derivative through a value that was overwritten would be silently wrong. Parameters that the user's own
-    `backward` differentiates, leaves with `requires_grad`, may be overwritten, and so may their gradients.
+    The derivative through a value that was overwritten would be silently wrong. Outside of such functions, parameters
+    that the user's own `backward` differentiates may be overwritten, and so may their gradients.
     """
-    step = current_step() is not None
-    for unit in leaves:
-        if not unit.trainable or not isinstance(unit.values, Tensor):
-            continue
-        whole: Any = unit.values._base if unit.values._is_view() else unit.values
-        if _taped(unit.values, step, whole.is_leaf):
-            break
-    else:
-        if not any(_taped(grad, step, True) for grad in grads if grad is not None):
-            return
-        unit = None
-    what = "gradients" if unit is None else unit.name
+    taped = [unit.name for unit in leaves if unit.trainable and isinstance(unit.values, Tensor) and _taped(unit.values)]
+    if not taped and not any(_taped(grad) for grad in grads if grad is not None):
+        return
+    what = taped[0] if taped else "gradients"
     raise RuntimeError(
         f"{name} overwrites what it is given, and {what} may be differentiated here, inside a function under grad, "
         f"value_and_grad or a transform of torch.func: {instead}, or detach() what is no part of the derivative"
     )
 
 
-def _taped(x: Tensor, step: bool, leaf: bool) -> bool:
+def _taped(x: Tensor) -> bool:
     if functorch.inside_transform() or functorch.inside_forward_mode():
-        kinds = {kind for _, kind in functorch.followed(x)}
-        if kinds & {"tangent", "gradient"}:
-            return True
-    return torch.is_grad_enabled() and x.requires_grad and (step or not leaf)
+        return any(kind in ("tangent", "gradient") for _, kind in functorch.followed(x))
+    return torch.is_grad_enabled() and x.requires_grad and current_step() is not None
 
 
 def lerped(xs: list[Tensor], ys: list[Tensor], weight: float) -> list[Tensor]:
