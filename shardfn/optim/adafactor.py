@@ -123,7 +123,7 @@ def _optimizer(moments: Any, numbers: dict[str, Any], eps: float | None, donate:
         now["lr"] = at_step(now["lr"], count)
         gs = [grad for _, grad in pairs(leaves, grads)]
         if donate:
-            refuse_overwriting("adafactor", leaves.each, gs)
+            refuse_overwriting("adafactor", params, grads, state)
         with torch.set_grad_enabled(not donate and torch.is_grad_enabled()):
             square = moments.updated(leaves, state["square"], gs, count ** now["decay"])
             updates: list[Tensor | None] = []

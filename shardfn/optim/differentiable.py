@@ -6,15 +6,17 @@ A rank that holds nothing of a parameter still takes part in the collectives of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
 from shardfn.collectives import functional
 from shardfn.compat import autograd, functorch
 from shardfn.mesh.scope import mesh_of, scope
+from shardfn.mesh.spec import dotted
 from shardfn.shards.pieces import Unit, joined, spread
 from shardfn.transforms.step import current_step
 
@@ -77,28 +79,29 @@ def varied(number: Any, unit: Unit) -> Any:
 PURE = "pass donate=False to each optimizer and transform of the chain"
 
 
-def refuse_overwriting(
-    name: str, leaves: Sequence[Unit], grads: Iterable[Tensor | None] = (), instead: str = PURE
-) -> None:
-    """Raises RuntimeError if a function that is being differentiated has computed what a step would overwrite.
+def refuse_overwriting(name: str, *trees: Any, instead: str = PURE) -> None:
+    """Raises RuntimeError if a step that overwrites is given anything that is being differentiated.
 
-    The derivative through a value that was overwritten would be silently wrong. Outside of such functions, parameters
-    that the user's own `backward` differentiates may be overwritten, and so may their gradients.
+    The derivative through a value that was overwritten would be silently wrong, whether it is that of a parameter, a
+    gradient, the state or a learning rate in it. Outside of functions that are differentiated, parameters that the
+    user's own `backward` differentiates may be overwritten, and so may their gradients.
     """
-    taped = [unit.name for unit in leaves if unit.trainable and isinstance(unit.values, Tensor) and _taped(unit.values)]
-    if not taped and not any(_taped(grad) for grad in grads if grad is not None):
+    transformed = functorch.inside_transform() or functorch.inside_forward_mode()
+    if not transformed and (current_step() is None or not torch.is_grad_enabled()):
         return
-    what = taped[0] if taped else "gradients"
-    raise RuntimeError(
-        f"{name} overwrites what it is given, and {what} may be differentiated here, inside a function under grad, "
-        f"value_and_grad or a transform of torch.func: {instead}, or detach() what is no part of the derivative"
-    )
+    for tree in trees:
+        for accessor, x in zip(optree.tree_accessors(tree), optree.tree_leaves(tree), strict=True):
+            if isinstance(x, Tensor) and (_taped(x) if transformed else x.requires_grad):
+                raise RuntimeError(
+                    f"{name} overwrites what it is given, and {dotted(accessor) or 'a tensor of that'} may be "
+                    f"differentiated here, inside a function under grad, value_and_grad or a transform of torch.func: "
+                    f"{instead}, or detach() what is no part of the derivative"
+                )
 
 
 def _taped(x: Tensor) -> bool:
-    if functorch.inside_transform() or functorch.inside_forward_mode():
-        return any(kind in ("tangent", "gradient") for _, kind in functorch.followed(x))
-    return torch.is_grad_enabled() and x.requires_grad and current_step() is not None
+    """Whether a transform that is running here takes a derivative with respect to a tensor."""
+    return any(kind in ("gradient", "tangent") for _, kind in functorch.followed(x))
 
 
 def lerped(xs: list[Tensor], ys: list[Tensor], weight: float) -> list[Tensor]:

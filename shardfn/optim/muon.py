@@ -84,7 +84,7 @@ def muon(
         if not moving:
             return params, state | {"step": count}
         if donate:
-            refuse_overwriting("muon", leaves.each, gs)
+            refuse_overwriting("muon", params, grads, state)
         with torch.set_grad_enabled(not donate and torch.is_grad_enabled()):
             ms = [momenta[i] for i in moving]
             averages = ms if donate else lerped(ms, gs, 1 - now["momentum"])

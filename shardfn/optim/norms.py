@@ -221,7 +221,7 @@ def _changed(
     leaves = units(tree)
     trained = [unit for unit in leaves.each if unit.trainable and unit.values is not None]
     if donate:
-        refuse_overwriting(name, (), (unit.values for unit in trained))
+        refuse_overwriting(name, tree)
     # A tensor with stride 0 cannot be overwritten: the gradient of a sum, say, stores one number for many elements.
     if donate and not any(0 in unit.values.stride() and not dense(unit.values) for unit in trained):
         with torch.no_grad():

@@ -57,7 +57,7 @@ def master(optimizer: Optimizer, *, donate: bool = True) -> Optimizer:
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         leaves = units(params)
         if donate:
-            refuse_overwriting("master", leaves.each, leaves.beside(grads))
+            refuse_overwriting("master", params, grads, state)
         copies = leaves.beside(state["master"])
         new_params, inner = optimizer.step(_with(leaves, copies), grads, state["optimizer"])
         new = leaves.beside(new_params)
@@ -115,7 +115,7 @@ def stochastic_rounding(optimizer: Optimizer, *, seed: int = 0, donate: bool = T
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, leaves = state["step"] + 1, units(params)
         if donate:
-            refuse_overwriting("stochastic_rounding", leaves.each, leaves.beside(grads))
+            refuse_overwriting("stochastic_rounding", params, grads, state)
         copies = [_widened(unit) if _narrow(unit) else None for unit in leaves.each]
         copies = [x.detach() if donate and x is not None else x for x in copies]
         new_params, inner = optimizer.step(_with(leaves, copies), grads, state["optimizer"])

@@ -97,7 +97,7 @@ def optimizer(
                     f"{name}: donate=True overwrites parameters by fused kernels, which a graph of torch.compile "
                     f"cannot hold: pass donate=False to what is compiled"
                 )
-            refuse_overwriting(name, leaves.each, (item.grad for item in work))
+            refuse_overwriting(name, params, grads, state)
             (_overwrite if kept is None else _overwrite_kept)(this, jobs)
             return params, state | {"step": count}
         (_replace_all if kept is None else _replace_kept)(this, jobs)

@@ -71,7 +71,7 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
         work: list[tuple[Tensor, Unit, dict[str, Any], _Stretch]] = []
         memory = [*map(dict, state["memory"])]
         moved: list[tuple[Tensor, Tensor]] = []
-        refuse_overwriting(name, leaves.each, leaves.beside(grads), "take an optimizer of shardfn with donate=False")
+        refuse_overwriting(name, params, grads, state, instead="take an optimizer of shardfn with donate=False")
         for i, (unit, grad) in enumerate(pairs(leaves, grads)):
             if grad is None:
                 continue

@@ -146,7 +146,7 @@ def ema(optimizer: Optimizer, decay: float, *, donate: bool = True) -> Optimizer
         if not moving:
             return params, state | {"optimizer": inner}
         if donate:
-            refuse_overwriting("ema", [leaves.each[i] for i in moving])
+            refuse_overwriting("ema", params, state)
         with torch.set_grad_enabled(not donate and torch.is_grad_enabled()):
             old = [averages[i] for i in moving]
             now = [leaves.each[i].values.to(average.dtype) for i, average in zip(moving, old, strict=True)]

@@ -63,6 +63,34 @@ def outer(opt: so.Optimizer) -> Callable[[Any], Tensor]:
     return run
 
 
+def by_state(which: str, donate: bool) -> Callable[[Any], Tensor]:
+    """The loss after two steps, by the learning rate or by the first momentum."""
+
+    def run(x: Any) -> Tensor:
+        opt, p = so.sgd(0.1, momentum=0.9, donate=donate), parameters()
+        state = opt.init(p)
+        if which == "numbers.lr":
+            state["numbers"]["lr"] = x["x"]
+        else:
+            state["momentum"] = optree.tree_map(lambda m: m + x["x"], state["momentum"])
+        for _ in range(2):
+            p, state = opt.step(p, sf.grad(loss)(p), state)
+        return loss(p)
+
+    return run
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("which", ["numbers.lr", "momentum.a"])
+def test_what_is_in_the_state_is_differentiated_or_refused(which: str, way: str) -> None:
+    x = {"x": torch.tensor(0.1, dtype=torch.float64)}
+    with pytest.raises(RuntimeError, match=f"sgd overwrites what it is given, and {which} may be differentiated"):
+        WAYS[way](by_state(which, True), x)
+    got, f, h = WAYS[way](by_state(which, False), x), by_state(which, False), 1e-5
+    want = (f({"x": x["x"] + h}) - f({"x": x["x"] - h})) / (2 * h)
+    assert abs((got[1] if way == "jvp" else got["x"]) - want) < 1e-7
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_overwrites_is_refused_where_it_is_differentiated(name: str, way: str) -> None:
