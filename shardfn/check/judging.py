@@ -34,6 +34,7 @@ def judged(trace: Trace, compared: Compared) -> list[Finding]:
     for argument in compared.arguments:
         inputs.replica(case, argument)
     inputs.same_rows(case)
+    unnamed: dict[str, Mask] = {}
     for event in trace.events:
         match event:
             case Call():
@@ -52,8 +53,7 @@ def judged(trace: Trace, compared: Compared) -> list[Finding]:
             case Output():
                 _returned(case, event, compared.outputs.get(event.path, 0))
             case Claimed():
-                bad = case.types.along[event.node] & ~event.allowed
-                _varies(case, event.what, event.node, bad, event.allowed, event.site)
+                _claimed(case, event, unnamed)
             case Summed():
                 pass
     inputs.repeated_draws(case)
@@ -137,6 +137,29 @@ def _used(case: Case, places: Mapping[tuple[int, int], int], node: int, bad: Mas
     for (axis, bit), at in places.items():
         met |= bit if bad >> axis & 1 and at <= last else 0
     return met
+
+
+def _claimed(case: Case, event: Claimed, unnamed: dict[str, Mask]) -> None:
+    """Judges an argument or a result of an inner function.
+
+    `unnamed` holds, by function, the axes along which arguments vary that their specs do not name: the author thought
+    of the inner function's own axes. A result that varies along these needs another spec, not a reduction.
+    """
+    bad = case.types.along[event.node] & ~event.allowed
+    if event.side == "in_specs":
+        unnamed[event.function] = unnamed.get(event.function, 0) | bad
+    by_spec = bad & unnamed.get(event.function, 0)
+    path = f"{event.function} {event.side}: {event.path}"
+    _varies(case, path, event.node, bad & ~by_spec, event.allowed, event.site)
+    by_spec &= ~case.told(event.node, by_spec)
+    if by_spec:
+        names = named(case.trace.names(by_spec))
+        case.add(
+            event.node, "output", by_spec, path, event.site, f"a spec that names {names}, or `...`",
+            f"{path}{line(event.site)} varies along {names}{case.because(event.node, by_spec)}, but its spec says that "
+            f"it is the same on all ranks there. The specs of a function that is mapped inside another name the axes "
+            f"of both: write a spec that names {names}, too, or `...`",
+        )  # fmt: skip
 
 
 def _varies(

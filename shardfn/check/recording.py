@@ -36,8 +36,11 @@ def current() -> Recorder | None:
 
 
 def outer() -> Recorder | None:
-    """Like `current`, even when the record is over here: it may go on on another rank."""
-    if not active[0] or thread.paused:
+    """Like `current`, even when the record is over here: it may go on on another rank.
+
+    None while torch traces ops into a graph: what the graph does is recorded when it runs.
+    """
+    if not active[0] or thread.paused or dispatch.traced():
         return None
     recorder: Recorder | None = thread.recorder or dispatch.running(Recorder)
     return recorder
@@ -290,10 +293,10 @@ class Recorder(modes.Watching):
             axes = None if cut is None else self.trace.mask(cut)
             self.trace.events.append(Used(nodes[0], nodes[1], self.values.site(), axes))
 
-    def claimed(self, what: str, x: Tensor, allowed: Mask) -> None:
+    def claimed(self, function: str, side: str, path: str, x: Tensor, allowed: Mask) -> None:
         """Records a value that an inner mapped function takes or returns, which may vary along these axes alone."""
         node = self.values.node_of(functorch.unwrapped(x))
-        self.trace.events.append(Claimed(what, node, allowed, self.values.site()))
+        self.trace.events.append(Claimed(function, side, path, node, allowed, self.values.site()))
 
     def same(self, x: Tensor, y: Tensor) -> None:
         """Records that a tensor stands for another one, derivative included."""
@@ -301,7 +304,7 @@ class Recorder(modes.Watching):
 
     def filled(self, x: Tensor) -> None:
         """Records that something other than an op has written to a tensor."""
-        self.values.filled(x)
+        self.values.filled(functorch.unwrapped(x))
 
 
 COLLECTIVES = {

@@ -152,9 +152,20 @@ class Output(NamedTuple):
 
 
 class Claimed(NamedTuple):
-    """An argument or a result of a function that is mapped inside the checked one."""
+    """An argument or a result of a function that is mapped inside the checked one.
 
-    what: str
+    Attributes:
+        function: the inner function's name, for messages.
+        side: `"in_specs"` or `"out_specs"`.
+        path: of the argument or result.
+        node: its value.
+        allowed: the axes that its spec names.
+        site: the user's line.
+    """
+
+    function: str
+    side: str
+    path: str
     node: int
     allowed: Mask
     site: Site | None

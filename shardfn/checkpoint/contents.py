@@ -16,7 +16,7 @@ from torch import Tensor
 from shardfn.checkpoint.boxes import Box, Ints, steps, whole
 from shardfn.compat import process_groups
 from shardfn.mesh.grid import Grid
-from shardfn.mesh.spec import is_dtensor, joined
+from shardfn.mesh.spec import is_dtensor, joined, keys_of
 from shardfn.quant.packed import Packed, is_packed
 from shardfn.quoting import findings
 from shardfn.shards import blocks
@@ -289,7 +289,7 @@ def _leaves(state: Any, tokens: tuple[Any, ...], by_rank: bool) -> Iterator[tupl
 def _tokens(accessor: Iterable[Any]) -> tuple[Any, ...]:
     """The keys of an accessor, without `ByRank` and `Packed` nodes, which do not show in names."""
     entries = (entry for entry in accessor if getattr(entry, "type", None) not in (ByRank, Packed))
-    return tuple(getattr(entry, "field", entry.entry) for entry in entries)
+    return keys_of(entries)
 
 
 def _add_name(result: Contents, name: str, tokens: tuple[Any, ...]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardfn.collectives import kernels
 from shardfn.collectives.ledger import attribution, unrecorded
-from shardfn.compat import autograd, functorch, process_groups
+from shardfn.compat import autograd, dispatch, functorch, process_groups
 from shardfn.debugging import debugging
 from shardfn.mesh import callsites, waiting
 from shardfn.mesh.axes import axis_of, sizes
@@ -37,6 +37,14 @@ ARGUMENTS = (
 )
 
 
+@contextlib.contextmanager
+def at_once() -> Iterator[None]:
+    """A context in which ops run at once on plain tensors, whatever transforms and tracing are active here."""
+    with functorch.outside_transforms(), dispatch.untraced():
+        yield
+
+
+@at_once()
 def agree(
     described: list[str],
     mesh: DeviceMesh | Axis,
@@ -44,6 +52,7 @@ def agree(
     mine: Exception | None = None,
     subject: tuple[str, str] = ARGUMENTS,
     axes: tuple[str, ...] | None = None,
+    before: Iterable[str] = (),
 ) -> None:
     """Raises ValueError on every rank of the mesh unless all ranks were given the same.
 
@@ -57,6 +66,7 @@ def agree(
             it.
         subject: what is compared, and advice about a difference.
         axes: only the ranks along these axes compare.
+        before: lines that all ranks agreed on in earlier calls; if ranks do not meet, the message tells what is new.
 
     Raises:
         ValueError: the ranks differ, and the message says which ranks and how; or another rank reports an error.
@@ -72,8 +82,8 @@ def agree(
     if place is not None:
         text = b"\n".join([place.text.encode(), *text.split(b"\n")[1:]])
     alone = (
-        f"{name}: {what} are new to this rank ({short('; '.join(described[:6]), 800)}), and not every other rank "
-        f"has come to compare"
+        f"{name}: {what} are new to rank {process_groups.global_rank()} ({_news(described, before)}), and not every "
+        f"other rank has come to compare"
     )
     # A negative length marks a rank whose own arguments are wrong.
     row = torch.tensor([digest, -len(text) if mine else len(text)], device="cpu")
@@ -95,6 +105,20 @@ def agree(
         reason = " ".join(lines[rank][1:]).removeprefix(f"{name}: ")
         raise ValueError(bounded(f"{name}: rank {rank} failed: {reason}"))
     raise ValueError(f"{name}: {_difference_of_arguments(lines, axis, subject)}")
+
+
+def _news(described: list[str], before: Iterable[str]) -> str:
+    """Returns the lines that are in no earlier description, and what stood there of the same names; bounded."""
+    earlier = set(before)
+    new = [line for line in described if line not in earlier] or described
+    names = {line.partition(": ")[0] for line in new}
+    known = sorted(line for line in earlier if line.partition(": ")[0] in names)
+    return _few(new) + (f"; known before: {_few(known)}" if known else "")
+
+
+def _few(lines: list[str]) -> str:
+    more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
+    return short("; ".join(lines[:4]), 200) + more
 
 
 def _difference_of_arguments(lines: list[list[str]], axis: Axis, subject: tuple[str, str]) -> str:
@@ -183,8 +207,8 @@ def gathered(
         return row[None]
     # A group of its own where backends allow: a rank that does not compare cannot answer with other data.
     group = cpu_group(ranks_along(axis), "compare").group_name
-    with waiting.on(what, group, of, note=note):
-        return kernels.all_gather(row[None], 0, axis.size, group)
+    with waiting.on(what, group, of, note=note), at_once():
+        return kernels.all_gather(functorch.unwrapped(row)[None], 0, axis.size, group)
 
 
 def _along(mesh: DeviceMesh | Axis, axes: tuple[str, ...] | None) -> Axis:
@@ -222,7 +246,7 @@ def compare(op: str, values: str, axis: Axis, served: bool = False, by: str = DE
     text = f"{what}{f' over {axes}' if axes else ''}{_purpose(served, line)}, called at {line}{failed}"
     here = callsites.place(axis.group, text)
     same = [what, attribution.stage, _backward(), here.inside > 1, line if debugging.collectives and not served else ""]
-    with callsites.at(here), functorch.outside_transforms(), unrecorded():
+    with callsites.at(here), at_once(), unrecorded():
         difference = _difference(repr(same), f"{text}\n{_counted(here)}", axis, by)
     if difference:
         callsites.alike()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,11 @@ Mode = TypeVar("Mode", bound=TorchDispatchMode)
 def outside_modes() -> Any:
     """A context in which ops create plain tensors that no dispatch mode, such as a fake-tensor mode, takes over."""
     return _disable_current_modes()
+
+
+def untraced() -> Any:
+    """A context in which ops run at once, and are part of no graph that torch traces here."""
+    return outside_modes() if any(map(_keyed, _modes())) else contextlib.nullcontext()
 
 
 WIRE: Any = torch.ops._c10d_functional
@@ -200,5 +206,19 @@ def traced() -> bool:
     Modes that only count or keep results, as `torch.utils.flop_counter` and checkpoints do, change nothing, and may be
     active on some ranks only.
     """
-    modes = (torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack()))
-    return any(getattr(mode, "_mode_key", None) is not None or getattr(mode, "pretends", False) for mode in modes)
+    return any(_keyed(mode) or getattr(mode, "pretends", False) for mode in _modes())
+
+
+def in_graph() -> bool:
+    """Whether torch traces ops into a graph here, to run them later, as `make_fx` does."""
+    proxy = torch._C._TorchDispatchModeKey.PROXY
+    return any(getattr(mode, "_mode_key", None) is proxy for mode in _modes())
+
+
+def _modes() -> Iterator[Any]:
+    return (torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack()))
+
+
+def _keyed(mode: Any) -> bool:
+    """Whether a mode is one of torch's own that trace, or that make fake tensors."""
+    return getattr(mode, "_mode_key", None) is not None

@@ -175,9 +175,8 @@ def disconnected(rank: int) -> bool:
     if world is None or rank == world.rank() or backend_of(world, "cpu") != "gloo":
         return False
     try:
-        world.recv(
-            [torch.zeros(1, device="cpu")], rank, _NOBODY_SENDS
-        )  # this receive stays pending and matches no message
+        # This receive stays pending and matches no message.
+        world.recv([torch.zeros(1, device="cpu")], rank, _NOBODY_SENDS)
     except RuntimeError:
         return True
     return False

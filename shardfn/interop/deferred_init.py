@@ -120,11 +120,9 @@ def beginning(module: nn.Module, name: str, shape: tuple[int, ...], dtype: torch
     """
     path, _, attribute = name.rpartition(".")
     holder = module.get_submodule(path)
-    nans = (
-        torch.full(shape, math.nan, dtype=dtype, device="cpu") if dtype.is_floating_point or dtype.is_complex else None
-    )
-    if nans is None:
+    if not (dtype.is_floating_point or dtype.is_complex):
         raise CheckpointError(f"{_problem(name, holder)}, which is of {dtype}: {_INSTEAD}")
+    nans = torch.full(shape, math.nan, dtype=dtype, device="cpu")
     copies = _Copies({id(holder._parameters[attribute]): nn.Parameter(nans)})
     parts = path.split(".") if path else []
     around = [copies.of(module.get_submodule(".".join(parts[:n]))) for n in range(len(parts), -1, -1)]

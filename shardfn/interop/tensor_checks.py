@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardfn.collectives.agree import agree, gathered
+from shardfn.collectives.agree import agree, at_once, gathered
 from shardfn.collectives.functional import all_gather, axis_index, axis_size
+from shardfn.compat import functorch
 from shardfn.compat.dispatch import plain
 from shardfn.interop import output_capturing
 from shardfn.interop.placeholder import Part, Slot, placed
@@ -352,9 +353,11 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 _SUMMARY = 1e-3  # relative difference of sums from which on values count as different
 
 
+@at_once()
 def _check_same(axis: Axis, name: str, path: str, given: Sequence[Any]) -> None:
     """Raises ValueError on every rank along the axis if they are given different values."""
-    tensors = [x.detach() for x in given if isinstance(x, Tensor) and plain(x) and not x.is_meta and x.numel()]
+    there = [functorch.unwrapped(x) for x in given if isinstance(x, Tensor) and plain(x)]
+    tensors = [x.detach() for x in there if not x.is_meta and x.numel()]
     advice = (
         f"Along {name!r}, which cuts matrices, all ranks take the same batch and draw the same random numbers: cut the "
         f"batch over other axes, and seed these ranks alike"

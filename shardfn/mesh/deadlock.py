@@ -129,8 +129,13 @@ def _does(state: State | None) -> str:
         return f"has not come, and does something else{after}"
     if state["ended"]:
         return f"{state['ended']}{after}"
-    waits = [thread["wait"]["told"] for thread in state["threads"] or () if thread["wait"]]
+    waits = [_told(thread["wait"]) for thread in state["threads"] or () if thread["wait"]]
     return f"waits for {' and for '.join(waits)}" if waits else "has given up" if state["vain"] else "has not come"
+
+
+def _told(wait: dict[str, Any]) -> str:
+    note = wait.get("note")
+    return f"{wait['told']} ({note})" if note else str(wait["told"])
 
 
 def ranks_named(ranks: Sequence[int]) -> str:

@@ -262,7 +262,12 @@ def joined(*words: Any) -> str:
 
 def dotted(accessor: Iterable[Any]) -> str:
     """Returns a leaf's path as `by_path` sees it: `blocks.0.w`."""
-    return joined(*(getattr(entry, "field", entry.entry) for entry in accessor))
+    return joined(*keys_of(accessor))
+
+
+def keys_of(accessor: Iterable[Any]) -> tuple[Any, ...]:
+    """Returns the keys, indices and names of fields that lead to a leaf."""
+    return tuple(getattr(entry, "field", entry.entry) for entry in accessor)
 
 
 def _entry(entry: Any) -> Entry:

@@ -37,7 +37,7 @@ class on:
         of: what the operation is done to, such as a stage. Ranks meet in waits with equal `what` and `of`.
         ranks: the ranks that are needed, if not the group's. Such a wait ends in an error only if they have ended, or
             wait in vain themselves, before they come to it.
-        note: more about the wait, for this rank's log.
+        note: more about the wait, for this rank's log, and for what other ranks say of it.
         sided: whether only some ranks wait for this, as for a message: the wait is logged, and never given up.
 
     Attributes:

@@ -43,7 +43,7 @@ from shardfn.mesh.deadlock import (
     waits_by_thread,
     waits_in_vain,
 )
-from shardfn.quoting import listed
+from shardfn.quoting import listed, short
 
 if TYPE_CHECKING:
     from shardfn.mesh.waiting import on
@@ -110,7 +110,8 @@ def _leave() -> None:
         watcher.over = True
         watcher.looks.acquire(timeout=TICK)  # a thread inside torch when the interpreter ends aborts the process
         error = getattr(sys, "last_value", None)
-        outcome = "has ended" if error is None else f"has failed: {type(error).__name__}: {error}"
+        # An error that the program caught before it left is still why this rank comes to nothing more.
+        outcome = watcher.ended or "has ended" if error is None else f"has failed: {type(error).__name__}: {error}"
         with contextlib.suppress(RuntimeError, UnicodeError):
             watcher.publish(process_groups.default_store(), 0, {}, outcome[:500])
 
@@ -170,6 +171,7 @@ def _wait(thread: int, wait: on | None) -> dict[str, Any] | None:
         "group": wait.group,
         "ranks": ranks_of(wait),
         "told": text_of(wait, thread),
+        "note": short(wait.note, 640),
         "key": wait.key,
         "count": wait.count,
         "sided": wait.sided,

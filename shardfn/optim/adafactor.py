@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.optim.differentiable import filled, lent, numbered
+from shardfn.optim.differentiable import filled, lent, numbered, refuse_overwriting
 from shardfn.optim.elementwise import Schedule
 from shardfn.optim.hyperparameters import at_step, check, constants
 from shardfn.optim.norms import squares, totals, wide
@@ -122,6 +122,8 @@ def _optimizer(moments: Any, numbers: dict[str, Any], eps: float | None, donate:
         now = numbers | state["numbers"]
         now["lr"] = at_step(now["lr"], count)
         gs = [grad for _, grad in pairs(leaves, grads)]
+        if donate:
+            refuse_overwriting("adafactor", params, grads, state)
         with torch.set_grad_enabled(not donate and torch.is_grad_enabled()):
             square = moments.updated(leaves, state["square"], gs, count ** now["decay"])
             updates: list[Tensor | None] = []

@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
 from shardfn.collectives import functional
-from shardfn.compat import functorch
+from shardfn.compat import autograd, functorch
 from shardfn.mesh.scope import mesh_of, scope
+from shardfn.mesh.spec import dotted
 from shardfn.shards.pieces import Unit, joined, spread
+from shardfn.transforms.step import current_step
 
 
 def lent(shared: dict[str, Tensor], unit: Unit) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -71,6 +74,46 @@ def varied(number: Any, unit: Unit) -> Any:
         rows += [number.detach().expand(seg.start - last), by_path[seg.path].expand(seg.stop - seg.start)]
         last = seg.stop
     return torch.cat([*rows, number.detach().expand(unit.values.numel() - last), *ties]).view(unit.values.shape)
+
+
+PURE = "pass donate=False to each optimizer and transform of the chain"
+
+
+def refuse_overwriting(name: str, *trees: Any, instead: str = PURE) -> None:
+    """Raises RuntimeError if a step that overwrites is given anything that is being differentiated.
+
+    The derivative through a value that was overwritten would be silently wrong, whether it is that of a parameter, a
+    gradient, the state or a learning rate in it. Outside of functions that are differentiated, parameters that the
+    user's own `backward` differentiates may be overwritten, and so may their gradients.
+    """
+    transformed = functorch.inside_transform() or functorch.inside_forward_mode()
+    if not transformed and (current_step() is None or not torch.is_grad_enabled()):
+        return
+    for tree in trees:
+        for accessor, x in zip(optree.tree_accessors(tree), optree.tree_leaves(tree), strict=True):
+            if isinstance(x, Tensor) and (_taped(x) if transformed else x.requires_grad):
+                raise RuntimeError(
+                    f"{name} overwrites what it is given, and {dotted(accessor) or 'a tensor of that'} may be "
+                    f"differentiated here, inside a function under grad, value_and_grad or a transform of torch.func: "
+                    f"{instead}, or detach() what is no part of the derivative"
+                )
+
+
+def _taped(x: Tensor) -> bool:
+    """Whether a transform that is running here takes a derivative with respect to a tensor."""
+    return any(kind in ("gradient", "tangent") for _, kind in functorch.followed(x))
+
+
+def lerped(xs: list[Tensor], ys: list[Tensor], weight: float) -> list[Tensor]:
+    """`x + weight * (y - x)` of each pair."""
+    if functorch.inside_transform():  # where torch has no such operation on several tensors
+        return [torch.lerp(x, y, weight) for x, y in zip(xs, ys, strict=True)]
+    return list(torch._foreach_lerp(xs, ys, weight))
+
+
+def share_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors, which transforms may have wrapped, share memory."""
+    return autograd.storage_of(functorch.unwrapped(x)) == autograd.storage_of(functorch.unwrapped(y))
 
 
 def differentiable(x: Tensor) -> bool:

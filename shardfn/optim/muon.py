@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.optim.differentiable import filled, numbered
+from shardfn.optim.differentiable import filled, lerped, numbered, refuse_overwriting
 from shardfn.optim.elementwise import Schedule
 from shardfn.optim.hyperparameters import at_step, check, constants, whole
 from shardfn.optim.muon_plan import on_everyone, on_owner
@@ -83,12 +83,14 @@ def muon(
         moving, gs = list(present), list(present.values())
         if not moving:
             return params, state | {"step": count}
+        if donate:
+            refuse_overwriting("muon", params, grads, state)
         with torch.set_grad_enabled(not donate and torch.is_grad_enabled()):
             ms = [momenta[i] for i in moving]
-            averages = ms if donate else torch._foreach_lerp(ms, gs, 1 - now["momentum"])
+            averages = ms if donate else lerped(ms, gs, 1 - now["momentum"])
             if donate:
                 torch._foreach_lerp_(ms, gs, 1 - now["momentum"])
-            updates = list(torch._foreach_lerp(gs, averages, now["momentum"])) if nesterov else list(averages)
+            updates = lerped(gs, averages, now["momentum"]) if nesterov else list(averages)
             chosen = [leaves.each[i] for i in moving]
             orthogonal = (on_owner if donate else on_everyone)(chosen, updates, orthogonalize, cost, dtype)
             values = [unit.values for unit in leaves.each]

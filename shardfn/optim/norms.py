@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import functional
+from shardfn.compat import functorch
 from shardfn.mesh.scope import mesh_of, scope
-from shardfn.optim.differentiable import differentiable, tied, varied
+from shardfn.optim.differentiable import differentiable, refuse_overwriting, tied, varied
 from shardfn.optim.hyperparameters import check, kind
 from shardfn.optim.optimizer import Transform
 from shardfn.quoting import listed
@@ -167,7 +168,7 @@ def clip_by_global_norm(limit: float, *, donate: bool = True) -> Transform:
         del params
         norm = global_norm(grads)
         factor = (limit / norm.clamp(min=limit)).where(norm.isfinite(), norm)
-        return scaled(grads, factor, donate), state | {"limit": limit, "norm": norm.detach()}
+        return scaled("clip_by_global_norm", grads, factor, donate), state | {"limit": limit, "norm": norm.detach()}
 
     def init(params: Any) -> Any:
         trained = [unit.values for unit in units(params).each if unit.trainable]
@@ -197,24 +198,30 @@ def clip_by_value(limit: float, *, donate: bool = True) -> Transform:
 
     def update(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         del params
-        clamped = _changed(grads, donate, lambda x: x.clamp_(-limit, limit), lambda u: u.values.clamp(-limit, limit))
+        clamped = _changed(
+            "clip_by_value", grads, donate, lambda x: x.clamp_(-limit, limit), lambda u: u.values.clamp(-limit, limit)
+        )
         return clamped, state
 
     return Transform(lambda params: {"limit": limit}, update)
 
 
-def scaled(tree: Any, factor: Tensor | float, donate: bool) -> Any:
+def scaled(name: str, tree: Any, factor: Tensor | float, donate: bool) -> Any:
     """A tree times a number or a 0-d tensor; each tensor keeps its dtype."""
     at = functools.cache(lambda device: factor.to(device) if isinstance(factor, Tensor) else factor)
     return _changed(
-        tree, donate, lambda x: x.mul_(at(x.device)), lambda u: (u.values * varied(factor, u)).to(u.values.dtype)
+        name, tree, donate, lambda x: x.mul_(at(x.device)), lambda u: (u.values * varied(factor, u)).to(u.values.dtype)
     )
 
 
-def _changed(tree: Any, donate: bool, overwrite: Callable[[Tensor], object], replaced: Callable[[Unit], Tensor]) -> Any:
+def _changed(
+    name: str, tree: Any, donate: bool, overwrite: Callable[[Tensor], object], replaced: Callable[[Unit], Tensor]
+) -> Any:
     """A tree whose trained tensors are overwritten, or replaced if they must not or cannot be overwritten."""
     leaves = units(tree)
     trained = [unit for unit in leaves.each if unit.trainable and unit.values is not None]
+    if donate:
+        refuse_overwriting(name, tree)
     # A tensor with stride 0 cannot be overwritten: the gradient of a sum, say, stores one number for many elements.
     if donate and not any(0 in unit.values.stride() and not dense(unit.values) for unit in trained):
         with torch.no_grad():
@@ -250,7 +257,11 @@ def _norms(parts: dict[str, Tensor]) -> dict[str, Tensor]:
         groups.setdefault((wide(part), part.device), []).append(path)
     squared: dict[str, Tensor] = {}
     for (dtype, _), paths in groups.items():
-        roots = torch._foreach_norm([parts[path] for path in paths], 2.0, dtype=dtype)
+        each = [parts[path] for path in paths]
+        if functorch.inside_transform() or functorch.inside_forward_mode():  # of which torch has no derivative there
+            roots = tuple(torch.linalg.vector_norm(x, dtype=dtype) for x in each)
+        else:
+            roots = torch._foreach_norm(each, 2.0, dtype=dtype)
         squared |= {path: norm.square().reshape(1) for path, norm in zip(paths, roots, strict=True)}
     return squared
 

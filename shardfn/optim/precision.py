@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn.optim.differentiable import refuse_overwriting
 from shardfn.optim.hyperparameters import check, whole
 from shardfn.optim.norms import scaled, wide
 from shardfn.optim.optimizer import Optimizer, must_be_optimizer
@@ -55,6 +56,8 @@ def master(optimizer: Optimizer, *, donate: bool = True) -> Optimizer:
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         leaves = units(params)
+        if donate:
+            refuse_overwriting("master", params, grads, state)
         copies = leaves.beside(state["master"])
         new_params, inner = optimizer.step(_with(leaves, copies), grads, state["optimizer"])
         new = leaves.beside(new_params)
@@ -111,6 +114,8 @@ def stochastic_rounding(optimizer: Optimizer, *, seed: int = 0, donate: bool = T
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, leaves = state["step"] + 1, units(params)
+        if donate:
+            refuse_overwriting("stochastic_rounding", params, grads, state)
         copies = [_widened(unit) if _narrow(unit) else None for unit in leaves.each]
         copies = [x.detach() if donate and x is not None else x for x in copies]
         new_params, inner = optimizer.step(_with(leaves, copies), grads, state["optimizer"])
@@ -169,7 +174,7 @@ def loss_scaled(
         if not finite(grads):
             skipped = {"scale": state["scale"] * backoff, "good": 0, "skipped": state["skipped"] + 1}
             return params, state | skipped
-        divided = scaled(grads, 1 / state["scale"], donate)
+        divided = scaled("loss_scaled", grads, 1 / state["scale"], donate)
         params, inner = optimizer.step(params, divided, state["optimizer"])
         state = state | {"optimizer": inner, "good": state["good"] + 1}
         if state["good"] >= every:

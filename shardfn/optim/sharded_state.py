@@ -18,10 +18,10 @@ from shardfn.check import recording
 from shardfn.collectives import functional
 from shardfn.collectives.into_buffers import Handle, all_gather, arrived, communicator_of
 from shardfn.collectives.ledger import attributed_to
-from shardfn.compat import autograd, process_groups
+from shardfn.compat import process_groups
 from shardfn.mesh import waiting
 from shardfn.mesh.scope import mesh_of, scope
-from shardfn.optim.differentiable import differentiable
+from shardfn.optim.differentiable import differentiable, share_memory
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.tiers import copying, placing
 from shardfn.tiers.placing import brought
@@ -120,7 +120,7 @@ def _gathered(params: Any, parts: Any, before: list[int], new_parts: Any, finer:
         elif finer(node.layout) == node.layout or not node.layout.trainable:
             gathered.append(FlatShard(new.values, node.layout))
         else:
-            shared = autograd.storage_of(new.values) == autograd.storage_of(part.values)
+            shared = share_memory(new.values, part.values)
             # Sharing memory is not enough: without `donate`, a rank with nothing to update may return its part as is.
             donated = shared and (_version(part) != version or differentiable(new.values))
             gathered.append(FlatShard(_whole(node, new.values, donated, finer(node.layout), handles), node.layout))
@@ -148,7 +148,7 @@ def _whole(node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: l
     with torch.no_grad(), attributed_to(layout.stage):
         whole = values.detach() if donated else torch.empty_like(values)
         own = whole[start : start + fine.piece]
-        if autograd.storage_of(whole) != autograd.storage_of(new):  # or else the part is in place already
+        if not share_memory(whole, new):  # or else the part is in place already
             own.copy_(new)
         if layout.grid.size(names) > 1 and layout.here(process_groups.global_rank()):
             along = communicator_of(mesh, names)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardfn.compat import dynamo
-from shardfn.optim.differentiable import tied, varied
+from shardfn.optim.differentiable import refuse_overwriting, tied, varied
 from shardfn.optim.hyperparameters import at_step, check, check_rule, constants
 from shardfn.optim.norms import wide
 from shardfn.optim.optimizer import Optimizer, Rule, of_rule
@@ -97,6 +97,7 @@ def optimizer(
                     f"{name}: donate=True overwrites parameters by fused kernels, which a graph of torch.compile "
                     f"cannot hold: pass donate=False to what is compiled"
                 )
+            refuse_overwriting(name, params, grads, state)
             (_overwrite if kept is None else _overwrite_kept)(this, jobs)
             return params, state | {"step": count}
         (_replace_all if kept is None else _replace_kept)(this, jobs)

@@ -11,6 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.optim.differentiable import refuse_overwriting
 from shardfn.optim.hyperparameters import at_step, check, constants, kind, whole
 from shardfn.optim.optimizer import Optimizer
 from shardfn.optim.state_offload import NOWHERE, on_whole
@@ -70,6 +71,7 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
         work: list[tuple[Tensor, Unit, dict[str, Any], _Stretch]] = []
         memory = [*map(dict, state["memory"])]
         moved: list[tuple[Tensor, Tensor]] = []
+        refuse_overwriting(name, params, grads, state, instead="take an optimizer of shardfn with donate=False")
         for i, (unit, grad) in enumerate(pairs(leaves, grads)):
             if grad is None:
                 continue

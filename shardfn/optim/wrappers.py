@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import functional
-from shardfn.compat import autograd
+from shardfn.compat import functorch
 from shardfn.mesh.axes import device_of
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.mesh.selectors import Which, chosen
-from shardfn.optim.differentiable import differentiable
+from shardfn.optim.differentiable import differentiable, lerped, refuse_overwriting, share_memory
 from shardfn.optim.hyperparameters import check, whole
 from shardfn.optim.optimizer import Optimizer, Rule, must_be_optimizer
 from shardfn.quoting import listed
@@ -68,7 +68,7 @@ def masked(optimizer: Optimizer, rule: Which, otherwise: Optimizer | None = None
         values = _values(leaves)
         for i, pieces in changed.items():
             pieces.sort(key=lambda piece: piece[:2])
-            if any(autograd.storage_of(new) != autograd.storage_of(values[i]) for *_, new in pieces):  # else in place
+            if any(not share_memory(new, values[i]) for *_, new in pieces):  # else it was overwritten in place
                 values[i] = joined([new for *_, new in pieces], leaves.each[i], [(a, b) for a, b, _ in pieces])
         return leaves.like(values), state
 
@@ -146,12 +146,18 @@ def ema(optimizer: Optimizer, decay: float, *, donate: bool = True) -> Optimizer
         moving = [i for i, unit in enumerate(leaves.each) if unit.trainable]
         if not moving:
             return params, state | {"optimizer": inner}
+        if donate:
+            refuse_overwriting("ema", params, state)
         with torch.set_grad_enabled(not donate and torch.is_grad_enabled()):
             old = [averages[i] for i in moving]
             now = [leaves.each[i].values.to(average.dtype) for i, average in zip(moving, old, strict=True)]
-            new = old if donate else torch._foreach_lerp(old, now, 1 - state["decay"])
+            new = old if donate else lerped(old, now, 1 - state["decay"])
             if donate:
-                torch._foreach_lerp_(old, now, 1 - state["decay"])
+                if functorch.inside_transform():  # where torch has no such operation on several tensors
+                    for average, value in zip(old, now, strict=True):
+                        average.copy_(torch.lerp(average, value, 1 - state["decay"]))
+                else:
+                    torch._foreach_lerp_(old, now, 1 - state["decay"])
         for i, average in zip(moving, new, strict=True):
             averages[i] = average
         return params, state | {"optimizer": inner, "average": leaves.like(averages)}

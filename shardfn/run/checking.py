@@ -96,7 +96,7 @@ def checked(loader: Iterable[Any], mesh: DeviceMesh, axes: AxisName, *, pad: Pad
         if not isinstance(loader, Iterable):
             raise TypeError(f"{NAME}: the loader is of type {type(loader).__name__}, which gives no batches")
         lengths = lengths_of(pad, getattr(loader, "collate_fn", None), NAME)
-    agree([f"axes={names!r}", f"pad={lengths!r}"], mesh, NAME)
+    agree([f"axes={names!r}", f"pad={lengths!r}"], mesh, NAME, subject=("axes= and pad=", "Every rank passes the same"))
     return Checked(names, loader, peers(mesh, names, NAME, lengths, distinct=True))
 
 

@@ -10,6 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.quoting import findings, listed
 from shardfn.run.async_metrics import checked
 from shardfn.run.randomness import Generators, seed_all
 
@@ -113,13 +114,14 @@ class Kinds:
         """Raises ValueError if a state that a step returned differs in these."""
         if self.tree != other.tree:
             raise ValueError(
-                f"sf.run.loop: step returned a state of another structure: the run began with {_brief(self.tree)}, and "
-                f"returned {_brief(other.tree)}: the next step, and a checkpoint, could not go on from that"
+                "sf.run.loop: step returned a state of another structure than the run began with: "
+                f"{findings(_changes(self.tree, other.tree))}: the next step, and a checkpoint, could not go on from "
+                f"that"
             )
         for path, mine, theirs in zip(self.tree.paths(), self.leaves, other.leaves, strict=True):
             if mine != theirs:
                 raise ValueError(
-                    f"sf.run.loop: step returned another kind of state: {'.'.join(map(str, path)) or 'it'} was "
+                    f"sf.run.loop: step returned another kind of state: {_dotted(path)} was "
                     f"{mine}, and is {theirs}: the next step, and a checkpoint, could not go on from that"
                 )
 
@@ -136,6 +138,30 @@ def _kind(leaf: Any) -> str:
     return "a torch.Generator" if isinstance(leaf, torch.Generator) else f"a {type(leaf).__name__}"
 
 
+def _changes(began: Any, returned: Any, path: tuple[Any, ...] = ()) -> list[str]:
+    """How the structure of a state changed, by paths."""
+    if began.type is not returned.type:
+        return [f"{_dotted(path)} was {_brief(began)}, and is {_brief(returned)}"]
+    mine, theirs = _children(began), _children(returned)
+    changes = [f"{_dotted((*path, key))} is missing" for key in mine if key not in theirs]
+    changes += [f"{_dotted((*path, key))} is new" for key in theirs if key not in mine]
+    for key, child in mine.items():
+        if key in theirs and child != theirs[key]:
+            changes += _changes(child, theirs[key], (*path, key))
+    return changes or [f"{_dotted(path)} is another kind of {began.type.__name__}"]
+
+
+def _children(tree: Any) -> dict[Any, Any]:
+    return dict(zip(tree.entries(), tree.children(), strict=True))
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path)) or "it"
+
+
 def _brief(tree: Any) -> str:
-    text = str(tree).removeprefix("PyTreeSpec(").removesuffix(")")
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    if tree.type is None:
+        return "a value"
+    if tree.type is type(None):
+        return "None"
+    return f"a {tree.type.__name__} with [{listed(tree.entries(), 4)}]"

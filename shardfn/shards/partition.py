@@ -14,7 +14,7 @@ from shardfn.mesh.selectors import Chosen, Which, chosen
 from shardfn.mesh.spec import dotted
 from shardfn.quoting import listed, short_errors
 from shardfn.shards.layout import is_flat
-from shardfn.shards.pieces import path_in, stage_at
+from shardfn.shards.pieces import names_of, path_in
 
 T = TypeVar("T")
 
@@ -43,12 +43,12 @@ def partition(tree: Any, predicate: Which) -> tuple[Any, Any]:
         >>> partition({"w": torch.ones(1), "lora": torch.zeros(1)}, lambda path, shape: "lora" in path)
         ({'w': None, 'lora': tensor([0.])}, {'w': tensor([1.]), 'lora': None})
     """
-    accessors, leaves, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_flat)
-    which = chosen(predicate, "partition")
-    names = [name for at, leaf in zip(accessors, leaves, strict=True) for name, _ in _parameters(at, leaf)]
+    leaves, spec = optree.tree_flatten(tree, is_leaf=is_flat)
+    which, paths = chosen(predicate, "partition"), names_of(leaves, spec)
+    names = [name for path, leaf in zip(paths, leaves, strict=True) for name, _ in _parameters(path, leaf)]
     if unused := which.unused(names):
         raise ValueError(f"partition: nothing matches {listed(sorted(unused))}; there are {listed(names)}")
-    taken = [_chosen(at, leaf, which) for at, leaf in zip(accessors, leaves, strict=True)]
+    taken = [_chosen(path, leaf, which) for path, leaf in zip(paths, leaves, strict=True)]
     yes = [leaf if take else None for leaf, take in zip(leaves, taken, strict=True)]
     no = [None if take else leaf for leaf, take in zip(leaves, taken, strict=True)]
     return optree.tree_unflatten(spec, yes), optree.tree_unflatten(spec, no)
@@ -163,18 +163,17 @@ def _different(trees: Sequence[_Places]) -> str:
     return f"combine: tree {m} has another structure than tree {n}: {both}"
 
 
-def _parameters(at: Any, leaf: Any) -> list[tuple[str, tuple[int, ...]]]:
-    """The paths and shapes of the parameters of a leaf, which an accessor leads to."""
+def _parameters(path: str, leaf: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """The paths and shapes of the parameters of a leaf at this path."""
     if not is_flat(leaf):
-        return [(dotted(at), tuple(getattr(leaf, "shape", ())))]
-    name = stage_at([getattr(entry, "field", entry.entry) for entry in at], leaf.layout)
-    return [(path_in(leaf.layout, i, name), leaf.layout.whole_shape(i)) for i in range(len(leaf.layout.entries))]
+        return [(path, tuple(getattr(leaf, "shape", ())))]
+    return [(path_in(leaf.layout, i, path), leaf.layout.whole_shape(i)) for i in range(len(leaf.layout.entries))]
 
 
-def _chosen(at: Any, leaf: Any, predicate: Chosen) -> bool:
+def _chosen(path: str, leaf: Any, predicate: Chosen) -> bool:
     if not isinstance(leaf, Tensor) and not is_flat(leaf):
         return False
-    answers = {name: predicate(name, shape) for name, shape in _parameters(at, leaf)}
+    answers = {name: predicate(name, shape) for name, shape in _parameters(path, leaf)}
     if len(set(answers.values())) > 1:
         yes = next(path for path, answer in answers.items() if answer)
         no = next(path for path, answer in answers.items() if not answer)

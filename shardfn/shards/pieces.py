@@ -16,6 +16,7 @@ from shardfn.compat import dynamo, process_groups, pytrees
 from shardfn.mesh.axes import device_of
 from shardfn.mesh.scope import mesh_of
 from shardfn.mesh.spec import joined as joined_path
+from shardfn.mesh.spec import keys_of
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.placement import Tiers
 from shardfn.tiers import copying, placing
@@ -168,13 +169,13 @@ class Units(NamedTuple):
 def units(tree: Any) -> Units:
     """Flattens a tree of flat shards and plain tensors."""
     leaves, spec = optree.tree_flatten(tree, is_leaf=is_unit)
-    names = _names(spec, tuple((leaf.layout, entries_of(leaf)) if is_unit(leaf) else None for leaf in leaves))
-    return Units([_unit(name, leaf) for name, leaf in zip(names, leaves, strict=True)], spec)
+    return Units([_unit(name, leaf) for name, leaf in zip(names_of(leaves, spec), leaves, strict=True)], spec)
 
 
-def entries_of(leaf: FlatShard | Piece) -> tuple[int, ...] | None:
-    """Which parameters of its layout a leaf has; None for all."""
-    return leaf.entries if type(leaf) is Piece else None
+def names_of(leaves: Sequence[Any], spec: optree.PyTreeSpec) -> tuple[str, ...]:
+    """The name of each leaf of a tree: the path of the stage that it is or is a part of, or its own."""
+    places = ((x.layout, x.entries if type(x) is Piece else None) if is_unit(x) else None for x in leaves)
+    return _names(spec, tuple(places))
 
 
 @dynamo.constant_when_traced
@@ -182,19 +183,19 @@ def entries_of(leaf: FlatShard | Piece) -> tuple[int, ...] | None:
 def _names(
     spec: optree.PyTreeSpec, leaves: tuple[tuple[Layout, tuple[int, ...] | None] | None, ...]
 ) -> tuple[str, ...]:
-    """The name of each leaf of a tree of this structure: the path of the stage that it is, or of the plain tensor.
+    """Names, by the layout and parameters of each leaf, or None for one that is no part of a stage.
 
-    It is as the tree that was sharded has it, after what leads to that tree if it is a part of this one; or, where two
-    parameters would then have one name, as this tree has it.
+    A name is as the tree that was sharded has it, after what leads to that tree if it is a part of this one; or, where
+    two parameters would then have one name, as this tree has it.
     """
-    tokens = [tuple(getattr(entry, "field", entry.entry) for entry in accessor) for accessor in spec.accessors()]
+    tokens = list(map(keys_of, spec.accessors()))
     names, parameters = [joined_path(*keys) for keys in tokens], []
     for i, (keys, leaf) in enumerate(zip(tokens, leaves, strict=True)):
         if leaf is None:
             parameters.append([names[i]])
             continue
         layout, entries = leaf
-        names[i] = stage_at(keys, layout)
+        names[i] = _stage_at(keys, layout)
         numbers = range(len(layout.entries)) if entries is None else entries
         parameters.append([path_in(layout, number, names[i]) for number in numbers])
     counts = Counter(path for paths in parameters for path in paths)
@@ -204,9 +205,9 @@ def _names(
     )
 
 
-def stage_at(keys: Sequence[Any], layout: Layout) -> str:
+def _stage_at(keys: tuple[Any, ...], layout: Layout) -> str:
     """The path of a stage in a tree that has one of its buffers at `keys`."""
-    before, own = split_keys(tuple(keys), layout)
+    before, own = split_keys(keys, layout)
     if not own and layout.stage:
         return layout.stage  # the tree is a part of the one that was sharded
     return joined_path(*before, *own)
@@ -241,13 +242,12 @@ def _unit(name: str, leaf: Any) -> Unit:
         if torch.compiler.is_compiling():
             return _traced_unit(leaf, name)
         return Unit(leaf.values, *_of_layout(leaf.layout, process_groups.global_rank(), name), name)
-    path = name
     if not isinstance(leaf, Tensor):
-        raise TypeError(f"{path or 'the tree'} is {type(leaf).__name__}; parameters are tensors")
+        raise TypeError(f"{name or 'the tree'} is {type(leaf).__name__}; parameters are tensors")
     if leaf.layout is not torch.strided:
-        raise TypeError(f"{path or 'the tree'} is {leaf.layout}; an optimizer takes dense tensors: pass its to_dense()")
+        raise TypeError(f"{name or 'the tree'} is {leaf.layout}; an optimizer takes dense tensors: pass its to_dense()")
     shape = tuple(leaf.shape)
-    whole = Segment(path, shape, shape, (0,) * len(shape), 0, 0, leaf.numel())
+    whole = Segment(name, shape, shape, (0,) * len(shape), 0, 0, leaf.numel())
     return Unit(leaf, (whole,), None, (), 0, leaf.numel(), leaf.is_floating_point() or leaf.is_complex(), name)
 
 

@@ -10,8 +10,8 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn.collectives.agree import agree, gathered
-from shardfn.compat import process_groups
+from shardfn.collectives.agree import agree, at_once, gathered
+from shardfn.compat import functorch, process_groups
 from shardfn.mesh.axes import grid_of
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import current_mesh, mesh_of
@@ -67,10 +67,14 @@ def assert_replicated(tree: Any, mesh: DeviceMesh | None = None) -> None:
         mesh = current_mesh() if grid is None else mesh_of(grid, "assert_replicated: the tree")
     if mesh is None:
         raise ValueError("assert_replicated: the tree has no flat shard, so pass the mesh whose ranks compare")
-    agree(compared, mesh, "assert_replicated")
+    agree(compared, mesh, "assert_replicated", subject=_TREES)
     _compare(claims, grid_of(mesh), mesh)
 
 
+_TREES = ("the trees", "Every rank passes the same tree, of the same dtypes, shapes and layouts")
+
+
+@at_once()
 def _compare(claims: list[Claim], grid: Grid, mesh: DeviceMesh) -> None:
     rows = gathered(
         torch.tensor([process_groups.global_rank(), *(claim.digest for claim in claims)], device="cpu"), mesh
@@ -94,8 +98,10 @@ def _compare(claims: list[Claim], grid: Grid, mesh: DeviceMesh) -> None:
         )
 
 
+@at_once()
 def checksum(value: Tensor) -> int:
     """A 63-bit checksum of a tensor's bytes: equal bytes give equal sums, others differ but for odds of 1 in 2^63."""
+    value = functorch.unwrapped(value)
     if value.numel() == 0:
         return 0
     data = value.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)

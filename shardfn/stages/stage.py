@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn.compat import dynamo, functorch
+from shardfn.compat import dispatch, dynamo, functorch
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import mesh_of
 from shardfn.quant.formats import Format
@@ -286,7 +286,7 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
     mesh = mesh_of(signature.grid, f"stage {signature.name}: {signature.stage!r}")
     if signature.only_at_axes:
         signature.refuse_elsewhere()
-    if functorch.inside_batching_or_forward():
+    if functorch.inside_batching_or_forward() or dispatch.in_graph():  # a graph cannot hold memory that is filled again
         return composed(signature, leaves, mesh)
     if signature.shares_memory and functorch.inside_transform():
         return composed(signature, leaves, mesh)

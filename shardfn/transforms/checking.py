@@ -268,10 +268,12 @@ class Checked:
         return Compared(nodes, uneven, seen, outputs, arguments)
 
 
-def claim(recorder: Recorder, what: str, leaves: Sequence[Leaf], pieces: Sequence[Any], mesh: DeviceMesh) -> None:
+def claim(
+    recorder: Recorder, function: str, side: str, leaves: Sequence[Leaf], pieces: Sequence[Any], mesh: DeviceMesh
+) -> None:
     """Records what a function that is mapped inside a checked one declares of its arguments or its result."""
     trace = recorder.trace
     elsewhere = trace.mask(name for name in trace.axes if name not in sizes(mesh))
     for leaf, piece in zip(leaves, pieces, strict=True):
         if isinstance(leaf.spec, P) and isinstance(piece, Tensor):
-            recorder.claimed(f"{what}: {leaf.path}", piece, trace.mask(leaf.spec.axes) | elsewhere)
+            recorder.claimed(function, side, leaf.path, piece, trace.mask(leaf.spec.axes) | elsewhere)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn.collectives.agree import agree, digest_of, gathered, ranks_along
+from shardfn.collectives.agree import agree, at_once, digest_of, gathered, ranks_along
 from shardfn.collectives.attempts import Attempt, Fared, can_call_off
 from shardfn.compat import process_groups
 from shardfn.mesh.axes import axis_of, sizes
@@ -21,7 +21,7 @@ from shardfn.mesh.grid import ALONE, Axis
 from shardfn.mesh.groups import group_over, world_of_thread
 from shardfn.mesh.lanes import lane
 from shardfn.mesh.scope import current_mesh, independent_axes, mesh_of
-from shardfn.quoting import findings, listed
+from shardfn.quoting import findings, listed, short
 from shardfn.shards.layout import is_flat
 from shardfn.transforms.cutting import Batch, batch_of
 from shardfn.transforms.shortage import SPOKEN, RandomNumbers, emptied, exhausted, handled, versions
@@ -130,6 +130,7 @@ def fitted(run: Callable[[list[Any]], T], tree: Any, micro: Any, params: Any, de
     return value
 
 
+@at_once()
 def _most(batch: Batch | None, error: Exception | None, described: Sequence[str], axis: Axis) -> tuple[int, int]:
     """Rows and elements of the rank with the most; these may differ between ranks, but the number of parts may not.
 
@@ -141,7 +142,8 @@ def _most(batch: Batch | None, error: Exception | None, described: Sequence[str]
         [digest_of("\n".join(lines).encode()), *((batch.rows, batch.elements) if batch is not None else (0, 0))],
         device="cpu",
     )
-    rows_of_ranks = gathered(row, axis, None, "comparing the micro-batches", "accumulate")
+    note = f"It has {short('; '.join(lines), 400)}"
+    rows_of_ranks = gathered(row, axis, None, "comparing the micro-batches", "accumulate", note)
     if len(rows_of_ranks[:, 0].unique()) > 1:
         agree(lines, axis, "accumulate", error, _SUBJECT)
     if error is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardfn.check import recording
 from shardfn.collectives import kernels, ops
-from shardfn.collectives.agree import agree, failing_together
+from shardfn.collectives.agree import ARGUMENTS, agree, failing_together
 from shardfn.compat.dispatch import plain, traced
 from shardfn.compat.dynamo import one_graph, refuse_in_graph, trace_dicts
 from shardfn.compat.functorch import inside_transform
@@ -131,18 +131,24 @@ def shard_map(
             look = when == "always" or inside is not None
             entered = _enter(function, args, kwargs, in_specs, on, inputs, seen, look, when)
             if inside is not None:
-                claim(inside, f"shard_map({name_of(function)}) in_specs", entered.leaves, entered.pieces, on)
+                claim(inside, f"shard_map({name_of(function)})", "in_specs", entered.leaves, entered.pieces, on)
             elif when != "off" and entered.new and on.size() > 1 and not traced():
                 return _check(function, entered, out_specs, on, seen, _differentiated((args, kwargs)))
             result = function(*entered.args, **entered.kwargs)
             leaves = _leave(function, result, out_specs, on, seen, inside is not None)
             if inside is not None:
-                claim(inside, f"shard_map({name_of(function)}) out_specs", leaves, [leaf.value for leaf in leaves], on)
+                values = [leaf.value for leaf in leaves]
+                claim(inside, f"shard_map({name_of(function)})", "out_specs", leaves, values, on)
             return result
 
     return mapped
 
 
+_WHOLE = (
+    "the arguments",
+    'With inputs="global" every rank passes the same whole values: make them from one seed, or send them from one '
+    'rank; inputs="local" is for pieces, of which each rank has its own',
+)
 _GLOBAL = (
     'shard_map(inputs="global") checks and cuts whole values in Python, which a graph cannot hold: compile what is '
     "inside, shard_map(torch.compile(f), ...), or pass local values"
@@ -204,17 +210,21 @@ def _enter(
         for members, locals_ in zip(matched, pieces, strict=True):
             compared += [_compared(leaf, piece) for leaf, piece in zip(members, locals_, strict=True)]
             if whole:
-                compared += [f"{leaf.path}: numbers {checksum(leaf.value)}" for leaf in members if _is_whole(leaf)]
+                compared += [
+                    f"{leaf.path}: numbers with checksum {checksum(leaf.value)}" for leaf in members if _is_whole(leaf)
+                ]
         local = [
             optree.tree_unflatten(optree.tree_structure(value, is_leaf=places_itself), locals_)
             for value, locals_ in zip(values, pieces, strict=True)
         ]
-    agreed = (known_axes(mesh).number, *compared)
+    number = known_axes(mesh).number
+    agreed = (number, *compared)
     # Only shapes under `...` are new, perhaps on this rank alone: no agreement, which other ranks would not join.
     if not alone and agreed in seen:
         new = False
     elif not alone:
-        agree(compared, mesh, name)
+        before = (line for kind, *lines in seen if kind == number for line in lines)
+        agree(compared, mesh, name, subject=_WHOLE if whole else ARGUMENTS, before=before)
         seen.add(agreed)
     seen.add(signature)
     return _Entered(

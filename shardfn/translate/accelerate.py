@@ -8,7 +8,7 @@ from typing import Any
 from shardfn.translate import deepspeed, fsdp, precision
 from shardfn.translate.draft import Draft
 from shardfn.translate.schema import By, Section, Table, Whole, always, each, flag, meant, missing, read, sets, yours
-from shardfn.translate.values import TranslateError, dtype, lower, on, shown, whole, word
+from shardfn.translate.values import TranslateError, dtype, lower, on, shown, spellings, whole, word
 
 _ORDER = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _LAUNCH = yours("starting processes: torchrun")
@@ -147,7 +147,7 @@ _DYNAMO: Table = {
 def _if_compiled(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
     """Leaves the arguments of torch.compile to read if anything is compiled."""
     unprefixed = {name.removeprefix("dynamo_"): setting for name, setting in given.items()}
-    if word(unprefixed.get("backend")) not in ("NO", "NONE", "") and not on(
+    if not {"NO", "NONE", ""}.intersection(spellings(unprefixed.get("backend"))) and not on(
         f"{prefix}disable", unprefixed.get("disable", False)
     ):
         return given

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardfn.translate.draft import Draft, Status
-from shardfn.translate.values import Call, Source, TranslateError, is_open, on, shown, word
+from shardfn.translate.values import Call, Source, TranslateError, is_open, on, shown, spellings
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def meant(draft: Draft, key: str, value: Any, meaning: Meaning | By | Section | 
         meaning.read(draft, key, value)
     elif isinstance(meaning, By):
         _by(draft, key, value, meaning)
-    elif meaning.status == "missing" and word(value) in meaning.harmless:
+    elif meaning.status == "missing" and set(spellings(value)) & set(meaning.harmless):
         draft.row(key, value, "always", "so here as well")
     elif meaning.status == "becomes" and is_open(value) and any(map(callable, meaning.facts.values())):
         _open(draft, key, value, meaning)
@@ -203,7 +203,8 @@ def meant(draft: Draft, key: str, value: Any, meaning: Meaning | By | Section | 
 
 def _by(draft: Draft, key: str, value: Any, meaning: By) -> None:
     spelled = {choice.upper(): match for choice, match in meaning.choices.items()}
-    match = spelled.get(f"{value.name.upper()}()" if isinstance(value, Call) else word(value))
+    words = (f"{value.name.upper()}()",) if isinstance(value, Call) else spellings(value)
+    match = next((spelled[given] for given in words if given in spelled), None)
     choices_text = meaning.said or f"one of {', '.join(meaning.choices)}"
     if match is None and is_open(value) and (meaning.said or meaning.otherwise is None):
         draft.open(key, value, f"it is {choices_text}")

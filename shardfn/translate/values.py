@@ -64,6 +64,13 @@ def word(value: Any) -> str:
     return value.text if isinstance(value, Source) else str(value).strip().upper()
 
 
+def spellings(value: Any) -> tuple[str, ...]:
+    """The words that a value may stand for: YAML reads unquoted `no` and `off` as false, `yes` and `on` as true."""
+    if isinstance(value, bool):
+        return ("TRUE", "YES", "ON") if value else ("FALSE", "NO", "OFF")
+    return (word(value),)
+
+
 def is_auto(value: Any) -> bool:
     """Whether the value is "auto", which leaves it to the arguments of a trainer."""
     return isinstance(value, str) and value.strip().lower() == "auto"
@@ -155,6 +162,6 @@ def dtype(key: str, value: Any) -> str | None:
     for name, spellings in _DTYPES.items():
         if spelling in spellings.split():
             return f"torch.{name}"
-    if spelling in ("none", "no", "null"):
+    if value is False or spelling in ("none", "no", "null"):
         return None
     raise TranslateError(f"{key}: {shown(value)} is not a dtype that is known here: bf16, fp16, fp32 or fp64")

@@ -35,7 +35,7 @@ STRATEGIES = {
     "full": sf.full_shard(("replica", "shard")),
     "none": None,
 }
-SHAPES = {
+SHAPES: dict[str, tuple[dict[str, tuple[int, ...]], ...]] = {
     "alike": ({"w": (3, 5), "b": (5,)}, {"w": (3, 5), "b": (5,)}),
     "of other shapes": ({"w": (3, 5), "b": (5,)}, {"w": (4, 2), "b": (3,)}),
     "with other names": ({"w": (3, 5)}, {"w": (3, 5), "b": (3,)}),
@@ -76,7 +76,7 @@ def stepped(name: str, shapes: str, strategy: str) -> float:
                 tree, state = opt.step(tree, gradients(tree, 1.0 + n), state)
             done += whole(tree)
         found.append(done)
-    return distance(*found)
+    return distance(found[0], found[1])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -121,7 +121,7 @@ def test_norms_count_every_element_of_every_model(shapes: str, strategy: str, ne
 def seen() -> tuple[list[str], list[str], list[str]]:
     """The paths that rules see: of `masked`, of `partition`, and of `masked` within `masked`."""
     _, (a, b) = models("alike", "hybrid")
-    tree, asked = {"actor": a, "critic": b}, []
+    tree, asked = {"actor": a, "critic": b}, list[list[str]]()
 
     def rule(path: str, shape: tuple[int, ...]) -> bool:
         asked[-1].append(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,11 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "metrics text": ({"step": lambda s, b: (s, {"loss": "low"})}, "metrics['loss'] is a str, not a number"),
     "metrics by number": ({"step": lambda s, b: (s, {0: 1.0})}, "metrics have the key 0, and keys are strings"),
     "another structure": ({"step": lambda s, b: ((s, s), {})}, "returned a state of another structure"),
+    "a tuple": ({"step": lambda s, b: ((s, s), {})}, "it was a value, and is a tuple with [0, 1]"),
+    "another key": (
+        {"step": lambda s, b: ({"a": {"c": None}, "d": 0}, {}), "state": {"a": {"b": 0, "c": 0}}},
+        "than the run began with: d is new; a.b is missing; a.c was a value, and is None: the next step",
+    ),
     "another kind": ({"step": lambda s, b: (0.5, {})}, "another kind of state: it was a int, and is a float"),
     "another shape": (
         {"step": lambda s, b: ({"w": torch.zeros(3)}, {}), "state": {"w": torch.zeros(2)}},
@@ -88,6 +94,27 @@ def test_wrong_arguments_are_refused_on_every_rank(world: World, tmp_path: Path)
     first, second = world.run(all_calls, tmp_path)
     assert first == second
     assert {name: said for name, said in first.items() if CALLS[name][1] not in said} == {}
+
+
+def without_a_key() -> list[str]:
+    """What is said of states of many flat shards, on a rank that loses one key, and where the strategy is another."""
+    mesh = sf.make_mesh(data=-1, device="cpu")
+    plain = [{"w": torch.ones(4, 4, dtype=torch.float64) * n} for n in range(20)]
+    params, other = (sf.shard(plain, mesh, strategy) for strategy in (sf.full_shard("data"), sf.zero1("data")))
+    state = {"params": params, "opt": {"mean": params, "step": 0}}
+    returned = [{"params": params, "opt": {"mean": params}}, {"params": [*params[:-1], other[-1]], "opt": state["opt"]}]
+
+    def run(one: Any) -> Any:
+        return sf.run.loop(lambda s, b: (one, {}), state, [0], steps=1, report=[])
+
+    return [told(partial(run, one)) for one in returned]
+
+
+@pytest.mark.world(2)
+def test_what_a_returned_state_lacks_is_named_by_its_path(world: World) -> None:
+    for lacks, differs in world.run(without_a_key):
+        assert "than the run began with: opt.step is missing: the next step" in lacks
+        assert "than the run began with: params.19 is another kind of FlatShard: the next step" in differs
 
 
 def differing(folder: Path) -> list[str]:

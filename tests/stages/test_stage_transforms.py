@@ -9,9 +9,11 @@ import optree
 import pytest
 import torch
 from torch import Tensor
-from torch.func import grad, hessian, jacfwd, jacrev, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, linearize, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardfn as sf
+from shardfn import P
 from shardfn.testing import World
 from tests.models import layer, normal, squares, variables
 from tests.reference import worst
@@ -396,3 +398,45 @@ def test_a_transform_over_two_axes(world: World, case: Case, axes: Any) -> None:
 @pytest.mark.parametrize("world", [(4, "threads")], indirect=True, ids=["4-threads"])
 def test_a_transform_on_threads(world: World, case: Case) -> None:
     check(world, case, {"shard": 4}, FULL)
+
+
+# --- code that torch traces into a graph ---
+
+
+def lined(f: Any) -> Any:
+    return lambda x: linearize(f, x)[1](x)
+
+
+def remade(f: Any) -> Any:
+    """A graph made at another point, and after it other stages have run."""
+    return lambda x: make_fx(f)(x + 1)(x)
+
+
+def replicas_agree(s: Setting, x: Tensor) -> Tensor:
+    """A value that ranks compare while it is traced."""
+    sf.assert_replicated({"sum": sf.psum(x, s.mesh.mesh_dim_names)}, s.mesh)
+    return s.net(s.flat, x.sin() * s.net(s.flat, torch.ones_like(x)))
+
+
+def in_a_graph(transform: Any, check: bool) -> Any:
+    """Pairs of what a traced function of stages gives in a mapped one, and of what the plain one gives."""
+    s = Setting(sf.make_mesh(shard=2, device="cpu"), sf.full_shard("shard"), {})
+
+    def total(x: Tensor) -> Tensor:
+        return sf.psum(replicas_agree(s, x).square().sum(), "shard")
+
+    def plain(x: Tensor) -> Tensor:
+        return s.plain_net(s.plain, x.sin() * s.plain_net(s.plain, torch.ones_like(x))).square().sum()
+
+    mapped = sf.shard_map(transform(total), mesh=s.mesh, in_specs=P("shard"), out_specs=P(), check=check)
+    want = plain(s.rows) if transform is remade else jvp(plain, (s.rows,), (s.rows,))[1]
+    return mapped(s.x), want
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
+@pytest.mark.parametrize("transform", [lined, remade])
+@pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize("world", [(2, "processes")], indirect=True, ids=["2"])
+def test_a_graph_of_stages(world: World, transform: Any, check: bool) -> None:
+    for found, want in world.run(in_a_graph, transform, check):
+        torch.testing.assert_close(found, want)

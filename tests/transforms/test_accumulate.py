@@ -9,11 +9,14 @@ import optree
 import pytest
 import torch
 from torch import Tensor
+from torch.func import grad
 
 import shardfn as sf
 from shardfn.testing import World
 from tests.models import STRATEGIES, distance, normal, plainly, residual, squares
 from tests.reference import worst
+
+jvp: Any = torch.func.jvp  # whose types say that it always returns aux
 
 D, DEPTH = 4, 3
 DEFERS = ["nothing", "replicas", "everything"]
@@ -90,6 +93,33 @@ def alone() -> Any:
 
     want = sf.value_and_grad(loss)(params(), x)
     return [distance(sf.accumulate(loss, x.split([3, 5]), defer=defer)(params()), want) for defer in DEFERS]  # type: ignore[arg-type]
+
+
+def pushed_forward(micro: Any) -> Any:
+    """In a checked function, what a direction does to a gradient that is accumulated; and the same on one process."""
+    mesh = sf.make_mesh(a=2, device="cpu")
+    rows, whole = normal(2, 4, D, seed=60), {"w": normal(D, seed=61)}
+    flat = sf.shard([whole], mesh, sf.full_shard("a"))
+    stage = sf.stage(lambda p, x: (x * p["w"]).sin())
+
+    @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
+    def pushed(ps: Any, x: Tensor) -> Any:
+        def gradient(ps: Any) -> Any:
+            return sf.accumulate(lambda ps, x: sf.psum(stage(ps[0], x).sum(), "a"), x, micro=micro)(ps)[1]
+
+        return jvp(gradient, (ps,), (ps,))[1]
+
+    def joint(p: Any) -> Tensor:
+        return (rows * p["w"]).sin().sum()
+
+    return sf.unshard(pushed(flat, rows[mesh.get_rank()]))[0]["w"], jvp(grad(joint), (whole,), (whole,))[1]["w"]
+
+
+@pytest.mark.parametrize("micro", [2, 3])
+@pytest.mark.parametrize("world", [(2, "processes")], indirect=True, ids=["2-processes"])
+def test_ranks_compare_batches_under_a_transform(world: World, micro: int) -> None:
+    for found, want in world.run(pushed_forward, micro):
+        torch.testing.assert_close(found, want)
 
 
 def test_whole_parameters_need_no_process_group() -> None:

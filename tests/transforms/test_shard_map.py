@@ -196,6 +196,27 @@ def test_a_mesh_in_scope_serves_a_shard_map_inside() -> None:
     assert world(4).run(body) == [(3.0, 4.0), (3.0, 6.0), (7.0, 4.0), (7.0, 6.0)]
 
 
+def test_specs_inside_that_leave_out_an_axis_of_the_outer_function_are_to_name_it() -> None:
+    def body(specs: Any, out: Any) -> Any:
+        def inner(x: Tensor) -> Tensor:
+            return sf.psum(x.sum(), "b")
+
+        def outer(x: Tensor) -> Tensor:
+            return sf.psum(sf.shard_map(inner, in_specs=specs, out_specs=out)(x), "a")
+
+        mesh, x = mesh_of(a=2, b=2), torch.tensor([1.0 + dist.get_rank()])
+        try:
+            return sf.shard_map(outer, mesh=mesh, in_specs=P(("a", "b")), out_specs=P())(x).item()
+        except sf.VaryingError as error:
+            return str(error), [finding.fix for finding in error.findings]
+
+    text, fixes = world(4).run(body, P("b"), P())[0]
+    assert fixes == ["a spec that names 'a', or `...`"] * 2
+    assert "Write: shardfn." not in text
+    for specs in (P(("a", "b")), ...):
+        assert world(4).run(body, specs, ...) == [10.0] * 4
+
+
 def test_another_mesh_inside_means_other_axes_until_it_ends() -> None:
     def body() -> Any:
         flat = mesh_of(all=4)
@@ -531,6 +552,17 @@ class TestOutside:
         for error in world(2, "threads").errors(body):
             assert type(error) is ValueError
             assert "P('a', None)" in str(error)
+
+    def test_whole_values_that_differ_are_told_apart_from_pieces_of_other_shapes(self) -> None:
+        def body() -> Any:
+            f = sf.shard_map(lambda x: x, mesh=mesh_of(), in_specs=P("a"), out_specs=P("a"), inputs="global")
+            return f(torch.full((4,), dist.get_rank(), dtype=torch.float64))
+
+        for error in world(2, "threads").errors(body):
+            assert type(error) is ValueError
+            assert "rank 1 has x: numbers with checksum" in str(error)
+            assert 'With inputs="global" every rank passes the same whole values' in str(error)
+            assert "pad" not in str(error)
 
     def test_ranks_are_compared_after_a_call_under_a_transform(self) -> None:
         def body() -> Any:

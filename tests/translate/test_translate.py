@@ -367,6 +367,28 @@ def test_a_linked_file_is_read_in_the_place_of_its_name(tmp_path: Path):
     assert "clip_by_global_norm(1.0)" in found.program
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "distributed_type: MULTI_GPU\nmixed_precision: {}",
+        "distributed_type: {}\nnum_processes: 1\ndowncast_bf16: {}",
+        "distributed_type: FSDP\nmixed_precision: {}\nfsdp_config: {{fsdp_offload_params: {}}}",
+        "distributed_type: MULTI_GPU\ndynamo_config: {{dynamo_backend: {}, dynamo_use_fullgraph: true}}",
+    ],
+)
+def test_no_without_quotes_is_the_word(text: str, tmp_path: Path):
+    """YAML reads it as false."""
+    file, found = tmp_path / "a.yaml", []
+    for spelling in ("'no'", "no", "NO"):
+        file.write_text(text.replace("{}", spelling).format())
+        found.append(translate(file))
+    assert len({one.program for one in found}) == 1
+    assert [[(row.key, row.status, row.text) for row in one.rows] for one in found[1:]] == [
+        [(row.key, row.status, row.text) for row in found[0].rows]
+    ] * 2
+    assert found[0].complete
+
+
 def test_python_is_parsed_and_not_run(tmp_path: Path):
     file, trace = tmp_path / "a.py", tmp_path / "trace"
     file.write_text(f"open({str(trace)!r}, 'w')\nx = 2\nfully_shard(model, reshard_after_forward=x)\n")
