@@ -35,7 +35,7 @@ def loss(names: str, layer: Any) -> Callable[[Any, Tensor], Tensor]:
 
 def met(store: str, names: tuple[str, str], options: dict[str, Any], then: str) -> tuple[str, int, int]:
     """What a rank hears that runs stages in its own order, for how much the host waited, and the number of races."""
-    place = dist.FileStore(store, 2)
+    place = dist.FileStore(store, 2)  # type: ignore[attr-defined]
     rank = place.add("ranks", 1) - 1
     with simulated(2, rank, store=place) as device:
         mesh, layer = sf.make_mesh(shard=2, device=device.name), sf.stage(block, **options)

@@ -193,7 +193,7 @@ class Together(late_checks.LateChecks):
     add_one = late_checks.LateChecks.add
 
     def add(self, x: Tensor, wrong: Any) -> None:
-        Together.add_one(self, x, lambda row: row.sum().item() and None)
+        Together.add_one(self, x, lambda row: str(row.sum().item())[:0])
 
 
 MUTANTS: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
