@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
+
+from shardfn.compat import devices, dispatch, functorch
 
 # Called directly, since torch.distributed's wrappers take as long as the launch itself.
 _RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
@@ -142,6 +145,7 @@ def renew(group: dist.ProcessGroup, meeting: str, store: Any) -> None:
         group._register_backend(torch.device(kind), dist.ProcessGroup.BackendType(number), backend)
     group._set_group_name(group_name)
     group._set_group_desc(description)
+    connect(group)
 
 
 def _new_backend(group: dist.ProcessGroup, kind: str, name: str, store: Any) -> Any:
@@ -152,6 +156,50 @@ def _new_backend(group: dist.ProcessGroup, kind: str, name: str, store: Any) -> 
     backend = create(store, group.rank(), group.size(), options)
     backend._set_sequence_number_for_group()
     return backend
+
+
+_CONNECTED = {"gloo", "mpi", "fake", "threaded", "undefined"}  # backends whose ranks are connected from the beginning
+_connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def connects_late(group: dist.ProcessGroup) -> bool:
+    """Whether a group connects its ranks in their first collective, as NCCL does."""
+    return not _CONNECTED.issuperset(_backends(group).values())
+
+
+def connected(group: dist.ProcessGroup) -> bool:
+    """Whether the ranks of a group are connected."""
+    return group in _connected or not connects_late(group)
+
+
+def connect(group: dist.ProcessGroup) -> None:
+    """Connects the ranks of a group that connects late, by a tiny collective, in which all take part."""
+    with functorch.outside_transforms(), dispatch.untraced():
+        for device in _late(group):
+            group.allreduce([torch.zeros(1, device=device)]).wait()
+    _connected.add(group)
+
+
+def connect_pairs(group: dist.ProcessGroup) -> None:
+    """Connects each rank of a group with the next one, and the last with the first, for messages; all take part.
+
+    NCCL gives every two ranks that send to each other a communicator of their own.
+    """
+    size, own = group.size(), group.rank()
+    pairs = sorted({tuple(sorted((i, (i + 1) % size))) for i in range(size)})  # in one order on all ranks: no deadlock
+    with functorch.outside_transforms(), dispatch.untraced():
+        for device, (low, high) in itertools.product(_late(group), pairs):
+            if own in (low, high):
+                start, other = (group.send, high) if own == low else (group.recv, low)
+                start([torch.zeros(1, device=device)], other, 0).wait()
+
+
+def _late(group: dist.ProcessGroup) -> list[torch.device]:
+    """The devices whose tensors a group moves by backends that connect late."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    here = {"cpu", accelerator.type} if accelerator else {"cpu"}
+    kinds = [kind for kind, name in _backends(group).items() if name not in _CONNECTED and kind in here]
+    return [devices.current(kind) for kind in kinds if torch.device(kind) in group._device_types]
 
 
 _made_up = {"fake"}  # backends that move nothing

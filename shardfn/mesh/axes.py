@@ -19,7 +19,7 @@ import torch.distributed as dist
 from shardfn.compat import devices
 from shardfn.mesh import waiting
 from shardfn.mesh.grid import ALONE, Axis, AxisName, Grid, as_names, show
-from shardfn.mesh.groups import group_over, world_of_thread
+from shardfn.mesh.groups import connected, group_over, world_of_thread
 from shardfn.mesh.lanes import lane
 from shardfn.quoting import short
 
@@ -181,4 +181,4 @@ def _group_name(mesh: DeviceMesh, names: tuple[str, ...], ranks: list[int]) -> s
         return ""  # a single rank needs no group
     # The mesh has a group for each axis; lanes have groups of their own, and the group of all ranks is the world's.
     reusable = len(names) == 1 and ranks == sorted(ranks) and ranks != list(range(dist.get_world_size())) and not lane()
-    return (mesh.get_group(names[0]) if reusable else group_over(ranks)).group_name
+    return (connected(mesh.get_group(names[0])) if reusable else group_over(ranks)).group_name

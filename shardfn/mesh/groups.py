@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ class World:
         grids: the canonical object for each grid, and the device type of the newest mesh made of it.
         again: meshes that had been garbage-collected and were made again.
         agreed: other things that its ranks have created or agreed on together, by key.
-        made: groups by use, lane and members.
+        made: groups by use, lane and members; and those of others, once they are connected.
     """
 
     group: dist.ProcessGroup | None
@@ -81,8 +82,27 @@ def group_over(ranks: list[int], use: str = "", backend: str | None = None) -> d
     assert world.group is not None
     lane_name = lane()
     if not use and not lane_name and ranks == list(range(world.group.size())):
-        return world.group
+        return connected(world.group)
     key: tuple[str | int, ...] = (use, lane_name, *ranks)
+    return _once(key, ranks, use or "axes", lambda: process_groups.new_group(ranks, repr(key), backend))
+
+
+def connected(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns a group that this library has not made, once its ranks are connected; its members take part together.
+
+    NCCL connects ranks in their first collective, which cannot be interrupted while it does: if a rank ran out of memory
+    before it came there, the others would wait for it to the end.
+    """
+    if process_groups.connected(group):
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    return _once(("connected", lane(), str(group.group_name)), ranks, "axes", lambda: group)
+
+
+def _once(
+    key: tuple[str | int, ...], ranks: list[int], of: str, make: Callable[[], dist.ProcessGroup]
+) -> dist.ProcessGroup:
+    world = world_of_thread()
     future = world.made.get(key)
     if future is None:
         own_future: Future[dist.ProcessGroup] = Future()
@@ -91,8 +111,10 @@ def group_over(ranks: list[int], use: str = "", backend: str | None = None) -> d
         if future is own_future:
             try:
                 if process_groups.between_processes():
-                    waiting.meet(repr(key), ranks, "the making of a group", use or "axes")
-                own_future.set_result(process_groups.new_group(ranks, repr(key), backend))
+                    waiting.meet(repr(key), ranks, "the making of a group", of)
+                group = make()
+                process_groups.connect(group)
+                own_future.set_result(group)
             except BaseException as error:
                 world.made.pop(key)  # a later call tries again
                 own_future.set_exception(error)

@@ -202,6 +202,9 @@ class Team:
         self.sent: dict[int, deque[list[_Sent]]] = {i: deque() for i in self.lines}
         self.ends: dict[int, End] = {}
         self.hosts = hosts
+        if process_groups.connects_late(along.gathers):
+            for group in (along.gathers, along.reductions):
+                process_groups.connect_pairs(group)
 
     # --- a run ---
 

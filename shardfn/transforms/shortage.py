@@ -11,7 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SPOKEN = re.compile("OutOfMemoryError|MemoryError|out of memory|can't allocate memory|bad_alloc")
+# As torch, NCCL, Triton and CUDA's libraries write it. cuBLAS says that it is "not initialized" if it finds no room for
+# its workspace; so it does after an error that has ended the device's context, and then the second try fails.
+_WORDS = re.compile(
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory"
+    r"|std::bad_alloc"
+    r"|Cannot allocate memory"
+    r"|(CUDA|HIP|CUDA driver) error: out of memory"
+    r"|Cuda failure (\d+ )?'out of memory'"
+    r"|Failed to CUDA (host alloc|[mc]alloc(Async)?) "
+    r"|Triton Error \[\w+\]: out of memory"
+    r"|(XPU|MPS backend) out of memory"
+    r"|(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_(INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION|ALLOC)_FAILED"
+    r"|CUBLAS_STATUS_NOT_INITIALIZED"
+    r"|CUSPARSE_STATUS_INSUFFICIENT_RESOURCES"
+    r"|CUFFT_ALLOC_FAILED"
+)
+
+SPOKEN = re.compile(f"OutOfMemoryError|MemoryError|out of memory|{_WORDS.pattern}")
 """Matches messages in which another rank reports that it is out of memory."""
 
 
@@ -47,18 +64,12 @@ def exhausted(error: BaseException, before: Collection[int] = ()) -> str | None:
             continue
         seen.add(id(err))
         text = str(err)
-        if isinstance(err, (torch.OutOfMemoryError, MemoryError)) or (
-            isinstance(err, RuntimeError) and any(words in text for words in _WORDS)
-        ):
-            return f"{type(err).__name__}: {text.strip().splitlines()[0]}" if text.strip() else type(err).__name__
+        lines = text.strip().splitlines() or [""]
+        telling = [line for line in lines if _WORDS.search(line)] if isinstance(err, RuntimeError) else []
+        if telling or isinstance(err, (torch.OutOfMemoryError, MemoryError)):
+            return ": ".join(filter(None, [type(err).__name__, (telling or lines)[0].strip()]))
         queue += [err.__cause__, err.__context__]
     return None
-
-
-_WORDS = (
-    "DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory", "std::bad_alloc",
-    "Cannot allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
-)  # fmt: skip
 
 
 class RandomNumbers:

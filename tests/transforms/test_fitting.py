@@ -536,16 +536,41 @@ def test_a_device_of_its_own() -> None:
         assert world.run(on_a_device) == [4]
 
 
+LIBRARIES = [
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "HIP error: out of memory",
+    "Cuda failure 'out of memory'",
+    "Failed to CUDA calloc 6291456 bytes",
+    "Failed to CUDA host alloc 4096 bytes",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+    "CUDA error: insufficient resources when calling `cusparseCreate(handle)`: CUSPARSE_STATUS_INSUFFICIENT_RESOURCES",
+    "cuFFT error: CUFFT_ALLOC_FAILED",
+    "Triton Error [CUDA]: out of memory",
+]
+
+
 @pytest.mark.parametrize(
     ("error", "want"),
     [
         (out(), "OutOfMemoryError: pretended: out of memory. Tried to allocate 2.00 GiB"),
         (pythons(), "MemoryError"),
         (RuntimeError("std::bad_alloc"), "RuntimeError: std::bad_alloc"),
+        *[(RuntimeError(f"{text}\nCompile with more"), f"RuntimeError: {text}") for text in LIBRARIES],
         (
-            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-            "RuntimeError: CUDA",
+            RuntimeError(
+                "NCCL error in: NCCLUtils.hpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL "
+                "version 2.28.9\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+                "Cuda failure 2 'out of memory'"
+            ),
+            "RuntimeError: Cuda failure 2 'out of memory'",
         ),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), None),
+        (RuntimeError("NCCL error: Cuda failure 1 'invalid argument'"), None),
         (ValueError("DefaultCPUAllocator: can't allocate memory"), None),
         (RuntimeError("Connection closed by peer"), None),
     ],

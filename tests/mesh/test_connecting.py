@@ -1,0 +1,122 @@
+"""Groups of backends that connect in their first collective, as NCCL does, are connected before any step needs them.
+
+gloo is taken for such a backend here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardfn as sf
+from shardfn import parallel
+from shardfn.compat import process_groups
+from shardfn.testing import World
+from tests.faults import compared
+
+
+@pytest.fixture
+def late() -> Iterator[World]:
+    with World(4, kind="processes") as world:
+        world.run(connect_late)
+        yield world
+
+
+def connect_late() -> None:
+    process_groups._CONNECTED.discard("gloo")
+    process_groups.connect = counted(process_groups.connect)
+
+
+def counted(connect: Callable[[Any], None]) -> Any:
+    def connects(group: Any) -> None:
+        connect(group)
+        connects.times[group.group_name] += 1  # type: ignore[attr-defined]
+
+    connects.times = Counter[str]()  # type: ignore[attr-defined]
+    return connects
+
+
+def times() -> Counter[str]:
+    found: Counter[str] = process_groups.connect.times  # type: ignore[attr-defined]
+    return found
+
+
+def used() -> set[str]:
+    """Names of the groups that stages and collectives of a step use."""
+    found: set[str] = set()
+
+    def noted(start: Callable[..., Any]) -> Callable[..., Any]:
+        def starts(x: Any, y: Any, group: Any) -> Any:
+            found.add(group.group_name)
+            return start(x, y, group)
+
+        return starts
+
+    process_groups.start_all_gather = noted(process_groups.start_all_gather)
+    process_groups.start_reduce_scatter = noted(process_groups.start_reduce_scatter)
+    return found
+
+
+def connections(foreign: bool) -> tuple[Counter[str], set[str]]:
+    if foreign:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    else:
+        mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
+    groups = {sf.mesh.axes.axis_of(mesh, axis).group for axis in ("replica", "shard", ("replica", "shard"))}
+    return times(), groups
+
+
+@pytest.mark.parametrize("foreign", [False, True], ids=["made", "foreign"])
+def test_an_axis_is_connected_once_and_before_it_is_used(late: World, foreign: bool) -> None:
+    for _ in range(2):
+        for connected, groups in late.run(connections, foreign):
+            assert groups
+            assert {connected[group] for group in groups} == {1}
+
+
+def fitted(rank: int) -> tuple[Any, Counter[str], int]:
+    result = compared({"replica": 2, "shard": 2}, "full_shard", [(rank, 0, "forward in front", 1, 1)])
+    return result, times(), len(times())
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_may_run_out_of_memory_before_the_first_collective(late: World, rank: int) -> None:
+    for (parts, _, same, far), connected, _ in late.run(fitted, rank):
+        assert (parts, same) == ([2, 2], True)
+        assert far < 1e-14
+        assert max(connected.values()) == 2, "once when it is made, and once when it is renewed"
+
+
+def piped() -> tuple[float, list[str]]:
+    order: list[str] = []
+    start = process_groups.connect_pairs
+
+    def connect_pairs(group: Any) -> None:
+        order.append("pairs")
+        start(group)
+
+    process_groups.connect_pairs = connect_pairs
+    mesh = sf.make_mesh(pipe=4, device="cpu")
+    xs = [torch.full((2, 3), float(i), dtype=torch.float64) for i in range(5)]
+
+    def part(w: Tensor, x: Any, b: Tensor) -> Any:
+        y = (b if sf.axis_index("pipe") == 0 else x) * w
+        return y.sum() if sf.axis_index("pipe") == 3 else y
+
+    @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
+    def run(w: Tensor) -> Tensor:
+        return parallel.pipeline(part, w, xs, "pipe")
+
+    return float(run(torch.tensor(2.0, dtype=torch.float64))), order
+
+
+def test_the_neighbours_of_a_pipeline_are_connected(late: World) -> None:
+    for value, order in late.run(piped):
+        assert value == 2.0**4 * 6 * sum(range(5))
+        assert order == ["pairs", "pairs"]
