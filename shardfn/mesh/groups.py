@@ -90,7 +90,7 @@ def group_over(ranks: list[int], use: str = "", backend: str | None = None) -> d
 def connected(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Returns a group that this library has not made, once its ranks are connected; its members take part together.
 
-    NCCL connects ranks in their first collective, which cannot be interrupted while it does: if a rank ran out of memory
+    NCCL connects ranks in their first collective, which cannot be interrupted meanwhile: if a rank ran out of memory
     before it came there, the others would wait for it to the end.
     """
     if process_groups.connected(group):
