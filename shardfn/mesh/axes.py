@@ -150,7 +150,7 @@ def forget_runs() -> None:
         stored: dict[Hashable, Any] = mesh.__dict__.get("_shardfn", {})
         for key in list(stored):
             match key:
-                case ("engine", _, lane_name) | ("team", lane_name, _) if lane_name == lane():
+                case ("engine", lane_name) | ("team", lane_name, _) if lane_name == lane():
                     stored.pop(key, None)
 
 

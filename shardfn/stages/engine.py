@@ -1,4 +1,4 @@
-"""The schedule of the stages on one mesh, as one thread runs them.
+"""The schedule of the stages on one mesh, as one lane runs them.
 
 Forward of a call: its parameters are gathered into a slot, the next gather starts, and the function runs on views of
 the slot. Backward: the same in reverse, then the reduction of the gradients starts. The calls of a step form a tape,
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """The state shared by all stages that one thread runs on one mesh."""
+    """The state shared by all stages that one lane runs on one mesh."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = weakref.ref(mesh)
@@ -452,8 +453,18 @@ class Engine:
 
 
 def engine_of(mesh: DeviceMesh) -> Engine:
-    """The engine of a mesh for this thread and lane; each has its own ring and tape."""
-    return per_mesh(mesh, ("engine", get_ident(), lane()), lambda: Engine(mesh))
+    """The engine of a mesh for this lane, whose threads take turns; each engine has its own ring and tape.
+
+    On one rank alone threads of a lane need not take turns, and each has an engine. A thread of autograd, on which
+    functions are recomputed, then works for one of them.
+    """
+    engines: dict[int, Engine] = per_mesh(mesh, ("engine", lane()), dict)
+    thread = 0 if mesh.size() > 1 else get_ident()
+    if thread and autograd.autograd_thread():
+        owners = engines.keys() & {other.ident for other in threading.enumerate()}
+        thread = owners.pop() if len(owners) == 1 else thread
+    engine = engines.get(thread)
+    return engines.setdefault(thread, Engine(mesh)) if engine is None else engine
 
 
 class _in_use:

@@ -19,6 +19,7 @@ import optree
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
 import shardfn.optim as so
@@ -483,3 +484,26 @@ def test_processes_may_be_alone() -> None:
     assert world(1, "alone").run(torch.distributed.is_initialized) == [False]
     assert world(1, "alone").run(sf.make_mesh, data=1, device="cpu")[0].ndim == 1
     assert world(1, "alone").run(torch.distributed.is_initialized) == [False]  # whatever the call before has left
+
+
+def engines(ranks: int) -> int:
+    """How many engines a step has whose stages autograd recomputes on a thread of its own."""
+    with simulated(ranks) as device:
+        mesh = sf.make_mesh(shard=ranks, device=device.name)
+        params = sf.shard([{"w": torch.ones(WIDTH, WIDTH)} for _ in range(3)], mesh, sf.full_shard("shard"))
+        staged = sf.stage(lambda p, x: torch.tanh(x @ p["w"]))
+
+        def loss(params: Any, x: Tensor) -> Tensor:
+            for p in sf.layers(params):
+                x = checkpoint(staged, p, x, use_reentrant=False)
+            return x.square().mean()
+
+        step = sf.shard_map(sf.value_and_grad(loss), mesh=mesh, in_specs=..., out_specs=...)
+        for _ in range(2):
+            step(params, torch.ones(4, WIDTH, device=device.name))
+        return len(mesh.__dict__["_shardfn"]["engine", ""])
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_what_is_recomputed_on_another_thread_uses_the_same_engine(ranks: int) -> None:
+    assert world(1, "alone").run(engines, ranks) == [1]
