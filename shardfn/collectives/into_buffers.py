@@ -25,7 +25,7 @@ from shardfn.debugging import debugging
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import axis_of, per_mesh
 from shardfn.mesh.grid import Axis
-from shardfn.mesh.groups import group_over
+from shardfn.mesh.groups import connected, group_over
 from shardfn.mesh.lanes import lane
 
 if TYPE_CHECKING:
@@ -41,7 +41,9 @@ class Handle(Protocol):
 
 @dataclass(frozen=True)
 class Communicator:
-    """Axes of a mesh prepared for the engine: a group for parameters, and if overlap needs it, another for gradients.
+    """Axes of a mesh prepared for the engine: groups for parameters and for gradients.
+
+    These are the axes' own group, or on NCCL, where overlap needs it, two more.
 
     Attributes:
         names: the axes, major to minor.
@@ -110,13 +112,18 @@ def _linked(mesh: DeviceMesh, names: tuple[str, ...]) -> Communicator:
     axis = axis_of(mesh, names)
     group = process_groups.group_of(axis.group)
     backend = process_groups.backend_of(group, mesh.device_type)
-    # NCCL runs the collectives of one communicator one after another; two of them overlap.
-    reductions = group_over(dist.get_process_group_ranks(group), "reduce") if backend == "nccl" else group
-    group_names = group.group_name, reductions.group_name
-    waiting.along(group_names[1], " x ".join(names))
-    by_pieces = "direct" if backend == "gloo" else "native"
+    gathers = reductions = group
+    if process_groups.connects_late(group, mesh.device_type):
+        # NCCL runs the collectives of one communicator one after another: gathers ahead of need, reductions and what
+        # the program itself sends must not wait for each other.
+        ranks = dist.get_process_group_ranks(group)
+        gathers, reductions = (connected(group_over(ranks, use), mesh.device_type) for use in ("gather", "reduce"))
+    group_names = gathers.group_name, reductions.group_name
+    for name in group_names:
+        waiting.along(name, " x ".join(names))
+    by_pieces = "direct" if process_groups.sends_at_once(group, mesh.device_type) else "native"
     chosen = {"all_gather": by_pieces, "reduce_scatter": by_pieces, "all_reduce": "native"}
-    return Communicator(names, axis, group, reductions, group_names, chosen, _overrides(mesh), backend != "fake")
+    return Communicator(names, axis, gathers, reductions, group_names, chosen, _overrides(mesh), backend != "fake")
 
 
 @contextlib.contextmanager
@@ -135,7 +142,7 @@ def transports(mesh: DeviceMesh, **chosen: str) -> Iterator[None]:
             - `reduce_scatter`: `"native"`, `"direct"` or `"exchange"` (an all-to-all and a local sum);
             - `all_reduce`: `"native"`.
 
-            The defaults are `"direct"` on gloo, and `"native"` on other backends.
+            The defaults are `"direct"` for CPU tensors on gloo, and `"native"` otherwise.
 
     Returns:
         A context.
@@ -150,12 +157,14 @@ def transports(mesh: DeviceMesh, **chosen: str) -> Iterator[None]:
         if how not in TRANSPORTS.get(op, {}):
             choices = "; ".join(f"{name}: {', '.join(ways)}" for name, ways in TRANSPORTS.items())
             raise ValueError(f"transports: there is no {op}={how!r}; there are {choices}")
-        backend = process_groups.backend_of(dist.group.WORLD, mesh.device_type) if dist.group.WORLD else "gloo"
-        if how == "direct" and backend != "gloo":
+        world = dist.group.WORLD
+        if how == "direct" and world is not None and not process_groups.sends_at_once(world, mesh.device_type):
+            backend = process_groups.backend_of(world, mesh.device_type)
             raise ValueError(
-                f'transports: {op}="direct" sends each piece as a message of its own, as gloo can; {backend} may run '
-                f"the messages of one communicator one after another, so that ranks which send first wait for each "
-                f'other for ever, or have no messages: here, use {op}="native"'
+                f'transports: {op}="direct" sends each piece as a message of its own, as gloo can from the memory of '
+                f"the CPU; {backend} with tensors on {mesh.device_type} may run the messages of one communicator one "
+                f"after another, so that ranks which send first wait for each other for ever, or have no messages: "
+                f'here, use {op}="native"'
             )
     overrides = _overrides(mesh)
     before = dict(overrides)

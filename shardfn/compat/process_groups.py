@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import itertools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -50,6 +49,11 @@ def group_of(name: str) -> dist.ProcessGroup:
 def backend_of(group: dist.ProcessGroup, device: str) -> str:
     """Returns the backend that moves a group's tensors on a kind of device: `"gloo"`, `"nccl"`, ..."""
     return _backends(group).get(device, "undefined")
+
+
+def sends_at_once(group: dist.ProcessGroup, device: str) -> bool:
+    """Whether ranks may send to each other before they receive: as gloo can, but only from memory of the host."""
+    return device == "cpu" and backend_of(group, device) == "gloo"
 
 
 def global_rank() -> int:
@@ -145,7 +149,8 @@ def renew(group: dist.ProcessGroup, meeting: str, store: Any) -> None:
         group._register_backend(torch.device(kind), dist.ProcessGroup.BackendType(number), backend)
     group._set_group_name(group_name)
     group._set_group_desc(description)
-    connect(group)
+    for kind in sorted(_connected.get(group, ())):
+        connect(group, kind)
 
 
 def _new_backend(group: dist.ProcessGroup, kind: str, name: str, store: Any) -> Any:
@@ -159,28 +164,27 @@ def _new_backend(group: dist.ProcessGroup, kind: str, name: str, store: Any) -> 
 
 
 _CONNECTED = {"gloo", "mpi", "fake", "threaded", "undefined"}  # backends whose ranks are connected from the beginning
-_connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_connected: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
 
 
-def connects_late(group: dist.ProcessGroup) -> bool:
-    """Whether a group connects its ranks in their first collective, as NCCL does."""
-    return not _CONNECTED.issuperset(_backends(group).values())
+def connects_late(group: dist.ProcessGroup, device: str) -> bool:
+    """Whether a group connects its ranks in their first collective on a kind of device, as NCCL does."""
+    return group.size() > 1 and backend_of(group, device) not in _CONNECTED
 
 
-def connected(group: dist.ProcessGroup) -> bool:
-    """Whether the ranks of a group are connected."""
-    return group in _connected or not connects_late(group)
+def connected(group: dist.ProcessGroup, device: str) -> bool:
+    """Whether the ranks of a group are connected for tensors on a kind of device."""
+    return not connects_late(group, device) or device in _connected.get(group, ())
 
 
-def connect(group: dist.ProcessGroup) -> None:
-    """Connects the ranks of a group that connects late, by a tiny collective, in which all take part."""
+def connect(group: dist.ProcessGroup, device: str) -> None:
+    """Connects the ranks of a group, by a tiny collective in which all take part."""
     with functorch.outside_transforms(), dispatch.untraced():
-        for device in _late(group):
-            group.allreduce([torch.zeros(1, device=device)]).wait()
-    _connected.add(group)
+        group.allreduce([torch.zeros(1, device=devices.current(device))]).wait()
+    _connected.setdefault(group, set()).add(device)
 
 
-def connect_pairs(group: dist.ProcessGroup) -> None:
+def connect_pairs(group: dist.ProcessGroup, device: str) -> None:
     """Connects each rank of a group with the next one, and the last with the first, for messages; all take part.
 
     NCCL gives every two ranks that send to each other a communicator of their own.
@@ -188,18 +192,10 @@ def connect_pairs(group: dist.ProcessGroup) -> None:
     size, own = group.size(), group.rank()
     pairs = sorted({tuple(sorted((i, (i + 1) % size))) for i in range(size)})  # in one order on all ranks: no deadlock
     with functorch.outside_transforms(), dispatch.untraced():
-        for device, (low, high) in itertools.product(_late(group), pairs):
+        for low, high in pairs:
             if own in (low, high):
                 start, other = (group.send, high) if own == low else (group.recv, low)
-                start([torch.zeros(1, device=device)], other, 0).wait()
-
-
-def _late(group: dist.ProcessGroup) -> list[torch.device]:
-    """The devices whose tensors a group moves by backends that connect late."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    here = {"cpu", accelerator.type} if accelerator else {"cpu"}
-    kinds = [kind for kind, name in _backends(group).items() if name not in _CONNECTED and kind in here]
-    return [devices.current(kind) for kind in kinds if torch.device(kind) in group._device_types]
+                start([torch.zeros(1, device=devices.current(device))], other, 0).wait()
 
 
 _made_up = {"fake"}  # backends that move nothing
@@ -263,7 +259,7 @@ def _by_members_alone() -> Iterator[None]:
     device, entry = world.bound_device_id, groups[world]
     if device is not None:
         world.bound_device_id = None
-    if threading.current_thread() is not threading.main_thread() and not worlds_of_threads():
+    if threading.current_thread() is not threading.main_thread() and between_processes():
         store: Any = entry[1]
         groups[world] = (entry[0], store.clone())
     try:

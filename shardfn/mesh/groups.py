@@ -39,7 +39,14 @@ class World:
     made: dict[tuple[str | int, ...], Future[dist.ProcessGroup]] = field(default_factory=dict)
 
 
-OF_STEPS = ("", "reduce", "compare", "notes", "finish")  # uses of groups in steps; background saves use others
+OF_STEPS = (
+    "",
+    "gather",
+    "reduce",
+    "compare",
+    "notes",
+    "finish",
+)  # uses of groups in steps; background saves use others
 _worlds: dict[int, World] = {}  # more than one only in tests whose ranks are threads
 _lock = threading.Lock()
 
@@ -82,21 +89,26 @@ def group_over(ranks: list[int], use: str = "", backend: str | None = None) -> d
     assert world.group is not None
     lane_name = lane()
     if not use and not lane_name and ranks == list(range(world.group.size())):
-        return connected(world.group)
+        return world.group
     key: tuple[str | int, ...] = (use, lane_name, *ranks)
     return _once(key, ranks, use or "axes", lambda: process_groups.new_group(ranks, repr(key), backend))
 
 
-def connected(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Returns a group that this library has not made, once its ranks are connected; its members take part together.
+def connected(group: dist.ProcessGroup, device: str) -> dist.ProcessGroup:
+    """Returns the group, once its ranks are connected for tensors on a kind of device; its members take part together.
 
     NCCL connects ranks in their first collective, which cannot be interrupted meanwhile: if a rank ran out of memory
     before it came there, the others would wait for it to the end.
     """
-    if process_groups.connected(group):
+    if process_groups.connected(group, device):
         return group
+
+    def connect() -> dist.ProcessGroup:
+        process_groups.connect(group, device)
+        return group
+
     ranks = dist.get_process_group_ranks(group)
-    return _once(("connected", lane(), str(group.group_name)), ranks, "axes", lambda: group)
+    return _once(("connected", lane(), device, str(group.group_name)), ranks, "axes", connect)
 
 
 def _once(
@@ -112,9 +124,7 @@ def _once(
             try:
                 if process_groups.between_processes():
                     waiting.meet(repr(key), ranks, "the making of a group", of)
-                group = make()
-                process_groups.connect(group)
-                own_future.set_result(group)
+                own_future.set_result(make())
             except BaseException as error:
                 world.made.pop(key)  # a later call tries again
                 own_future.set_exception(error)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardfn.mesh.axes import device_of, grid_of, per_mesh, row
 from shardfn.mesh.grid import Grid, show
-from shardfn.mesh.groups import group_over
+from shardfn.mesh.groups import connected, group_over
 from shardfn.mesh.start import check_device, claim_device, patience, start_distributed
 from shardfn.quoting import short, short_errors
 
@@ -112,7 +112,7 @@ def make_mesh(
 def _mesh(places: torch.Tensor, names: tuple[str, ...], device: str) -> DeviceMesh:
     from torch.distributed.device_mesh import DeviceMesh
 
-    groups = [group_over(row(places, [dim])) for dim in range(places.ndim)]
+    groups = [connected(group_over(row(places, [dim])), device) for dim in range(places.ndim)]
     return DeviceMesh.from_group(groups, device, places, mesh_dim_names=names)
 
 

@@ -193,6 +193,11 @@ class Team:
         backend = process_groups.backend_of(along.gathers, device.type)
         if backend in ("fake", "threaded", "undefined"):
             raise RuntimeError(f"pipeline along {axis!r}: its backend, {backend!r}, sends nothing from rank to rank")
+        if backend == "gloo" and device.type != "cpu":
+            raise RuntimeError(
+                f"pipeline along {axis!r}: gloo sends no tensors on {device.type} from rank to rank: use NCCL, with one "
+                f"process for each device"
+            )
         self.axis, self.communicator, self.device = axis, along, device
         self.size, self.index = along.axis.size, along.axis.index
         ranks = dist.get_process_group_ranks(along.gathers)
@@ -202,9 +207,9 @@ class Team:
         self.sent: dict[int, deque[list[_Sent]]] = {i: deque() for i in self.lines}
         self.ends: dict[int, End] = {}
         self.hosts = hosts
-        if process_groups.connects_late(along.gathers):
+        if process_groups.connects_late(along.gathers, device.type):
             for group in (along.gathers, along.reductions):
-                process_groups.connect_pairs(group)
+                process_groups.connect_pairs(group, device.type)
 
     # --- a run ---
 

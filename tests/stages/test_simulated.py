@@ -24,7 +24,8 @@ from torch.utils.checkpoint import checkpoint
 import shardfn as sf
 import shardfn.optim as so
 from shardfn import parallel
-from shardfn.compat import attention
+from shardfn.collectives import into_buffers
+from shardfn.compat import attention, process_groups
 from shardfn.testing import simulated, world
 from tests.models import DATA, STRATEGIES
 
@@ -507,3 +508,24 @@ def engines(ranks: int) -> int:
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_what_is_recomputed_on_another_thread_uses_the_same_engine(ranks: int) -> None:
     assert world(1, "alone").run(engines, ranks) == [1]
+
+
+def on_gloo() -> list[Any]:
+    """How stages communicate if gloo moves a device's tensors, and what is refused then."""
+    with simulated(4) as device, pytest.MonkeyPatch.context() as patch:
+        mesh = sf.make_mesh(shard=4, device=device.name)
+        patch.setattr(process_groups, "backend_of", lambda group, device: "gloo")
+        found: list[Any] = [into_buffers.communicator_of(mesh, ("shard",)).chosen]
+        with pytest.raises(ValueError, match=r'gloo with tensors on sim .* use all_gather="native"'):
+            sf.transports(mesh, all_gather="direct").__enter__()
+        run = sf.shard_map(in_specs=..., out_specs=..., mesh=mesh)(
+            lambda x: parallel.pipeline(lambda w, x, b: x, x, [x], "shard")
+        )
+        with pytest.raises(RuntimeError, match="gloo sends no tensors on sim from rank to rank: use NCCL"):
+            run(torch.ones(2, device=device.name))
+        return found
+
+
+def test_gloo_is_given_no_memory_of_a_device_to_send() -> None:
+    native = {"all_gather": "native", "reduce_scatter": "native", "all_reduce": "native"}
+    assert world(1, "alone").run(on_gloo)[0] == [native]
