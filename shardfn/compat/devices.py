@@ -28,3 +28,21 @@ def as_here() -> Callable[[], None]:
     if kind is None or not getattr(torch.get_device_module(kind), "is_initialized", lambda: True)():
         return lambda: None
     return functools.partial(use, current(kind.type))
+
+
+_EXACT = "pinned_max_round_threshold_mb"
+
+
+def pin_exactly() -> None:
+    """Lets pinned memory of more than a MiB have its own size: torch's allocator rounds it up to a power of two.
+
+    torch has a setting for that since 2.13; what the user has set stays.
+    """
+    settings = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if settings is None or change is None or _EXACT in (before := settings()):
+        return
+    try:
+        change(",".join(filter(None, [before, f"{_EXACT}:1"])))  # replaces all settings
+    except RuntimeError:  # not known to this torch
+        change(before)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardfn.compat import devices
 from shardfn.mesh.axes import device_of, grid_of, per_mesh, row
 from shardfn.mesh.grid import Grid, show
 from shardfn.mesh.groups import connected, group_over
@@ -86,6 +87,8 @@ def make_mesh(
         )
     hosts = start_distributed(device, patience(timeout))
     claim_device(device)
+    if device == "cuda":
+        devices.pin_exactly()
     world = dist.get_world_size()
     product = math.prod(size for size in sizes.values() if size != -1)
     if world % product or (-1 not in sizes.values() and product != world):

@@ -195,8 +195,8 @@ class Team:
             raise RuntimeError(f"pipeline along {axis!r}: its backend, {backend!r}, sends nothing from rank to rank")
         if backend == "gloo" and device.type != "cpu":
             raise RuntimeError(
-                f"pipeline along {axis!r}: gloo sends no tensors on {device.type} from rank to rank: use NCCL, with one "
-                f"process for each device"
+                f"pipeline along {axis!r}: gloo sends no tensors on {device.type} from rank to rank: use NCCL, "
+                f"with one process for each device"
             )
         self.axis, self.communicator, self.device = axis, along, device
         self.size, self.index = along.axis.size, along.axis.index
