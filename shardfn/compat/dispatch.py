@@ -105,6 +105,20 @@ def register(
     return op
 
 
+@functools.cache
+def composite(op: Any) -> bool:
+    """Whether an op is defined by other ops, which autograd differentiates in its place."""
+    return op.namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(
+        op.name(), "CompositeImplicitAutograd"
+    )
+
+
+def in_parts(op: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Runs a registered op by its kernel, whose own operations a mode sees."""
+    out: torch.Tensor = op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+    return out
+
+
 def _backwards(y: torch.Tensor) -> torch.Tensor:
     """Returns the gradient of `y` for the one leaf that it was made from, with a graph of its own.
 
@@ -207,6 +221,13 @@ def traced() -> bool:
     active on some ranks only.
     """
     return any(_keyed(mode) or getattr(mode, "pretends", False) for mode in _modes())
+
+
+def ordinary(x: torch.Tensor) -> bool:
+    """Whether a tensor is of no class of its own; those of a pretended device count as ordinary."""
+    return type(x) in (torch.Tensor, torch.nn.Parameter) or any(
+        getattr(mode, "pretends", False) and mode.owns(x) for mode in _modes()
+    )
 
 
 def in_graph() -> bool:

@@ -29,7 +29,7 @@ from shardfn.check.recording import current
 from shardfn.collectives.agree import compare
 from shardfn.collectives.into_buffers import Communicator, communicator_of
 from shardfn.collectives.ledger import record
-from shardfn.compat import functorch, process_groups
+from shardfn.compat import dispatch, functorch, process_groups
 from shardfn.debugging import debugging
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import device_of, per_mesh
@@ -394,7 +394,7 @@ class Team:
 
     def _row(self, x: Any) -> Tensor:
         """A tensor's bytes in row-major order: a view where it is contiguous, otherwise a copy."""
-        plain = type(x) in (Tensor, torch.nn.Parameter)
+        plain = isinstance(x, Tensor) and dispatch.ordinary(x)
         if not plain or x.layout != torch.strided or x.device != self.device:
             given = f"a {x.layout} tensor on {x.device}" if plain else type(x).__name__
             raise TypeError(

@@ -133,11 +133,14 @@ class PendingReduction:
         hops: the hops that start after the one under way.
         levels: the scatter under way and those that follow, if several stand for the first.
         lent: whether the hop under way reads scratch memory.
+        left: on an accelerator, the event after which no hop reads scratch memory, if later hops were started ahead.
         ends: whether the end of the buffer is in `out`.
         marks: dtype of the marks there, for the hop under way; None if they are not checked.
     """
 
-    __slots__ = ("along", "ends", "hops", "into", "lent", "levels", "marks", "out", "reduction", "total", "under_way")
+    __slots__ = (
+        "along", "ends", "hops", "into", "left", "lent", "levels", "marks", "out", "reduction", "total", "under_way"
+    )  # fmt: skip
 
     def __init__(
         self, reduction: Reduction, out: Tensor, total: GradientSum | None, deferred: bool, scattered: bool = False
@@ -149,7 +152,7 @@ class PendingReduction:
         self.hops = [("reduce_scatter", level.along) for level in self.levels[1:]]
         self.hops += [(op, along) for op, along in hops if along is not None]
         self.ends = shard is None or shard.axis.index == shard.axis.size - 1
-        self.lent = False
+        self.lent, self.left = False, None
         self.under_way: Handle | None = None
         self.along: tuple[str, Communicator] | None = None
         self.into: Tensor | None = None
@@ -161,8 +164,8 @@ class PendingReduction:
         self.into, self.marks = self.out, marks if shard.checks and self.reduction.format is None else None
         return self
 
-    def begin(self) -> PendingReduction:
-        """Starts the next hop, if there is one."""
+    def begin(self, room_for: Tensor | None = None) -> PendingReduction:
+        """Starts the next hop, if there is one; a scatter fills `room_for`, or new memory."""
         if not self.hops:
             return self
         op, along = self.along = self.hops.pop(0)
@@ -178,7 +181,7 @@ class PendingReduction:
             if op == "all_reduce":
                 self.under_way = all_reduce(out, along)
             else:
-                self.into = out.new_empty(len(out) // along.axis.size)
+                self.into = out.new_empty(len(out) // along.axis.size) if room_for is None else room_for
                 self.under_way = reduce_scatter(out, self.into, along, out.new_empty)
         return self
 
@@ -200,8 +203,23 @@ class PendingReduction:
                 self.under_way = compressed.reduce_scatter(out, self.into, along, format, tag, room)
         return self
 
+    def ahead(self, module: Any, side: Any) -> None:
+        """Starts all hops that follow, on a side stream of an accelerator, which waits in this one's place."""
+        while self.hops:
+            # Memory is allocated on the current stream, and used there before: the side stream waits for that.
+            op, along = self.hops[0]
+            room = self.out.new_empty(len(self.out) // along.axis.size) if op == "reduce_scatter" else None
+            side.wait_stream(module.current_stream())
+            with module.stream(side):
+                self._land()
+                self.left = self.left or side.record_event()
+                self.begin(room)
+
     def advance(self) -> None:
         """Waits until it reads no scratch memory and its last hop is under way."""
+        if self.left is not None:
+            torch.get_device_module(self.out.device).current_stream().wait_event(self.left)
+            self.left = None
         if self.under_way is not None and (self.lent or self.hops):
             self._land()
             self.begin()
@@ -307,6 +325,7 @@ class Reductions:
         self.lengths: dict[Any, Tensor] = {}
         self.spread: dict[Any, Spread] = {}
         self.turns = 0
+        self._side: Any = None
 
     UNDER_WAY = 2  # the number of scratch memories
 
@@ -434,9 +453,14 @@ class Reductions:
     def _sent(self, pending: PendingReduction) -> PendingReduction:
         """Keeps track of a reduction that has started."""
         self.in_flight.append(pending)
+        native = pending.reduction.format is None and not any(along.overrides for _, along in pending.hops)
+        if pending.hops and native and self.device.type != "cpu":
+            module = torch.get_device_module(self.device)
+            self._side = self._side or module.Stream(device=self.device)
+            pending.ahead(module, self._side)
         if pending.total is not None and pending.reduction.tier != "device":
             self.for_elsewhere.append(pending)
-        if pending.lent or pending.hops:
+        if pending.lent or pending.hops or pending.left:
             self.moving.setdefault(pending.reduction.memory, []).append(pending)
         return pending
 

@@ -35,8 +35,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardfn.collectives import ops
 from shardfn.collectives.late_checks import LateChecks
-from shardfn.compat import dynamo, modes, process_groups
+from shardfn.compat import dispatch, dynamo, modes, process_groups
 from shardfn.testing.clocks import HOST, ByStorage, Clocks, Current, Point, device_index
 
 NAME = "sim"
@@ -418,6 +419,11 @@ class _Operations(modes.DispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
 
+    @staticmethod
+    def owns(x: Any) -> bool:
+        """Whether a tensor is one of the device's."""
+        return type(x) is dynamo.fake_tensors() and x.device.type == NAME
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -428,6 +434,12 @@ class _Operations(modes.DispatchMode):
         device.threads.add(threading.get_ident())
         if func.namespace in _COLLECTIVES:
             return _collective(device, func, args, kwargs)
+        if func.namespace == ops.LIBRARY.ns:
+            with self:
+                return dispatch.in_parts(func, *args, **kwargs)
+        if dispatch.composite(func):  # such ops come here whole below autograd
+            with self:
+                return func.decompose(*args, **kwargs)
         if not func.is_view and func.namespace != "prim" and func.overloadpacket not in _NO_KERNEL:
             device.operations[func.name()] += 1
         answer = _ANSWERS.get(func)
@@ -761,7 +773,15 @@ _NO_KERNEL = _SHAPES | {
     getattr(_aten, name)
     for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "record_stream", "is_pinned")
 }
+
+
+def _zeros(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """Zeros of forward mode, which have memory here: the device knows no tensors without."""
+    return _run(device, _aten.zeros.default, args, kwargs)
+
+
 _ANSWERS: dict[Any, Callable[..., Any]] = {
+    _aten._efficientzerotensor.default: _zeros,
     _aten._local_scalar_dense.default: _item,
     _aten.equal.default: _equal,
     _aten._to_copy.default: _to_copy,

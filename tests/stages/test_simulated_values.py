@@ -15,6 +15,7 @@ from torch import Tensor
 
 import shardfn as sf
 import shardfn.optim as so
+from shardfn import parallel
 from shardfn.testing import simulated, world
 from tests.models import STRATEGIES, distance
 
@@ -46,6 +47,7 @@ PROGRAMS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     **{f"hybrid_shard, {o}": ("hybrid_shard", "kept", o, {}) for o in OPTIMIZERS},
     **{f"full_shard, {' '.join(t)} {max(t.values())}": ("full_shard", "kept", "adamw", t) for t in TIERS},
 }
+NAMES = [*PROGRAMS, "collectives and a pipeline"]
 
 
 def block(p: Any, x: Tensor) -> Tensor:
@@ -81,6 +83,32 @@ def trained(device: str, program: tuple[str, str, str, dict[str, Any]], scratch:
     return [x.detach().cpu() for x in (*losses, *optree.tree_leaves(sf.unshard(params)))]
 
 
+def differentiated(device: str) -> list[Tensor]:
+    """Results and gradients of a function with every collective, and of a pipeline."""
+    mesh = sf.make_mesh(replica=2, shard=2, device=device)
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(4, 4, generator=draw, dtype=torch.float64).to(device)
+    w = torch.randn(4, 4, generator=draw, dtype=torch.float64).to(device)
+
+    def f(x: Tensor) -> Tensor:
+        y = sf.all_gather(x, "shard", dim=0) * 2
+        y = torch.tanh(sf.psum_scatter(y, ("replica", "shard"), dim=0))
+        y = sf.all_to_all(sf.ppermute(y, "shard", [(0, 1), (1, 0)]), "shard", split_dim=1, concat_dim=0)
+        return sf.pmean((y + sf.pmax(y.detach(), "replica")).square().sum(), ("replica", "shard"))
+
+    def part(w: Tensor, y: Any, b: Tensor) -> Tensor:
+        first, last = sf.axis_index("shard") == 0, sf.axis_index("shard") == 1
+        y = torch.tanh((b if first else y) @ w)
+        return y.square().sum() if last else y
+
+    def piped(w: Tensor) -> Tensor:
+        return parallel.pipeline(part, w, [x, 2 * x, 3 * x], "shard")
+
+    run = sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
+    found = [*run(sf.value_and_grad(f))(x), torch.func.jvp(run(f), (x,), (w,))[1], *run(sf.value_and_grad(piped))(w)]
+    return [y.detach().cpu() for y in found]
+
+
 def on_the_device(store: str, programs: list[tuple[str, str, str, dict[str, Any]]], scratch: str) -> list[Any]:
     """Of each program: its numbers, races, and collectives by group."""
     met = dist.FileStore(store, 4)  # type: ignore[attr-defined]
@@ -91,11 +119,15 @@ def on_the_device(store: str, programs: list[tuple[str, str, str, dict[str, Any]
             device.collectives.clear()
             numbers = trained(device.name, program, scratch)
             found.append((numbers, device.races, dict(device.collectives)))
+        device.forget()
+        device.collectives.clear()
+        numbers = differentiated(device.name)
+        found.append((numbers, device.races, dict(device.collectives)))
     return found
 
 
 def on_the_cpu(programs: list[tuple[str, str, str, dict[str, Any]]], scratch: str) -> list[Any]:
-    return [trained("cpu", program, scratch) for program in programs]
+    return [*(trained("cpu", program, scratch) for program in programs), differentiated("cpu")]
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +136,10 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     programs = list(PROGRAMS.values())
     got = world(4, "alone").within(240).run(on_the_device, str(folder / "store"), programs, str(folder))
     want = world(4).within(120).run(on_the_cpu, programs, str(folder))
-    return {name: ([g[i] for g in got], [w[i] for w in want]) for i, name in enumerate(PROGRAMS)}
+    return {name: ([g[i] for g in got], [w[i] for w in want]) for i, name in enumerate(NAMES)}
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_device_gives_the_cpus_numbers_without_a_race(both: dict[str, Any], name: str) -> None:
     got, want = both[name]
     for (numbers, races, _), wanted in zip(got, want, strict=True):
@@ -115,7 +147,7 @@ def test_the_device_gives_the_cpus_numbers_without_a_race(both: dict[str, Any], 
         assert distance(numbers, wanted) < 1e-14
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_ranks_give_each_communicator_the_same_work_in_one_order(both: dict[str, Any], name: str) -> None:
     got, _ = both[name]
     for group in {group for *_, collectives in got for group in collectives}:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.collectives import late_checks
-from shardfn.stages import activation_offload, ring
+from shardfn.compat import process_groups
+from shardfn.stages import activation_offload, reduction, ring
 from shardfn.testing import simulated, world
 
 # --- programs of a few lines ---
@@ -196,7 +197,30 @@ class Together(late_checks.LateChecks):
         Together.add_one(self, x, lambda row: str(row.sum().item())[:0])
 
 
+def slots_filled_early(patch: Any) -> None:
+    start = process_groups.start_all_gather
+
+    def early(*args: Any) -> Any:
+        module = torch.get_device_module("sim")
+        with module.stream(module.Stream()):  # which does not wait for what reads the slot
+            return start(*args)
+
+    patch.setattr(process_groups, "start_all_gather", early)
+
+
+def memory_written_early(patch: Any) -> None:
+    ahead = reduction.PendingReduction.ahead
+
+    def forgets(self: Any, module: Any, side: Any) -> None:
+        ahead(self, module, side)
+        self.left = None
+
+    patch.setattr(reduction.PendingReduction, "ahead", forgets)
+
+
 MUTANTS: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
+    "a slot is filled before it has been read": (slots_filled_early, {}),
+    "gradients overwrite what is still sent": (memory_written_early, {}),
     "activations are read before they are back": (no_wait_for_events, {"remat": sf.offload(above=0)}),
     "parameters are read before they are gathered": (no_wait_for_gathers, {}),
     "what arrived is looked at early": (flags_read_early, {}),
@@ -210,8 +234,8 @@ def block(p: Any, x: Tensor) -> Tensor:
 def trained(mutant: str, mutate: bool) -> list[str]:
     change, options = MUTANTS[mutant]
     with simulated(4) as device, pytest.MonkeyPatch.context() as patch:
-        mesh, staged = sf.make_mesh(shard=4, device=device.name), sf.stage(block, **options)
-        placement = sf.full_shard("shard")
+        mesh, staged = sf.make_mesh(replica=2, shard=2, device=device.name), sf.stage(block, **options)
+        placement = sf.hybrid_shard(shard="shard", replica="replica")
         params = sf.shard({"blocks": [{"w": torch.ones(8, 8)} for _ in range(4)]}, mesh, placement)
         x = torch.ones(4, 8, device=device.name)
 
@@ -226,6 +250,28 @@ def trained(mutant: str, mutate: bool) -> list[str]:
         for _ in range(3):
             sf.value_and_grad(loss)(params)
         return device.races
+
+
+def orders(swapped: bool) -> list[dict[str, Any]]:
+    """The collectives of two ranks, of which the second may begin with another."""
+    found = []
+    for rank in range(2):
+        with simulated(2, rank) as device:
+            mesh = sf.make_mesh(shard=2, device=device.name)
+            x, y = torch.ones(2, device=device.name), torch.ones(4, device=device.name)
+
+            def both(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+                return sf.psum(x, "shard"), sf.psum(y, "shard")
+
+            sf.shard_map(both, mesh=mesh, in_specs=..., out_specs=...)(*((y, x) if swapped and rank else (x, y)))
+            found.append(dict(device.collectives))
+    return found
+
+
+def test_ranks_that_begin_with_different_collectives_are_told_apart() -> None:
+    (alike,), (swapped,) = (world(1, "alone").run(orders, swap) for swap in (False, True))
+    assert alike[0] == alike[1]
+    assert swapped[0] != swapped[1]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
