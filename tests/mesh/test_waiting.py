@@ -197,9 +197,14 @@ def a_wrong_batch() -> str:
 
 def test_a_wrong_batch_in_the_middle_of_a_run_is_named_on_every_rank() -> None:
     with World(2, deadline=30) as own:
-        for said in own.run(a_wrong_batch):
+        found = own.run(a_wrong_batch)
+        for said in found:
             assert "new to rank 1 (x: torch.float64 (2, 3); known before: x: torch.float64 (2, 4))" in said
             assert "FlatShard" not in said
+            assert "If this is a last batch with fewer rows, drop it (drop_last=True) or pad it" in said
+            assert len(said) <= 2000
+        # The cause and what to do come first where the batch is, before the wait in which it shows.
+        assert found[1].startswith("shard_map(loss): the arguments are new to rank 1 (x: ")
 
 
 @pytest.mark.parametrize("name", ENDINGS)
@@ -210,7 +215,7 @@ def test_a_rank_that_waits_for_one_that_has_gone_says_so(name: str) -> None:
     said = caught.value.failures[0].message
     assert ENDINGS[name][2] in said
     assert "GLHF" not in said + caught.value.failures[0].traceback
-    assert "pad them" not in said
+    assert "pad it" not in said
 
 
 def only_slow() -> list[str]:
