@@ -173,7 +173,7 @@ class _Entered(NamedTuple):
 
 def _check(f: Function, entered: _Entered, out_specs: Any, mesh: DeviceMesh, seen: set[Any], outer: bool) -> Any:
     """Runs a call that is recorded, and judges it afterwards."""
-    checked = Checked(f"shard_map({name_of(f)})", mesh, outer)
+    checked = Checked(f, mesh, outer)
     with checked.recorder:
         checked.take(entered.leaves, entered.pieces)
         result = f(*entered.args, **entered.kwargs)

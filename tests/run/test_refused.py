@@ -174,7 +174,7 @@ def test_what_cannot_be_read_is_said_on_every_rank_at_its_step(world: World, nam
 
 
 ONES = torch.ones(40)
-STREAM = {"read": lambda file: [torch.ones(1)] * 8, "lanes": 2}
+STREAM: dict[str, Any] = {"read": lambda file: [torch.ones(1)] * 8, "lanes": 2}
 UNEQUAL: dict[str, tuple[Any, str]] = {
     "seed": (lambda r: {"seed": r}, "rank 0 has seed=0; rank 1 has seed=1"),
     "batch": (lambda r: {"batch": 4 + 4 * r}, "rank 0 has batch=4; rank 1 has batch=8"),
