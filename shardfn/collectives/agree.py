@@ -299,7 +299,8 @@ def compare(op: str, values: str, axis: Axis, served: bool = False, by: str = DE
     if axis.size == 1:
         return
     leaf = f"{attribution.leaf}: " if attribution.leaf else ""
-    what, line, failed = f"{op}({leaf}{values})", callsites.caller(), callsites.failure(axis.group)
+    what = f"{op}({leaf}{values})" if values else op
+    line, failed = callsites.caller(), callsites.failure(axis.group)
     axes = waiting.named(axis.group)
     text = f"{what}{f' over {axes}' if axes else ''}{_purpose(served, line)}, called at {line}{failed}"
     here = callsites.place(axis.group, text)

@@ -33,6 +33,7 @@ from shardfn.mesh.axes import known_axes, sizes
 from shardfn.mesh.grid import as_names
 from shardfn.mesh.scope import current_mesh
 from shardfn.mesh.spec import Leaf, P
+from shardfn.quoting import short
 from shardfn.shards.layout import FlatShard, Layout, is_flat, local_parameters
 from shardfn.transforms.autodiff import follow_parts, name_of
 from shardfn.transforms.exchange import Exchange, digest, keys, numbers
@@ -187,7 +188,7 @@ class Checked:
     def _all_end(self) -> None:
         """Raises VaryingError if other ranks still call collectives."""
         try:
-            compare("the end of the function", "", self.ranks.everybody, by=self.name)
+            compare(f"the end of {short(self.name, 80)}", "", self.ranks.everybody, by=self.name)
         except ValueError as error:
             names = tuple(self.recorder.trace.axes)
             fix = "call the same collectives on all ranks"
