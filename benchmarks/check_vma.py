@@ -41,21 +41,21 @@ CASES: dict[str, Wrong] = TYPED | FROM_JAX
 BEYOND = 5  # the least number of programs that are found here but are silent or hang in JAX
 FLAGS = "--xla_force_host_platform_device_count=4 --xla_cpu_collective_call_terminate_timeout_seconds=5"
 MISTAKES = {
-    "gradient": "the gradient of a replicated value is one rank's part",
-    "output": "an output varies, and its spec says that it does not",
-    "sum": "a sum of what is the same on all ranks",
-    "losses": "gradients of the sum of the ranks' mean losses",
-    "whole": "a sum of what every rank has whole",
-    "inner": "a gradient of shards inside of another, of each rank's own loss",
-    "branch": "what a collective gave, dropped on some ranks",
-    "means": "a mean of means, or a gradient reduced by the wrong call",
-    "vary": "`pvary` or `local_slice` of what varies already",
-    "batch_norm": "statistics of one rank's rows",
-    "replica": "replicas that are not the same",
+    "gradient": "the gradient of a replicated value covers one rank's rows only",
+    "output": "an output varies, but its spec declares it invariant",
+    "sum": "`psum` of a value that is the same on all ranks",
+    "losses": "gradients of the sum, not the mean, of the ranks' losses",
+    "whole": "a sum of values that every rank holds whole",
+    "inner": "a gradient within a gradient, of each rank's own loss",
+    "branch": "the result of a collective, dropped on some ranks",
+    "means": "a mean of means, or `psum` and `pmean` of gradients mixed up",
+    "vary": "`pvary` or `local_slice` of a value that varies already",
+    "batch_norm": "batch statistics of one rank's rows",
+    "replica": "replicas that differ",
     "same": "the same rows, or random numbers, on all ranks",
-    "closure": "a value read from outside differs",
-    "collectives": "ranks issue other collectives",
-    "NotImplementedError": "`pmax` is differentiated",
+    "closure": "a tensor that is closed over differs between ranks",
+    "collectives": "ranks call different collectives",
+    "NotImplementedError": "the derivative of `pmax`",
 }
 NO_JAX = (
     "check_vma needs an interpreter that has JAX, which shardfn does not: make one by "
@@ -189,7 +189,7 @@ def summary(found: Mapping[str, Found], told: Mapping[str, Any]) -> list[dict[st
             "JAX finds": counts[kind]["finds"],
             "JAX is silent or hangs": counts[kind]["silent"] + counts[kind]["hangs"],
             "cannot be wrong in JAX": counts[kind]["right"],
-            "cannot be said in JAX": counts[kind]["cannot"],
+            "cannot be written in JAX": counts[kind]["cannot"],
         }
         for kind, text in MISTAKES.items()
         if kind in counts

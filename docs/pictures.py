@@ -535,7 +535,7 @@ def draw_loop(path: Path) -> None:
 def followed(program: Callable[[Tensor, Tensor], Tensor]) -> list[tuple[str, bool, bool]]:
     """Of the gradient of a program by its first argument, each value: the op, whether it varies, and in which pass."""
     mesh = sf.make_mesh(data=2, device="cpu")
-    checked = Checked("a program", mesh, outer=False)
+    checked = Checked(program, mesh, outer=False)
     pieces = [torch.ones(3), torch.arange(6.0).view(2, 3) + mesh.get_rank()]
     with scope(mesh), checked.recorder:
         checked.take([Leaf("w", pieces[0], sf.P()), Leaf("x", pieces[1], sf.P("data"))], pieces)

@@ -23,6 +23,7 @@ import optree
 import torch
 
 from shardfn.compat import functorch
+from shardfn.mesh.callsites import installed
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,9 @@ class Site:
         line: its number.
         function: qualified name of the function that contains it.
         digest: equal on every rank that runs the same code, even from another folder.
-        span: first and last line and column of the expression that is computed, if Python knows them.
+        span: first and last line and column of the expression that is computed, if Python knows them, and if it is
+            computed at this very line.
+        within: the line of an installed package that computes, if this line only led there.
     """
 
     file: str
@@ -42,14 +45,15 @@ class Site:
     function: str
     digest: int = field(compare=False)
     span: tuple[int, int, int, int] | None = field(default=None, compare=False)
+    within: str = ""
 
     def __str__(self) -> str:
-        return f"{_short(self.file)}:{self.line}"
+        return f"{_short(self.file)}:{self.line}" + (f" (in {self.within})" if self.within else "")
 
     @property
     def text(self) -> str:
-        """The source of the line."""
-        return linecache.getline(self.file, self.line).strip()
+        """The source of the line; empty if it only leads to what is computed."""
+        return "" if self.within else linecache.getline(self.file, self.line).strip()
 
     @property
     def expression(self) -> str | None:
@@ -126,36 +130,50 @@ class Site:
 
 _SHORT = 80  # most characters of source that a message quotes
 _APPLY = inspect.unwrap(torch.autograd.Function.apply).__code__
-_sites: dict[tuple[CodeType, str, int], Site] = {}  # with the file: equal lines give equal code
+# With the files: equal lines give equal code.
+_sites: dict[tuple[CodeType, str, int, CodeType, str, int], Site] = {}
 
 
 def callsite() -> Site | None:
     """Returns the user's line that leads here, outside this package and torch; None on one of autograd's own threads.
 
-    Ops in the forward of a custom autograd function belong to the line that calls it.
+    Ops in the forward of a custom autograd function belong to the line that calls it, and ops of an installed package
+    to the line of the user that leads there, if any does.
     """
     frame: FrameType | None = sys._getframe(1)
-    user_frame = None
+    inner = None
     while frame is not None:
         if is_users(frame.f_code):
-            user_frame = frame if user_frame is None else user_frame
+            inner = frame if inner is None else inner
         elif frame.f_code is _APPLY:
-            user_frame = None
-        elif user_frame is not None:
+            inner = None
+        elif inner is not None:
             break
         frame = frame.f_back
-    return None if user_frame is None else _callsite(user_frame.f_code, user_frame.f_lasti, user_frame.f_lineno)
+    if inner is None:
+        return None
+    outer: FrameType | None = inner
+    while outer is not None and (not is_users(outer.f_code) or installed(outer.f_code.co_filename)):
+        outer = outer.f_back
+    return _callsite(*_at(inner), *_at(outer or inner))
 
 
-def _callsite(code: CodeType, instruction: int, line: int) -> Site:
-    key = (code, code.co_filename, instruction)
+def _at(frame: FrameType) -> tuple[CodeType, int, int]:
+    return frame.f_code, frame.f_lasti, frame.f_lineno
+
+
+def _callsite(code: CodeType, at: int, line: int, outer: CodeType, outer_at: int, outer_line: int) -> Site:
+    """Returns the site of an instruction, and of the one that led there, which may be the same."""
+    key = (code, code.co_filename, at, outer, outer.co_filename, outer_at)
     site = _sites.get(key)
     if site is None:
         # Without the folder, which may differ between ranks.
         text = f"{os.path.basename(code.co_filename)}:{code.co_qualname}:{line}".encode()
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
-        span = _span(code, instruction)
-        site = _sites[key] = Site(code.co_filename, line, code.co_qualname, digest, span)
+        direct = outer is code
+        within = "" if direct else f"{installed(code.co_filename)}:{line}"
+        span = _span(code, at) if direct else None
+        site = _sites[key] = Site(outer.co_filename, outer_line, outer.co_qualname, digest, span, within)
     return site
 
 

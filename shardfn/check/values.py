@@ -75,7 +75,7 @@ class Values:
         self.watched: list[Evidence] = []
         self._memories: dict[int, _Memory] = {}
         self._freed: list[_Owner] = []
-        self._times: dict[tuple[Any, int], int] = {}
+        self._times: dict[tuple[int, int], int] = {}
         self._last: callsites.Site | None = None
         self._adds = threading.Lock()
 
@@ -189,9 +189,9 @@ class Values:
 
     def key(self, site: callsites.Site | None, digest: int) -> int:
         """Returns a key for the n-th event of a kind at a line; equal on every rank that does the same."""
-        place = (site, digest)
+        place = (0 if site is None else site.digest, digest)
         times = self._times[place] = self._times.get(place, 0) + 1
-        return hash((0 if site is None else site.digest, digest, times))
+        return hash((*place, times))
 
     def stretches(self, flat: Tensor, parts: Iterable[tuple[Tensor, Mask]]) -> None:
         """Records where the parameters in a flat shard or its gradient lie, and the axes along which each varies."""

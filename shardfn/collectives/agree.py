@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
 ARGUMENTS = (
     "the arguments",
-    "Pieces of one value have the same shape on every rank: pad them, or declare `...` for what may differ",
+    "Pieces of one value have the same dtype and shape on every rank. If this is a last batch with fewer rows, drop it "
+    "(drop_last=True) or pad it; declare `...` only for shapes that are meant to differ",
 )
 
 
@@ -81,18 +83,20 @@ def agree(
     place = callsites.outside(f"a comparison of {what} of {name!r}", axis.group) if debugging.collectives else None
     if place is not None:
         text = b"\n".join([place.text.encode(), *text.split(b"\n")[1:]])
+    new, known = _news(described, before)
     alone = (
-        f"{name}: {what} are new to rank {process_groups.global_rank()} ({_news(described, before)}), and not every "
-        f"other rank has come to compare"
+        f"{name}: {what} are new to rank {process_groups.global_rank()} ({_few(new)}"
+        f"{f'; known before: {_few(known)}' if known else ''}), and not every other rank has come to compare"
     )
     # A negative length marks a rank whose own arguments are wrong.
     row = torch.tensor([digest, -len(text) if mine else len(text)], device="cpu")
     try:
         with contextlib.nullcontext() if place is None else callsites.at(place):
-            digests, marked = gathered(row, axis, None, f"comparing {what}", name, alone).T.tolist()
+            rows = gathered(row, axis, None, f"comparing {what}", name, f"{alone}. {advice}" if known else alone)
+            digests, marked = rows.T.tolist()
     except RuntimeError as error:
-        hint = alone if waiting.elsewhere(error) else f"{alone}. {advice}"
-        raise RuntimeError(bounded(f"{error}. {hint}")) from waiting.cause(error)
+        hint = f"{error}. {alone}" if waiting.elsewhere(error) else f"{alone}. {advice}. {error}"
+        raise RuntimeError(bounded(hint)) from waiting.cause(error)
     if len(set(digests)) == 1:
         return
     callsites.alike()
@@ -103,36 +107,90 @@ def agree(
     if any(failed):
         rank = failed.index(True)
         reason = " ".join(lines[rank][1:]).removeprefix(f"{name}: ")
-        raise ValueError(bounded(f"{name}: rank {rank} failed: {reason}"))
+        raise ValueError(bounded(f"{name}: rank {ranks_along(axis)[rank]} failed: {reason}"))
     raise ValueError(f"{name}: {_difference_of_arguments(lines, axis, subject)}")
 
 
-def _news(described: list[str], before: Iterable[str]) -> str:
-    """Returns the lines that are in no earlier description, and what stood there of the same names; bounded."""
+def _news(described: list[str], before: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Returns the lines that are in no earlier description, and what stood there of the same names."""
     earlier = set(before)
     new = [line for line in described if line not in earlier] or described
     names = {line.partition(": ")[0] for line in new}
-    known = sorted(line for line in earlier if line.partition(": ")[0] in names)
-    return _few(new) + (f"; known before: {_few(known)}" if known else "")
+    return new, sorted(line for line in earlier if line.partition(": ")[0] in names)
 
 
 def _few(lines: list[str]) -> str:
+    """Returns the first of some lines; bounded."""
     more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
-    return short("; ".join(lines[:4]), 200) + more
+    return short("; ".join(map(_plain, lines[:4])), 200) + more
 
 
 def _difference_of_arguments(lines: list[list[str]], axis: Axis, subject: tuple[str, str]) -> str:
     """Returns what differs between ranks, from each rank's lines, the first of which names the operation."""
-    operations = {line[0].partition(_CALLED)[0] for line in lines}
-    if len(operations) > 1:
-        briefs = [": ".join(filter(None, parts[:2])) for parts in lines]
-        return f"ranks do different things: {told(axis, briefs)}. {ALIKE}"
-    rank = next(r for r, each in enumerate(lines) if each[1:] != lines[0][1:])
-    first = [f"rank 0 has {line}{_called(lines[0])}" for line in lines[0][1:] if line not in lines[rank]]
-    other = [f"rank {rank} has {line}{_called(lines[rank])}" for line in lines[rank][1:] if line not in lines[0]]
-    differences = [line for pair in itertools.zip_longest(first, other) for line in pair if line]
+    if len({line[0].partition(_CALLED)[0] for line in lines}) > 1:
+        return f"ranks do different things: {told(axis, [_operation(each) for each in lines])}. {ALIKE}"
     what, advice = subject
-    return f"{what} differ between ranks: {findings(differences, 6)}. {advice}"
+    plain = [[first, *map(_plain, rest)] for first, *rest in lines]
+    # Values follow from the rest, so checksums are told only if nothing else differs; if no line does, the order does.
+    sentences = (
+        _sentences(plain, axis) or _sentences(lines, axis) or [told(axis, ["; ".join(each[1:]) for each in lines])]
+    )
+    return f"{what} differ between ranks: {findings(sentences, 6)}. {advice}"
+
+
+def _sentences(lines: list[list[str]], axis: Axis) -> list[str]:
+    """Says of each line that not all ranks have which ranks have it, and which have none of its name."""
+    ranks = ranks_along(axis)
+    owners = _owners(lines)
+    named: dict[str, set[int]] = {}
+    for line, some in owners.items():
+        named.setdefault(_name(line), set()).update(some)
+    sentences = []
+    for line, some in owners.items():
+        if len(some) == len(lines):
+            continue
+        lacking = [rank for i, rank in enumerate(ranks) if _name(line) and i not in named[_name(line)]]
+        lacks = f", which {ranks_named(lacking)} {'lacks' if len(lacking) == 1 else 'lack'}" if lacking else ""
+        places: dict[str, list[int]] = {}
+        for i in some:
+            places.setdefault(_called(lines[i]), []).append(ranks[i])
+        sentences += [f"{_having(same)} {line}{place}{lacks}" for place, same in places.items()]
+    return sentences
+
+
+def _owners(lines: list[list[str]]) -> dict[str, list[int]]:
+    """Returns who has each line, by index; lines that stand at the same place follow each other."""
+    owners: dict[str, list[int]] = {}
+    for column in itertools.zip_longest(*(dict.fromkeys(each[1:]) for each in lines)):
+        for i, line in enumerate(column):
+            if line is not None:
+                owners.setdefault(line, []).append(i)
+    return owners
+
+
+_NAMED = re.compile(r"(\S+)(?:: |=)")
+_CHECKSUM = re.compile(r"(?:, \w+)? with checksum \w+$")
+
+
+def _name(line: str) -> str:
+    """Returns what a line is about: `x['w']` of `x['w']: torch.float32 (2,)`; empty if it is about nothing by name."""
+    found = _NAMED.match(line)
+    return found[1] if found else ""
+
+
+def _plain(line: str) -> str:
+    """Returns a line without the checksum at its end."""
+    return _CHECKSUM.sub("", line)
+
+
+def _operation(lines: list[str]) -> str:
+    """Returns what a rank does, from the lines of its description: the operation and what it begins with."""
+    first, *rest = lines
+    return f"{first}: {_plain(rest[0])}" if rest and rest[0] and not rest[0].startswith("(") else first
+
+
+def _having(ranks: list[int]) -> str:
+    return f"{ranks_named(ranks)} {'has' if len(ranks) == 1 else 'have'}"
 
 
 def _called(lines: list[str]) -> str:
@@ -150,7 +208,7 @@ def told(axis: Axis, said: Sequence[str]) -> str:
     who: dict[str, list[int]] = {}
     for rank, text in zip(ranks_along(axis), said, strict=True):
         who.setdefault(text, []).append(rank)
-    return findings((f"{ranks_named(some)} {'has' if len(some) == 1 else 'have'} {text}" for text, some in who.items()))
+    return findings(f"{_having(some)} {text}" for text, some in who.items())
 
 
 def ranks_along(axis: Axis) -> list[int]:
@@ -241,7 +299,8 @@ def compare(op: str, values: str, axis: Axis, served: bool = False, by: str = DE
     if axis.size == 1:
         return
     leaf = f"{attribution.leaf}: " if attribution.leaf else ""
-    what, line, failed = f"{op}({leaf}{values})", callsites.caller(), callsites.failure(axis.group)
+    what = f"{op}({leaf}{values})" if values else op
+    line, failed = callsites.caller(), callsites.failure(axis.group)
     axes = waiting.named(axis.group)
     text = f"{what}{f' over {axes}' if axes else ''}{_purpose(served, line)}, called at {line}{failed}"
     here = callsites.place(axis.group, text)
@@ -285,7 +344,7 @@ def _purpose(served: bool, line: str) -> str:
 
 
 def _counted(place: callsites.Place) -> str:
-    return f"number {place.inside} of the call at {place.where}" if place.inside else "outside of any call"
+    return f"(number {place.inside} of the call at {place.where})" if place.inside else "(outside of any call)"
 
 
 def _difference(same: str, text: str, axis: Axis, by: str) -> str:
@@ -295,6 +354,8 @@ def _difference(same: str, text: str, axis: Axis, by: str) -> str:
     digests, lengths = gathered(row, axis, None, "comparing collectives", by).T.tolist()
     if len(set(digests)) == 1:
         return ""
-    said = [each.partition("\n") for each in texts(data, lengths, axis, "comparing collectives that differ", by)]
-    distinct = len({brief for brief, _, _ in said}) > 1
-    return told(axis, [brief if distinct else f"{brief} ({counted})" for brief, _, counted in said])
+    # A rank whose arguments are wrong marks that by a negative length, see `agree`.
+    said = texts(data, [*map(abs, lengths)], axis, "comparing collectives that differ", by)
+    each = [text.split("\n") for text in said]
+    distinct = len({lines[0] for lines in each}) > 1
+    return told(axis, [_operation(lines) if distinct else " ".join(lines) for lines in each])

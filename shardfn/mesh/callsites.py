@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
+import site
 import sys
+import sysconfig
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import get_ident
+from types import FrameType
 from typing import Any
 
 import optree
@@ -30,6 +34,28 @@ _NOT_USERS = (
     *_FOLDERS,
     *(str(module.__file__) for module in (contextlib, functools, threading)),
 )
+
+
+_LOOPS = str(Path(__file__).parents[1] / "run")
+# Folders of installed packages, whose code is not what somebody works on; the standard library's last, as it has them.
+_PATHS = sysconfig.get_paths()
+_INSTALLED = tuple(
+    f"{folder}{os.sep}"
+    for folder in dict.fromkeys(
+        [
+            *site.getsitepackages(),
+            site.getusersitepackages(),
+            *map(_PATHS.__getitem__, ("purelib", "platlib", "stdlib")),
+        ]
+    )
+)
+
+
+@functools.cache
+def installed(file: str) -> str:
+    """The path of a file of an installed package or of Python, from the folder of packages on; else empty."""
+    folder = next((folder for folder in _INSTALLED if file.startswith(folder)), None)
+    return "" if folder is None else file.removeprefix(folder)
 
 
 @dataclass
@@ -77,11 +103,47 @@ reaching: dict[int, Place] = {}
 
 
 def caller() -> str:
-    """Returns the innermost line outside this package and torch; in backward, the line that called backward."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
+    """Returns the innermost line of the user; in backward, the line that called backward."""
+    return _users_line(_lines(sys._getframe(1)))
+
+
+def warned(f: Callable[..., Any]) -> tuple[str, int, dict[str, Any]]:
+    """Returns where a warning about a call of `f` belongs: file, line, and the names of that module.
+
+    It is the user's line that calls it. Of a function that this package calls, as a loop calls its step, it is the line
+    that defines it.
+    """
+    frame = sys._getframe(1)
+    folders = set()
+    while frame.f_back is not None and not _users(frame.f_code.co_filename):
+        folders.add(os.path.dirname(frame.f_code.co_filename))
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "an unknown line"
+    code = getattr(inspect.unwrap(f), "__code__", None)
+    if _LOOPS in folders and code is not None and _users(code.co_filename):
+        return code.co_filename, code.co_firstlineno, inspect.unwrap(f).__globals__
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_globals
+
+
+def _users(file: str) -> bool:
+    return not file.startswith(_NOT_USERS) and not installed(file)
+
+
+def _lines(frame: FrameType | None) -> Iterator[tuple[str, int]]:
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+
+
+def _users_line(lines: Iterable[tuple[str, int]]) -> str:
+    """Returns the first of these lines, from the innermost on, that is the user's, and where it led in a package."""
+    within = ""
+    for file, number in lines:
+        if file.startswith(_NOT_USERS):
+            continue
+        if _users(file):
+            return f"{file}:{number}" + (f" (in {within})" if within else "")
+        within = within or f"{installed(file)}:{number}"
+    return within or "an unknown line"
 
 
 @contextlib.contextmanager
@@ -109,13 +171,11 @@ def body() -> Iterator[None]:
 
 def _raised_at(error: BaseException) -> str:
     """Returns the innermost user line that an error passed through."""
-    line, traceback = "", error.__traceback__
+    lines, traceback = list[tuple[str, int]](), error.__traceback__
     while traceback is not None:
-        code = traceback.tb_frame.f_code
-        if not code.co_filename.startswith(_NOT_USERS):
-            line = f"{code.co_filename}:{traceback.tb_lineno}"
+        lines.insert(0, (traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
         traceback = traceback.tb_next
-    return line or "an unknown line"
+    return _users_line(lines)
 
 
 def place(group: str, text: str) -> Place:

@@ -108,7 +108,7 @@ def _resolve(start: Start) -> None:
 
 def _reach(start: Start, limit: float) -> None:
     """Waits until something listens at the host and port."""
-    started, next_warning = time.monotonic(), watchdog.PATIENCE
+    started, next_warning = time.monotonic(), watchdog.PATIENCE * watchdog.STARTING
     while True:
         try:
             socket.create_connection((start.host, start.port), timeout=5).close()
@@ -123,7 +123,9 @@ def _reach(start: Start, limit: float) -> None:
             raise RuntimeError(f"make_mesh: {problem}, in {limit:.0f} s. Look at the output of rank 0 first")
         if waited > next_warning:
             next_warning = 2 * waited
-            _log.warning("rank %d has waited %.0f s for the world to begin: %s", start.rank, waited, problem)
+            _log.warning(
+                "rank %d has waited %.0f s for the world to begin: %s. %s", start.rank, waited, problem, watchdog.STARTS
+            )
         time.sleep(0.2)
 
 

@@ -65,7 +65,7 @@ def roll_call(
     else:
         store.set(_CARD.format(rank), json.dumps(asdict(mine)))
     cards: dict[int, Card] = {}
-    pause, next_warning = 0.001, watchdog.PATIENCE
+    pause, next_warning = 0.001, watchdog.PATIENCE * watchdog.STARTING
     while True:
         if store.check([_WRONG]):
             raise RuntimeError(_heard(store, rank, len(cards)))
@@ -79,10 +79,11 @@ def roll_call(
         if waited > next_warning:
             next_warning = 2 * waited
             _log.warning(
-                "rank %d has waited %.0f s for the world to begin: %s",
+                "rank %d has waited %.0f s for the world to begin: %s. %s",
                 rank,
                 waited,
                 _missing(store, rank, mine.size, cards),
+                watchdog.STARTS,
             )
         if waited > limit + (GRACE if rank else 0):
             missing = _missing(store, rank, mine.size, cards)

@@ -155,7 +155,7 @@ def meet(name: str, ranks: Sequence[int], what: str, of: str) -> None:
     store.set(f"shardfn/meeting/{name}/{dist.get_rank()}", "")
     keys = [f"shardfn/meeting/{name}/{rank}" for rank in ranks]
     turns = itertools.cycle(range(len(ranks)))
-    with on(what, f"meeting {name}", of, ranks) as wait:
+    with on(what, f"meeting {name}", of, ranks, note=watchdog.STARTS) as wait:
         while not _came(store, keys):
             if wait.verdict or time.monotonic() > limit:
                 raise RuntimeError("timed out")
@@ -209,11 +209,11 @@ def _failed(wait: on, error: RuntimeError) -> RuntimeError:
     own_rank = watchdog.watcher.rank
     states: dict[int, State] = {}
     others: list[int] = []
-    manner = ""
+    silent = False
     with contextlib.suppress(Exception):  # the store may have gone with a rank
         others = [rank for rank in watchdog.ranks_of(wait) if rank != own_rank][:64]
         states = watchdog.read_states(process_groups.default_store(), others)
-        manner = " without a word"
+        silent = True
     own_wait, verdict = [get_ident(), wait.group, wait.key, wait.count], ""
     for state in states.values():
         message, *hopeless = state["vain"].get(str(own_rank), [""])
@@ -231,8 +231,14 @@ def _failed(wait: on, error: RuntimeError) -> RuntimeError:
     if stalled and not gone:
         return RuntimeError(advised(f"{message}: {standing(stalled, states)}"))
     subject = f"{ranks_named(gone)} {'has' if len(gone) == 1 else 'have'}" if gone else "a rank has"
-    after = f", after {callsites.last()}" if callsites.last() else ""
-    return RuntimeError(f"{message}: {subject} ended{manner}{after}; look at its output first ({brief(error)})")
+    last = callsites.last()
+    if silent:
+        look = "look first at its output, and at the system's log"
+        last = f". The last that all ranks came to was {last}" if last else ""
+        how = f"ended without an error message (killed, out of memory, or crashed); {look}{last}"
+    else:
+        how = f"ended{f', after {last}' if last else ''}; look at its output first"
+    return RuntimeError(f"{message}: {subject} {how} ({brief(error)})")
 
 
 def _gone(ranks: Sequence[int]) -> list[int]:

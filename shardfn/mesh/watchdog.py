@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from shardfn.mesh.waiting import on
 
 PATIENCE = 5.0  # seconds after which a rank publishes and logs what it waits for
+STARTING = 6  # times as long until it logs that it waits for others to begin
+STARTS = "A rank that still imports modules or loads data comes later"
 TICK = 1.0  # seconds between two checks
 PATIENCE_COMPARING, TICK_COMPARING = 1.0, 0.25  # the same while ranks compare what they are about to do
 
@@ -365,8 +367,9 @@ class Watcher:
             if verdicts and not wait.verdict and waits.get(thread) is wait:
                 wait.verdict = verdicts[0]
                 self.give_up(wait, stuck)
-            elif now >= self.spoke.get(thread, 0):
-                waited = now - self.since[thread][1]
+                continue
+            waited, begins = now - self.since[thread][1], wait.group.startswith("meeting ")
+            if now >= self.spoke.get(thread, 0) and waited >= _pace()[0] * (STARTING if begins else 1):
                 self.spoke[thread] = now + 2 * waited
                 late = [r for r in ranks_of(wait) if r != self.rank and not (r in states and came(states[r], *key))]
                 why = standing(late, states, _wait(thread, wait)) if late else "all have come, and it has not arrived"

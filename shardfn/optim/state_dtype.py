@@ -249,7 +249,10 @@ def drawn(unit: Unit, start: int, stop: int, n: int, salt: Any) -> Iterator[Tens
 
 
 def _places(unit: Unit, start: int, stop: int, salt: tuple[Any, ...]) -> Tensor:
-    """A hash key for each element, int32: `factor * i + term` for its index `i` in the parameter."""
+    """A key for each place from `start` to `stop`, int32, from which draws are hashed.
+
+    It is `factor * i + term` for row-major index `i` in this rank's value of a parameter, and 0 where none is.
+    """
     rows, done, device = [], start, unit.values.device
     for segment in unit.filled:
         low, high = max(segment.start, start), min(segment.stop, stop)

@@ -139,13 +139,15 @@ def format_of(name: str, block: int, double: bool = False) -> Format:
     """A format by its name.
 
     Raises:
-        ValueError: there is no such format; the block is not a positive even number.
+        ValueError: there is no such format; the block is not a positive even number; `double` with 8 bits.
     """
     by_name = {code.name: code for code in _CODES}
     if name not in by_name:
         raise ValueError(f"{name!r} is not a format: there are {', '.join(by_name)}")
     if not isinstance(block, int) or isinstance(block, bool) or block < 2 or block % 2:
         raise ValueError(f"{name}: block={block!r}; it is an even number of elements that have one scale, such as 64")
+    if double and by_name[name].bits == 8:
+        raise ValueError(f"{name}: double=True is for formats of 4 bits, whose scales it keeps in 8 bits")
     return Format(name, block, double, by_name[name])
 
 

@@ -346,8 +346,9 @@ def _differ(mine: Read, step: int, who: Peers) -> None:
     advice = "On every step all ranks have batches alike"
     if who.lengths is None:
         advice = (
-            'On every step all ranks have batches of equal shapes: pad="ranks" fills them up to the longest of all '
-            'ranks, pad="own" is for a step that takes what each rank has, with in_specs=...; or drop what is left over'
+            "On every step all ranks have batches of equal shapes: drop a last one with fewer rows (drop_last=True); "
+            'pad="ranks" fills them up to the longest of all ranks, pad="own" is for a step that takes what each rank '
+            "has, with in_specs=..."
         )
     agree(_kinds(copy.batch, who), who.mesh, who.name, subject=(f"the batches of step {step}", advice))
 

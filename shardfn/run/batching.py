@@ -20,15 +20,15 @@ from shardfn.run.batch_consistency import Peers, Read, State, axes_of, peers, to
 from shardfn.run.collating import Collate, Lengths, Pad, lengths_of
 from shardfn.run.feeding import ahead, locked
 from shardfn.run.order import Last, Order
-from shardfn.run.sources import NAME, Reader, by_workers, fingerprint, opened, portion
-from shardfn.run.streams import Stream, Streamed, stream_fingerprint
+from shardfn.run.sources import NAME, Reader, by_workers, opened, portion, sampled
+from shardfn.run.streams import Stream, Streamed, stream_facts
 from shardfn.shards.random import int_seed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _SOURCES = (
-    "what the batches are of",
+    "the arguments",
     "All ranks pass the same arguments, and a source with the same rows in the same order: `batches` itself cuts it, "
     "so it must not be cut or shuffled by rank before",
 )
@@ -141,16 +141,21 @@ def batches(
     sizes(mesh)
     with failing_together([mesh], NAME):  # a source may raise anything
         lengths = lengths_of(pad, collate, NAME)
-        made = _made(source, mesh, axes, batch, seed, start, epochs, shuffle, last, collate, workers, prefetch, lengths)
-    compared = {**made.identity, "start": start, "epochs": epochs, "axes": made.axes, "pad": made._peers.lengths}
-    agree([f"{name}={value!r}" for name, value in compared.items()], mesh, NAME, subject=_SOURCES)
+        made, facts = _made(
+            source, mesh, axes, batch, seed, start, epochs, shuffle, last, collate, workers, prefetch, lengths
+        )
+    values = {**made.identity, "start": start, "epochs": epochs, "axes": made.axes, "pad": made._peers.lengths}
+    digest = values.pop("source")
+    compared = [*(f"{name}={value!r}" for name, value in values.items()), *facts]
+    agree([*compared, f"rows of the source with checksum {digest}"], mesh, NAME, subject=_SOURCES)
     return made
 
 
 def _made(
     source: Any, mesh: DeviceMesh, axes: Any, batch: int, seed: int, start: int, epochs: int | None, shuffle: bool,
     last: Last, collate: Collate | None, workers: int, prefetch: int, lengths: Lengths | None,
-) -> Batches:  # fmt: skip
+) -> tuple[Batches, list[str]]:  # fmt: skip
+    """The batches, and a line for each fact about their source."""
     axes = axes_of(axes, mesh, NAME)
     for name, value, least in (("batch", batch, 1), ("workers", workers, 0), ("prefetch", prefetch, 0)):
         _checked_int(name, value, least)
@@ -171,9 +176,10 @@ def _made(
     device = device_of(mesh)
     if isinstance(source, Stream):
         streamed = Streamed(source, seed, shuffle, last, epochs, batch, first, first + size, collate)
-        identity |= {"source": stream_fingerprint(source)}
+        identity["source"], facts = stream_facts(source)
         streamed.check(workers)
-        return Batches(axes, identity, None, start, None, who, partial(streamed.opened, workers, prefetch, device))
+        reads = partial(streamed.opened, workers, prefetch, device)
+        return Batches(axes, identity, None, start, None, who, reads), facts
     source = opened(source)
     order = Order(len(source), batch, seed, shuffle, last, epochs)
     if last == "drop" and batch > len(source):
@@ -182,9 +188,10 @@ def _made(
             f'last="wrap" or "pad", or a smaller batch'
         )
     reader = Reader(source, order, first, first + size, collate)
-    identity |= {"rows": len(source), "source": fingerprint(source, seed)}
+    digest, facts = sampled(source, seed)
+    identity |= {"rows": len(source), "source": digest}
     reads = partial(_reads, reader, workers, prefetch, device)
-    return Batches(axes, identity, order.steps_per_epoch, start, order.steps, who, reads)
+    return Batches(axes, identity, order.steps_per_epoch, start, order.steps, who, reads), facts
 
 
 def _reads(reader: Reader, workers: int, prefetch: int, device: torch.device, start: int) -> Generator[Read]:

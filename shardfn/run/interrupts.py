@@ -31,9 +31,11 @@ class Interrupts:
 
     Args:
         limit: seconds from the start of the process until it must have ended; None for no limit.
+        save: where the run saves; None if it does not.
     """
 
-    def __init__(self, limit: float | None) -> None:
+    def __init__(self, limit: float | None, save: Path | None = None) -> None:
+        self.save = save
         self.end = None if limit is None else process_start() + limit
         self.signalled: float | None = None  # time of the first signal
         self.cut = False  # whether a run nested in this one was stopped early by a signal
@@ -68,10 +70,18 @@ class Interrupts:
         if self.signalled is None:
             self.signalled = now
             name = signal.Signals(number).name
-            _log.warning("%s: the run saves and ends; another one, %g s from now, ends it at once", name, REPEAT)
+            saves = "without saving, as it has no save=" if self.save is None else "and saves, if every rank still can"
+            _log.warning(
+                "%s: the run stops after this step %s; another one, %g s from now, ends it at once", name, saves, REPEAT
+            )
         elif now - self.signalled > REPEAT:
             self._restore()
             os.kill(os.getpid(), number)  # again, now with its former effect
+
+    def failed(self) -> None:
+        """Says that the run, which fails, does not save as it was asked to."""
+        if self.signalled is not None and self.save is not None:
+            _log.warning("the run fails before it could save; the same call resumes from what %s has", self.save)
 
     def _restore(self) -> None:
         for number, before in self._before.items():

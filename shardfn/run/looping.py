@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 from shardfn.checkpoint.team import Team, team_of
@@ -124,11 +125,11 @@ def loop(
         figures=Figures(wanted.flops, wanted.peak, team.size, places),
         saver=_new_saver(wanted),
     )
-    with Interrupts(wanted.limit) as interrupts:
+    with Interrupts(wanted.limit, wanted.save) as interrupts:
         run.interrupts = interrupts
         try:
-            state, start = _start(run, state)
-            run.reports.begin(start, wanted.steps)
+            state, start, path = _start(run, state)
+            run.reports.begin(start, wanted.steps, path)
             state, reached, why = _train(run, state, start)
             if run.saver is not None:
                 run.saver.finish()
@@ -137,6 +138,7 @@ def loop(
             interrupts.leaves(REASONS.index(why))
             run.close()
         except BaseException:
+            interrupts.failed()
             if run.saver is not None:
                 run.saver.abandon()
             with contextlib.suppress(Exception):  # the original error matters more
@@ -169,15 +171,18 @@ def _asked(team: Team, step: Any, state: Any, batches: Any, given: dict[str, Any
     return *where, arguments
 
 
-def _start(run: LoopState, state: Any) -> tuple[Any, int]:
-    """The state and the step to begin with; a new run saves its first state, so that there always is a checkpoint."""
+def _start(run: LoopState, state: Any) -> tuple[Any, int, Path | None]:
+    """The state and the step to begin with, and the checkpoint that they are from, if any.
+
+    A new run saves its first state, so that there always is a checkpoint.
+    """
     saver = run.saver
     if saver is None:
-        return state, 0
+        return state, 0, None
     run.team.first(f"lock {saver.folder}", saver.lock.take)
     choice = chosen(run.team, saver.folder, run.asked.resume)
     if choice.path is not None:
-        return _resumed(run, saver, state, choice)
+        return *_resumed(run, saver, state, choice), choice.path
     if comes_later(state):
         raise ValueError(
             "sf.run.loop: the state of an optimizer by from_torch is not complete before its first step, so "
@@ -186,7 +191,7 @@ def _start(run: LoopState, state: Any) -> tuple[Any, int]:
     _refuse_nan(run, state, 0)
     saver.save(state, 0, run.history)
     saver.finish()
-    return state, 0
+    return state, 0, None
 
 
 def _resumed(run: LoopState, saver: Saver, state: Any, choice: Choice) -> tuple[Any, int]:

@@ -156,7 +156,8 @@ _log = logging.getLogger("shardfn")
 
 Report = Callable[[int, dict[str, float]], Any]
 """Called as `report(step, metrics)` after each step, counted from 1. If it has a method `begin(step, steps)`, that is
-called first, with the step at which the run begins and its last one; if it has `end()`, that is called at the end."""
+called first, with the step at which the run begins and its last one; if it has `end()`, that is called at the end. If
+it has `resumed(path, step)`, that is called before all, with the checkpoint that the run resumed from, if it did."""
 
 
 class Reports:
@@ -170,8 +171,10 @@ class Reports:
         self.every = every
         self.error: Exception | None = None
 
-    def begin(self, step: int, steps: int) -> None:
-        """Tells the reports at which step the run begins, and which is its last."""
+    def begin(self, step: int, steps: int, path: Path | None) -> None:
+        """Tells the reports at which step the run begins and which is its last, and from which checkpoint, if any."""
+        if path is not None:
+            self._each(lambda report: getattr(report, "resumed", _nothing)(path, step))
         self._each(lambda report: getattr(report, "begin", _nothing)(step, steps))
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
@@ -200,6 +203,7 @@ def _nothing(*_: object) -> None:
     """In place of `begin` and `end` for a report that has none."""
 
 
+MEASURED = 3  # steps after the first, before the time left is shown
 REFRESH = 0.25  # seconds between two updates of the progress bar
 
 
@@ -219,11 +223,15 @@ class progress:
         self._bar: Any = None
         self._shown: dict[str, float] = {}
 
+    def resumed(self, path: Path, step: int) -> None:
+        """Says from which checkpoint the run resumed."""
+        print(f"resumed from {path} (step {step})", file=sys.stderr, flush=True)
+
     def begin(self, step: int, steps: int) -> None:
         """Starts to show a run that begins at `step`."""
         self.steps, self.first = steps, step
-        self.began = self.before = time.monotonic()
-        self.shown_step, self.step, self._shown = -1, step, {}
+        self.before = time.monotonic()
+        self.shown_step, self.step, self._shown, self._pace = -1, step, {}, _Pace()
         if sys.stderr.isatty() and find_spec("rich") is not None:
             self._bar = _bar(step, steps)
 
@@ -231,9 +239,10 @@ class progress:
         """Shows a step if enough time has passed."""
         self.step = step
         self._shown |= metrics
-        if step == self.first:  # a repeated evaluation: the time per step is not known yet
+        if step == self.first:  # a repeated evaluation
             return
         now = time.monotonic()
+        self._pace.add(step, now, metrics.get("seconds", 0.0))
         first = self.shown_step < 0
         if first or now - self.before >= (self.seconds if self._bar is None else REFRESH):
             self.before = now
@@ -249,14 +258,36 @@ class progress:
 
     def _show(self) -> None:
         self.shown_step = self.step
-        left = (time.monotonic() - self.began) / (self.step - self.first) * (self.steps - self.step) if (
-            self.step > self.first) else 0.0  # fmt: skip
-        text = described(self._shown)
+        text, left = described(self._shown), self._pace.left(self.steps - self.step)
         if self._bar is None:
-            print(f"step {self.step}/{self.steps}  {text}  {lasting(left)} left", file=sys.stderr, flush=True)
+            print(f"step {self.step}/{self.steps}  {text}{left and f'  {left}'}", file=sys.stderr, flush=True)
         else:
-            self._bar.update(0, completed=self.step, shown=text, left=lasting(left))
+            self._bar.update(0, completed=self.step, shown=text, left=left)
             self._bar.refresh()
+
+
+class _Pace:
+    """The time that steps take, after the first one of the program, which also compiles, allocates and compares."""
+
+    def __init__(self) -> None:
+        self.began, self.now, self.seconds, self.steps = 0.0, 0.0, 0.0, -1
+
+    def add(self, step: int, now: float, seconds: float) -> None:
+        """Notes that a step was read at a time, and how long it took by itself."""
+        self.now = now
+        if self.steps < 0:
+            self.first, self.began = step, now
+        else:
+            self.seconds += seconds
+        self.steps = step - self.first
+
+    def left(self, steps: int) -> str:
+        """The time that so many more steps take, as text; empty as long as it is unknown."""
+        if steps and self.steps < MEASURED:
+            return ""
+        # By the clock, which sees evaluations too; but of steps that are read all at once it sees too little.
+        each = max(self.now - self.began, self.seconds) / max(1, self.steps)
+        return f"{lasting(each * steps)} left"
 
 
 def _bar(step: int, steps: int) -> Any:
@@ -264,10 +295,10 @@ def _bar(step: int, steps: int) -> Any:
     from rich.progress import BarColumn, Progress, TextColumn
 
     columns = [TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=20),
-               TextColumn("{task.fields[shown]}"), TextColumn("{task.fields[left]} left")]  # fmt: skip
+               TextColumn("{task.fields[shown]}"), TextColumn("{task.fields[left]}")]  # fmt: skip
     bar = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
     bar.start()
-    bar.add_task("", total=steps, completed=step, shown="", left="?")
+    bar.add_task("", total=steps, completed=step, shown="", left="")
     return bar
 
 

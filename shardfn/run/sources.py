@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from shardfn.checkpoint.contents import lack
-from shardfn.quoting import listed
+from shardfn.quoting import listed, short
 from shardfn.run.collating import Collate, collated, masked
 from shardfn.run.feeding import owned
-from shardfn.run.fingerprints import described, digest
+from shardfn.run.fingerprints import described, digest, kinds
 from shardfn.run.order import Numbers, Order, Part
 from shardfn.run.randomness import lent_generators, seed_host
 from shardfn.shards.random import mixed
@@ -70,7 +70,7 @@ class Columns:
         if len(set(counts.values())) > 1:
             shown = listed(f"{name} has {count}" for name, count in counts.items())
             raise ValueError(f"{NAME}: dim 0 (the rows) must be equal in all tensors, but {shown}")
-        self._count = next(iter(counts.values()), 0)
+        self._names, self._count = list(counts), next(iter(counts.values()), 0)
 
     def __len__(self) -> int:
         return self._count
@@ -86,6 +86,10 @@ class Columns:
             for leaf in self._leaves
         ]
         return optree.tree_unflatten(self._structure, taken)
+
+    def facts(self) -> list[str]:
+        """One line for each tensor or array, to compare between ranks: `source['x']: float32 [100, 3]`."""
+        return [f"{name}: {described(leaf)}" for name, leaf in zip(self._names, self._leaves, strict=True)]
 
     def fingerprint(self) -> str:
         """A digest of dtypes, shapes, and a sample of rows."""
@@ -249,20 +253,28 @@ def _row(source: Any, number: int, seed: int) -> Any:
         raise
 
 
-def fingerprint(source: Any, seed: int) -> str:
-    """A digest that is equal for equal rows: the source's own, or else of its length and a sample of its rows.
+def sampled(source: Any, seed: int) -> tuple[str, list[str]]:
+    """A digest that is equal for equal rows, and one line for each fact about them that can be told.
 
-    A row that differs when it is read twice is left out.
+    The digest is the source's own, or else of its length and a sample of its rows; a row that differs when it is read
+    twice is left out.
     """
+    if isinstance(source, Columns):
+        return source.fingerprint(), source.facts()
     if isinstance(source, Ready):
-        return source.fingerprint()
-    probes = []
+        return source.fingerprint(), [_facts(source, source[0])]
+    probes, facts = list[int](), list[str]()
     for row in some_of(len(source)).tolist():
         inner, (number,) = unwrapped(source, [row])
         with lent_generators():
-            first, second = (digest(_row(inner, number, mixed(seed, "probe", row))) for _ in range(2))
-        probes.append(first if first == second else -1)
-    return f"{digest([len(source), *probes]):014x}"
+            first, second = (_row(inner, number, mixed(seed, "probe", row)) for _ in range(2))
+        facts = facts or [_facts(source, first)]
+        probes.append(digest(first) if digest(first) == digest(second) else -1)
+    return f"{digest([len(source), *probes]):014x}", facts
+
+
+def _facts(source: Any, row: Any) -> str:
+    return f"source: a {type(source).__name__}, its first row {short('; '.join(kinds(row)), 200)}"
 
 
 def by_workers(data: Dataset[Any], steps: Iterable[int] | None, workers: int, prefetch: int) -> Iterator[Any]:

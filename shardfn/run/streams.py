@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from shardfn.quoting import listed
+from shardfn.quoting import listed, short
 from shardfn.run.batch_consistency import Read, State
 from shardfn.run.collating import Collate, joined, masked
 from shardfn.run.feeding import ahead, locked, owned
@@ -179,11 +179,18 @@ class Lane:
             raise ValueError(f"Stream: {name} has {count} rows, and lengths says {lengths[file]}: correct it")
 
 
-def stream_fingerprint(stream: Stream) -> str:
-    """A digest of file names, lanes, block and lengths; it does not read rows."""
+def stream_facts(stream: Stream) -> tuple[str, list[str]]:
+    """A digest of file names, lanes, block and lengths, and a line for each; no rows are read."""
     names = [Path(str(file)).name for file in stream.files]
     lengths = None if stream.lengths is None else list(stream.lengths)
-    return f"{digest([names, stream.lanes, stream.block, lengths]):014x}"
+    facts = [
+        f"files: {len(names)}, from {short(names[0], 80)!r} to {short(names[-1], 80)!r}, names with checksum "
+        f"{digest(names):014x}",
+        f"lanes={stream.lanes}",
+        f"block={stream.block}",
+        f"lengths: {None if lengths is None else sum(lengths)}, each with checksum {digest(lengths):014x}",
+    ]
+    return f"{digest([names, stream.lanes, stream.block, lengths]):014x}", facts
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def shard_named(
 
 _PARAMETERS = (
     "the parameters",
-    "Every rank passes the same values: make them from one seed, or with init_sharded",
+    "Every rank passes the same parameters, with the same values: make them from one seed, or with init_sharded",
 )
 
 
@@ -407,7 +407,8 @@ def agreed(rules: Rules, name: str, run: Callable[[], Any]) -> Any:
                 f"{name}: nothing matches {listed(map(repr, sorted(rules.unused)))}; the parameters are "
                 f"{listed(rules.places)}"
             )
-    agree(sorted(rules.compared), rules.mesh, name, subject=_PARAMETERS)
+    lines = sorted(rules.compared, key=lambda line: line.partition(": "))  # a stage before its parameters
+    agree(lines, rules.mesh, name, subject=_PARAMETERS)
     if rules.inputs == "local":  # for whole values, `compared` already has checksums
         assert_replicated(result, rules.mesh)
     return result

@@ -88,7 +88,7 @@ def compare(mesh: DeviceMesh, signature: Signature, plan: GatherPlan, lane_state
         return
     described = [
         f"{signature.name} on {gather.layout}, gathered as {gather.wire or gather.dtype}{signature.summed}, layout "
-        f"{bytes(gather.tag[:8].tolist()).hex()}"
+        f"with checksum {bytes(gather.tag[:8].tolist()).hex()}"
         for gather in plan.each
     ]
     with unscheduled():

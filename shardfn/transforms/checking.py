@@ -9,7 +9,7 @@ import logging
 import os
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import optree
@@ -28,12 +28,14 @@ from shardfn.check.values import like_of
 from shardfn.collectives.agree import compare
 from shardfn.collectives.ledger import unrecorded
 from shardfn.compat import functorch
+from shardfn.mesh import callsites
 from shardfn.mesh.axes import known_axes, sizes
 from shardfn.mesh.grid import as_names
 from shardfn.mesh.scope import current_mesh
 from shardfn.mesh.spec import Leaf, P
+from shardfn.quoting import short
 from shardfn.shards.layout import FlatShard, Layout, is_flat, local_parameters
-from shardfn.transforms.autodiff import follow_parts
+from shardfn.transforms.autodiff import follow_parts, name_of
 from shardfn.transforms.exchange import Exchange, digest, keys, numbers
 
 if TYPE_CHECKING:
@@ -81,12 +83,13 @@ class Checked:
     """One checked call of a function.
 
     Args:
-        name: the function's name, for messages.
+        function: the function.
         mesh: the mesh whose ranks compare.
         outer: whether something outside differentiates the call.
     """
 
-    def __init__(self, name: str, mesh: DeviceMesh, outer: bool) -> None:
+    def __init__(self, function: Callable[..., Any], mesh: DeviceMesh, outer: bool) -> None:
+        self.function, name = function, f"shard_map({name_of(function)})"
         several = {axis: size for axis, size in sizes(mesh).items() if size > 1}
         self.name, self.mesh = name, mesh
         self.ranks = Exchange(mesh, tuple(several), name)
@@ -177,12 +180,15 @@ class Checked:
         if any(f.kind not in PROBABLY for f in ordered):
             raise VaryingError(said(self.name, ordered, False), ordered)
         if ordered:
-            warnings.warn(VaryingWarning(said(self.name, ordered, True), ordered), stacklevel=4)
+            file, line, names = callsites.warned(self.function)
+            warning = VaryingWarning(said(self.name, ordered, True), ordered)
+            registry = names.setdefault("__warningregistry__", {})
+            warnings.warn_explicit(warning, VaryingWarning, file, line, names.get("__name__"), registry)
 
     def _all_end(self) -> None:
         """Raises VaryingError if other ranks still call collectives."""
         try:
-            compare("the end of the function", "", self.ranks.everybody, by=self.name)
+            compare(f"the end of {short(self.name, 80)}", "", self.ranks.everybody, by=self.name)
         except ValueError as error:
             names = tuple(self.recorder.trace.axes)
             fix = "call the same collectives on all ranks"

@@ -173,7 +173,7 @@ class _Entered(NamedTuple):
 
 def _check(f: Function, entered: _Entered, out_specs: Any, mesh: DeviceMesh, seen: set[Any], outer: bool) -> Any:
     """Runs a call that is recorded, and judges it afterwards."""
-    checked = Checked(f"shard_map({name_of(f)})", mesh, outer)
+    checked = Checked(f, mesh, outer)
     with checked.recorder:
         checked.take(entered.leaves, entered.pieces)
         result = f(*entered.args, **entered.kwargs)
@@ -208,11 +208,7 @@ def _enter(
         matched = [match(specs, value, f"{name} in_specs for {label}", label) for value, (label, specs) in named]
         pieces = [[_localized(leaf, mesh, inputs, name) for leaf in members] for members in matched]
         for members, locals_ in zip(matched, pieces, strict=True):
-            compared += [_compared(leaf, piece) for leaf, piece in zip(members, locals_, strict=True)]
-            if whole:
-                compared += [
-                    f"{leaf.path}: numbers with checksum {checksum(leaf.value)}" for leaf in members if _is_whole(leaf)
-                ]
+            compared += [_compared(leaf, piece, whole) for leaf, piece in zip(members, locals_, strict=True)]
         local = [
             optree.tree_unflatten(optree.tree_structure(value, is_leaf=places_itself), locals_)
             for value, locals_ in zip(values, pieces, strict=True)
@@ -381,9 +377,10 @@ def _unwrapped(leaf: Leaf, mesh: DeviceMesh, name: str) -> Tensor:
     return cast(Tensor, value.to_local())
 
 
-def _compared(leaf: Leaf, value: Any) -> str:
-    """What all ranks must agree on; under `...` shapes may differ between ranks."""
+def _compared(leaf: Leaf, value: Any, whole: bool) -> str:
+    """What all ranks must agree on; under `...` shapes may differ between ranks. Whole values have the same numbers."""
     if not isinstance(value, Tensor):
         return f"{leaf.path}: {type(value).__name__}{f' placed as {value.spec}' if places_itself(value) else ''}"
     shape = "" if isinstance(leaf.spec, EllipsisType) else f" {tuple(value.shape)}"
-    return f"{leaf.path}: {value.dtype}{shape}"
+    numbers = f", numbers with checksum {checksum(leaf.value)}" if whole and _is_whole(leaf) else ""
+    return f"{leaf.path}: {value.dtype}{shape}{numbers}"

@@ -180,7 +180,7 @@ def judged(seeds: list[int]) -> list[Any]:
             inputs.append(Leaf(f"x{k}", x, spec))
             pieces.append(x)
         closed = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed + here["a"] * (seed % 2)))
-        checked = Checked(f"program {seed}", mesh, False)
+        checked = Checked(judged, mesh, False)
         with scope(mesh), checked.recorder:
             checked.take(inputs, pieces)
             values = Program(seed, closed, here).run(list(pieces))

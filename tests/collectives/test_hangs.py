@@ -378,6 +378,10 @@ def sums_over_another_axis(_: Any) -> None:
 
 
 LATER = PSUM.replace(r"\[2\]", r"\[3\]")
+KILLED = (
+    r"rank 1 has ended without an error message \(killed, out of memory, or crashed\); look first at "
+    "its output, and at the system's log. The last that all ranks came to was"
+)
 ERROR = rf"rank 1 has left with KeyError \('an odd batch'\), raised at {HERE}, the call at {HERE}"
 
 
@@ -387,8 +391,8 @@ def in_axis(name: str) -> str:
 
 WAITING: dict[Callable[[Any], Any], dict[int, str]] = {
     # what those say that are told
-    dies_before_a_collective: dict.fromkeys((0, 2), rf"{LATER}: rank 1 has ended without a word, after {PSUM}"),
-    dies_before_a_stage: {r: rf"{gathers('a')}: rank 1 has ended without a word, after {reduces('a')}" for r in (0, 2)},
+    dies_before_a_collective: dict.fromkeys((0, 2), rf"{LATER}: {KILLED} {PSUM}"),
+    dies_before_a_stage: {r: rf"{gathers('a')}: {KILLED} {reduces('a')}" for r in (0, 2)},
     raises_and_is_caught_elsewhere: dict.fromkeys((0, 2), rf"{LATER}: {ERROR}"),
     raises_inside_a_step: {r: rf"{gathers('c')}: {ERROR}" for r in (0, 2)},
     returns_early_from_a_step: dict.fromkeys((0, 2), rf"{PSUM}: rank 1 has returned from the call at {HERE}"),

@@ -121,7 +121,12 @@ ENDINGS: dict[str, tuple[Any, Any, str, str]] = {
     "ends": (step, ends, "rank 1 has ended", ""),
     "raises": (step, raises, "rank 1 has failed: ValueError: broken here", ""),
     "catches, ends": (catches, catches, "rank 1 has failed: KeyError: 'odd'", ""),
-    "killed": (step, killed, "rank 1 has ended without a word; look at its output first (", ""),
+    "killed": (
+        step,
+        killed,
+        "rank 1 has ended without an error message (killed, out of memory, or crashed); look first at",
+        "",
+    ),
     "save, ends": (save, ends, "rank 1 has ended", ""),
     "new arguments, ends": (lambda p: under(total, p), ends, "rank 1 has ended", ""),
 }
@@ -197,9 +202,14 @@ def a_wrong_batch() -> str:
 
 def test_a_wrong_batch_in_the_middle_of_a_run_is_named_on_every_rank() -> None:
     with World(2, deadline=30) as own:
-        for said in own.run(a_wrong_batch):
+        found = own.run(a_wrong_batch)
+        for said in found:
             assert "new to rank 1 (x: torch.float64 (2, 3); known before: x: torch.float64 (2, 4))" in said
             assert "FlatShard" not in said
+            assert "If this is a last batch with fewer rows, drop it (drop_last=True) or pad it" in said
+            assert len(said) <= 2000
+        # The cause and what to do come first where the batch is, before the wait in which it shows.
+        assert found[1].startswith("shard_map(loss): the arguments are new to rank 1 (x: ")
 
 
 @pytest.mark.parametrize("name", ENDINGS)
@@ -210,7 +220,7 @@ def test_a_rank_that_waits_for_one_that_has_gone_says_so(name: str) -> None:
     said = caught.value.failures[0].message
     assert ENDINGS[name][2] in said
     assert "GLHF" not in said + caught.value.failures[0].traceback
-    assert "pad them" not in said
+    assert "pad it" not in said
 
 
 def only_slow() -> list[str]:
@@ -241,6 +251,28 @@ def test_ranks_that_are_only_slow_are_waited_for_with_a_word() -> None:
     for rank, said in enumerate(world(3).within(40).run(only_slow)):
         assert any(f"rank {rank} has waited" in line and "of 'a' over shard" in line for line in said), said
         assert not any("in vain" in line for line in said)
+
+
+def slow_to_begin() -> list[str]:
+    """Rank 1 comes late to a new group, and then later still; what the log of the other says of each."""
+    watchdog.PATIENCE, watchdog.TICK = 0.1, 0.02
+    said = []
+    try:
+        for late in (0.3, 1.2):
+            time.sleep(late * dist.get_rank())
+            with heard() as heard_now:
+                group_over([0, 1], f"a use {late} late")
+            said.append("; ".join(heard_now))
+    finally:
+        watchdog.PATIENCE, watchdog.TICK = 5.0, 1.0
+    return said
+
+
+def test_a_rank_that_begins_late_alarms_nobody() -> None:
+    soon, late = world(2).run(slow_to_begin)[0]
+    assert soon == ""
+    assert "for the making of a group" in late
+    assert "A rank that still imports modules or loads data comes later" in late
 
 
 def two_threads_that_cross() -> Any:
@@ -364,7 +396,7 @@ def test_a_rank_that_is_killed_before_a_group_is_made_is_noticed(monkeypatch: py
             time.sleep(1)
             os.kill(os.getpid(), signal.SIGKILL)
         begun = time.monotonic()
-        with pytest.raises(RuntimeError, match="rank 1 has ended without a word") as caught:
+        with pytest.raises(RuntimeError, match="rank 1 has ended without an error message") as caught:
             group_over([0, 1], "a use of its own")
         assert time.monotonic() - begun < 10
         raise RuntimeError(f"told: {caught.value}")

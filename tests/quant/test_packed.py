@@ -16,6 +16,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import P, quant
+from shardfn.quant import formats
 from shardfn.shards.layout import is_flat
 from shardfn.testing import World
 from tests.models import ENGINES, distance, mesh_of
@@ -211,6 +212,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no names": (lambda: quant.quantize(WHOLE, quant.nf4(), []), ValueError, "an empty list chooses none"),
     "none": (lambda: quant.quantize(WHOLE, quant.nf4(), lambda *_: False), ValueError, "<lambda> chooses none"),
     "whole numbers": (lambda: quant.dequantize(WHOLE, torch.int8), TypeError, "dtype=torch.int8; it is a floating"),
+    "int8 with double scales": (lambda: formats.format_of("int8", 256, True), ValueError, "int8: double=True is for"),
+    "fp8 with double scales": (lambda: formats.format_of("fp8_e5m2", 64, True), ValueError, "fp8_e5m2: double=True is"),
     "computed": (
         lambda: quant.dequantize(scaled(quant.quantize(WHOLE, quant.nf4()))),
         TypeError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -127,7 +128,29 @@ sf.run.loop(step, 0, range(9), steps=9, report=[])
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert told.returncode == -signal.SIGTERM
     assert told.stdout == "still here\n"
-    assert "SIGTERM: the run saves and ends; another one, 0.5 s from now, ends it at once" in told.stderr
+    said = (
+        "SIGTERM: the run stops after this step without saving, as it has no save=; another one, 0.5 s from now, ends"
+    )
+    assert said in told.stderr
+
+
+@pytest.mark.parametrize("peer", ["lives", "is dead"])
+def test_a_signal_promises_no_checkpoint_that_a_dead_rank_prevents(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, peer: str
+) -> None:
+    def step(state: int, batch: int) -> Any:
+        if batch == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            if peer == "is dead":
+                raise RuntimeError("rank 0 waited in vain")
+        return state + 1, {"loss": 0.0}
+
+    with contextlib.suppress(RuntimeError):
+        sf.run.loop(step, 0, lambda start: range(start, 99), steps=9, save=tmp_path, report=[])
+    interrupts.forget()
+    assert "SIGTERM: the run stops after this step and saves, if every rank still can; another one, 2 s" in caplog.text
+    fails = f"the run fails before it could save; the same call resumes from what {tmp_path} has"
+    assert (fails in caplog.text) == (peer == "is dead")
 
 
 def test_a_run_on_another_thread_leaves_signals_alone() -> None:

@@ -173,34 +173,79 @@ def test_what_cannot_be_read_is_said_on_every_rank_at_its_step(world: World, nam
         assert any("could not read its batch of step 0" in one and "Traceback" in one for one in found)
 
 
+ONES = torch.ones(40)
+STREAM: dict[str, Any] = {"read": lambda file: [torch.ones(1)] * 8, "lanes": 2}
+UNEQUAL: dict[str, tuple[Any, str]] = {
+    "seed": (lambda r: {"seed": r}, "rank 0 has seed=0; rank 1 has seed=1"),
+    "batch": (lambda r: {"batch": 4 + 4 * r}, "rank 0 has batch=4; rank 1 has batch=8"),
+    "start": (lambda r: {"start": r}, "rank 0 has start=0; rank 1 has start=1"),
+    "length": (lambda r: {"source": X[r:]}, "rank 0 has rows=40; rank 1 has rows=39; rank 0 has source: "),
+    "rows": (lambda r: {"source": X + r}, "rank 0 has rows of the source with checksum "),
+    "shape": (
+        lambda r: {"source": {"x": torch.ones(40, 3 + r), "y": ONES}},
+        "rank 0 has source['x']: float32 [40, 3]; rank 1 has source['x']: float32 [40, 4]. All",
+    ),
+    "dtype": (
+        lambda r: {"source": [ONES, ONES.double()][r]},
+        "rank 0 has source: float32 [40]; rank 1 has source: float64 [40]. All",
+    ),
+    "keys": (
+        lambda r: {"source": {"x": ONES, "ab"[r]: ONES}},
+        "rank 0 has source['a']: float32 [40], which rank 1 lacks; rank 1 has source['b']: float32 [40], which rank 0",
+    ),
+    "type": (
+        lambda r: {"source": [ONES, [1.0] * 40][r]},
+        "rank 0 has source: float32 [40]; rank 1 has source: a list, its first row float. All",
+    ),
+    "kind of rows": (
+        lambda r: {"source": [{"x": [1, 1.0][r]}] * 40},
+        "rank 0 has source: a list, its first row ['x'] int; rank 1 has source: a list, its first row ['x'] float. All",
+    ),
+    "subset": (
+        lambda r: {"source": torch.utils.data.Subset(TensorDataset(X), [*range(r, 40, 2)])},
+        "rank 0 has rows of the source with checksum ",
+    ),
+    "files": (
+        lambda r: {"source": sf.run.Stream(["a", "b", "c"][: 2 + r], **STREAM)},
+        "rank 0 has files: 2, from 'a' to 'b'; rank 1 has files: 3, from 'a' to 'c'. All",
+    ),
+    "other files": (
+        lambda r: {"source": sf.run.Stream(["a", "bc"[r], "d"], **STREAM)},
+        "rank 0 has files: 3, from 'a' to 'd', names with checksum ",
+    ),
+}
+
+
 def unequal(what: str) -> str:
     rank = dist.get_rank()
     more: dict[str, dict[str, Any]] = {
-        "seed": {"seed": rank},
-        "batch": {"batch": 4 + 4 * rank},
-        "length": {"source": X[rank:]},
-        "rows": {"source": X + rank},
-        "subset": {"source": torch.utils.data.Subset(TensorDataset(X), [*range(rank, 40, 2)])},
-        "start": {"start": rank},
         "one alone is wrong": {"batch": 4 - rank},
         "source fails": {"source": Broken(0 if rank else -1)},
     }
     return told(lambda: made(more[what]))
 
 
-@pytest.mark.parametrize(
-    "what", ["seed", "batch", "length", "rows", "subset", "start", "one alone is wrong", "source fails"]
-)
+@pytest.mark.parametrize("what", ["one alone is wrong", "source fails"])
 @pytest.mark.world(2)
-def test_ranks_that_are_given_different_things_say_so(world: World, what: str) -> None:
+def test_a_rank_that_alone_is_wrong_is_named_on_the_other(world: World, what: str) -> None:
     first, second = world.run(unequal, what)
-    if what in ("one alone is wrong", "source fails"):
-        assert first.startswith("ValueError: sf.run.batches: rank 1 failed: ")
-        assert ("cannot be cut into equal parts" if what == "one alone is wrong" else "the disk is gone") in first
-        assert "batch=3" in second or "OSError" in second
-    else:
-        assert "differ between ranks" in first
-        assert "differ between ranks" in second
+    assert first.startswith("ValueError: sf.run.batches: rank 1 failed: ")
+    assert ("cannot be cut into equal parts" if what == "one alone is wrong" else "the disk is gone") in first
+    assert "batch=3" in second or "OSError" in second
+
+
+def all_unequal() -> dict[str, str]:
+    return {what: told(lambda given=given: made(given(dist.get_rank()))) for what, (given, _) in UNEQUAL.items()}  # type: ignore[misc]
+
+
+@pytest.mark.world(2)
+def test_ranks_that_are_given_different_things_say_what_differs(world: World) -> None:
+    for found in world.run(all_unequal):
+        for what, (_, words) in UNEQUAL.items():
+            assert found[what].startswith("ValueError: sf.run.batches: the arguments differ between ranks: "), found[
+                what
+            ]
+            assert words in found[what], found[what]
 
 
 def negative_step() -> str:

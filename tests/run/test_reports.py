@@ -161,6 +161,41 @@ def test_without_a_terminal_progress_is_lines_now_and_then(capsys: pytest.Captur
     assert len(capsys.readouterr().err.splitlines()) == 5
 
 
+def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], read: list[float]) -> list[str]:
+    """What progress says is left of 100 steps, of which each is read at a time; the first takes a minute by itself."""
+    clock = [0.0]
+    monkeypatch.setattr("shardfn.run.reports.time.monotonic", lambda: clock[0])
+    report = sf.run.progress(seconds=1e-9)
+    report.begin(0, 100)
+    for step, clock[0] in enumerate(read, 1):
+        clock[0] += step * 1e-6  # no two at the same time
+        report(step, {"loss": 1.5, "seconds": 60.0 if step == 1 else 1.0})
+    return [line.partition(" s/step")[2].strip() for line in capsys.readouterr().err.splitlines()]
+
+
+def test_the_time_left_is_shown_once_it_is_known(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shown(monkeypatch, capsys, [60, 61, 62, 63, 64]) == ["", "", "", "1 min 36 s left", "1 min 35 s left"]
+    # With evaluations in between, which the seconds of steps do not include.
+    assert shown(monkeypatch, capsys, [60, 62, 64, 66])[3] == "3 min 12 s left"
+    # Steps may be read all at once, before a checkpoint.
+    assert shown(monkeypatch, capsys, [64, 64, 64, 64])[3] == "1 min 36 s left"
+
+
+def test_a_run_that_resumes_says_so_in_its_first_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run(2, None, tmp_path)
+    assert "resumed" not in capsys.readouterr().err
+    run(4, None, tmp_path)
+    first, *later = capsys.readouterr().err.splitlines()
+    assert first == f"resumed from {tmp_path}/step-00000002 (step 2)"
+    assert all(line.startswith("step ") for line in later)
+    run(4, None, tmp_path)  # and a run that has nothing left to do
+    assert capsys.readouterr().err.splitlines() == [f"resumed from {tmp_path}/step-00000004 (step 4)"]
+    run(5, [], tmp_path)
+    assert capsys.readouterr().err == ""
+
+
 PROGRAM = """
 import sys, time, shardfn as sf
 if sys.argv[1:]:
