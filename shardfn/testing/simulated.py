@@ -455,7 +455,7 @@ class _Operations(modes.DispatchMode):
             return args[0] in _pinned
         if func.namespace in _COLLECTIVES and dist.get_world_size() > 1 and func not in _QUIET:
             self.device._waited("cpu collective")
-        if not func.is_view:
+        if not func.is_view and all(x.device.type == "cpu" for x in tensors):  # those on "meta" have no memory
             self.device.clocks.use(HOST, func.name(), *_used(func, args, kwargs))
         return func(*args, **kwargs)
 
@@ -591,6 +591,9 @@ def _collective(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         return args[0]
     reads, writes = _used(func, args, kwargs)
     group = _group_of(func, args, kwargs)
+    message = func.name() in ("c10d::send", "c10d::recv_")  # between two ranks, which have a communicator of their own
+    if message:
+        group = f"{group} {sorted((dist.ProcessGroup.unbox(args[1]).rank(), args[2]))}"
     uneven = "alltoall" in func.name() or "all_to_all" in func.name()  # each rank has its own sizes
     sent = 0 if uneven else sum(x.nbytes for x in {id(x): x for x in (*reads, *writes)}.values())
     with device._lock:
@@ -598,7 +601,8 @@ def _collective(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         if stream is None:
             stream = device.streams[group] = device.clocks.stream()
             device.clocks.keeping.add(stream)
-        device.collectives.setdefault(group, []).append((func.name(), sent))
+        if not message:
+            device.collectives.setdefault(group, []).append((func.name(), sent))
     device.clocks.wait(stream, device.clocks.now(device.stream()))
     device.clocks.use(stream, func.name(), reads, writes)
     out = _valued(device, func, args, kwargs) if device.values else _pretended(device, func, args, kwargs)

@@ -109,8 +109,10 @@ def differentiated(device: str) -> list[Tensor]:
     return [y.detach().cpu() for y in found]
 
 
-def on_the_device(store: str, programs: list[tuple[str, str, str, dict[str, Any]]], scratch: str) -> list[Any]:
-    """Of each program: its numbers, races, and collectives by group."""
+def on_the_device(
+    store: str, programs: list[tuple[str, str, str, dict[str, Any]]], scratch: str
+) -> tuple[int, list[Any]]:
+    """This rank; and of each program its numbers, races, and collectives by group."""
     met = dist.FileStore(store, 4)  # type: ignore[attr-defined]
     rank, found = met.add("ranks", 1) - 1, []
     with simulated(4, rank, store=met) as device:
@@ -123,7 +125,7 @@ def on_the_device(store: str, programs: list[tuple[str, str, str, dict[str, Any]
         device.collectives.clear()
         numbers = differentiated(device.name)
         found.append((numbers, device.races, dict(device.collectives)))
-    return found
+    return rank, found
 
 
 def on_the_cpu(programs: list[tuple[str, str, str, dict[str, Any]]], scratch: str) -> list[Any]:
@@ -135,6 +137,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("simulated")
     programs = list(PROGRAMS.values())
     got = world(4, "alone").within(240).run(on_the_device, str(folder / "store"), programs, str(folder))
+    got = [found for _, found in sorted(got, key=lambda pair: pair[0])]
     want = world(4).within(120).run(on_the_cpu, programs, str(folder))
     return {name: ([g[i] for g in got], [w[i] for w in want]) for i, name in enumerate(NAMES)}
 
