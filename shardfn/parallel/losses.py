@@ -6,12 +6,11 @@ import functools
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shardfn.collectives.functional import axis_index, axis_size, pmax, psum
 from shardfn.mesh.grid import AxisName
-from shardfn.parallel.linear import to_parallel
+from shardfn.parallel.linear import check_range, to_parallel
 from shardfn.transforms.custom_vjp import custom_vjp
 
 LOGITS = 2**23  # computed at a time by default
@@ -48,7 +47,8 @@ def cross_entropy(
         One loss a target, the same on all ranks along `axis`; 0 at ignored targets.
 
     Raises:
-        IndexError: a target is outside the vocabulary.
+        IndexError: a target is outside the vocabulary. On an accelerator it is a RuntimeError at a later call, of a
+            stage or of this function, as the host does not wait for the targets; in a compiled graph there is none.
         ValueError: the shapes do not fit; the vocabulary is larger than `w`; the chunk is not positive.
 
     Source: Shoeybi et al., Megatron-LM (2019), section 3, for the cut. Chunks are activation checkpointing.
@@ -69,7 +69,7 @@ def cross_entropy(
     if rows < 1:
         raise ValueError(f"cross_entropy: chunk={chunk}; it is a number of rows, 1 or more")
     flat_x, labels = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-    F.embedding((labels.where(labels != ignore, 0)), w.new_empty(()).expand(columns, 1).detach())  # checks the range
+    check_range("cross_entropy", "targets", labels.where(labels != ignore, 0), columns)
     losses = _rule(axis, columns, ignore, rows)(flat_x, w, labels)[0]
     return losses.view(targets.shape)
 
@@ -121,6 +121,7 @@ def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> custom_vjp:
         ct = ct.where(targets != ignore, 0)
         dx = torch.empty_like(x) if needs[0] else None
         dw: Tensor | None = None
+        wide = torch.promote_types(w.dtype, torch.float32)
         for chunk in _chunks(len(x), rows):
             shares, sums = parts or _shares(logits(x[chunk], w))
             p = shares * ((sums - lse[chunk]).exp() * ct[chunk])[:, None]
@@ -129,8 +130,13 @@ def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> custom_vjp:
             if dx is not None:
                 dx[chunk] = p @ w.mT
             if needs[1]:
-                dw = x[chunk].mT @ p if dw is None else dw.addmm_(x[chunk].mT, p)
-        return [dx, dw, None]
+                if dw is None:
+                    dw = x[chunk].mT @ p
+                elif dw.dtype == p.dtype == wide:
+                    dw.addmm_(x[chunk].mT, p)
+                else:  # rounding the sum after each chunk would make the error grow with their number
+                    dw = dw.to(wide).add_(x[chunk].mT @ p)
+        return [dx, None if dw is None else dw.to(w.dtype), None]
 
     return custom_vjp(pure, fwd, bwd)
 
