@@ -79,9 +79,9 @@ def embedding(tokens: Tensor, table: Tensor, axis: AxisName = (), *, sequence: i
 
 
 def check_range(caller: str, what: str, indices: Tensor, n: int) -> None:
-    """Raises IndexError unless indices are from 0 to `n - 1`; for those on an accelerator, RuntimeError at a later call.
+    """Raises IndexError unless indices are from 0 to `n - 1`; on an accelerator it is RuntimeError, at a later call.
 
-    There an operation that finds a wrong index would end the context of the device; so indices must be masked, too.
+    There an operation that finds a wrong index would end the context of the device, so indices must be masked, too.
     """
     if indices.device.type in ("cpu", "meta"):
         F.embedding(indices, torch.empty((), device=indices.device).expand(n, 1))
@@ -96,4 +96,4 @@ def check_range(caller: str, what: str, indices: Tensor, n: int) -> None:
 
 def _outside(caller: str, what: str, n: int, ends: Tensor) -> str | None:
     low, high = ends.tolist()
-    return None if 0 <= low and high < n else f"{caller}: {what} are from {low} to {high}; they are from 0 to {n - 1}"
+    return None if low >= 0 and high < n else f"{caller}: {what} are from {low} to {high}; they are from 0 to {n - 1}"

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives.functional import axis_index, axis_size, pmax, psum
+from shardfn.compat.devices import at_once
 from shardfn.mesh.grid import AxisName
 from shardfn.parallel.linear import check_range, to_parallel
 from shardfn.transforms.custom_vjp import custom_vjp
 
-LOGITS = 2**23  # computed at a time by default
+LOGITS = 2**23, 2**26  # computed at a time by default: on a CPU, and elsewhere
 
 
 def cross_entropy(
@@ -40,7 +41,7 @@ def cross_entropy(
         axis: the axis that cuts `w` by columns; `()` if nothing does.
         vocabulary: the number of columns of the whole `w` that are not padding; padding has no probability.
         ignore: the target that has no loss and no gradient.
-        chunk: rows at a time; default: as many as make 8 million logits.
+        chunk: rows at a time; default: as many as make 8 million logits on a CPU, and 64 million elsewhere.
         sequence: the dimension along which `axis` cuts `x`, as for `to_parallel`; the targets are whole.
 
     Returns:
@@ -65,7 +66,7 @@ def cross_entropy(
         raise ValueError(
             f"cross_entropy: vocabulary={vocabulary}, but w has {w.shape[1]} columns on each of {size} ranks"
         )
-    rows = max(1, LOGITS // max(1, w.shape[1])) if chunk is None else chunk
+    rows = max(1, at_once(x.device, *LOGITS) // max(1, w.shape[1])) if chunk is None else chunk
     if rows < 1:
         raise ValueError(f"cross_entropy: chunk={chunk}; it is a number of rows, 1 or more")
     flat_x, labels = x.reshape(-1, x.shape[-1]), targets.reshape(-1)

@@ -138,8 +138,8 @@ def test_the_error_of_the_gradients_does_not_grow_with_the_number_of_chunks() ->
     targets = torch.randint(512, (4096,), generator=g)
 
     def gradients(chunk: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-        sources = [x.to(dtype, copy=True).requires_grad_(), (w.to(dtype) / 10).requires_grad_()]
-        found = torch.autograd.grad(parallel.cross_entropy(*sources, targets, chunk=chunk).sum(), sources)
+        a, b = x.to(dtype, copy=True).requires_grad_(), (w.to(dtype) / 10).requires_grad_()
+        found = torch.autograd.grad(parallel.cross_entropy(a, b, targets, chunk=chunk).sum(), (a, b))
         assert [grad.dtype for grad in found] == [dtype] * 2
         return [grad.double() for grad in found]
 
