@@ -59,6 +59,8 @@ OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
     "clipped": lambda: so.chain(so.clip_by_global_norm(1.0), so.adamw(1e-3)),
     "clipped, pure": lambda: so.chain(so.clip_by_global_norm(1.0, donate=False), so.adamw(1e-3)),
     "clamped": lambda: so.chain(so.clip_by_value(1.0), so.adamw(1e-3)),
+    "adamw8bit": lambda: so.adamw8bit(1e-3),
+    "adamw, bfloat16 state": lambda: so.adamw(1e-3, state_dtype=torch.bfloat16),
     "ema": lambda: so.ema(so.adamw(1e-3), 0.9),
     "accumulate": lambda: so.accumulate(so.adamw(1e-3), 2),
     "shard_state": lambda: so.shard_state(so.adamw(1e-3), "replica"),
@@ -477,6 +479,61 @@ def generators() -> list[dict[str, int]]:
 
 def test_initialisation_touches_no_generator_of_the_device() -> None:
     assert world(1, "alone").run(generators)[0] == [{}, {}, {}]
+
+
+def generators_of_calls() -> list[dict[str, int]]:
+    found = []
+    with simulated(RANKS) as device:
+        mesh = sf.make_mesh(replica=2, shard=4, device=device.name)
+        params, x = sharded(mesh, STRATEGIES["full_shard"]), drawn(8, WIDTH)
+        for options in ({}, {"remat": True}):
+            loss = losing(sf.stage(block, **options))
+            for run in (loss, sf.grad(loss)):
+                step = mapped(mesh, run, params, x)
+                step()
+                device.forget()
+                step()
+                found.append(dict(device.generators))
+    return found
+
+
+def test_random_state_is_read_where_a_stage_may_run_again() -> None:
+    n = 2  # stages
+    kept, again = {"get_rng_state": n}, {"get_rng_state": 2 * n, "set_rng_state": 2 * n}
+    assert world(1, "alone").run(generators_of_calls)[0] == [{}, kept, {}, again]
+
+
+def copies_of_gradients() -> list[tuple[int, int, int]]:
+    """Of each call that copies gradients: the numbers of tensors and of dtypes, and how many differ in strides."""
+    found = []
+    copy = torch._foreach_copy_
+
+    def copied(into: list[Tensor], those: list[Tensor]) -> None:
+        kinds = {(a.dtype, b.dtype) for a, b in zip(into, those, strict=True)}
+        found.append((len(into), len(kinds), sum(a.stride() != b.stride() for a, b in zip(into, those, strict=True))))
+        copy(into, those)
+
+    with simulated(RANKS) as device, pytest.MonkeyPatch.context() as monkeypatch:
+        mesh = sf.make_mesh(replica=2, shard=4, device=device.name)
+        params, x = sharded(mesh, STRATEGIES["full_shard"], 1), drawn(8, WIDTH)
+        params["blocks"] = params["blocks"][:1]
+
+        def turned(p: Any, x: Tensor) -> Tensor:
+            return x + torch.tanh(x @ p["up"] + p["b"]) @ p["down"].mT.contiguous().mT
+
+        options = {"gather_dtype": torch.bfloat16, "input_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+        for stage_options in ({}, options):
+            step = mapped(mesh, sf.grad(losing(sf.stage(turned, **stage_options))), params, x)
+            step()
+            monkeypatch.setattr(torch, "_foreach_copy_", copied)
+            step()
+            monkeypatch.undo()
+    return found
+
+
+def test_gradients_are_copied_by_lists_of_one_dtype_and_order() -> None:
+    narrow = [(2, 1, 0), (1, 1, 1), (1, 1, 0)]  # alike, of another order, and the marks, of another dtype
+    assert world(1, "alone").run(copies_of_gradients)[0] == [(3, 1, 0), (1, 1, 1), *narrow]
 
 
 def test_processes_may_be_alone() -> None:
