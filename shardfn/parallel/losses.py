@@ -95,7 +95,7 @@ def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> custom_vjp:
         """Losses, and log-sum-exps over all columns; `sums` are the log-sum-exps of this rank's columns."""
         column, here = own(targets, logits.shape[1])
         top = pmax(sums.detach(), axis)
-        chosen = logits.gather(1, column[:, None])[:, 0].where(here, 0)
+        chosen = logits[_rows(column), column].where(here, 0)
         total, chosen = psum(torch.stack(((sums - top).exp(), chosen)), axis).unbind(0)
         lse = total.log() + top
         return (lse - chosen).where(targets != ignore, 0), lse
@@ -127,7 +127,8 @@ def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> custom_vjp:
             shares, sums = parts or _shares(logits(x[chunk], w))
             p = shares * ((sums - lse[chunk]).exp() * ct[chunk])[:, None]
             column, here = own(targets[chunk], p.shape[1])
-            p = p.scatter_add_(1, column[:, None], -ct[chunk, None].where(here[:, None], 0)).to(x.dtype)
+            p[_rows(column), column] -= ct[chunk].where(here, 0)
+            p = p.to(x.dtype)
             if dx is not None:
                 dx[chunk] = p @ w.mT
             if needs[1]:
@@ -140,6 +141,10 @@ def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> custom_vjp:
         return [dx, None if dw is None else dw.to(w.dtype), None]
 
     return custom_vjp(pure, fwd, bwd)
+
+
+def _rows(column: Tensor) -> Tensor:
+    return torch.arange(len(column), device=column.device)
 
 
 def _shares(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -483,10 +483,11 @@ def test_initialisation_touches_no_generator_of_the_device() -> None:
 
 def generators_of_calls() -> list[dict[str, int]]:
     found = []
+    each: list[dict[str, Any]] = [{}, {"remat": True}]
     with simulated(RANKS) as device:
         mesh = sf.make_mesh(replica=2, shard=4, device=device.name)
         params, x = sharded(mesh, STRATEGIES["full_shard"]), drawn(8, WIDTH)
-        for options in ({}, {"remat": True}):
+        for options in each:
             loss = losing(sf.stage(block, **options))
             for run in (loss, sf.grad(loss)):
                 step = mapped(mesh, run, params, x)
@@ -521,9 +522,10 @@ def copies_of_gradients() -> list[tuple[int, int, int]]:
         def turned(p: Any, x: Tensor) -> Tensor:
             return x + torch.tanh(x @ p["up"] + p["b"]) @ p["down"].mT.contiguous().mT
 
-        options = {"gather_dtype": torch.bfloat16, "input_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-        for stage_options in ({}, options):
-            step = mapped(mesh, sf.grad(losing(sf.stage(turned, **stage_options))), params, x)
+        narrow = {"gather_dtype": torch.bfloat16, "input_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+        each: list[dict[str, Any]] = [{}, narrow]
+        for options in each:
+            step = mapped(mesh, sf.grad(losing(sf.stage(turned, **options))), params, x)
             step()
             monkeypatch.setattr(torch, "_foreach_copy_", copied)
             step()
@@ -534,6 +536,26 @@ def copies_of_gradients() -> list[tuple[int, int, int]]:
 def test_gradients_are_copied_by_lists_of_one_dtype_and_order() -> None:
     narrow = [(2, 1, 0), (1, 1, 1), (1, 1, 0)]  # alike, of another order, and the marks, of another dtype
     assert world(1, "alone").run(copies_of_gradients)[0] == [(3, 1, 0), (1, 1, 1), *narrow]
+
+
+def unordered() -> dict[str, list[str]]:
+    """Of each case, the operations that add in the order in which threads of a GPU happen to come."""
+    cases: dict[str, Any] = {"capacity": {"capacity": 8}, "dropless": {}}
+    found = {}
+    with simulated(RANKS) as device:
+        mesh = sf.make_mesh(replica=2, shard=4, device=device.name)
+        steps = {name: mixing(mesh, **options) for name, options in cases.items()} | {"vocabulary": language(mesh)}
+        for name, step in steps.items():
+            step()
+            device.forget()
+            step()
+            kinds = ("scatter_add", "index_add", "scatter_reduce", "index_reduce")
+            found[name] = [op for op in device.operations if any(kind in op for kind in kinds)]
+    return found
+
+
+def test_experts_and_vocabularies_add_in_an_order_of_their_own() -> None:
+    assert world(1, "alone").run(unordered)[0] == {"capacity": [], "dropless": [], "vocabulary": []}
 
 
 def test_processes_may_be_alone() -> None:
