@@ -5,8 +5,7 @@
 The device is simulated (`shardfn.testing.simulated`): the step is the real one, on shapes without numbers. Each
 operation would launch one kernel or more on a real device; views and allocations launch none. Strategies: the
 operations of a stage of two matrices, forward and backward, in addition to those of the same functions on plain
-tensors. Optimizers: the operations of one step on 4 matrices with a billion parameters together. If there would be tens
-of thousands of them, they are extrapolated linearly from two smaller numbers of parameters.
+tensors. Optimizers: the operations of one step on 4 matrices with a billion parameters together.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from shardfn.testing.simulated import NAME, Device
 
 LAYERS, WIDTH = 16, 256
 MATRICES, ROWS = 4, 256
-FEW, TWICE, BILLION = 2**18, 2**19, 2**30
-MOST = 20_000  # more operations than these are extrapolated
+BILLION = 2**30
 
 # Limits for the operations of a step: a few in all, a few per matrix, or some for each of 64 parts of 16M elements.
 Make = Callable[[], so.Optimizer]
@@ -105,26 +103,17 @@ def by_strategy(device: Device) -> dict[str, Counts]:
 # --- optimizers ---
 
 
-def step_of(name: str, elements: int) -> Callable[[], Any]:
-    columns = elements // MATRICES // ROWS
+def step_of(name: str) -> Callable[[], Any]:
+    columns = BILLION // MATRICES // ROWS
     dtype = torch.bfloat16 if name in NARROW else torch.float32
     optimizer, params = OPTIMIZERS[name][0](), [empty(ROWS, columns, dtype=dtype) for _ in range(MATRICES)]
     grads, state = optree.tree_map(torch.empty_like, params), optimizer.init(params)
     return lambda: optimizer.step(params, grads, state)
 
 
-def of_a_billion(device: Device, name: str) -> Counts:
-    """The counts for a billion parameters: counted, or extrapolated if there are too many operations."""
-    few, twice = (counts(device, step_of(name, elements)) for elements in (FEW, TWICE))
-    growth = BILLION // FEW - 1
-    if few.operations + (twice.operations - few.operations) * growth <= MOST:
-        return counts(device, step_of(name, BILLION))
-    return Counts(*(a + (b - a) * growth for a, b in zip(few, twice, strict=True)))
-
-
 def measured() -> tuple[dict[str, Counts], dict[str, Counts]]:
     with simulated(ranks=8) as device:
-        return by_strategy(device), {name: of_a_billion(device, name) for name in OPTIMIZERS}
+        return by_strategy(device), {name: counts(device, step_of(name)) for name in OPTIMIZERS}
 
 
 def main() -> None:

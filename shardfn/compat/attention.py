@@ -23,7 +23,7 @@ _fused_cuda_backward: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_a
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention `[b, h, t, d], [b, h, s, d], ... -> [b, h, t, d]` and the log-sum-exp of its scores, `[b, h, t]`.
+    """Attention `[b, h, t, d], [b, g, s, d], ... -> [b, h, t, d]` and the log-sum-exp of its scores, `[b, h, t]`.
 
     Not recorded by autograd. Uses torch's fused kernels for tensors that they accept.
     """
@@ -34,7 +34,7 @@ def attention(
         return out[..., : v.shape[-1]], lse
     scores = _scores(q, k, causal, scale)
     lse = scores.logsumexp(-1)
-    return ((scores - lse[..., None]).exp().to(v.dtype) @ v), lse
+    return by_group((scores - lse[..., None]).exp().to(v.dtype), v), lse
 
 
 def attention_backward(
@@ -59,8 +59,23 @@ def attention_backward(
         return dq, dk, dv
     p = (_scores(q, k, causal, scale) - lse[..., None]).exp()
     d = (ct * out).sum(-1, keepdim=True).to(p.dtype)
-    ds = (p * ((ct @ v.mT).to(p.dtype) - d) * scale).to(q.dtype)
-    return ds @ k, ds.mT @ q, p.to(ct.dtype).mT @ ct
+    ds = (p * (by_group(ct, v.mT).to(p.dtype) - d) * scale).to(q.dtype)
+    return by_group(ds, k), _over_group(ds, q, k), _over_group(p.to(ct.dtype), ct, v)
+
+
+def _grouped(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Rows of all heads of a group, one after another: `[b, h, t, n] -> [b, g, h / g * t, n]`."""
+    return x if x.shape[1] == y.shape[1] else x.reshape(*y.shape[:2], -1, x.shape[-1])
+
+
+def _over_group(x: torch.Tensor, y: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """The sum over the heads of each group of `x.mT @ y`, in the shape of `k`."""
+    return _grouped(x, k).mT @ _grouped(y, k)
+
+
+def by_group(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Multiplies the rows of each head with the matrix of its group: `[b, h, t, n], [b, g, n, m] -> [b, h, t, m]`."""
+    return (_grouped(x, y) @ y).reshape(*x.shape[:-1], y.shape[-1])
 
 
 def _fits_cpu(q: torch.Tensor, k: torch.Tensor) -> bool:
@@ -96,7 +111,7 @@ def _even_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
-    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    scores = by_group(q, k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
     if causal:
         unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(unseen, -torch.inf)

@@ -21,6 +21,17 @@ def use(device: torch.device) -> None:
         torch.get_device_module(device).set_device(device)
 
 
+def at_once(device: torch.device, cached: int, most: int = 2**24) -> int:
+    """How many elements to process at a time on a device.
+
+    Args:
+        device: on which they are.
+        cached: so many that intermediate results stay in a CPU's cache.
+        most: so many that an accelerator is busy for longer than launches take: in float32, 64 MiB a result.
+    """
+    return cached if device.type == "cpu" else most
+
+
 def as_here() -> Callable[[], None]:
     """Returns a function that makes this thread's current device current in the thread that calls it."""
     kind = torch.accelerator.current_accelerator(check_available=True)

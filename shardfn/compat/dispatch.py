@@ -220,7 +220,12 @@ def traced() -> bool:
     Modes that only count or keep results, as `torch.utils.flop_counter` and checkpoints do, change nothing, and may be
     active on some ranks only.
     """
-    return any(_keyed(mode) or getattr(mode, "pretends", False) for mode in _modes())
+    return pretended() or any(map(_keyed, _modes()))
+
+
+def pretended() -> bool:
+    """Whether the mode of a pretended device is active: its tensors are fake ones, and stay as long as others."""
+    return any(getattr(mode, "pretends", False) for mode in _modes())
 
 
 def ordinary(x: torch.Tensor) -> bool:

@@ -128,9 +128,8 @@ def vdot(a: Any, b: Any) -> Tensor:
             p, q = (unit.values.reshape(-1)[seg.start : seg.stop] for unit in (x, y))
             dtype = torch.promote_types(torch.promote_types(p.dtype, q.dtype), wide(p))
             product = torch.vdot(p.to(dtype), q.to(dtype))
-            products[seg.path] = torch.stack(
-                (product.real, product.imag if product.is_complex() else product * 0)[:numbers]
-            )
+            complete = product.to(torch.promote_types(dtype, torch.complex64)) if numbers == 2 else product
+            products[seg.path] = torch.view_as_real(complete) if numbers == 2 else product.reshape(1)
     sums = list(totals(left, products, lambda whole: numbers, sources).values())
     total = torch.stack(sums).sum(0) if sums else torch.zeros(numbers, device="cpu")
     return torch.view_as_complex(total) if numbers == 2 else total[0]
@@ -198,10 +197,12 @@ def clip_by_value(limit: float, *, donate: bool = True) -> Transform:
 
     def update(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         del params
-        clamped = _changed(
-            "clip_by_value", grads, donate, lambda x: x.clamp_(-limit, limit), lambda u: u.values.clamp(-limit, limit)
-        )
-        return clamped, state
+
+        def clamp(xs: list[Tensor]) -> None:
+            torch._foreach_clamp_min_(xs, -limit)
+            torch._foreach_clamp_max_(xs, limit)
+
+        return _changed("clip_by_value", grads, donate, clamp, lambda u: u.values.clamp(-limit, limit)), state
 
     return Transform(lambda params: {"limit": limit}, update)
 
@@ -209,13 +210,15 @@ def clip_by_value(limit: float, *, donate: bool = True) -> Transform:
 def scaled(name: str, tree: Any, factor: Tensor | float, donate: bool) -> Any:
     """A tree times a number or a 0-d tensor; each tensor keeps its dtype."""
     at = functools.cache(lambda device: factor.to(device) if isinstance(factor, Tensor) else factor)
-    return _changed(
-        name, tree, donate, lambda x: x.mul_(at(x.device)), lambda u: (u.values * varied(factor, u)).to(u.values.dtype)
-    )
+
+    def scale(xs: list[Tensor]) -> None:
+        torch._foreach_mul_(xs, at(xs[0].device))
+
+    return _changed(name, tree, donate, scale, lambda u: (u.values * varied(factor, u)).to(u.values.dtype))
 
 
 def _changed(
-    name: str, tree: Any, donate: bool, overwrite: Callable[[Tensor], object], replaced: Callable[[Unit], Tensor]
+    name: str, tree: Any, donate: bool, overwrite: Callable[[list[Tensor]], object], replaced: Callable[[Unit], Tensor]
 ) -> Any:
     """A tree whose trained tensors are overwritten, or replaced if they must not or cannot be overwritten."""
     leaves = units(tree)
@@ -254,16 +257,19 @@ def _norms(parts: dict[str, Tensor]) -> dict[str, Tensor]:
     """The squared norm of each tensor, `[1]`, in float32 or wider."""
     groups: dict[Any, list[str]] = {}
     for path, part in parts.items():
-        groups.setdefault((wide(part), part.device), []).append(path)
+        groups.setdefault((part.dtype, part.device), []).append(path)
     squared: dict[str, Tensor] = {}
-    for (dtype, _), paths in groups.items():
+    for paths in groups.values():
         each = [parts[path] for path in paths]
-        if functorch.inside_transform() or functorch.inside_forward_mode():  # of which torch has no derivative there
-            roots = tuple(torch.linalg.vector_norm(x, dtype=dtype) for x in each)
-        else:
-            roots = torch._foreach_norm(each, 2.0, dtype=dtype)
-        squared |= {path: norm.square().reshape(1) for path, norm in zip(paths, roots, strict=True)}
+        squared |= dict(zip(paths, roots(each, 2.0, wide(each[0])).square().split(1), strict=True))
     return squared
+
+
+def roots(each: list[Tensor], order: float, dtype: torch.dtype | None = None) -> Tensor:
+    """The norms of tensors of one dtype and device: `[len(each)]`."""
+    if functorch.inside_transform() or functorch.inside_forward_mode():  # of which torch has no derivative there
+        return torch.stack([torch.linalg.vector_norm(x, order, dtype=dtype) for x in each])
+    return torch.stack(torch._foreach_norm(each, order, dtype=dtype))
 
 
 def totals(
@@ -286,10 +292,8 @@ def totals(
                 groups.setdefault(key, {})[path] = length(whole)
     for (grid, axes, dtype, device), lengths in groups.items():
         place = next((local[path].device for path in lengths if path in local), device)
-        rows = [
-            local[path].to(dtype) if path in local else torch.zeros(n, dtype=dtype, device=place)
-            for path, n in lengths.items()
-        ]
+        zeros = torch.zeros(max(lengths.values()), dtype=dtype, device=place)
+        rows = [local[path].to(dtype) if path in local else zeros[:n] for path, n in lengths.items()]
         total = tied(torch.cat(rows).to(device), sources)
         if axes:
             with scope(mesh_of(grid, "a tree")):

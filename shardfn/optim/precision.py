@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn.compat.devices import at_once
 from shardfn.optim.differentiable import refuse_overwriting
 from shardfn.optim.hyperparameters import check, whole
 from shardfn.optim.norms import scaled, wide
@@ -207,8 +208,9 @@ def _rounded(unit: Unit, x: Tensor, salt: tuple[Any, ...]) -> Tensor:
 def _rounded_into(unit: Unit, x: Tensor, salt: tuple[Any, ...]) -> Tensor:
     """Overwrites a unit's values with rounded ones, a chunk at a time, which bounds the memory for random bits."""
     source, target = x.reshape(-1), unit.values.reshape(-1)
-    for start in range(0, len(source), CHUNK):
-        stop = min(start + CHUNK, len(source))
+    most = at_once(source.device, CHUNK)
+    for start in range(0, len(source), most):
+        stop = min(start + most, len(source))
         (bits,) = drawn(unit, start, stop, 1, salt)
         target[start:stop] = rounded(source[start:stop], unit.values.dtype, bits)
     return unit.values if target.data_ptr() == unit.values.data_ptr() else target.view(unit.values.shape)

@@ -18,7 +18,7 @@ from shardfn.optim.differentiable import differentiable
 from shardfn.quant import codes
 from shardfn.quant.codes import Code
 from shardfn.shards import blocks
-from shardfn.shards.blocks import CHUNK, Run, Runs, Said
+from shardfn.shards.blocks import Run, Runs, Said
 from shardfn.shards.pieces import Unit, Units
 from shardfn.shards.pieces import slot as slot_of
 from shardfn.shards.random import mixed
@@ -83,9 +83,9 @@ class Coded:
             entries["scales"][slot] = leaves.rebuilt(map(blocks.like, leaves.each, scales))
         return entries
 
-    def chunks(self, unit: Unit, start: int, stop: int) -> Sequence[Runs]:
-        """Elements `start` to `stop` of a unit, in chunks of whole blocks."""
-        return blocks.chunks(unit, start, stop)
+    def chunks(self, unit: Unit, start: int, stop: int, most: int) -> Sequence[Runs]:
+        """Elements `start` to `stop` of a unit, in chunks of whole blocks, of at most this many elements."""
+        return blocks.chunks(unit, start, stop, most)
 
     def whole(self, unit: Unit) -> Runs:
         """All elements of a unit, as its blocks."""
@@ -174,9 +174,9 @@ class Rounded:
         """The state's entries: a tree of tensors for each slot."""
         return {slot: leaves.like(None if x is None else x[0] for x in stored) for slot, stored in slots.items()}
 
-    def chunks(self, unit: Unit, start: int, stop: int) -> Sequence[Runs]:
-        """Elements `start` to `stop` of a unit, in chunks."""
-        return [(Run(at, min(at + CHUNK, stop), 0, 0, -1),) for at in range(start, stop, CHUNK)]
+    def chunks(self, unit: Unit, start: int, stop: int, most: int) -> Sequence[Runs]:
+        """Elements `start` to `stop` of a unit, in chunks of at most this many elements."""
+        return [(Run(at, min(at + most, stop), 0, 0, -1),) for at in range(start, stop, most)]
 
     def whole(self, unit: Unit) -> Runs:
         """All elements of a unit."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardfn.compat import dynamo
+from shardfn.compat.devices import at_once
 from shardfn.optim.differentiable import refuse_overwriting, tied, varied
 from shardfn.optim.hyperparameters import at_step, check, check_rule, constants
 from shardfn.optim.norms import wide
@@ -22,9 +23,10 @@ from shardfn.optim.optimizer import Optimizer, Rule, of_rule
 from shardfn.optim.state_dtype import Kept, Opened, Stored
 from shardfn.optim.state_offload import on_whole
 from shardfn.quoting import listed
-from shardfn.shards.blocks import Runs
+from shardfn.shards.blocks import CHUNK, Runs
 from shardfn.shards.pieces import Unit, Units, dense, joined, pairs, refuse_complex, runs, units, zeros_like
 from shardfn.shards.random import int_seed
+from shardfn.tiers import streaming
 from shardfn.tiers.streaming import Window, stream, streams, windows_of
 
 LANES = 64  # elements: a multiple of the vector length of any processor
@@ -256,7 +258,7 @@ def _overwrite_kept(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:
             _kept_window(this, kept, item, (p, g), part, this.now | dict(key), waiting)
             for item, spans, p, g in ordered
             for key, start, stop in spans
-            for part in kept.chunks(item.unit, start, stop)
+            for part in kept.chunks(item.unit, start, stop, _at_once(item))
         )
         for item, _, p, _ in ordered:
             if p.data_ptr() != item.values.data_ptr():
@@ -268,6 +270,12 @@ def _overwrite_kept(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:
             for stored, new in zip(item.slots, slots, strict=True):
                 for x, place, part in zip(stored, kept.places(opened.part), new, strict=True):
                     x.view(-1)[place] = part
+
+
+def _at_once(item: _Work) -> int:
+    """How many elements to decode at a time."""
+    most = at_once(item.values.device, CHUNK)
+    return min(most, streaming.CHUNK) if streams(item.columns) else most
 
 
 def _kept_window(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from shardfn.mesh.scope import mesh_of, scope
 from shardfn.mesh.selectors import Which, chosen
 from shardfn.optim.differentiable import differentiable, lerped, refuse_overwriting, share_memory
 from shardfn.optim.hyperparameters import check, whole
+from shardfn.optim.norms import roots
 from shardfn.optim.optimizer import Optimizer, Rule, must_be_optimizer
 from shardfn.quoting import listed
 from shardfn.shards.pieces import Units, copied, is_unit, joined, pairs, spread, stretches, units, zeros_like
@@ -249,11 +251,12 @@ def finite(tree: Any) -> bool:
         ``assert finite(params), "training has diverged"``
     """
     leaves = units(tree)
-    by_device: dict[torch.device, list[Tensor]] = {}
+    kinds: dict[Any, list[Tensor]] = {}
     for unit in leaves.each:
-        if unit.trainable and unit.values is not None:
-            by_device.setdefault(unit.values.device, []).append(unit.values.detach().isfinite().all())
-    bad = [(~torch.stack(flags)).any().float() for flags in by_device.values()]
+        if unit.trainable and unit.values is not None and unit.values.numel():
+            x = unit.values.detach()
+            kinds.setdefault((x.device, x.dtype), []).append(torch.view_as_real(x) if x.is_complex() else x)
+    bad = [(~roots(each, math.inf).isfinite()).any().float() for each in kinds.values()]
     for grid in dict.fromkeys(unit.layout.grid for unit in leaves.each if unit.layout):
         mesh = mesh_of(grid, "a tree")
         total = torch.zeros((), device=device_of(mesh))

@@ -163,16 +163,16 @@ def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
 @functools.lru_cache(maxsize=256)
 def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> custom_vjp:
     def pure(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        k, v = (_repeated(all_gather(x, axis, dim=2), q.shape[1] // x.shape[1]) for x in (k, v))
-        scores = q @ k.mT * scale
+        k, v = (all_gather(x, axis, dim=2) for x in (k, v))
+        scores = kernels.by_group(q, k.mT) * scale
         if causal:
             scores = scores.masked_fill(_unseen(q.shape[2], axis, balanced, q.device), -torch.inf)
-        return (scores.softmax(-1) @ v,)
+        return (kernels.by_group(scores.softmax(-1), v),)
 
     def fwd(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        size, index, repeats = axis_size(axis), axis_index(axis), q.shape[1] // k.shape[1]
+        size, index = axis_size(axis), axis_index(axis)
         if size == 1:
-            out, lse = kernels.attention(q, _repeated(k, repeats), _repeated(v, repeats), causal, scale)
+            out, lse = kernels.attention(q, k, v, causal, scale)
             return (out,), (q, k, v, out, lse)
         out = torch.zeros_like(q, dtype=_wide(q))
         lse = torch.full(q.shape[:3], -torch.inf, dtype=_wide(q), device=q.device)
@@ -180,7 +180,7 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> custom_
         for step in range(size):
             coming = _sent(travelling, axis) if step + 1 < size else None
             for rows, columns, masked in _parts(index, (index - step) % size, q.shape[2], causal, balanced):
-                keys, values = (_repeated(x[:, :, columns], repeats) for x in travelling)
+                keys, values = (x[:, :, columns] for x in travelling)
                 part, part_lse = kernels.attention(q[:, :, rows], keys, values, masked, scale)
                 _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
             if coming is not None:
@@ -192,12 +192,10 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> custom_
         residuals: Sequence[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]
     ) -> list[Tensor | None]:
         (q, k, v, out, lse), (ct,) = residuals, cotangents
-        size, index, repeats = axis_size(axis), axis_index(axis), q.shape[1] // k.shape[1]
+        size, index = axis_size(axis), axis_index(axis)
         ct = torch.zeros_like(out) if ct is None else ct  # the ring needs every rank, with a cotangent or not
         if size == 1:
-            keys, values = _repeated(k, repeats), _repeated(v, repeats)
-            dq, dk, dv = kernels.attention_backward(ct, q, out, lse, keys, values, causal, scale)
-            return [dq, _summed(dk, repeats), _summed(dv, repeats)]
+            return list(kernels.attention_backward(ct, q, out, lse, k, v, causal, scale))
         dq = torch.zeros_like(q, dtype=_wide(q))
         travelling = torch.stack((k, v))
         arriving: Callable[[], Tensor] = lambda: travelling  # noqa: E731
@@ -205,14 +203,14 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> custom_
             coming = _sent(travelling, axis) if step + 1 < size else None
             own = torch.zeros_like(travelling, dtype=_wide(q))
             for rows, columns, masked in _parts(index, (index - step) % size, q.shape[2], causal, balanced):
-                keys, values = (_repeated(x[:, :, columns], repeats) for x in travelling)
+                keys, values = (x[:, :, columns] for x in travelling)
                 own_ct, own_q, own_out, own_lse = (x[:, :, rows] for x in (ct, q, out, lse))
                 new_q, new_k, new_v = kernels.attention_backward(
                     own_ct, own_q, own_out, own_lse, keys, values, masked, scale
                 )
                 dq[:, :, rows] += new_q
-                own[0, :, :, columns] += _summed(new_k, repeats)
-                own[1, :, :, columns] += _summed(new_v, repeats)
+                own[0, :, :, columns] += new_k
+                own[1, :, :, columns] += new_v
             arriving = _sent(own if step == 0 else arriving() + own, axis)
             if coming is not None:
                 travelling = coming()
@@ -253,14 +251,6 @@ def _merge(out: Tensor, lse: Tensor, new: Tensor, logs: Tensor) -> None:
     merged = torch.logaddexp(lse, logs)
     out.mul_((lse - merged).exp()[..., None].to(out.dtype)).add_(new * (logs - merged).exp()[..., None].to(out.dtype))
     lse.copy_(merged)
-
-
-def _repeated(x: Tensor, repeats: int) -> Tensor:
-    return x if repeats == 1 else x.repeat_interleave(repeats, 1)
-
-
-def _summed(x: Tensor, repeats: int) -> Tensor:
-    return x if repeats == 1 else x.unflatten(1, (-1, repeats)).sum(2)
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -6,11 +6,15 @@ with `sequence=` they are those of its sequence parallelism, where activations b
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shardfn.collectives.functional import all_gather, axis_index, axis_size, psum, pvary, reduce_scatter
+from shardfn.collectives.late_checks import late_checks
+from shardfn.compat import dispatch, functorch
 from shardfn.mesh.grid import AxisName
 
 
@@ -53,7 +57,8 @@ def embedding(tokens: Tensor, table: Tensor, axis: AxisName = (), *, sequence: i
         sequence: the dimension along which the result is cut; by default the result is the same on all ranks, `V -> I`.
 
     Raises:
-        IndexError: a token is outside the table.
+        IndexError: a token is outside the table. On an accelerator it is a RuntimeError at a later call, of a stage or
+            of this function, as the host does not wait for the tokens; in a compiled graph there is none.
         TypeError: the tokens are not integers.
         ValueError: the table is not a matrix.
     """
@@ -65,13 +70,30 @@ def embedding(tokens: Tensor, table: Tensor, axis: AxisName = (), *, sequence: i
         raise ValueError(
             f"embedding: the table has shape {tuple(table.shape)}; it is [v, d], cut by rows over {axis!r}"
         )
-    size = axis_size(axis)
-    if size == 1:
-        return F.embedding(tokens, table)
-    rows = table.shape[0]
+    size, rows = axis_size(axis), table.shape[0]
+    check_range("embedding", "tokens", tokens, rows * size)
     own = tokens - axis_index(axis) * rows
     here = (own >= 0) & (own < rows)
-    outside = (tokens < 0) | (tokens >= rows * size)
-    # A token that another rank has looks up row 0, whose result is masked; one outside all rows raises IndexError.
-    vectors = F.embedding(own.where(here | outside, 0).where(~outside, rows), table)
-    return from_parallel(vectors * here[..., None], axis, sequence=sequence)
+    vectors = F.embedding(own.where(here, 0), table)  # another rank's token looks up row 0, and its result is masked
+    return from_parallel(vectors * here[..., None], axis, sequence=sequence) if size > 1 else vectors
+
+
+def check_range(caller: str, what: str, indices: Tensor, n: int) -> None:
+    """Raises IndexError unless indices are from 0 to `n - 1`; on an accelerator it is RuntimeError, at a later call.
+
+    There an operation that finds a wrong index would end the context of the device, so indices must be masked, too.
+    """
+    if indices.device.type in ("cpu", "meta"):
+        F.embedding(indices, torch.empty((), device=indices.device).expand(n, 1))
+    elif indices.numel() and not torch.compiler.is_compiling() and not dispatch.in_graph():
+        wrong = functools.partial(_outside, caller, what, n)
+        with functorch.outside_transforms():
+            checks = late_checks()
+            checks.read()
+            checks.add(torch.stack(functorch.unwrapped(indices).aminmax()), wrong)
+            checks.close()  # without stages, nothing else would
+
+
+def _outside(caller: str, what: str, n: int, ends: Tensor) -> str | None:
+    low, high = ends.tolist()
+    return None if low >= 0 and high < n else f"{caller}: {what} are from {low} to {high}; they are from 0 to {n - 1}"

@@ -6,15 +6,15 @@ import functools
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shardfn.collectives.functional import axis_index, axis_size, pmax, psum
+from shardfn.compat.devices import at_once
 from shardfn.mesh.grid import AxisName
-from shardfn.parallel.linear import to_parallel
+from shardfn.parallel.linear import check_range, to_parallel
 from shardfn.transforms.custom_vjp import custom_vjp
 
-LOGITS = 2**23  # computed at a time by default
+LOGITS = 2**23, 2**26  # computed at a time by default: on a CPU, and elsewhere
 
 
 def cross_entropy(
@@ -41,14 +41,15 @@ def cross_entropy(
         axis: the axis that cuts `w` by columns; `()` if nothing does.
         vocabulary: the number of columns of the whole `w` that are not padding; padding has no probability.
         ignore: the target that has no loss and no gradient.
-        chunk: rows at a time; default: as many as make 8 million logits.
+        chunk: rows at a time; default: as many as make 8 million logits on a CPU, and 64 million elsewhere.
         sequence: the dimension along which `axis` cuts `x`, as for `to_parallel`; the targets are whole.
 
     Returns:
         One loss a target, the same on all ranks along `axis`; 0 at ignored targets.
 
     Raises:
-        IndexError: a target is outside the vocabulary.
+        IndexError: a target is outside the vocabulary. On an accelerator it is a RuntimeError at a later call, of a
+            stage or of this function, as the host does not wait for the targets; in a compiled graph there is none.
         ValueError: the shapes do not fit; the vocabulary is larger than `w`; the chunk is not positive.
 
     Source: Shoeybi et al., Megatron-LM (2019), section 3, for the cut. Chunks are activation checkpointing.
@@ -65,11 +66,11 @@ def cross_entropy(
         raise ValueError(
             f"cross_entropy: vocabulary={vocabulary}, but w has {w.shape[1]} columns on each of {size} ranks"
         )
-    rows = max(1, LOGITS // max(1, w.shape[1])) if chunk is None else chunk
+    rows = max(1, at_once(x.device, *LOGITS) // max(1, w.shape[1])) if chunk is None else chunk
     if rows < 1:
         raise ValueError(f"cross_entropy: chunk={chunk}; it is a number of rows, 1 or more")
     flat_x, labels = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-    F.embedding((labels.where(labels != ignore, 0)), w.new_empty(()).expand(columns, 1).detach())  # checks the range
+    check_range("cross_entropy", "targets", labels.where(labels != ignore, 0), columns)
     losses = _rule(axis, columns, ignore, rows)(flat_x, w, labels)[0]
     return losses.view(targets.shape)
 
@@ -94,7 +95,7 @@ def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> custom_vjp:
         """Losses, and log-sum-exps over all columns; `sums` are the log-sum-exps of this rank's columns."""
         column, here = own(targets, logits.shape[1])
         top = pmax(sums.detach(), axis)
-        chosen = logits.gather(1, column[:, None])[:, 0].where(here, 0)
+        chosen = logits[_rows(column), column].where(here, 0)
         total, chosen = psum(torch.stack(((sums - top).exp(), chosen)), axis).unbind(0)
         lse = total.log() + top
         return (lse - chosen).where(targets != ignore, 0), lse
@@ -121,18 +122,29 @@ def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> custom_vjp:
         ct = ct.where(targets != ignore, 0)
         dx = torch.empty_like(x) if needs[0] else None
         dw: Tensor | None = None
+        wide = torch.promote_types(w.dtype, torch.float32)
         for chunk in _chunks(len(x), rows):
             shares, sums = parts or _shares(logits(x[chunk], w))
             p = shares * ((sums - lse[chunk]).exp() * ct[chunk])[:, None]
             column, here = own(targets[chunk], p.shape[1])
-            p = p.scatter_add_(1, column[:, None], -ct[chunk, None].where(here[:, None], 0)).to(x.dtype)
+            p[_rows(column), column] -= ct[chunk].where(here, 0)
+            p = p.to(x.dtype)
             if dx is not None:
                 dx[chunk] = p @ w.mT
             if needs[1]:
-                dw = x[chunk].mT @ p if dw is None else dw.addmm_(x[chunk].mT, p)
-        return [dx, dw, None]
+                if dw is None:
+                    dw = x[chunk].mT @ p
+                elif dw.dtype == p.dtype == wide:
+                    dw.addmm_(x[chunk].mT, p)
+                else:  # rounding the sum after each chunk would make the error grow with their number
+                    dw = dw.to(wide).add_(x[chunk].mT @ p)
+        return [dx, None if dw is None else dw.to(w.dtype), None]
 
     return custom_vjp(pure, fwd, bwd)
+
+
+def _rows(column: Tensor) -> Tensor:
+    return torch.arange(len(column), device=column.device)
 
 
 def _shares(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ The user chooses the groups: as long as no group is cut, the mesh does not chang
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from torch import Tensor
 from shardfn.collectives.functional import all_to_all, axis_size, psum, ragged_all_to_all
 from shardfn.compat import functorch
 from shardfn.mesh.grid import AxisName, as_names
+from shardfn.transforms.custom_vjp import custom_vjp
 
 Expert = Callable[[Any, Tensor], Tensor]
 
@@ -128,18 +130,17 @@ def mixture(
     slots, kept = _slots(routing, capacity)
     if overflow == "error":
         _refuse(kept, capacity, count, tuple(dict.fromkeys((*as_names(axis), *as_names(axes)))))
-    full = count * capacity
-    token = torch.arange(length, device=x.device).repeat_interleave(routing.experts.shape[-1])
-    source = torch.full((groups, full + 1), length, device=x.device)  # an empty slot takes the row of zeros
-    source = source.scatter(1, slots.flatten(1), token.expand(groups, -1))[:, :full]
-    padded = F.pad(x, (0, 0, 0, 1))
-    sent = padded.gather(1, source[..., None].expand(-1, -1, width))
+    full, k = count * capacity, routing.experts.shape[-1]
+    slots, number = slots.flatten(1), torch.arange(length * k, device=x.device)
+    choices = torch.full((groups, full + 1), length * k, device=x.device)  # an empty slot takes the row of zeros
+    choices = choices.index_put((_numbered(slots), slots), number.expand(groups, -1))[:, :full]
+    sent = _taken(k, True)(x, choices // k, slots)[0]
     sent = sent.view(groups, count, capacity, width).transpose(0, 1).reshape(count, groups * capacity, width)
     received = all_to_all(sent, axis, split_dim=0, concat_dim=1)
     results = torch.func.vmap(expert)(params, received)
     returned = all_to_all(results, axis, split_dim=1, concat_dim=0)
     returned = returned.view(count, groups, capacity, width).transpose(0, 1).reshape(groups, full, width)
-    chosen = F.pad(returned, (0, 0, 0, 1)).gather(1, slots.flatten(1)[..., None].expand(-1, -1, width))
+    chosen = _taken(1, True)(returned, slots, choices)[0]
     return (chosen.view(groups, length, -1, width) * routing.weights[..., None]).sum(2)
 
 
@@ -211,11 +212,12 @@ def _dropless(expert: Expert, params: Any, x: Tensor, routing: Routing, axis: Ax
     size, count, k = axis_size(axis), routing.logits.shape[-1], routing.experts.shape[-1]
     choices = routing.experts.flatten()
     order = choices.argsort(stable=True)  # by expert
+    back = order.argsort()
     counts = _hot(choices, count).sum(0).view(size, -1)  # bincount would make the host wait for the largest number
     coming = all_to_all(counts, axis, split_dim=0, concat_dim=0)  # from each rank, for each expert here
     going, lengths = torch.stack((counts, coming)).tolist()
     send, receive = ([sum(row) for row in rows] for rows in (going, lengths))
-    rows = x.flatten(0, 1)[order // k]
+    rows = _taken(k, False)(x.flatten(0, 1)[None], order[None] // k, back[None])[0][0]
     received = ragged_all_to_all(rows, axis, send, receive)
     pieces = received.split([n for row in lengths for n in row])
     own = count // size
@@ -226,5 +228,31 @@ def _dropless(expert: Expert, params: Any, x: Tensor, routing: Routing, axis: Ax
     split = [y.split([row[number] for row in lengths]) for number, y in enumerate(results)]
     returned = torch.cat([split[number][rank] for rank in range(size) for number in range(own)])
     chosen = ragged_all_to_all(returned, axis, receive, send)
-    weighted = chosen * routing.weights.flatten()[order][:, None]
-    return torch.zeros_like(x.flatten(0, 1)).index_add(0, order // k, weighted).view(x.shape)
+    chosen = _taken(1, False)(chosen[None], back[None], order[None])[0]
+    return (chosen.view(*routing.weights.shape, -1) * routing.weights[..., None]).sum(2)
+
+
+@functools.cache
+def _taken(k: int, holes: bool) -> custom_vjp:
+    """Takes rows of each group, `[g, n, d], [g, m], [g, n * k] -> [g, m, d]`; with `holes`, row `n` is zeros.
+
+    Each row is taken at most `k` times, and the last argument says where each time went, `m` if nowhere. So the
+    gradient is a sum of `k` rows, taken likewise: to scatter it would add in the order in which threads happen to come.
+    """
+
+    def taken(x: Tensor, index: Tensor) -> Tensor:
+        return (F.pad(x, (0, 0, 0, 1)) if holes else x)[_numbered(index), index]
+
+    def fwd(x: Tensor, index: Tensor, back: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        return (taken(x, index),), (back,)
+
+    def bwd(residuals: Any, cotangents: Any, needs: Any) -> list[Tensor | None]:
+        (back,), (ct,) = residuals, cotangents
+        return [None if ct is None else taken(ct, back).unflatten(1, (-1, k)).sum(2), None, None]
+
+    return custom_vjp(lambda x, index, _: (taken(x, index),), fwd, bwd)
+
+
+def _numbered(index: Tensor) -> Tensor:
+    """The number of each group, to index with: `[g, 1]`."""
+    return torch.arange(len(index), device=index.device)[:, None]

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn.compat.devices import at_once
 from shardfn.quant import codes
 from shardfn.quant.codes import Code
 
 NESTED = 256  # scales that share one scale
-STEP = 2**18  # numbers encoded at a time
+STEP = 2**18  # numbers encoded at a time on a CPU
 TINY = 1e-38  # the smallest scale, also of a block of zeros: its inverse is finite
 
 
@@ -65,7 +66,8 @@ class Format:
         A number that is not finite makes its whole block so.
         """
         # In steps: intermediate results are several times as large.
-        results = [self._encoded(part) for part in x.detach().split(max(1, STEP // self.block) * self.block, -1)]
+        step = max(1, at_once(x.device, STEP) // self.block) * self.block
+        results = [self._encoded(part) for part in x.detach().split(step, -1)]
         scales, numbers = (_joined(list(column)) for column in zip(*results, strict=True))
         return torch.cat((*self._stored(scales), numbers), -1)
 

@@ -52,9 +52,10 @@ def loop(
 
     With `save`, a run that ended for whatever reason resumes from its last complete checkpoint when the same call is
     made again, and its results are bit for bit those of an uninterrupted run. This requires that a step depends only on
-    state, batch and random numbers; torch's default generators, `random` and numpy's are seeded before each step from
-    `seed`, the step, and this rank's place among those that read different rows. On another number of ranks the rows
-    are the same, but these random numbers are not.
+    state, batch and random numbers, and that its operations are deterministic, which on CUDA some are only under
+    `torch.use_deterministic_algorithms(True)`. torch's default generators, `random` and numpy's are seeded before each
+    step from `seed`, the step, and this rank's place among those that read different rows. On another number of ranks
+    the rows are the same, but these random numbers are not.
 
     SIGTERM and SIGUSR1 stop the run: whichever rank got the signal, all stop after the same step, save, and return. A
     second signal ends the process at once, unless it comes within two seconds. A run also stops before `limit`, leaving

@@ -22,7 +22,7 @@ from shardfn.shards.layout import Layout
 from shardfn.shards.pieces import Piece, Unit, Units, cuts_within, home, is_unit, node
 
 BLOCK = 256
-CHUNK = 2**16  # elements processed at a time, so that they stay in a cache
+CHUNK = 2**16  # elements processed at a time on a CPU, so that they stay in a cache
 
 
 class Run(NamedTuple):
@@ -155,14 +155,16 @@ def _shared_count(layout: Layout, entries: tuple[int, ...]) -> int:
     return len(_shared(layout, entries))
 
 
-def chunks(unit: Unit, start: int, stop: int) -> list[Runs]:
-    """The blocks between two elements of a unit, in chunks; a shared block is a chunk of its own."""
+def chunks(unit: Unit, start: int, stop: int, most: int) -> list[Runs]:
+    """The blocks between two elements of a unit, in chunks of `most` elements; a shared block is a chunk of its own."""
     key = unit.layout, unit.entries, unit.start, unit.stop
-    return _chunks(*key, process_groups.global_rank(), start, stop)
+    return _chunks(*key, process_groups.global_rank(), start, stop, most)
 
 
 @functools.lru_cache(maxsize=4096)
-def _chunks(layout: Layout | None, entries: Any, first: int, last: int, rank: int, start: int, stop: int) -> list[Runs]:
+def _chunks(
+    layout: Layout | None, entries: Any, first: int, last: int, rank: int, start: int, stop: int, most: int
+) -> list[Runs]:
     rows = _plain(last) if layout is None else _in_layout(layout, entries, first, last, rank)
     chunks: list[list[Run]] = []
     room = 0
@@ -170,11 +172,11 @@ def _chunks(layout: Layout | None, entries: Any, first: int, last: int, rank: in
         run = _between(whole, start, stop)
         if run is None:
             continue
-        for part in _parts(run):
+        for part in _parts(run, most):
             length = part.stop - part.start
             if part.shared >= 0 or room < length:
                 chunks.append([])
-                room = CHUNK
+                room = most
             chunks[-1].append(part)
             room = 0 if part.shared >= 0 else room - length
     return [tuple(parts) for parts in chunks]
@@ -190,12 +192,12 @@ def _between(run: Run, start: int, stop: int) -> Run | None:
     return Run(low, high, run.at + (low - run.start) // BLOCK, (high - low) // BLOCK, run.shared)
 
 
-def _parts(run: Run) -> Iterator[Run]:
-    """Splits a run into parts no longer than a chunk."""
-    most = CHUNK // BLOCK
-    for n in range(0, run.blocks, most):
-        stop = min(run.start + (n + most) * BLOCK, run.stop)
-        yield Run(run.start + n * BLOCK, stop, run.at + n, min(most, run.blocks - n), run.shared)
+def _parts(run: Run, most: int) -> Iterator[Run]:
+    """Splits a run into parts of at most this many elements."""
+    rows = most // BLOCK
+    for n in range(0, run.blocks, rows):
+        stop = min(run.start + (n + rows) * BLOCK, run.stop)
+        yield Run(run.start + n * BLOCK, stop, run.at + n, min(rows, run.blocks - n), run.shared)
 
 
 # --- numbers of blocks, and of elements ---

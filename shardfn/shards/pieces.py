@@ -400,7 +400,7 @@ def slot(unit: Unit, shape: tuple[int, ...] | None = None, dtype: torch.dtype | 
     mesh, tier = mesh_of(layout.grid, f"the state of {layout.stage!r}"), layout.placement.tiers.state
     new = placing.new(tuple(x.shape) if shape is None else shape, dtype or x.dtype, tier, "state", mesh)
     if fill:
-        in_place([new], lambda x: x.fill_(fill))
+        in_place([new], lambda xs: xs[0].fill_(fill))
     return new
 
 

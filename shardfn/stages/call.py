@@ -111,10 +111,10 @@ class Call:
         self.run: StageRun | None = None
         self.residuals: Residuals | None = None
         generators = [x for x in (*leaves, *signature.closed_over()) if type(x) is torch.Generator]
-        self.surroundings = RngAndAutocast(device, generators)
         remat = signature.options.remat
         self.contexts: list[Any] = list(remat()) if callable(remat) and any(needs) else []
         self.transformed = functorch.inside_transform()
+        self.surroundings = RngAndAutocast(device, generators, again=any(needs) or self.transformed)
         self.reverse = self.transformed and not functorch.inside_batching_or_forward()
         self.differentiable: list[bool] = []
         self.form: Form | None = None

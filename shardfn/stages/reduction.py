@@ -292,6 +292,17 @@ def _compare(end: Tensor, marks: Tensor, stage: str) -> None:
     end.zero_()
 
 
+def _copy(views: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Copies tensors, with one call for those of one dtype and order in memory: only for such CUDA has one kernel."""
+    kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for view, gradient in zip(views, gradients, strict=True):
+        into, those = kinds.setdefault((gradient.dtype, gradient.stride() == view.stride()), ([], []))
+        into.append(view)
+        those.append(gradient)
+    for into, those in kinds.values():
+        torch._foreach_copy_(into, those)
+
+
 Spread = tuple[Tensor, list[Tensor], list[Tensor], Tensor]
 
 
@@ -387,8 +398,7 @@ class Reductions:
         else:
             gaps = [*gaps, tail]
         torch._foreach_zero_(gaps)
-        if views:
-            torch._foreach_copy_(views, present)
+        _copy(views, present)
         return flat
 
     def _send(self, reduction: Reduction, flat: Tensor, total: GradientSum | None, deferred: bool) -> PendingReduction:

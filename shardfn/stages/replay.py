@@ -31,15 +31,19 @@ def _several(contexts: Sequence[Any]) -> Iterator[None]:
 
 
 class RngAndAutocast:
-    """The random state and autocast, on which a function may depend besides its arguments, for running it again."""
+    """The random state and autocast, on which a function may depend besides its arguments, for running it again.
+
+    The random state is read only if it may run `again`.
+    """
 
     __slots__ = ("device", "generators", "numbers", "more", "autocast")  # noqa: RUF023
 
-    def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()) -> None:
+    def __init__(self, device: torch.device, generators: Sequence[torch.Generator], again: bool) -> None:
         self.device = device
-        self.generators = [(generator, generator.get_state()) for generator in generators]
-        self.numbers = torch.get_rng_state()
-        self.more = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+        self.generators = [(generator, generator.get_state()) for generator in generators if again]
+        self.numbers = torch.get_rng_state() if again else None
+        on_device = again and device.type != "cpu"
+        self.more = torch.get_device_module(device).get_rng_state(device) if on_device else None
         kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
         self.autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
 
@@ -50,7 +54,7 @@ class RngAndAutocast:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """A context with the random numbers and autocast of that time."""
-        present = RngAndAutocast(self.device, [generator for generator, _ in self.generators])
+        present = RngAndAutocast(self.device, [generator for generator, _ in self.generators], again=True)
         contexts = []
         for kind in dict.fromkeys([*self.autocast, *present.autocast]):
             enabled, dtype = kind in self.autocast, self.autocast.get(kind)
@@ -63,6 +67,7 @@ class RngAndAutocast:
             present._restore()
 
     def _restore(self) -> None:
+        assert self.numbers is not None, "it may run again"
         torch.set_rng_state(self.numbers)
         for generator, state in self.generators:
             generator.set_state(state)

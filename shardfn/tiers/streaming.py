@@ -141,12 +141,18 @@ def add_(into: Tensor, more: Tensor) -> None:
     stream(Window([flat[a:b], other[a:b]], [True, False], add) for a, b in windows_of(0, len(flat)))
 
 
-def in_place(tensors: Iterable[Tensor], change: Callable[[Tensor], object]) -> None:
-    """Changes each element of tensors, wherever they are; `change` works element by element."""
+def in_place(tensors: Iterable[Tensor], change: Callable[[list[Tensor]], object]) -> None:
+    """Changes each element of tensors, wherever they are; `change` works element by element.
+
+    It is called with all tensors of a device and dtype together, for which torch's kernels for lists are fast.
+    """
+    kinds: dict[Any, list[Tensor]] = {}
     flats = []
     for x in tensors:
         if place_of(x) is None:
-            change(x)
+            kinds.setdefault((x.device, x.dtype), []).append(x)
         else:
             flats.append(x.view(-1))
-    stream(Window([x[a:b]], [True], lambda cols: change(cols[0])) for x in flats for a, b in windows_of(0, len(x)))
+    for alike in kinds.values():
+        change(alike)
+    stream(Window([x[a:b]], [True], change) for x in flats for a, b in windows_of(0, len(x)))

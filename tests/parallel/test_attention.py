@@ -321,3 +321,28 @@ def test_inputs_of_other_dtypes_are_refused_before_anything_is_sent(world: World
         assert said.endswith(
             "q is torch.float64, k torch.float32 and v torch.float64; they have one dtype: write k.to(q.dtype)"
         )
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_keys_that_several_heads_share_are_not_repeated(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
+    monkeypatch.setattr(attention, "_fits_cpu", lambda q, k: fused)
+    q, k, v = (torch.randn(1, heads, length, 16) for heads, length in ((8, 4), (2, 64), (2, 64)))
+    largest = [0]
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            tensors = [x for x in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(x, Tensor)]
+            largest[0] = max(largest[0], *(x.untyped_storage().nbytes() // x.itemsize for x in tensors), 0)
+            return out
+
+    def total(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return parallel.attention(q, k, v, causal=False).square().sum()
+
+    with Watch():
+        found = [*sf.grad(total, (0, 1, 2))(q, k, v), torch.func.jvp(total, (q, k, v), (q, k, v))[1]]
+    assert largest[0] <= 2 * 64 * 16, largest  # the keys are that large; repeated, they are four times as large
+    repeated = lambda q, k, v: total(q, *(x.repeat_interleave(4, 1) for x in (k, v)))  # noqa: E731
+    wanted = [*sf.grad(repeated, (0, 1, 2))(q, k, v), torch.func.jvp(repeated, (q, k, v), (q, k, v))[1]]
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

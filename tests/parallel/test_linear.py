@@ -11,7 +11,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import P, parallel
-from shardfn.testing import World
+from shardfn.testing import World, simulated, world
 
 WIDTH, HIDDEN, VOCABULARY, REAL, LENGTH = 6, 8, 16, 11, 8
 CUT = {
@@ -130,6 +130,76 @@ def memory(chunk: int | None) -> int:
 def test_only_a_few_rows_of_logits_exist_at_a_time(world: World) -> None:
     assert world.run(memory, None) == [512 * 2048] * 2
     assert world.run(memory, 16) == [16 * 2048] * 2
+
+
+def test_the_error_of_the_gradients_does_not_grow_with_the_number_of_chunks() -> None:
+    g = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(shape, generator=g).bfloat16() for shape in ((4096, 64), (64, 512)))
+    targets = torch.randint(512, (4096,), generator=g)
+
+    def gradients(chunk: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+        a, b = x.to(dtype, copy=True).requires_grad_(), (w.to(dtype) / 10).requires_grad_()
+        found = torch.autograd.grad(parallel.cross_entropy(a, b, targets, chunk=chunk).sum(), (a, b))
+        assert [grad.dtype for grad in found] == [dtype] * 2
+        return [grad.double() for grad in found]
+
+    exact = gradients(4096, torch.float64)
+    errors = [
+        [((a - b).norm() / b.norm()).item() for a, b in zip(gradients(chunk), exact, strict=True)]
+        for chunk in (4096, 64, 16)
+    ]
+    for several in errors[1:]:
+        assert all(error < 1.4 * alone for error, alone in zip(several, errors[0], strict=True)), errors
+
+
+WRONG_ON_A_DEVICE: dict[str, tuple[Any, str]] = {
+    "a target": (
+        lambda w, n: parallel.cross_entropy(w.mT, w, torch.tensor([0, -100, n, 1], device="sim")),
+        "cross_entropy: targets are from 0 to 4; they are from 0 to 3",
+    ),
+    "a target, in a batch": (
+        lambda w, n: torch.func.vmap(lambda t: parallel.cross_entropy(w.mT, w, t))(
+            torch.tensor([[0, -100, 2, 1], [0, 1, n, 0]], device="sim")
+        ),
+        "cross_entropy: targets are from 0 to 4; they are from 0 to 3",
+    ),
+    "a target that is differentiated": (
+        lambda w, n: sf.grad(lambda w: parallel.cross_entropy(w.mT, w, torch.tensor([n, 0, 0, 0], device="sim")).sum())(
+            w
+        ),
+        "cross_entropy: targets are from 0 to 4; they are from 0 to 3",
+    ),
+    "a token": (
+        lambda w, n: parallel.embedding(torch.tensor([0, n - 5], device="sim"), w),
+        "embedding: tokens are from -1 to 0; they are from 0 to 3",
+    ),
+}
+
+
+def heard_on_a_device() -> dict[str, Any]:
+    """What a device says of wrong indices, and when: results are finite, and a later call raises."""
+    found = {}
+    with simulated(values=True) as device:
+        w = torch.ones(4, 4, device=device.name)
+        for name, (call, _) in WRONG_ON_A_DEVICE.items():
+            call(w, 3 if "target" in name else 5)
+            device.forget()
+            out = call(w, 4)
+            waits = device.synchronisations
+            torch.get_device_module(device.name).synchronize()
+            try:
+                call(w, 3 if "target" in name else 5)
+                error = ""
+            except RuntimeError as caught:
+                error = str(caught)
+            found[name] = bool(out.isfinite().all()), [one for one in waits if "cpu->sim" not in one.kind], error
+    return found
+
+
+def test_a_device_goes_on_with_a_wrong_index_and_a_later_call_raises() -> None:
+    for name, (finite, waits, error) in world(1, "alone").run(heard_on_a_device)[0].items():
+        assert (finite, waits) == (True, []), name
+        assert WRONG_ON_A_DEVICE[name][1] in error, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -61,6 +61,8 @@ OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
     "clipped": lambda: so.chain(so.clip_by_global_norm(1.0), so.adamw(1e-3)),
     "clipped, pure": lambda: so.chain(so.clip_by_global_norm(1.0, donate=False), so.adamw(1e-3)),
     "clamped": lambda: so.chain(so.clip_by_value(1.0), so.adamw(1e-3)),
+    "adamw8bit": lambda: so.adamw8bit(1e-3),
+    "adamw, bfloat16 state": lambda: so.adamw(1e-3, state_dtype=torch.bfloat16),
     "ema": lambda: so.ema(so.adamw(1e-3), 0.9),
     "accumulate": lambda: so.accumulate(so.adamw(1e-3), 2),
     "shard_state": lambda: so.shard_state(so.adamw(1e-3), "replica"),
@@ -479,6 +481,83 @@ def generators() -> list[dict[str, int]]:
 
 def test_initialisation_touches_no_generator_of_the_device() -> None:
     assert world(1, "alone").run(generators)[0] == [{}, {}, {}]
+
+
+def generators_of_calls() -> list[dict[str, int]]:
+    found = []
+    each: list[dict[str, Any]] = [{}, {"remat": True}]
+    with simulated(RANKS) as device:
+        mesh = sf.make_mesh(replica=2, shard=4, device=device.name)
+        params, x = sharded(mesh, STRATEGIES["full_shard"]), drawn(8, WIDTH)
+        for options in each:
+            loss = losing(sf.stage(block, **options))
+            for run in (loss, sf.grad(loss)):
+                step = mapped(mesh, run, params, x)
+                step()
+                device.forget()
+                step()
+                found.append(dict(device.generators))
+    return found
+
+
+def test_random_state_is_read_where_a_stage_may_run_again() -> None:
+    n = 2  # stages
+    kept, again = {"get_rng_state": n}, {"get_rng_state": 2 * n, "set_rng_state": 2 * n}
+    assert world(1, "alone").run(generators_of_calls)[0] == [{}, kept, {}, again]
+
+
+def copies_of_gradients() -> list[tuple[int, int, int]]:
+    """Of each call that copies gradients: the numbers of tensors and of dtypes, and how many differ in strides."""
+    found = []
+    copy = torch._foreach_copy_
+
+    def copied(into: list[Tensor], those: list[Tensor]) -> None:
+        kinds = {(a.dtype, b.dtype) for a, b in zip(into, those, strict=True)}
+        found.append((len(into), len(kinds), sum(a.stride() != b.stride() for a, b in zip(into, those, strict=True))))
+        copy(into, those)
+
+    with simulated(RANKS) as device, pytest.MonkeyPatch.context() as monkeypatch:
+        mesh = sf.make_mesh(replica=2, shard=4, device=device.name)
+        params, x = sharded(mesh, STRATEGIES["full_shard"], 1), drawn(8, WIDTH)
+        params["blocks"] = params["blocks"][:1]
+
+        def turned(p: Any, x: Tensor) -> Tensor:
+            return x + torch.tanh(x @ p["up"] + p["b"]) @ p["down"].mT.contiguous().mT
+
+        narrow = {"gather_dtype": torch.bfloat16, "input_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+        each: list[dict[str, Any]] = [{}, narrow]
+        for options in each:
+            step = mapped(mesh, sf.grad(losing(sf.stage(turned, **options))), params, x)
+            step()
+            monkeypatch.setattr(torch, "_foreach_copy_", copied)
+            step()
+            monkeypatch.undo()
+    return found
+
+
+def test_gradients_are_copied_by_lists_of_one_dtype_and_order() -> None:
+    narrow = [(2, 1, 0), (1, 1, 1), (1, 1, 0)]  # alike, of another order, and the marks, of another dtype
+    assert world(1, "alone").run(copies_of_gradients)[0] == [(3, 1, 0), (1, 1, 1), *narrow]
+
+
+def unordered() -> dict[str, list[str]]:
+    """Of each case, the operations that add in the order in which threads of a GPU happen to come."""
+    cases: dict[str, Any] = {"capacity": {"capacity": 8}, "dropless": {}}
+    found = {}
+    with simulated(RANKS) as device:
+        mesh = sf.make_mesh(replica=2, shard=4, device=device.name)
+        steps = {name: mixing(mesh, **options) for name, options in cases.items()} | {"vocabulary": language(mesh)}
+        for name, step in steps.items():
+            step()
+            device.forget()
+            step()
+            kinds = ("scatter_add", "index_add", "scatter_reduce", "index_reduce")
+            found[name] = [op for op in device.operations if any(kind in op for kind in kinds)]
+    return found
+
+
+def test_experts_and_vocabularies_add_in_an_order_of_their_own() -> None:
+    assert world(1, "alone").run(unordered)[0] == {"capacity": [], "dropless": [], "vocabulary": []}
 
 
 def test_processes_may_be_alone() -> None:

@@ -1,0 +1,61 @@
+"""A step launches few operations on a device, at any size, and waits for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+import shardfn as sf
+import shardfn.optim as so
+from benchmarks.launches import DECIDES, OPTIMIZERS, Counts, counts, empty, step_of
+from shardfn.testing import simulated, world
+
+
+def of_a_billion() -> dict[str, Counts]:
+    with simulated() as device:
+        return {name: counts(device, step_of(name)) for name in OPTIMIZERS}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Counts]:
+    return world(1, "alone").within(120).run(of_a_billion)[0]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_launches_few_operations_for_a_billion_parameters(found: dict[str, Counts], name: str) -> None:
+    operations, waits = found[name]
+    assert operations <= OPTIMIZERS[name][1]
+    assert waits == int(name in DECIDES)
+
+
+OF_TREES: dict[str, Callable[[Any], object]] = {
+    "clip_by_global_norm": lambda grads: clipped(so.clip_by_global_norm(1.0), grads),
+    "clip_by_value": lambda grads: clipped(so.clip_by_value(1.0), grads),
+    "global_norm": so.global_norm,
+    "finite": so.finite,
+}
+
+
+def clipped(transform: so.Transform, grads: Any) -> Any:
+    return transform.update(grads, grads, transform.init(grads))
+
+
+def of_few_and_many() -> dict[str, list[int]]:
+    """Operations on 2 and 20 plain parameters, and on 2 and 20 stages of which this rank has some parameters only."""
+    found: dict[str, list[int]] = {}
+    with simulated(ranks=8) as device:
+        mesh = sf.make_mesh(shard=8, device=device.name)
+        plain = [[{"a": empty(8, 8), "b": empty(8)} for _ in range(n)] for n in (2, 20)]
+        trees = [*plain, *(sf.shard(layers, mesh, sf.full_shard("shard")) for layers in plain)]
+        for name, run in OF_TREES.items():
+            found[name] = [counts(device, partial(run, tree)).operations for tree in trees]
+    return found
+
+
+def test_norms_launch_as_much_for_many_parameters_as_for_few() -> None:
+    for name, (few, many, few_stages, many_stages) in world(1, "alone").run(of_few_and_many)[0].items():
+        assert few == many <= 20, name
+        assert few_stages == many_stages <= 20, name
