@@ -336,13 +336,15 @@ def test_a_missing_rank_0_is_named(tmp_path: Path) -> None:
 def test_two_processes_of_one_rank_are_told(tmp_path: Path) -> None:
     zero, one = ranks(3)[:2]
     for said in errors(together(program(tmp_path), [zero, one, one])):
-        assert re.search(r"two processes are rank 1 of 3: process \d+ of .* and process \d+ of .*RANK is another", said)
+        assert re.search(
+            r"two processes are rank 1 of 3: process \d+ of .* and process \d+ of .*RANK must differ", said
+        )
 
 
 def test_two_processes_of_rank_0_are_told(tmp_path: Path) -> None:
     zero = ranks(3)[0]
     second, first = sorted(errors(together(program(tmp_path), [zero, zero])), key=lambda said: "does not come" in said)
-    assert re.search(r"rank 0 cannot listen on port .*or another process that is rank 0, too: RANK is another", second)
+    assert re.search(r"rank 0 cannot listen on port .*or another process that is rank 0, too: RANK must differ", second)
     assert re.search(r"make_mesh: process \d+ of .* does not come: rank 0 cannot listen .*is rank 0, too", first)
 
 
