@@ -7,6 +7,8 @@ import functools
 import getpass
 import hashlib
 import os
+import site
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -111,3 +113,24 @@ def _where(text: str) -> str:
         os.replace(own, path)
         return f" (all of it in {path})"
     return ""
+
+
+# Folders of installed packages, whose code is not what somebody works on; the standard library's last, as it has them.
+_PATHS = sysconfig.get_paths()
+_INSTALLED = tuple(
+    f"{folder}{os.sep}"
+    for folder in dict.fromkeys(
+        [
+            *site.getsitepackages(),
+            site.getusersitepackages(),
+            *map(_PATHS.__getitem__, ("purelib", "platlib", "stdlib")),
+        ]
+    )
+)
+
+
+@functools.cache
+def installed(file: str) -> str:
+    """The path of a file of an installed package or of Python, from the folder of packages on; else empty."""
+    folder = next((folder for folder in _INSTALLED if file.startswith(folder)), None)
+    return "" if folder is None else file.removeprefix(folder)

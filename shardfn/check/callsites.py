@@ -23,7 +23,7 @@ import optree
 import torch
 
 from shardfn.compat import functorch
-from shardfn.mesh.callsites import installed
+from shardfn.quoting import installed
 
 
 @dataclass(frozen=True)

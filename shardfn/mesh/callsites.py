@@ -12,9 +12,7 @@ import contextlib
 import functools
 import inspect
 import os
-import site
 import sys
-import sysconfig
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -27,6 +25,7 @@ import optree
 import torch
 
 from shardfn.compat import process_groups
+from shardfn.quoting import installed
 
 _FOLDERS = tuple(f"{Path(str(file)).parent}{os.sep}" for file in (torch.__file__, optree.__file__))
 _NOT_USERS = (
@@ -37,25 +36,6 @@ _NOT_USERS = (
 
 
 _LOOPS = str(Path(__file__).parents[1] / "run")
-# Folders of installed packages, whose code is not what somebody works on; the standard library's last, as it has them.
-_PATHS = sysconfig.get_paths()
-_INSTALLED = tuple(
-    f"{folder}{os.sep}"
-    for folder in dict.fromkeys(
-        [
-            *site.getsitepackages(),
-            site.getusersitepackages(),
-            *map(_PATHS.__getitem__, ("purelib", "platlib", "stdlib")),
-        ]
-    )
-)
-
-
-@functools.cache
-def installed(file: str) -> str:
-    """The path of a file of an installed package or of Python, from the folder of packages on; else empty."""
-    folder = next((folder for folder in _INSTALLED if file.startswith(folder)), None)
-    return "" if folder is None else file.removeprefix(folder)
 
 
 @dataclass

@@ -75,6 +75,14 @@ def cross_entropy(
     return losses.view(targets.shape)
 
 
+def _added(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """`total + a @ b`; may overwrite `total`. A sum is at least in float32: its error must not grow with its terms."""
+    if total is None:
+        return a @ b
+    wide = torch.promote_types(total.dtype, torch.float32)
+    return total.addmm_(a, b) if total.dtype == b.dtype == wide else total.to(wide).add_(a @ b)
+
+
 @functools.lru_cache(maxsize=256)
 def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> custom_vjp:
     def logits(x: Tensor, w: Tensor) -> Tensor:
@@ -122,7 +130,6 @@ def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> custom_vjp:
         ct = ct.where(targets != ignore, 0)
         dx = torch.empty_like(x) if needs[0] else None
         dw: Tensor | None = None
-        wide = torch.promote_types(w.dtype, torch.float32)
         for chunk in _chunks(len(x), rows):
             shares, sums = parts or _shares(logits(x[chunk], w))
             p = shares * ((sums - lse[chunk]).exp() * ct[chunk])[:, None]
@@ -131,13 +138,7 @@ def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> custom_vjp:
             p = p.to(x.dtype)
             if dx is not None:
                 dx[chunk] = p @ w.mT
-            if needs[1]:
-                if dw is None:
-                    dw = x[chunk].mT @ p
-                elif dw.dtype == p.dtype == wide:
-                    dw.addmm_(x[chunk].mT, p)
-                else:  # rounding the sum after each chunk would make the error grow with their number
-                    dw = dw.to(wide).add_(x[chunk].mT @ p)
+            dw = _added(dw, x[chunk].mT, p) if needs[1] else None
         return [dx, None if dw is None else dw.to(w.dtype), None]
 
     return custom_vjp(pure, fwd, bwd)

@@ -51,7 +51,9 @@ class Interrupts:
             self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None and self.signalled is not None and self.save is not None:
+            _log.warning("the run fails before it could save; the same call resumes from what %s has", self.save)
         self._restore()
         if self in _active:
             _active.remove(self)
@@ -77,11 +79,6 @@ class Interrupts:
         elif now - self.signalled > REPEAT:
             self._restore()
             os.kill(os.getpid(), number)  # again, now with its former effect
-
-    def failed(self) -> None:
-        """Says that the run, which fails, does not save as it was asked to."""
-        if self.signalled is not None and self.save is not None:
-            _log.warning("the run fails before it could save; the same call resumes from what %s has", self.save)
 
     def _restore(self) -> None:
         for number, before in self._before.items():

@@ -51,11 +51,10 @@ def loop(
     """Runs a pure step on one batch after another, on all ranks of the state's mesh together.
 
     With `save`, a run that ended for whatever reason resumes from its last complete checkpoint when the same call is
-    made again, and its results are bit for bit those of an uninterrupted run. This requires that a step depends only on
-    state, batch and random numbers, and that its operations are deterministic, which on CUDA some are only under
-    `torch.use_deterministic_algorithms(True)`. torch's default generators, `random` and numpy's are seeded before each
-    step from `seed`, the step, and this rank's place among those that read different rows. On another number of ranks
-    the rows are the same, but these random numbers are not.
+    made again, and its results are bit for bit those of an uninterrupted run if a step depends only on state, batch and
+    random numbers and its operations are deterministic (on CUDA: `torch.use_deterministic_algorithms(True)`). torch's
+    default generators, `random` and numpy's are seeded before each step from `seed`, the step, and this rank's place
+    among those that read different rows. On another number of ranks, rows are the same, but random numbers are not.
 
     SIGTERM and SIGUSR1 stop the run: whichever rank got the signal, all stop after the same step, save, and return. A
     second signal ends the process at once, unless it comes within two seconds. A run also stops before `limit`, leaving
@@ -139,7 +138,6 @@ def loop(
             interrupts.leaves(REASONS.index(why))
             run.close()
         except BaseException:
-            interrupts.failed()
             if run.saver is not None:
                 run.saver.abandon()
             with contextlib.suppress(Exception):  # the original error matters more
