@@ -199,8 +199,12 @@ def clip_by_value(limit: float, *, donate: bool = True) -> Transform:
         del params
 
         def clamp(xs: list[Tensor]) -> None:
-            torch._foreach_clamp_min_(xs, -limit)
-            torch._foreach_clamp_max_(xs, limit)
+            if functorch.inside_transform():  # vmap has no rule for lists
+                for x in xs:
+                    x.clamp_(-limit, limit)
+            else:
+                torch._foreach_clamp_min_(xs, -limit)
+                torch._foreach_clamp_max_(xs, limit)
 
         return _changed("clip_by_value", grads, donate, clamp, lambda u: u.values.clamp(-limit, limit)), state
 
@@ -212,7 +216,11 @@ def scaled(name: str, tree: Any, factor: Tensor | float, donate: bool) -> Any:
     at = functools.cache(lambda device: factor.to(device) if isinstance(factor, Tensor) else factor)
 
     def scale(xs: list[Tensor]) -> None:
-        torch._foreach_mul_(xs, at(xs[0].device))
+        if functorch.inside_transform():  # vmap has no rule for lists
+            for x in xs:
+                x.mul_(at(x.device))
+        else:
+            torch._foreach_mul_(xs, at(xs[0].device))
 
     return _changed(name, tree, donate, scale, lambda u: (u.values * varied(factor, u)).to(u.values.dtype))
 

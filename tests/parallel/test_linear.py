@@ -221,6 +221,30 @@ def test_a_norm_of_whole_vectors_is_the_one_of_torch(shape: tuple[int, ...], dty
         torch.testing.assert_close(a, b, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
 
 
+def norms_on_a_device() -> list[float]:
+    """How far a norm's value, gradient, second derivative and gradients of a batch are from those on the CPU."""
+    found = []
+    with simulated(values=True) as device:
+        x, w = torch.randn(3, 7, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
+
+        def loss(x: Tensor, w: Tensor) -> Tensor:
+            return parallel.rms_norm(x, w, eps=0.1).pow(3).sum()
+
+        def twice(x: Tensor, w: Tensor) -> Tensor:
+            return sf.grad(lambda x: sf.grad(loss)(x, w).square().sum())(x)
+
+        for form in (loss, sf.grad(loss), twice, torch.func.vmap(sf.grad(loss), (0, None))):
+            here, there = form(x, w), form(x.to(device.name), w.to(device.name)).cpu()
+            found.append(((here - there).abs().max() / here.abs().max()).item())
+    return found
+
+
+def test_a_norm_on_a_device_is_the_one_on_the_cpu() -> None:
+    (found,) = world(1, "alone").run(norms_on_a_device)
+    assert len(found) == 4
+    assert max(found) < 1e-12, found
+
+
 BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "a token beyond the table": (lambda w: parallel.embedding(torch.tensor([8]), w, "tensor"), IndexError, ["range"]),
     "a negative token": (lambda w: parallel.embedding(torch.tensor([-1]), w, "tensor"), IndexError, ["range"]),
