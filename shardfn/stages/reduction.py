@@ -134,12 +134,14 @@ class PendingReduction:
         levels: the scatter under way and those that follow, if several stand for the first.
         lent: whether the hop under way reads scratch memory.
         left: on an accelerator, the event after which no hop reads scratch memory, if later hops were started ahead.
+        held: what these hops read.
         ends: whether the end of the buffer is in `out`.
         marks: dtype of the marks there, for the hop under way; None if they are not checked.
     """
 
     __slots__ = (
-        "along", "ends", "hops", "into", "left", "lent", "levels", "marks", "out", "reduction", "total", "under_way"
+        "along", "ends", "held", "hops", "into", "left", "lent", "levels", "marks", "out", "reduction", "total",
+        "under_way",
     )  # fmt: skip
 
     def __init__(
@@ -153,6 +155,7 @@ class PendingReduction:
         self.hops += [(op, along) for op, along in hops if along is not None]
         self.ends = shard is None or shard.axis.index == shard.axis.size - 1
         self.lent, self.left = False, None
+        self.held: list[Tensor] = []
         self.under_way: Handle | None = None
         self.along: tuple[str, Communicator] | None = None
         self.into: Tensor | None = None
@@ -203,23 +206,29 @@ class PendingReduction:
                 self.under_way = compressed.reduce_scatter(out, self.into, along, format, tag, room)
         return self
 
-    def ahead(self, module: Any, side: Any) -> None:
-        """Starts all hops that follow, on a side stream of an accelerator, which waits in this one's place."""
+    def ahead(self, side: Any, source: Tensor) -> None:
+        """Starts all hops that follow, on a side stream of an accelerator, which waits in this one's place.
+
+        What a hop reads, `source` for the one under way, is held until this stream, too, has waited: its memory is this
+        stream's, and the collective holds it only until the first wait.
+        """
+        module, self.held = torch.get_device_module(side.device), [source]
         while self.hops:
             # Memory is allocated on the current stream, and used there before: the side stream waits for that.
             op, along = self.hops[0]
             room = self.out.new_empty(len(self.out) // along.axis.size) if op == "reduce_scatter" else None
-            side.wait_stream(module.current_stream())
+            side.wait_stream(module.current_stream(side.device))
             with module.stream(side):
                 self._land()
                 self.left = self.left or side.record_event()
+                self.held.append(self.out)
                 self.begin(room)
 
     def advance(self) -> None:
         """Waits until it reads no scratch memory and its last hop is under way."""
         if self.left is not None:
-            torch.get_device_module(self.out.device).current_stream().wait_event(self.left)
-            self.left = None
+            torch.get_device_module(self.out.device).current_stream(self.out.device).wait_event(self.left)
+            self.left, self.held = None, self.held[1:]
         if self.under_way is not None and (self.lent or self.hops):
             self._land()
             self.begin()
@@ -423,7 +432,7 @@ class Reductions:
                 handle = compressed.reduce_scatter(
                     flat, out, shard, reduction.format, tag, lambda n: self._scratch(name, n, torch.uint8)
                 )
-        return self._sent(PendingReduction(reduction, out, total, deferred).scattering(handle, shard, marked))
+        return self._sent(PendingReduction(reduction, out, total, deferred).scattering(handle, shard, marked), flat)
 
     def _send_pieces(
         self, reduction: Reduction, gradients: Sequence[Tensor | None], total: GradientSum | None, deferred: bool
@@ -460,14 +469,13 @@ class Reductions:
         handle = scatter_pieces(parts, [*into[:index], [], *into[index:]], add, layout.padded, dtype, shard)
         return self._sent(PendingReduction(reduction, out, total, deferred).scattering(handle, shard, dtype))
 
-    def _sent(self, pending: PendingReduction) -> PendingReduction:
-        """Keeps track of a reduction that has started."""
+    def _sent(self, pending: PendingReduction, source: Tensor | None = None) -> PendingReduction:
+        """Keeps track of a reduction that has started from `source`, or from its own memory."""
         self.in_flight.append(pending)
         native = pending.reduction.format is None and not any(along.overrides for _, along in pending.hops)
         if pending.hops and native and self.device.type != "cpu":
-            module = torch.get_device_module(self.device)
-            self._side = self._side or module.Stream(device=self.device)
-            pending.ahead(module, self._side)
+            self._side = self._side or torch.get_device_module(self.device).Stream(device=self.device)
+            pending.ahead(self._side, pending.out if source is None else source)
         if pending.total is not None and pending.reduction.tier != "device":
             self.for_elsewhere.append(pending)
         if pending.lent or pending.hops or pending.left:
@@ -538,7 +546,7 @@ class Reductions:
 
     def _advance(self, pending: PendingReduction) -> None:
         """Advances a reduction; with `debugging.memory`, then fills its scratch memory with nan."""
-        lent = pending.lent
+        lent = pending.lent or pending.left is not None
         pending.advance()
         if debugging.memory and lent:
             for name in ("gradient", "received"):

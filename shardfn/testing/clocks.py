@@ -142,14 +142,12 @@ class Clocks:
     Attributes:
         races: found so far: the later use, the earlier one, and the bytes' name.
         launched: number of operations launched on the device.
-        keeping: streams that keep what they use alive until they have used it, as those of collectives do.
     """
 
     def __init__(self, where: Callable[[], str]) -> None:
         self.where = where
         self.races: list[tuple[str, str]] = []
         self.launched = 0
-        self.keeping: set[int] = set()
         self._lock = threading.RLock()
         self._clocks: defaultdict[int, Clock] = defaultdict(dict)  # caches keep streams of earlier simulations
         self._storages: ByStorage[Uses] = ByStorage(self._freed)
@@ -254,7 +252,7 @@ class Clocks:
             if uses.stream == HOST:
                 return  # the allocator of pinned memory waits for copies by itself
             clock = self._clocks[uses.stream]
-            safe_streams = {uses.stream, HOST} | uses.recorded | self.keeping
+            safe_streams = {uses.stream, HOST} | uses.recorded
             for use in uses.each:
                 safe = use.stream in safe_streams or use.before(clock)
                 if not safe:

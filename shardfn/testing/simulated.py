@@ -89,8 +89,8 @@ class Device:
         self.clocks = Clocks(_line)
         self.current = Current()
         self.defaults = [self.clocks.stream() for _ in range(count)]
-        self.works: dict[int, tuple[Any, Point]] = {}  # by id of a collective's handle: the handle, and its end
-        self.results: ByStorage[Point] = ByStorage()  # the same, by what it fills
+        self.works: dict[int, tuple[Any, Point, Any]] = {}  # by id of a handle: itself, its end, and what it holds
+        self.results: ByStorage[tuple[Point, Any]] = ByStorage()  # end and what is held, by what is filled
         self.streams: dict[str, int] = {}  # of collectives, by group
         self.collectives: dict[str, list[tuple[str, int]]] = {}
         self.fake_mode = dynamo.fake_mode()
@@ -583,9 +583,10 @@ def _wrapped(device: Device, x: Any, index: int) -> Any:
 def _collective(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     """A collective runs on a stream of its group, which waits for the current one when it is launched."""
     if func in _QUIET:
-        point = device.results.get(args[0])
-        if point is not None:
-            device.clocks.wait(device.stream(), point)
+        found = device.results.get(args[0])
+        if found is not None:
+            device.clocks.wait(device.stream(), found[0])
+            device.results[args[0]] = found[0], ()
             if device.values:
                 func(_shadow(args[0]))
         return args[0]
@@ -600,7 +601,6 @@ def _collective(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         stream = device.streams.get(group)
         if stream is None:
             stream = device.streams[group] = device.clocks.stream()
-            device.clocks.keeping.add(stream)
         if not message:
             device.collectives.setdefault(group, []).append((func.name(), sent))
     device.clocks.wait(stream, device.clocks.now(device.stream()))
@@ -610,13 +610,15 @@ def _collective(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     for x in made:
         device.clocks.allocated(device.stream(), x)
     device.clocks.use(stream, func.name(), (), made)
-    point = device.clocks.now(stream)
+    # As NCCL's works do, a collective holds its tensors until the first wait for it, whichever stream waits.
+    point, held = device.clocks.now(stream), (*reads, *writes)
     for x in made if func.namespace == "_c10d_functional" else ():
-        device.results[x] = point
+        device.results[x] = point, held
     for work in optree.tree_leaves(out):
         if isinstance(work, torch.ScriptObject):
             handle = process_groups.handle_of(work)
-            device.works[id(handle)] = handle, point  # the handle lives, so that the caller gets this one
+            # The handle lives, so that the caller gets this one.
+            device.works[id(handle)] = handle, point, (*held, *made)
     return out
 
 

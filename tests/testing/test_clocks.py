@@ -211,16 +211,27 @@ def slots_filled_early(patch: Any) -> None:
 def memory_written_early(patch: Any) -> None:
     ahead = reduction.PendingReduction.ahead
 
-    def forgets(self: Any, module: Any, side: Any) -> None:
-        ahead(self, module, side)
+    def forgets(self: Any, side: Any, source: Tensor) -> None:
+        ahead(self, side, source)
         self.left = None
 
     patch.setattr(reduction.PendingReduction, "ahead", forgets)
 
 
+def memory_freed_early(patch: Any) -> None:
+    ahead = reduction.PendingReduction.ahead
+
+    def lets_go(self: Any, side: Any, source: Tensor) -> None:
+        ahead(self, side, source)
+        self.held = []
+
+    patch.setattr(reduction.PendingReduction, "ahead", lets_go)
+
+
 MUTANTS: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
     "a slot is filled before it has been read": (slots_filled_early, {}),
     "gradients overwrite what is still sent": (memory_written_early, {}),
+    "gradients are freed while they are sent": (memory_freed_early, {}),
     "activations are read before they are back": (no_wait_for_events, {"remat": sf.offload(above=0)}),
     "parameters are read before they are gathered": (no_wait_for_gathers, {}),
     "what arrived is looked at early": (flags_read_early, {}),
@@ -247,8 +258,10 @@ def trained(mutant: str, mutate: bool) -> list[str]:
 
         if mutate:
             change(patch)
+        summed = sf.accumulate(lambda params, _: loss(params), [x, x], defer="everything")
         for _ in range(3):
             sf.value_and_grad(loss)(params)
+            summed(params)
         return device.races
 
 
