@@ -352,8 +352,8 @@ MUTANTS = [
     Mutant(
         "no wait for the sum over replicas",
         "stages/reduction.py",
-        "            arrived(handle, op, along.group_names[1], stage)",
-        "            op[:3] == 'all' or arrived(handle, op, along.group_names[1], stage)",
+        "            arrived(handle, op, along.reductions.group_name, stage)",
+        "            op[:3] == 'all' or arrived(handle, op, along.reductions.group_name, stage)",
         FOUR,
     ),
     Mutant(

@@ -134,9 +134,9 @@ class Attempt:
                 return
             with in_lane(self.lane):
                 self.groups = steps_groups(self.ranks)
+                late_checks.forget()
             self._release()
-            for group in self.groups:
-                process_groups.interrupt(group)
+            process_groups.interrupt(self.groups)
 
     def meet(self, mine: Fared) -> dict[int, Fared]:
         """Returns how each rank fared in an attempt that was called off; waits until all have reported.

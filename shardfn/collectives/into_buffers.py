@@ -23,7 +23,7 @@ from shardfn.collectives.messages import Launched
 from shardfn.compat import process_groups
 from shardfn.debugging import debugging
 from shardfn.mesh import waiting
-from shardfn.mesh.axes import axis_of, per_mesh
+from shardfn.mesh.axes import axis_of, device_of, per_mesh
 from shardfn.mesh.grid import Axis
 from shardfn.mesh.groups import connected, group_over
 from shardfn.mesh.lanes import lane
@@ -41,16 +41,13 @@ class Handle(Protocol):
 
 @dataclass(frozen=True)
 class Communicator:
-    """Axes of a mesh prepared for the engine: groups for parameters and for gradients.
-
-    These are the axes' own group, or on NCCL, where overlap needs it, two more.
+    """Axes of a mesh prepared for the engine.
 
     Attributes:
         names: the axes, major to minor.
         axis: their product as this rank sees it.
-        gathers: the group that moves parameters.
-        reductions: the group that moves gradients.
-        group_names: names of these two groups.
+        group: the axes' own group.
+        device: this rank's device.
         chosen: the default transport of each collective.
         overrides: the transports set by `transports`.
         checks: whether ranks compare; not on a fake group, which moves nothing.
@@ -58,12 +55,32 @@ class Communicator:
 
     names: tuple[str, ...]
     axis: Axis
-    gathers: Any
-    reductions: Any
-    group_names: tuple[str, str]
+    group: Any
+    device: torch.device
     chosen: dict[str, str]
     overrides: dict[str, str]
     checks: bool
+
+    @functools.cached_property
+    def gathers(self) -> Any:
+        """The group that moves parameters; all ranks make it together."""
+        return self._own("gather")
+
+    @functools.cached_property
+    def reductions(self) -> Any:
+        """The group that moves gradients; all ranks make it together."""
+        return self._own("reduce")
+
+    def _own(self, use: str) -> Any:
+        """The axes' group, or on NCCL another one: it runs the collectives of one communicator one after another.
+
+        So gathers ahead of need, reductions, and what the program itself sends do not wait for each other.
+        """
+        if not process_groups.connects_late(self.group, self.device.type):
+            return self.group
+        group = connected(group_over(dist.get_process_group_ranks(self.group), use), self.device)
+        waiting.along(group.group_name, " x ".join(self.names))
+        return group
 
 
 class Together:
@@ -112,18 +129,9 @@ def _linked(mesh: DeviceMesh, names: tuple[str, ...]) -> Communicator:
     axis = axis_of(mesh, names)
     group = process_groups.group_of(axis.group)
     backend = process_groups.backend_of(group, mesh.device_type)
-    gathers = reductions = group
-    if process_groups.connects_late(group, mesh.device_type):
-        # NCCL runs the collectives of one communicator one after another: gathers ahead of need, reductions and what
-        # the program itself sends must not wait for each other.
-        ranks = dist.get_process_group_ranks(group)
-        gathers, reductions = (connected(group_over(ranks, use), mesh.device_type) for use in ("gather", "reduce"))
-    group_names = gathers.group_name, reductions.group_name
-    for name in group_names:
-        waiting.along(name, " x ".join(names))
     by_pieces = "direct" if process_groups.sends_at_once(group, mesh.device_type) else "native"
     chosen = {"all_gather": by_pieces, "reduce_scatter": by_pieces, "all_reduce": "native"}
-    return Communicator(names, axis, gathers, reductions, group_names, chosen, _overrides(mesh), backend != "fake")
+    return Communicator(names, axis, group, device_of(mesh), chosen, _overrides(mesh), backend != "fake")
 
 
 @contextlib.contextmanager

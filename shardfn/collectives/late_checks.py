@@ -29,7 +29,8 @@ class _Page:
     """Rows of pinned memory, into which bytes are copied on one stream."""
 
     def __init__(self, stream: Any) -> None:
-        self.stream, self.event = stream, None
+        self.stream = stream
+        self.event: Any = None
         with torch.inference_mode(False), torch.no_grad():
             self.rows = torch.empty(_ROWS, ROOM, dtype=torch.uint8, pin_memory=True, device="cpu")
         self.checks: list[tuple[Tensor, Wrong]] = []
@@ -47,24 +48,28 @@ class LateChecks:
     """The checks of one lane that have not been read."""
 
     def __init__(self) -> None:
-        self.pages: deque[_Page] = deque()
+        self.pages: deque[_Page] = deque()  # those that are closed
+        self.open: dict[Any, _Page] = {}  # by stream
 
     def add(self, x: Tensor, wrong: Wrong) -> None:
         """Starts to copy `x`, of at most `ROOM` bytes, to the host."""
         stream = torch.get_device_module(x.device).current_stream(x.device)
-        last = self.pages[-1] if self.pages else None
-        if last is None or last.event is not None or last.stream != stream:
-            self.close()
-            last = _Page(stream)
-            self.pages.append(last)
-        last.add(x, wrong)
-        if len(last.checks) == _ROWS:
-            last.close()
+        page = self.open.get(stream)
+        if page is None:
+            page = self.open[stream] = _Page(stream)
+        page.add(x, wrong)
+        if len(page.checks) == _ROWS:
+            self._close(stream)
 
     def close(self) -> None:
-        """Ends the page that is open, so that it can be read once the device has got this far."""
-        if self.pages and self.pages[-1].event is None:
-            self.pages[-1].close()
+        """Ends the pages that are open, so that they can be read once the device has got this far."""
+        for stream in list(self.open):
+            self._close(stream)
+
+    def _close(self, stream: Any) -> None:
+        page = self.open.pop(stream)
+        page.close()
+        self.pages.append(page)
 
     def read(self, wait: bool = False) -> None:
         """Reads what has arrived, or with `wait` everything.
@@ -74,7 +79,8 @@ class LateChecks:
         """
         if wait:
             self.close()
-        while self.pages and (event := self.pages[0].event) is not None:
+        while self.pages:
+            event = self.pages[0].event
             if not event.query():
                 if not wait:
                     return
@@ -82,6 +88,7 @@ class LateChecks:
             for row, wrong in self.pages.popleft().checks:
                 if message := wrong(row):
                     self.pages.clear()
+                    self.open.clear()
                     raise RuntimeError(f"{message} (found when the device had got there: a few calls later)")
 
 

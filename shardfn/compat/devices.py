@@ -34,11 +34,19 @@ def at_once(device: torch.device, cached: int, most: int = 2**24) -> int:
 
 def as_here() -> Callable[[], None]:
     """Returns a function that makes this thread's current device current in the thread that calls it."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    # Asking a module that has not begun would begin it, and its processes could not be forked any more.
-    if kind is None or not getattr(torch.get_device_module(kind), "is_initialized", lambda: True)():
-        return lambda: None
-    return functools.partial(use, current(kind.type))
+    kind = in_use()
+    return (lambda: None) if kind is None else functools.partial(use, current(kind))
+
+
+def in_use() -> str | None:
+    """Returns the kind of accelerator that this process has begun to use; None if it has not.
+
+    Asking for more, even whether there is one, would begin it: the process could not be forked any more, and one that
+    works on the CPU would take memory of the first device.
+    """
+    kind = torch.accelerator.current_accelerator()
+    begun = kind is not None and getattr(torch.get_device_module(kind), "is_initialized", lambda: True)()
+    return kind.type if kind is not None and begun else None
 
 
 _EXACT = "pinned_max_round_threshold_mb"

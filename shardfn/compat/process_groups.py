@@ -6,9 +6,11 @@ import hashlib
 import inspect
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -119,12 +121,19 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
     return {kind: name for kind, name in (part.split(":") for part in config) if name != "undefined"}
 
 
-def interrupt(group: dist.ProcessGroup) -> None:
-    """Ends everything under way in a group, which may then only be renewed, by `renew`."""
-    break_group(group)
-    for kind, name in _backends(group).items():
-        if name == "nccl" and torch.device(kind) in group._device_types:
-            group._get_backend(torch.device(kind)).abort()
+def interrupt(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Ends everything under way in groups, which may then only be renewed, by `renew`."""
+    aborts = []
+    for group in groups:
+        break_group(group)
+        for kind, name in _backends(group).items():
+            if name == "nccl" and torch.device(kind) in group._device_types:
+                aborts.append(group._get_backend(torch.device(kind)).abort)
+    if aborts:
+        # All at once: an abort waits for the device, on which another communicator may wait for a rank in vain.
+        with ThreadPoolExecutor(len(aborts), "shardfn-abort", devices.as_here()) as threads:
+            for done in [threads.submit(abort) for abort in aborts]:
+                done.result()
 
 
 def renew(group: dist.ProcessGroup, meeting: str, store: Any) -> None:
@@ -149,8 +158,8 @@ def renew(group: dist.ProcessGroup, meeting: str, store: Any) -> None:
         group._register_backend(torch.device(kind), dist.ProcessGroup.BackendType(number), backend)
     group._set_group_name(group_name)
     group._set_group_desc(description)
-    for kind in sorted(_connected.get(group, ())):
-        connect(group, kind)
+    for (_, pairs), device in sorted(_connected.get(group, {}).items()):
+        connection(group, device, pairs)()
 
 
 def _new_backend(group: dist.ProcessGroup, kind: str, name: str, store: Any) -> Any:
@@ -164,7 +173,9 @@ def _new_backend(group: dist.ProcessGroup, kind: str, name: str, store: Any) -> 
 
 
 _CONNECTED = {"gloo", "mpi", "fake", "threaded", "undefined"}  # backends whose ranks are connected from the beginning
-_connected: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
+_connected: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, bool], torch.device]] = (
+    weakref.WeakKeyDictionary()
+)  # by group: for which kind of device, and whether pairs; and the device
 
 
 def connects_late(group: dist.ProcessGroup, device: str) -> bool:
@@ -172,30 +183,37 @@ def connects_late(group: dist.ProcessGroup, device: str) -> bool:
     return group.size() > 1 and backend_of(group, device) not in _CONNECTED
 
 
-def connected(group: dist.ProcessGroup, device: str) -> bool:
-    """Whether the ranks of a group are connected for tensors on a kind of device."""
-    return not connects_late(group, device) or device in _connected.get(group, ())
+def connected(group: dist.ProcessGroup, device: torch.device, pairs: bool = False) -> bool:
+    """Whether the ranks of a group are connected for tensors on a device; or the pairs of neighbours among them."""
+    return not connects_late(group, device.type) or (device.type, pairs) in _connected.get(group, ())
 
 
-def connect(group: dist.ProcessGroup, device: str) -> None:
-    """Connects the ranks of a group, by a tiny collective in which all take part."""
-    with functorch.outside_transforms(), dispatch.untraced():
-        group.allreduce([torch.zeros(1, device=devices.current(device))]).wait()
-    _connected.setdefault(group, set()).add(device)
+def connection(group: dist.ProcessGroup, device: torch.device, pairs: bool = False) -> Callable[[], dist.ProcessGroup]:
+    """Returns a function that connects the ranks of a group, in which all take part; memory is allocated before.
 
-
-def connect_pairs(group: dist.ProcessGroup, device: str) -> None:
-    """Connects each rank of a group with the next one, and the last with the first, for messages; all take part.
-
-    NCCL gives every two ranks that send to each other a communicator of their own.
+    Args:
+        group: the group.
+        device: this rank's device.
+        pairs: whether each rank is connected with the next one, for messages: NCCL gives every two ranks that send to
+            each other a communicator of their own.
     """
-    size, own = group.size(), group.rank()
-    pairs = sorted({tuple(sorted((i, (i + 1) % size))) for i in range(size)})  # in one order on all ranks: no deadlock
+    own = group.rank()
     with functorch.outside_transforms(), dispatch.untraced():
-        for low, high in pairs:
-            if own in (low, high):
-                start, other = (group.send, high) if own == low else (group.recv, low)
-                start([torch.zeros(1, device=devices.current(device))], other, 0).wait()
+        x = torch.zeros(1, device=device)
+
+    def connect() -> dist.ProcessGroup:
+        # Noted first: if this fails on some ranks, all connect it again when it is renewed.
+        _connected.setdefault(group, {})[device.type, pairs] = device
+        with functorch.outside_transforms(), dispatch.untraced():
+            if not pairs:
+                group.allreduce([x]).wait()
+            for low, high in pairwise(range(group.size())) if pairs else ():  # in one order on all ranks: no deadlock
+                if own in (low, high):
+                    start, other = (group.send, high) if own == low else (group.recv, low)
+                    start([x], other, 0).wait()
+        return group
+
+    return connect
 
 
 _made_up = {"fake"}  # backends that move nothing

@@ -182,4 +182,4 @@ def _group_name(mesh: DeviceMesh, names: tuple[str, ...], ranks: list[int]) -> s
     # The mesh has a group for each axis; lanes have groups of their own, and the group of all ranks is the world's.
     reusable = len(names) == 1 and ranks == sorted(ranks) and ranks != list(range(dist.get_world_size())) and not lane()
     group = mesh.get_group(names[0]) if reusable else group_over(ranks)
-    return connected(group, mesh.device_type).group_name
+    return connected(group, device_of(mesh)).group_name

@@ -94,21 +94,18 @@ def group_over(ranks: list[int], use: str = "", backend: str | None = None) -> d
     return _once(key, ranks, use or "axes", lambda: process_groups.new_group(ranks, repr(key), backend))
 
 
-def connected(group: dist.ProcessGroup, device: str) -> dist.ProcessGroup:
-    """Returns the group, once its ranks are connected for tensors on a kind of device; its members take part together.
+def connected(group: dist.ProcessGroup, device: torch.device, pairs: bool = False) -> dist.ProcessGroup:
+    """Returns the group, once its ranks are connected for tensors on their devices; its members take part together.
 
     NCCL connects ranks in their first collective, which cannot be interrupted meanwhile: if a rank ran out of memory
-    before it came there, the others would wait for it to the end.
+    before it came there, the others would wait for it to the end. `pairs` connects neighbours, for messages.
     """
-    if process_groups.connected(group, device):
+    if process_groups.connected(group, device, pairs):
         return group
-
-    def connect() -> dist.ProcessGroup:
-        process_groups.connect(group, device)
-        return group
-
+    connect = process_groups.connection(group, device, pairs)
     ranks = dist.get_process_group_ranks(group)
-    return _once(("connected", lane(), device, str(group.group_name)), ranks, "axes", connect)
+    what = "pairs" if pairs else "connected"
+    return _once((what, lane(), device.type, str(group.group_name)), ranks, "axes", connect)
 
 
 def _once(

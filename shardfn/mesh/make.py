@@ -115,7 +115,7 @@ def make_mesh(
 def _mesh(places: torch.Tensor, names: tuple[str, ...], device: str) -> DeviceMesh:
     from torch.distributed.device_mesh import DeviceMesh
 
-    groups = [connected(group_over(row(places, [dim])), device) for dim in range(places.ndim)]
+    groups = [connected(group_over(row(places, [dim])), devices.current(device)) for dim in range(places.ndim)]
     return DeviceMesh.from_group(groups, device, places, mesh_dim_names=names)
 
 

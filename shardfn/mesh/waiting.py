@@ -152,12 +152,14 @@ def meet(name: str, ranks: Sequence[int], what: str, of: str) -> None:
     """
     store = process_groups.default_store()
     limit = time.monotonic() + store.timeout.total_seconds()
-    store.set(f"shardfn/meeting/{name}/{dist.get_rank()}", "")
+    own_key = f"shardfn/meeting/{name}/{dist.get_rank()}"
+    store.set(own_key, "")
     keys = [f"shardfn/meeting/{name}/{rank}" for rank in ranks]
     turns = itertools.cycle(range(len(ranks)))
     with on(what, f"meeting {name}", of, ranks, note=watchdog.STARTS) as wait:
         while not _came(store, keys):
             if wait.verdict or time.monotonic() > limit:
+                store.delete_key(own_key)  # whoever comes later must not find it
                 raise RuntimeError("timed out")
             # Only a few ranks at a time, to spare the store of a large world.
             sample = [next(turns) for _ in range(min(SHOWN, len(ranks)))]

@@ -153,7 +153,7 @@ def _whole(node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: l
         if layout.grid.size(names) > 1 and layout.here(process_groups.global_rank()):
             along = communicator_of(mesh, names)
             handle = all_gather(whole.view(torch.uint8), along, whole.dtype)
-            handles.append((layout.stage, along.group_names[0], handle))
+            handles.append((layout.stage, along.gathers.group_name, handle))
     if (recorder := recording.current()) is not None:
         recorder.gathered(new, names, values if donated else whole)
     return values if donated else whole

@@ -34,7 +34,7 @@ from shardfn.debugging import debugging
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import device_of, per_mesh
 from shardfn.mesh.grid import AxisName, as_names
-from shardfn.mesh.groups import group_over
+from shardfn.mesh.groups import connected, group_over
 from shardfn.mesh.lanes import lane
 from shardfn.mesh.scope import current_mesh
 
@@ -190,7 +190,7 @@ class Team:
     """
 
     def __init__(self, axis: AxisName, along: Communicator, device: torch.device) -> None:
-        backend = process_groups.backend_of(along.gathers, device.type)
+        backend = process_groups.backend_of(along.group, device.type)
         if backend in ("fake", "threaded", "undefined"):
             raise RuntimeError(f"pipeline along {axis!r}: its backend, {backend!r}, sends nothing from rank to rank")
         if backend == "gloo" and device.type != "cpu":
@@ -200,16 +200,16 @@ class Team:
             )
         self.axis, self.communicator, self.device = axis, along, device
         self.size, self.index = along.axis.size, along.axis.index
-        ranks = dist.get_process_group_ranks(along.gathers)
-        hosts = along.gathers if backend == "gloo" else group_over(ranks, "notes", "gloo")
-        self.together = hosts is along.gathers and self.device.type == "cpu"  # notes and tensors take the same way
+        ranks = dist.get_process_group_ranks(along.group)
+        hosts = along.group if backend == "gloo" else group_over(ranks, "notes", "gloo")
+        self.together = hosts is along.group and self.device.type == "cpu"  # notes and tensors take the same way
         self.lines = {i: _Line(hosts, i) for i in range(self.size) if i != self.index}
         self.sent: dict[int, deque[list[_Sent]]] = {i: deque() for i in self.lines}
         self.ends: dict[int, End] = {}
         self.hosts = hosts
-        if process_groups.connects_late(along.gathers, device.type):
-            for group in (along.gathers, along.reductions):
-                process_groups.connect_pairs(group, device.type)
+        late = process_groups.connects_late(along.group, device.type)
+        ways = {"gathers": along.group, "reductions": group_over(ranks, "reduce") if late else along.group}
+        self.groups = {way: connected(group, device, pairs=True) for way, group in ways.items()}
 
     # --- a run ---
 
@@ -308,7 +308,7 @@ class Team:
         line.send((way, tags, packed(kinds), tree, payload), rows if fits else ())
         sends: list[_Sent] = []
         self.sent[to].append(sends)
-        group, left = getattr(self.communicator, way), iter(tags)
+        group, left = self.groups[way], iter(tags)
         for x, row in zip(tensors, rows, strict=True):
             record(
                 "send", self.communicator.axis.group, x.dtype, row.nbytes, "native", self.communicator.names,
@@ -377,7 +377,7 @@ class Team:
     def _arrived(
         self, source: int, data: bytearray, way: Way, tags: list[int], kinds: tuple[Kind, ...]
     ) -> list[Tensor]:
-        line, group = self.lines[source], getattr(self.communicator, way)
+        line, group = self.lines[source], self.groups[way]
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype, _ in kinds]
         places = _places([range(n) for n in sizes])
         line.here = places[-1]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from shardfn.compat import process_groups
+from shardfn.compat import devices, process_groups
 from shardfn.mesh.axes import grid_of
 from shardfn.mesh.grid import AxisName, Grid, as_names
 from shardfn.shards.layout import is_flat
@@ -81,9 +81,8 @@ class Generators:
 
 def _module() -> Any:
     """The torch module of the accelerator, or None if it is not in use: reading a state would initialise it."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    module = None if device is None else torch.get_device_module(device)
-    return module if getattr(module, "is_initialized", lambda: True)() else None
+    kind = devices.in_use()
+    return None if kind is None else torch.get_device_module(kind)
 
 
 def _host_states() -> tuple[Any, Any, Tensor]:
@@ -100,7 +99,7 @@ def seed_all(seed: int, *what: int | str) -> None:
     """Seeds the generators of Python, numpy, and torch on all devices from `seed` and `what`, without waiting."""
     number = mixed(seed, *what)
     seed_host(number)
-    device = torch.accelerator.current_accelerator(check_available=True)
+    device = torch.accelerator.current_accelerator()
     if device is not None:
         torch.get_device_module(device).manual_seed_all(number)
 

@@ -250,7 +250,7 @@ class PendingReduction:
         (op, along), handle, stage = self.along, self.under_way, self.reduction.layout.stage
         self.under_way, self.lent = None, False
         try:
-            arrived(handle, op, along.group_names[1], stage)
+            arrived(handle, op, along.reductions.group_name, stage)
         except RuntimeError as error:
             raise RuntimeError(
                 f"stage {stage!r}: summing its gradient failed on this rank: {error}"

@@ -296,7 +296,7 @@ class _Arrival:
     __slots__ = ("checks", "gather", "group", "part", "work")
 
     def __init__(self, work: Handle, axis: Communicator, part: SlotPart, gather: Gather) -> None:
-        self.work, self.group, self.part, self.gather = work, axis.group_names[0], part, gather
+        self.work, self.group, self.part, self.gather = work, axis.gathers.group_name, part, gather
         self.checks = axis.checks and axis.axis.index < axis.axis.size - 1
 
     def wait(self) -> None:

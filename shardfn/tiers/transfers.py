@@ -43,7 +43,7 @@ def patience() -> float:
 
 
 class Buffer:
-    """Memory for direct I/O: aligned, and pinned if CUDA is available.
+    """Memory for direct I/O: aligned, and pinned if this process uses CUDA.
 
     Attributes:
         bytes: the memory.
@@ -52,7 +52,7 @@ class Buffer:
 
     def __init__(self, nbytes: int) -> None:
         # Pinned memory begins at a page and is rounded up to a power of two, so extra room would double it.
-        pinned = torch.cuda.is_available()
+        pinned = devices.in_use() == "cuda"
         with torch.inference_mode(False):  # it outlives the caller's inference mode
             slack = 0 if pinned else ALIGNMENT
             whole = torch.empty(nbytes + slack, dtype=torch.uint8, device="cpu", pin_memory=pinned)

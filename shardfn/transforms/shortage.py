@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn.compat import devices
+
 # As torch, NCCL, Triton and CUDA's libraries write it. cuBLAS says that it is "not initialized" if it finds no room for
 # its workspace; so it does after an error that has ended the device's context, and then the second try fails.
 _WORDS = re.compile(
@@ -78,7 +80,7 @@ class RandomNumbers:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.numbers = torch.get_rng_state()
         devices = {x.device for x in tensors} - {torch.device("cpu"), torch.device("meta")}
-        device = torch.accelerator.current_accelerator(check_available=True)
+        device = torch.accelerator.current_accelerator()
         self.unused: Any = None
         if device is not None:
             module = torch.get_device_module(device)
@@ -106,7 +108,8 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
 def emptied() -> None:
     """Frees what a failed attempt held: reference cycles such as graphs, and memory that the allocator caches."""
     gc.collect()
-    if torch.accelerator.is_available():
-        module = torch.get_device_module(torch.accelerator.current_accelerator())
+    kind = devices.in_use()
+    if kind is not None:
+        module = torch.get_device_module(kind)
         module.synchronize()
         module.empty_cache()

@@ -30,24 +30,25 @@ def late() -> Iterator[World]:
 
 def connect_late() -> None:
     process_groups._CONNECTED.discard("gloo")
-    process_groups.connect = counted(process_groups.connect)
+    process_groups.connection = counted(process_groups.connection)
 
 
-def counted(connect: Callable[[Any, str], None]) -> Any:
-    def connects(group: Any, device: str) -> None:
-        connect(group, device)
-        connects.times[group.group_name] += 1  # type: ignore[attr-defined]
+def counted(connection: Callable[..., Any]) -> Any:
+    def counts(group: Any, device: Any, pairs: bool = False) -> Any:
+        counts.times[group.group_name, pairs] += 1  # type: ignore[attr-defined]
+        return connection(group, device, pairs)
 
-    connects.times = Counter[str]()  # type: ignore[attr-defined]
-    return connects
+    counts.times = Counter[tuple[str, bool]]()  # type: ignore[attr-defined]
+    return counts
 
 
-def times() -> Counter[str]:
-    found: Counter[str] = process_groups.connect.times  # type: ignore[attr-defined]
+def times() -> Counter[tuple[str, bool]]:
+    """How often each group, and the pairs in it, were connected."""
+    found: Counter[tuple[str, bool]] = process_groups.connection.times  # type: ignore[attr-defined]
     return found
 
 
-def connections(foreign: bool) -> tuple[Counter[str], set[str]]:
+def connections(foreign: bool) -> tuple[Counter[tuple[str, bool]], set[str]]:
     if foreign:
         mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     else:
@@ -61,10 +62,10 @@ def test_an_axis_is_connected_once_and_before_it_is_used(late: World, foreign: b
     for _ in range(2):
         for connected, groups in late.run(connections, foreign):
             assert groups
-            assert {connected[group] for group in groups} == {1}
+            assert {connected[group, False] for group in groups} == {1}
 
 
-def fitted(rank: int) -> tuple[Any, Counter[str]]:
+def fitted(rank: int) -> tuple[Any, Counter[tuple[str, bool]]]:
     result = compared({"replica": 2, "shard": 2}, "full_shard", [(rank, 0, "forward in front", 1, 1)])
     return result, times()
 
@@ -77,15 +78,7 @@ def test_a_rank_may_run_out_of_memory_before_the_first_collective(late: World, r
         assert max(connected.values()) == 2, "once when it is made, and once when it is renewed"
 
 
-def piped() -> tuple[float, list[str]]:
-    order: list[str] = []
-    start = process_groups.connect_pairs
-
-    def connect_pairs(group: Any, device: str) -> None:
-        order.append("pairs")
-        start(group, device)
-
-    process_groups.connect_pairs = connect_pairs
+def piped() -> tuple[float, Counter[tuple[str, bool]]]:
     mesh = sf.make_mesh(pipe=4, device="cpu")
     xs = [torch.full((2, 3), float(i), dtype=torch.float64) for i in range(5)]
 
@@ -97,10 +90,12 @@ def piped() -> tuple[float, list[str]]:
     def run(w: Tensor) -> Tensor:
         return parallel.pipeline(part, w, xs, "pipe")
 
-    return float(run(torch.tensor(2.0, dtype=torch.float64))), order
+    w = torch.tensor(2.0, dtype=torch.float64)
+    run(w)
+    return float(run(w)), times()
 
 
 def test_the_neighbours_of_a_pipeline_are_connected(late: World) -> None:
-    for value, order in late.run(piped):
+    for value, connected in late.run(piped):
         assert value == 2.0**4 * 6 * sum(range(5))
-        assert order == ["pairs", "pairs"]
+        assert sorted(n for (_, pairs), n in connected.items() if pairs) == [1, 1], "one group for each direction"
