@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -95,7 +96,12 @@ def here(name: str, where: Where, file: Path | None) -> None:
     except Missing as error:
         answer = Answer()
         answer.unanswered(name, str(error), 0)
-    publish(f"{name} on {where.device}", answer.rows, answer.goals, file)
+    publish(f"{name} on {where.device}", ordered(answer.rows), answer.goals, file)
+
+
+def ordered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, with those of what was not answered last, in one table."""
+    return sorted(rows, key=lambda row: "not answered" in row)
 
 
 def main() -> None:
@@ -116,7 +122,7 @@ def main() -> None:
         return
     answers = [asked(name, where) for name in args.only] + ([sanitized(where)] if args.sanitizer else [])
     rows, figures = ([one for answer in answers for one in getattr(answer, kind)] for kind in ("rows", "goals"))
-    publish(f"on {torch.cuda.get_device_name() if where.cuda else 'the CPU'}", rows, figures, args.json)
+    publish(f"on {torch.cuda.get_device_name() if where.cuda else 'the CPU'}", ordered(rows), figures, args.json)
 
 
 if __name__ == "__main__":

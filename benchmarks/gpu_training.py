@@ -125,7 +125,9 @@ STEP_OF = {"shardfn": shardfn_step, "FSDP2": fsdp2_step}
 
 def fresh(f: Callable[[Case], Any], case: Case) -> Any:
     """What a function says of a case, in a process of its own."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(1, mp_context=context) as process:
         return process.submit(f, case).result()
 
 
