@@ -352,7 +352,7 @@ def observed(names: list[str], backend: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def steady() -> dict[str, Any]:
-    return world(1, "alone").within(120).run(observed, list(cases()), "simulated")[0]
+    return world(1, "alone").within(240).run(observed, list(cases()), "simulated")[0]
 
 
 @pytest.mark.parametrize("name", cases())
