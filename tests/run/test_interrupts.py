@@ -20,6 +20,7 @@ import shardfn as sf
 from shardfn.run import interrupts
 from shardfn.run.interrupts import forget, process_start
 from shardfn.testing import World
+from tests.launched import workers
 from tests.run.toy import Rows, begin, mesh_here, step_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -195,7 +196,8 @@ import sys, time, torch.distributed as dist
 import shardfn as sf
 from tests.run.toy import Rows, begin, mesh_here, step_of
 mesh = mesh_here()
-rows = Rows(mesh, at=lambda n: (time.sleep(0.02), print("step", n, flush=True) if n == 3 else None))
+first = dist.get_rank() == 0
+rows = Rows(mesh, at=lambda n: (time.sleep(0.02), print("step", n, flush=True) if first and n == 3 else None))
 _, run = sf.run.loop(step_of(mesh), begin(mesh), rows, steps=10**6, save=sys.argv[1], report=[])
 open(sys.argv[1] + f".{dist.get_rank()}", "w").write(f"{run.ended} {run.step}")
 """
@@ -217,8 +219,12 @@ def test_a_signal_to_torchrun_saves_and_ends_the_run(number: int, tmp_path: Path
         agent.send_signal(number)
         agent.wait(60)
     finally:
+        left = workers(agent.pid)
         agent.kill()
         agent.wait()
+        for worker in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
         if agent.stdout is not None:
             agent.stdout.close()
     said = {Path(f"{folder}.{rank}").read_text() for rank in range(2)}
