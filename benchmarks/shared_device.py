@@ -241,6 +241,7 @@ class _Boxes:
         if x.nbytes > self.capacity:
             self._grow(x.nbytes)
         if self.side:
+            x.record_stream(self.side)  # the caller may drop it
             self.side.wait_event(ready)
             for rank in range(self.size):
                 self.side.wait_event(self.taken_from[rank][slot])
