@@ -84,7 +84,7 @@ TIMED = [
     Command("tiers --only peer", 400, NOISE, needs="deepspeed"),
     Command("hosts", 300, NOISE),
     Command("elastic", 300, NOISE),
-    Command("gpu", 900, NOISE),
+    Command("gpu", 5000, NOISE),
     Command("check_vma", 600, NOISE, needs="jax"),
 ]
 

@@ -40,7 +40,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "MIN": lambda rows: rows.amin(0),
 }
 _PrefixStore: Any = dist.distributed_c10d.PrefixStore
-_c10d: Any = torch._C._distributed_c10d
+_TorchsWork: Any = dist.distributed_c10d.Work
 _ProcessGroup: Any = dist.ProcessGroup  # each torch has its own names and signatures for what it calls
 
 
@@ -69,6 +69,21 @@ class _Launch:
     results: list[Tensor]
     ready: Any
     future: Any
+
+
+class _Work(_TorchsWork):  # type: ignore[misc]
+    """A collective under way; torch's own works around a future do not raise its error."""
+
+    def __init__(self, future: Any) -> None:
+        super().__init__()
+        self.future = future
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.future.wait()
+        return True
+
+    def get_future(self) -> Any:
+        return self.future
 
 
 class Group(_ProcessGroup):  # type: ignore[misc]
@@ -165,7 +180,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         future: Any = torch.futures.Future(devices=[x.device] if x.is_cuda else [])
         sent = x.detach().contiguous().view(-1)
         self._queue.put(_Launch(f"{what} {tuple(sent.shape)} {x.dtype}", sent, finish, results, ready, future))
-        return _c10d._create_work_from_future(future)
+        return _Work(future)
 
     @torch.no_grad()
     def _run(self) -> None:
@@ -226,6 +241,7 @@ class _Boxes:
         if x.nbytes > self.capacity:
             self._grow(x.nbytes)
         if self.side:
+            x.record_stream(self.side)  # the caller may drop it
             self.side.wait_event(ready)
             for rank in range(self.size):
                 self.side.wait_event(self.taken_from[rank][slot])

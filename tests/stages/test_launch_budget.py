@@ -17,7 +17,10 @@ from tests.models import STRATEGIES
 SIZES = {"replica": 2, "shard": 4}
 LAYERS, TOKENS, PER_RANK = 4, 4096, 2**30
 
-BUDGET = dict.fromkeys(STRATEGIES, 0)
+BUDGET = {
+    "ddp": 130, "zero1": 119, "shard_grad_op": 127, "full_shard": 131, "hybrid_shard": 131, "hybrid_shard_zero2": 127,
+    "hfsdp": 131, "hpz": 135, "mics": 131,
+}  # fmt: skip
 """Operations on the device in a step of 4 stages of 3 parameters and clipped AdamW; a view or an allocation is none."""
 
 
@@ -35,7 +38,11 @@ def launches() -> dict[str, dict[str, int]]:
     """Of each strategy: operations of a steady step, by name."""
     found = {}
     # Comparing whole parameters between ranks takes many operations, but not in a step.
-    with simulated(ranks=8) as device, mock.patch("shardfn.shards.sharding.checksum", return_value=0):
+    with (
+        simulated(ranks=8) as device,
+        mock.patch("shardfn.shards.sharding.checksum", return_value=0),
+        sf.debug(memory=False),
+    ):
         mesh = sf.make_mesh(**SIZES, device=device.name)
         for name, strategy in STRATEGIES.items():
             d = width(strategy)
@@ -67,6 +74,6 @@ def launches() -> dict[str, dict[str, int]]:
 
 def test_a_step_launches_no_more_than_its_budget() -> None:
     (found,) = world(1, "alone").within(120).run(launches)
-    totals = {name: sum(operations.values()) for name, operations in found.items()}
-    print(totals, found)
-    assert totals == BUDGET
+    over = {name: ops for name, ops in found.items() if sum(ops.values()) > BUDGET[name]}
+    assert not over, {name: (sum(ops.values()), BUDGET[name], ops) for name, ops in over.items()}
+    assert set(found) == set(BUDGET)
