@@ -268,16 +268,16 @@ def _norms(parts: dict[str, Tensor]) -> dict[str, Tensor]:
         groups.setdefault((part.dtype, part.device), []).append(path)
     squared: dict[str, Tensor] = {}
     for paths in groups.values():
-        each = [parts[path] for path in paths]
-        squared |= dict(zip(paths, roots(each, 2.0, wide(each[0])).square().split(1), strict=True))
+        norms = roots([parts[path] for path in paths], 2.0, wide(parts[paths[0]]))
+        squared |= {path: x.reshape(1) for path, x in zip(paths, torch._foreach_mul(norms, norms), strict=True)}
     return squared
 
 
-def roots(each: list[Tensor], order: float, dtype: torch.dtype | None = None) -> Tensor:
-    """The norms of tensors of one dtype and device: `[len(each)]`."""
+def roots(each: list[Tensor], order: float, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """The norms of tensors of one dtype and device."""
     if functorch.inside_transform() or functorch.inside_forward_mode():  # of which torch has no derivative there
-        return torch.stack([torch.linalg.vector_norm(x, order, dtype=dtype) for x in each])
-    return torch.stack(torch._foreach_norm(each, order, dtype=dtype))
+        return [torch.linalg.vector_norm(x, order, dtype=dtype) for x in each]
+    return list(torch._foreach_norm(each, order, dtype=dtype))
 
 
 def totals(

@@ -256,7 +256,7 @@ def finite(tree: Any) -> bool:
         if unit.trainable and unit.values is not None and unit.values.numel():
             x = unit.values.detach()
             kinds.setdefault((x.device, x.dtype), []).append(torch.view_as_real(x) if x.is_complex() else x)
-    bad = [(~roots(each, math.inf).isfinite()).any().float() for each in kinds.values()]
+    bad = [(~torch.stack(roots(each, math.inf)).isfinite()).any().float() for each in kinds.values()]
     for grid in dict.fromkeys(unit.layout.grid for unit in leaves.each if unit.layout):
         mesh = mesh_of(grid, "a tree")
         total = torch.zeros((), device=device_of(mesh))
