@@ -43,7 +43,7 @@ def renewals(where: Where) -> Answer:
                 torch.cuda._sleep(10**8)  # so that the next is under way
             dist.all_reduce(x, async_op=True)
             began = time.perf_counter()
-            process_groups.interrupt(group)
+            process_groups.interrupt([group])
             process_groups.renew(group, f"again {i}", process_groups.default_store())
             seconds.append(time.perf_counter() - began)
             sent, whole = torch.full((4,), float(i), device=where.device), torch.empty(4, device=where.device)

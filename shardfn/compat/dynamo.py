@@ -7,6 +7,7 @@ import gc
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def constant_when_traced(f: Function) -> Function:
     """Makes torch.compile run `f` once, while tracing, and treat its result as a constant."""
+    assert isinstance(f, FunctionType), f"{f} is no plain function, and torch.compile would trace it all the same"
     f._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's own way loads all of it
     return f
 

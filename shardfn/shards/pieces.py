@@ -175,10 +175,11 @@ def units(tree: Any) -> Units:
 def names_of(leaves: Sequence[Any], spec: optree.PyTreeSpec) -> tuple[str, ...]:
     """The name of each leaf of a tree: the path of the stage that it is or is a part of, or its own."""
     places = ((x.layout, x.entries if type(x) is Piece else None) if is_unit(x) else None for x in leaves)
-    return _names(spec, tuple(places))
+    # A graph's own structure of a tree is no constant, and has no cache.
+    named = _names.__wrapped__ if torch.compiler.is_compiling() else _names
+    return named(spec, tuple(places))
 
 
-@dynamo.constant_when_traced
 @functools.lru_cache(maxsize=4096)
 def _names(
     spec: optree.PyTreeSpec, leaves: tuple[tuple[Layout, tuple[int, ...] | None] | None, ...]

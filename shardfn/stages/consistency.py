@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from threading import current_thread
+from threading import Thread, current_thread
 from typing import TYPE_CHECKING, Any
 
 from shardfn.collectives.agree import agree
 from shardfn.collectives.ledger import unscheduled
+from shardfn.compat import autograd
 from shardfn.mesh.axes import sizes
 from shardfn.mesh.groups import world_of_thread
 from shardfn.mesh.lanes import lane
@@ -29,12 +30,12 @@ class LaneState:
 
     Attributes:
         compared: plans of the stages that were compared between ranks, and how their gradients are summed.
-        inside: the context of the thread that runs a stage.
+        inside: the threads that run stages, one within the other.
     """
 
     def __init__(self) -> None:
         self.compared: set[tuple[GatherPlan, str]] = set()
-        self.inside: _Alone | None = None
+        self.inside: list[Thread] = []
 
 
 def lane_state() -> LaneState:
@@ -43,26 +44,27 @@ def lane_state() -> LaneState:
 
 
 class _Alone:
-    """A context in which no other thread of the lane may run stages: other ranks could not tell them apart."""
+    """A context in which no other thread of the lane may run stages: other ranks could not tell them apart.
 
-    __slots__ = ("depth", "lane_state", "name")
+    A thread of autograd works for one that waits for it, which may be inside.
+    """
+
+    __slots__ = ("lane_state",)
 
     def __init__(self, lane_state: LaneState) -> None:
-        self.lane_state, self.depth, self.name = lane_state, 0, current_thread().name
+        self.lane_state = lane_state
 
     def __enter__(self) -> None:
-        other = self.lane_state.inside
-        if other is not None and other is not self:
+        inside, here = self.lane_state.inside, current_thread()
+        if inside and inside[-1] is not here and not autograd.autograd_thread():
             raise RuntimeError(
-                f"threads {other.name!r} and {self.name!r} run stages at the same time, and other ranks cannot tell "
-                f"them apart: give each thread a name of its own, the same on all ranks, in threading.Thread(name=...)"
+                f"threads {inside[-1].name!r} and {here.name!r} run stages at the same time, and other ranks cannot "
+                f"tell them apart: give each thread a name of its own, the same on all ranks, in threading.Thread(name=...)"
             )
-        self.lane_state.inside, self.depth = self, self.depth + 1
+        inside.append(here)
 
     def __exit__(self, *_: object) -> None:
-        self.depth -= 1
-        if not self.depth:
-            self.lane_state.inside = None
+        self.lane_state.inside.pop()
 
 
 def alone(mesh: DeviceMesh, lane_state: LaneState) -> Any:

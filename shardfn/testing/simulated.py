@@ -337,7 +337,8 @@ class _Module:
     def is_available(self) -> bool:
         return True
 
-    is_initialized = is_available
+    def is_initialized(self) -> bool:
+        return bool(_current)
 
     def current_device(self) -> int:
         return _device().current.device if _current else 0

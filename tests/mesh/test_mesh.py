@@ -443,7 +443,12 @@ def test_direct_messages_are_refused_where_they_may_wait_for_ever(backend: str) 
                 pass
             for op in ("all_gather", "reduce_scatter"):
                 direct = transports(mesh, **{op: "direct"})
-                with pytest.raises(ValueError, match=f'{op}="direct".*{backend} with tensors on cpu may.* use {op}="native"'), direct:
+                with (
+                    pytest.raises(
+                        ValueError, match=f'{op}="direct".*{backend} with tensors on cpu may.* use {op}="native"'
+                    ),
+                    direct,
+                ):
                     pass
 
     world(2).run(body)
