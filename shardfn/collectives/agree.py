@@ -46,6 +46,9 @@ def at_once() -> Iterator[None]:
         yield
 
 
+_NOT_ALL = "not every other rank has come to compare"
+
+
 @at_once()
 def agree(
     described: list[str],
@@ -84,16 +87,14 @@ def agree(
     if place is not None:
         text = b"\n".join([place.text.encode(), *text.split(b"\n")[1:]])
     new, known = _news(described, before)
-    alone = (
-        f"{name}: {what} are new to rank {process_groups.global_rank()} ({_few(new)}"
-        f"{f'; known before: {_few(known)}' if known else ''}), and not every other rank has come to compare"
-    )
+    news = _few(new) + (f"; known before: {_few(known)}" if known else "")
+    alone = f"{name}: {what} are new to rank {process_groups.global_rank()} ({news}), and {_NOT_ALL}"
     # A negative length marks a rank whose own arguments are wrong.
     row = torch.tensor([digest, -len(text) if mine else len(text)], device="cpu")
     try:
         with contextlib.nullcontext() if place is None else callsites.at(place):
-            rows = gathered(row, axis, None, f"comparing {what}", name, f"{alone}. {advice}" if known else alone)
-            digests, marked = rows.T.tolist()
+            note = f"{alone}. {advice}" if known else alone
+            digests, marked = gathered(row, axis, None, f"comparing {what}", name, note).T.tolist()
     except RuntimeError as error:
         hint = f"{error}. {alone}" if waiting.elsewhere(error) else f"{alone}. {advice}. {error}"
         raise RuntimeError(bounded(hint)) from waiting.cause(error)

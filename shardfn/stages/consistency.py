@@ -58,8 +58,9 @@ class _Alone:
         inside, here = self.lane_state.inside, current_thread()
         if inside and inside[-1] is not here and not autograd.autograd_thread():
             raise RuntimeError(
-                f"threads {inside[-1].name!r} and {here.name!r} run stages at the same time, and other ranks cannot "
-                f"tell them apart: give each thread a name of its own, the same on all ranks, in threading.Thread(name=...)"
+                f"threads {inside[-1].name!r} and {here.name!r} run stages at the same time, and other ranks "
+                f"cannot tell them apart: give each thread a name of its own, the same on all ranks, in "
+                f"threading.Thread(name=...)"
             )
         inside.append(here)
 
