@@ -68,6 +68,10 @@ class Buffers:
     def __init__(self) -> None:
         self.nbytes = 0
         self._spare: dict[int, list[Buffer]] = {}
+        self.unlock()
+
+    def unlock(self) -> None:
+        """Gives a forked process a lock of its own: it may inherit one that another thread holds, for ever."""
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Buffer:
@@ -97,6 +101,7 @@ class Buffers:
 
 
 buffers = Buffers()
+os.register_at_fork(after_in_child=buffers.unlock)
 Move = Callable[[int, memoryview], None]
 
 

@@ -306,10 +306,10 @@ def test_a_fork_reads_but_does_not_write(tmp_path: Path) -> None:
         except BaseException as error:
             os.write(child, repr(error).encode())
         os._exit(0)
+    os.close(child)  # so that reading ends if the fork dies
     told = os.read(here, 1000).decode()
     os.waitpid(process, 0)
     os.close(here)
-    os.close(child)
     assert "is a fork of" in told
     assert copying.read(there).equal(drawn(100))
 
