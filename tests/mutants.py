@@ -459,7 +459,7 @@ MUTANTS = [
     Mutant(
         "threads run stages at once",
         "stages/consistency.py",
-        "if other is not None and other is not self:",
+        "if inside and inside[-1] is not here and not autograd.autograd_thread():",
         "if False:",
         "tests/mesh/test_scope.py::test_threads_that_ranks_cannot_tell_apart_do_not_run_stages_at_once",
     ),

@@ -269,7 +269,9 @@ def _norms(parts: dict[str, Tensor]) -> dict[str, Tensor]:
     squared: dict[str, Tensor] = {}
     for paths in groups.values():
         norms = roots([parts[path] for path in paths], 2.0, wide(parts[paths[0]]))
-        squared |= {path: x.reshape(1) for path, x in zip(paths, torch._foreach_mul(norms, norms), strict=True)}
+        lists = not functorch.inside_transform()  # vmap has no rule for lists
+        squares = torch._foreach_mul(norms, norms) if lists else [norm.square() for norm in norms]
+        squared |= {path: x.reshape(1) for path, x in zip(paths, squares, strict=True)}
     return squared
 
 

@@ -599,5 +599,5 @@ def pretended() -> tuple[int, int, list[Any]]:
 def test_a_device_sends_them_to_the_host() -> None:
     out, back, races = shared_world(1, "alone").run(pretended)[0]
     assert out >= 4, "the argument of the first call, and what each call computes, which is the next one's argument"
-    assert back >= out
+    assert back > 0, "some had gone when backward needed them; others were still there"
     assert races == []
