@@ -8,7 +8,6 @@ import getpass
 import hashlib
 import os
 import site
-import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -115,22 +114,18 @@ def _where(text: str) -> str:
     return ""
 
 
-# Folders of installed packages, whose code is not what somebody works on; the standard library's last, as it has them.
-_PATHS = sysconfig.get_paths()
-_INSTALLED = tuple(
-    f"{folder}{os.sep}"
-    for folder in dict.fromkeys(
-        [
-            *site.getsitepackages(),
-            site.getusersitepackages(),
-            *map(_PATHS.__getitem__, ("purelib", "platlib", "stdlib")),
-        ]
-    )
-)
+@functools.cache
+def _folders() -> tuple[str, ...]:
+    """Folders of installed packages, whose code nobody works on; the standard library's last, as it has them."""
+    import sysconfig
+
+    paths = sysconfig.get_paths()
+    found = [*site.getsitepackages(), site.getusersitepackages(), *(paths[k] for k in ("purelib", "platlib", "stdlib"))]
+    return tuple(f"{folder}{os.sep}" for folder in dict.fromkeys(found))
 
 
 @functools.cache
 def installed(file: str) -> str:
     """The path of a file of an installed package or of Python, from the folder of packages on; else empty."""
-    folder = next((folder for folder in _INSTALLED if file.startswith(folder)), None)
+    folder = next((folder for folder in _folders() if file.startswith(folder)), None)
     return "" if folder is None else file.removeprefix(folder)
