@@ -1,4 +1,8 @@
-"""How errors quote long values: the beginning, how much more there is, and a file with the whole."""
+"""How errors quote long values and places in files.
+
+Of a long value: the beginning, how much more there is, and a file with the whole. Of a file of an installed package:
+its path from the folder of packages on.
+"""
 
 from __future__ import annotations
 

@@ -46,9 +46,6 @@ def at_once() -> Iterator[None]:
         yield
 
 
-_NOT_ALL = "not every other rank has come to compare"
-
-
 @at_once()
 def agree(
     described: list[str],
@@ -86,9 +83,7 @@ def agree(
     place = callsites.outside(f"a comparison of {what} of {name!r}", axis.group) if debugging.collectives else None
     if place is not None:
         text = b"\n".join([place.text.encode(), *text.split(b"\n")[1:]])
-    new, known = _news(described, before)
-    news = _few(new) + (f"; known before: {_few(known)}" if known else "")
-    alone = f"{name}: {what} are new to rank {process_groups.global_rank()} ({news}), and {_NOT_ALL}"
+    alone, known = _alone(name, what, described, before)
     # A negative length marks a rank whose own arguments are wrong.
     row = torch.tensor([digest, -len(text) if mine else len(text)], device="cpu")
     try:
@@ -112,12 +107,15 @@ def agree(
     raise ValueError(f"{name}: {_difference_of_arguments(lines, axis, subject)}")
 
 
-def _news(described: list[str], before: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Returns the lines that are in no earlier description, and what stood there of the same names."""
+def _alone(name: str, what: str, described: list[str], before: Iterable[str]) -> tuple[str, bool]:
+    """Says what is new to this rank, for when others do not come, and whether earlier lines were of the same names."""
     earlier = set(before)
     new = [line for line in described if line not in earlier] or described
     names = {line.partition(": ")[0] for line in new}
-    return new, sorted(line for line in earlier if line.partition(": ")[0] in names)
+    known = sorted(line for line in earlier if line.partition(": ")[0] in names)
+    news = _few(new) + (f"; known before: {_few(known)}" if known else "")
+    rank = process_groups.global_rank()
+    return f"{name}: {what} are new to rank {rank} ({news}), and not every other rank has come to compare", bool(known)
 
 
 def _few(lines: list[str]) -> str:

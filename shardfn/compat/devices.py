@@ -21,7 +21,7 @@ def use(device: torch.device) -> None:
         torch.get_device_module(device).set_device(device)
 
 
-def at_once(device: torch.device, cached: int, most: int = 2**24) -> int:
+def elements_at_a_time(device: torch.device, cached: int, most: int = 2**24) -> int:
     """How many elements to process at a time on a device.
 
     Args:

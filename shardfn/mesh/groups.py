@@ -39,14 +39,8 @@ class World:
     made: dict[tuple[str | int, ...], Future[dist.ProcessGroup]] = field(default_factory=dict)
 
 
-OF_STEPS = (
-    "",
-    "gather",
-    "reduce",
-    "compare",
-    "notes",
-    "finish",
-)  # uses of groups in steps; background saves use others
+# The uses of groups in steps; background saves use others.
+OF_STEPS = ("", "gather", "reduce", "compare", "notes", "finish")
 _worlds: dict[int, World] = {}  # more than one only in tests whose ranks are threads
 _lock = threading.Lock()
 

@@ -105,7 +105,7 @@ def make_mesh(
 
     whole = init_device_mesh(device, (world,), mesh_dim_names=("world",)).mesh
     mesh = _mesh(whole.view(tuple(filled.values())), tuple(filled), device)
-    device_of(mesh)
+    device_of(mesh)  # noted now: threads that use the mesh may have another current device
     if scratch is not None:
         folder = os.path.abspath(os.path.expanduser(os.fspath(scratch)))
         per_mesh(mesh, "scratch", lambda: folder)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.compat.devices import at_once
+from shardfn.compat.devices import elements_at_a_time
 from shardfn.optim.differentiable import refuse_overwriting
 from shardfn.optim.hyperparameters import check, whole
 from shardfn.optim.norms import scaled, wide
@@ -208,7 +208,7 @@ def _rounded(unit: Unit, x: Tensor, salt: tuple[Any, ...]) -> Tensor:
 def _rounded_into(unit: Unit, x: Tensor, salt: tuple[Any, ...]) -> Tensor:
     """Overwrites a unit's values with rounded ones, a chunk at a time, which bounds the memory for random bits."""
     source, target = x.reshape(-1), unit.values.reshape(-1)
-    most = at_once(source.device, CHUNK)
+    most = elements_at_a_time(source.device, CHUNK)
     for start in range(0, len(source), most):
         stop = min(start + most, len(source))
         (bits,) = drawn(unit, start, stop, 1, salt)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardfn.compat import dynamo
-from shardfn.compat.devices import at_once
+from shardfn.compat.devices import elements_at_a_time
 from shardfn.optim.differentiable import refuse_overwriting, tied, varied
 from shardfn.optim.hyperparameters import at_step, check, check_rule, constants
 from shardfn.optim.norms import wide
@@ -274,7 +274,7 @@ def _overwrite_kept(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:
 
 def _at_once(item: _Work) -> int:
     """How many elements to decode at a time."""
-    most = at_once(item.values.device, CHUNK)
+    most = elements_at_a_time(item.values.device, CHUNK)
     return min(most, streaming.CHUNK) if streams(item.columns) else most
 
 

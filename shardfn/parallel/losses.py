@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives.functional import axis_index, axis_size, pmax, psum
-from shardfn.compat.devices import at_once
+from shardfn.compat.devices import elements_at_a_time
 from shardfn.mesh.grid import AxisName
 from shardfn.parallel.linear import check_range, to_parallel
 from shardfn.transforms.custom_vjp import custom_vjp
@@ -66,7 +66,7 @@ def cross_entropy(
         raise ValueError(
             f"cross_entropy: vocabulary={vocabulary}, but w has {w.shape[1]} columns on each of {size} ranks"
         )
-    rows = max(1, at_once(x.device, *LOGITS) // max(1, w.shape[1])) if chunk is None else chunk
+    rows = max(1, elements_at_a_time(x.device, *LOGITS) // max(1, w.shape[1])) if chunk is None else chunk
     if rows < 1:
         raise ValueError(f"cross_entropy: chunk={chunk}; it is a number of rows, 1 or more")
     flat_x, labels = x.reshape(-1, x.shape[-1]), targets.reshape(-1)

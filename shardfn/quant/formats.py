@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.compat.devices import at_once
+from shardfn.compat.devices import elements_at_a_time
 from shardfn.quant import codes
 from shardfn.quant.codes import Code
 
@@ -66,7 +66,7 @@ class Format:
         A number that is not finite makes its whole block so.
         """
         # In steps: intermediate results are several times as large.
-        step = max(1, at_once(x.device, STEP) // self.block) * self.block
+        step = max(1, elements_at_a_time(x.device, STEP) // self.block) * self.block
         results = [self._encoded(part) for part in x.detach().split(step, -1)]
         scales, numbers = (_joined(list(column)) for column in zip(*results, strict=True))
         return torch.cat((*self._stored(scales), numbers), -1)

@@ -110,7 +110,8 @@ def run_together(folder: Path, body: Any) -> list[Any]:
 
 
 def every_collective(rank: int) -> list[list[float]]:
-    name, ops = dist.group.WORLD.group_name, torch.ops._c10d_functional  # type: ignore[union-attr]
+    assert dist.group.WORLD is not None
+    name, ops = dist.group.WORLD.group_name, torch.ops._c10d_functional
     x = torch.arange(3.0) + rank
     started = [
         *(ops.all_reduce(x, op, name) for op in ("sum", "avg", "max", "min")),

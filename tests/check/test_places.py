@@ -111,7 +111,7 @@ def test_the_users_line_is_named(world: World, name: str) -> None:
 
 def test_the_debug_mode_names_the_users_line_and_where_it_led() -> None:
     module = package()
-    assert callsites.caller() == f"{__file__}:{inspect.currentframe().f_lineno}"  # type: ignore[union-attr]
+    assert callsites.caller() == f"{__file__}:{sys._getframe().f_lineno}"
     place = module.calls(callsites.caller)
     assert place.startswith(f"{__file__}:")
     assert place.endswith(" (in installed_package/means.py:7)")

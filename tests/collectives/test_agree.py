@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def compared() -> dict[str, str]:
     found = {}
     for name, (others, _) in CASES.items():
         mine = others.get(dist.get_rank(), ["rows=100", "seed=0"])
-        found[name] = told(lambda mine=mine: agree(mine, mesh, "caller", subject=("the things", "Advice")))  # type: ignore[misc]
+        found[name] = told(partial(agree, mine, mesh, "caller", subject=("the things", "Advice")))
     return found
 
 

@@ -30,22 +30,24 @@ def late() -> Iterator[World]:
 
 def connect_late() -> None:
     process_groups._CONNECTED.discard("gloo")
-    process_groups.connection = counted(process_groups.connection)
+    process_groups.connection = Counted(process_groups.connection)
 
 
-def counted(connection: Callable[..., Any]) -> Any:
-    def counts(group: Any, device: Any, pairs: bool = False) -> Any:
-        counts.times[group.group_name, pairs] += 1  # type: ignore[attr-defined]
-        return connection(group, device, pairs)
+class Counted:
+    """Connects groups, and counts how often each group, and the pairs in it, were connected."""
 
-    counts.times = Counter[tuple[str, bool]]()  # type: ignore[attr-defined]
-    return counts
+    def __init__(self, connection: Callable[..., Any]) -> None:
+        self.connection = connection
+        self.times = Counter[tuple[str, bool]]()
+
+    def __call__(self, group: Any, device: Any, pairs: bool = False) -> Any:
+        self.times[group.group_name, pairs] += 1
+        return self.connection(group, device, pairs)
 
 
 def times() -> Counter[tuple[str, bool]]:
-    """How often each group, and the pairs in it, were connected."""
-    found: Counter[tuple[str, bool]] = process_groups.connection.times  # type: ignore[attr-defined]
-    return found
+    assert isinstance(process_groups.connection, Counted)
+    return process_groups.connection.times
 
 
 def connections(foreign: bool) -> tuple[Counter[tuple[str, bool]], set[str]]:
