@@ -1,108 +1,264 @@
-"""Fused attention kernels that also return the log-sum-exp of the scores."""
+"""Fused attention kernels that also return the log-sum-exp of the scores.
+
+On CUDA torch chooses between its kernels, as for `scaled_dot_product_attention`, and `sdpa_kernel` narrows its choice.
+What a kernel returns as log-sum-exp, and what its backward expects, is not promised by torch, so each one is compared
+with the plain formulas when a device first uses it.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
+from torch import Tensor
+from torch.nn.attention import SDPBackend
 
-_fused_cpu: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+from shardfn.compat import dispatch
+from shardfn.compat.trusted import trusted
 
-
-_fused_cpu_backward: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
-
-
-_fused_cuda: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention", None)
-
-
-_fused_cuda_backward: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_backward", None)
+_aten: Any = torch.ops.aten
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+class Kernel(NamedTuple):
+    """One way to compute attention and its gradients.
+
+    Attributes:
+        name: for messages.
+        forward: `(q, k, v, causal, scale) -> (out, lse)`, with shapes as in `attention`.
+        backward: `(ct, q, k, v, out, lse, causal, scale) -> (dq, dk, dv)`, with shapes as in `attention_backward`.
+        op: the name of torch's operation; that of its backward is the same and ends with `_backward`.
+    """
+
+    name: str
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, ...]]
+    op: str = ""
+
+    @property
+    def there(self) -> bool:
+        """Whether this torch has it."""
+        return hasattr(_aten, self.op) and hasattr(_aten, f"{self.op}_backward")
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Attention `[b, h, t, d], [b, g, s, d], ... -> [b, h, t, d]` and the log-sum-exp of its scores, `[b, h, t]`.
 
     Not recorded by autograd. Uses torch's fused kernels for tensors that they accept.
     """
-    if _fits_cpu(q, k):
-        return _fused_cpu(*map(_rows, (q, k, v)), 0.0, causal, scale=scale)
-    if _fits_cuda(q, k):
-        out, lse = _fused_cuda(*map(_even_rows, (q, k, v)), 0.0, causal, False, scale=scale)[:2]
-        return out[..., : v.shape[-1]], lse
+    return _kernel(q, k, v, causal, scale).forward(q, k, v, causal, scale)
+
+
+def attention_backward(
+    ct: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    """Gradients for `q`, `k` and `v`; `out` and `lse` may be of attention to these keys and further ones."""
+    return _kernel(q, k, v, causal, scale).backward(ct, q, k, v, out, lse, causal, scale)
+
+
+# --- the choice ---
+
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Kernel:
+    kind = q.device.type
+    if min(q.numel(), k.numel()) == 0 or kind not in ("cpu", "cuda"):
+        return PLAIN
+    if kind == "cpu":
+        return CPU if CPU.there else PLAIN
+    if torch.compiler.is_compiling():
+        return FLASH if _has_flash(q) else PLAIN
+    kernel = _chosen(q, k, v, causal, scale)
+    if kernel is PLAIN or not dispatch.plain(q):
+        return kernel
+    heads = q.shape[1] // k.shape[1]
+    what = f"torch's {kernel.name} attention ({q.dtype}, {q.shape[-1]} wide, {heads} to a key, causal={causal})"
+    return kernel if trusted(what, q.device, functools.partial(_differs, kernel, q, heads, causal)) else PLAIN
+
+
+def _chosen(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Kernel:
+    """The kernel that torch chooses for such tensors, of those that it has."""
+    q, k, v = map(_even_rows, (q, k, v))
+    heads = q.shape[1] // k.shape[1]
+    by_number = {number: kernel for number, kernel in _CUDA.items() if kernel.there}
+    choose = functools.partial(torch._fused_sdp_choice, attn_mask=None, dropout_p=0.0, is_causal=causal, scale=scale)
+    kernel = by_number.get(choose(q, k, v, enable_gqa=heads > 1), PLAIN)
+    if kernel is PLAIN and heads > 1:  # some kernels want as many heads of keys as of queries
+        kernel = by_number.get(choose(q, *(x[:, :1].expand(-1, q.shape[1], -1, -1) for x in (k, v))), PLAIN)
+    return kernel
+
+
+def _has_flash(q: Tensor) -> bool:
+    """Whether both torch and the device have the flash kernels, for tensors like this."""
+    narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
+    return narrow and FLASH.there and _flash_on(q.device)
+
+
+@functools.cache
+def _flash_on(device: torch.device) -> bool:
+    if not torch.backends.cuda.is_flash_attention_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _differs(kernel: Kernel, like: Tensor, heads: int, causal: bool) -> str:
+    """Says which of a kernel's results is not that of the plain formulas; empty if all are."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(2, 2 * heads, 40), (2, 2, 80), (2, 2, 80), (2, 2 * heads, 40)]
+    drawn = (torch.randn(*shape, like.shape[-1], generator=draw, device="cpu") for shape in shapes)
+    given = [x.to(like.device, like.dtype) for x in drawn]
+    q, k, v, _ = (x.to(torch.float64) for x in given)
+    scale = like.shape[-1] ** -0.5
+    whole = PLAIN.forward(q, k, v, False, scale)  # as in a ring: the kernel has the first half of the keys
+
+    def results(kernel: Kernel, kind: torch.dtype) -> list[Tensor]:
+        q, k, v, ct = (x.to(kind) for x in given)
+        k, v, out, lse = k[:, :, :40], v[:, :, :40], whole[0].to(kind), whole[1].to(_wide(kind))
+        return [*kernel.forward(q, k, v, causal, scale), *kernel.backward(ct, q, k, v, out, lse, causal, scale)]
+
+    most = 0.01 if like.dtype == torch.float32 else 0.05  # TF32, and formats with 8 bits; a wrong formula is far off
+    pairs = zip(results(kernel, like.dtype), results(PLAIN, torch.float64), strict=True)
+    for name, (x, y) in zip(("output", "log-sum-exp", "dq", "dk", "dv"), pairs, strict=True):
+        if x.shape != y.shape:
+            return f"{name} has shape {tuple(x.shape)} instead of {tuple(y.shape)}"
+        error = float((x - y).abs().max() / y.abs().max())
+        if not error < most:
+            return f"{name} is wrong by {error:.2g}"
+    return ""
+
+
+# --- the plain formulas ---
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     scores = _scores(q, k, causal, scale)
     lse = scores.logsumexp(-1)
     return by_group((scores - lse[..., None]).exp().to(v.dtype), v), lse
 
 
-def attention_backward(
-    ct: torch.Tensor,
-    q: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients for `q`, `k` and `v`; `out` and `lse` may be of attention to these keys and further ones."""
-    if _fits_cpu(q, k):
-        return _fused_cpu_backward(*map(_rows, (ct, q, k, v, out)), lse, 0.0, causal, scale=scale)
-    if _fits_cuda(q, k):
-        lse = lse.contiguous()  # the kernel ignores its strides
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)
-        options = None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed
-        padded = _fused_cuda_backward(*map(_even_rows, (ct, q, k, v, out)), lse, *options, scale=scale)
-        dq, dk, dv = (g[..., : q.shape[-1]] for g in padded)
-        return dq, dk, dv
+def _plain_backward(
+    ct: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, ...]:
     p = (_scores(q, k, causal, scale) - lse[..., None]).exp()
     d = (ct * out).sum(-1, keepdim=True).to(p.dtype)
     ds = (p * (by_group(ct, v.mT).to(p.dtype) - d) * scale).to(q.dtype)
     return by_group(ds, k), _over_group(ds, q, k), _over_group(p.to(ct.dtype), ct, v)
 
 
-def _grouped(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def _grouped(x: Tensor, y: Tensor) -> Tensor:
     """Rows of all heads of a group, one after another: `[b, h, t, n] -> [b, g, h / g * t, n]`."""
     return x if x.shape[1] == y.shape[1] else x.reshape(*y.shape[:2], -1, x.shape[-1])
 
 
-def _over_group(x: torch.Tensor, y: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def _over_group(x: Tensor, y: Tensor, k: Tensor) -> Tensor:
     """The sum over the heads of each group of `x.mT @ y`, in the shape of `k`."""
     return _grouped(x, k).mT @ _grouped(y, k)
 
 
-def by_group(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def by_group(x: Tensor, y: Tensor) -> Tensor:
     """Multiplies the rows of each head with the matrix of its group: `[b, h, t, n], [b, g, n, m] -> [b, h, t, m]`."""
     return (_grouped(x, y) @ y).reshape(*x.shape[:-1], y.shape[-1])
 
 
-def _fits_cpu(q: torch.Tensor, k: torch.Tensor) -> bool:
-    available = _fused_cpu is not None and _fused_cpu_backward is not None
-    return available and q.device.type == "cpu" and min(q.numel(), k.numel()) > 0
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    scores = by_group(q, k.mT).to(_wide(q.dtype)) * scale
+    if causal:
+        unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(unseen, -torch.inf)
+    return scores
 
 
-def _fits_cuda(q: torch.Tensor, k: torch.Tensor) -> bool:
-    available = _fused_cuda is not None and _fused_cuda_backward is not None
-    narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
-    return available and narrow and min(q.numel(), k.numel()) > 0 and _has_flash(q.device)
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
-@functools.cache
-def _has_flash(device: torch.device) -> bool:
-    """Whether both torch and the device have the flash kernels."""
-    if device.type != "cuda" or not torch.backends.cuda.is_flash_attention_available():
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+PLAIN = Kernel("plain", _plain, _plain_backward)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+# --- the kernels of torch ---
+
+
+def _cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return _aten._scaled_dot_product_flash_attention_for_cpu(*map(_rows, (q, k, v)), 0.0, causal, scale=scale)
+
+
+def _cpu_backward(
+    ct: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    rows = map(_rows, (ct, q, k, v, out))
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(*rows, lse, 0.0, causal, scale=scale)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    rows = map(_even_rows, (q, k, v))
+    out, lse = _aten._scaled_dot_product_flash_attention(*rows, 0.0, causal, False, scale=scale)[:2]
+    return out[..., : v.shape[-1]], lse
+
+
+def _flash_backward(
+    ct: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    lengths = None, None, q.shape[2], k.shape[2]
+    rows, seed = map(_even_rows, (ct, q, k, v, out)), _seed(q)
+    padded = _aten._scaled_dot_product_flash_attention_backward(
+        *rows, lse.contiguous(), *lengths, 0.0, causal, seed, seed, scale=scale
+    )  # the kernel ignores the strides of `lse`
+    return tuple(g[..., : q.shape[-1]] for g in padded)
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    rows = map(_even_rows, (q, k, v))
+    out, lse = _aten._scaled_dot_product_cudnn_attention(*rows, None, True, 0.0, causal, False, scale=scale)[:2]
+    return out[..., : v.shape[-1]], lse.view(q.shape[:3])
+
+
+def _cudnn_backward(
+    ct: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    rows, seed = map(_even_rows, (ct, q, k, v, out)), _seed(q)
+    rest = seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal
+    padded = _aten._scaled_dot_product_cudnn_attention_backward(*rows, lse[..., None].contiguous(), *rest, scale=scale)
+    return tuple(g[..., : q.shape[-1]] for g in padded)
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    rows = map(_even_rows, (q, *_repeated(q, k, v)))
+    out, lse = _aten._scaled_dot_product_efficient_attention(*rows, None, True, 0.0, causal, scale=scale)[:2]
+    return out[..., : v.shape[-1]], lse[..., : q.shape[2]]
+
+
+def _efficient_backward(
+    ct: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    keys, values = _repeated(q, k, v)
+    rows, seed = map(_even_rows, (ct, q, keys, values, out)), _seed(q)
+    lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # as its forward returns them
+    ct, q_, keys, values, out = rows
+    rest = out, lse.contiguous(), seed, seed, 0.0, (True, True, True, False), causal
+    padded = _aten._scaled_dot_product_efficient_attention_backward(ct, q_, keys, values, None, *rest, scale=scale)
+    dq, *both = (g[..., : q.shape[-1]] for g in padded[:3])
+    dk, dv = (g.unflatten(1, (k.shape[1], -1)).sum(2) for g in both)
+    return dq, dk, dv
+
+
+def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values once for each head of queries."""
+    heads = q.shape[1] // k.shape[1]
+    return (k, v) if heads == 1 else (k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1))
+
+
+def _seed(q: Tensor) -> Tensor:
+    """The random seed, or its offset, of attention without dropout."""
+    return torch.zeros((), dtype=torch.int64, device=q.device)
+
+
+def _rows(x: Tensor) -> Tensor:
     """Makes rows contiguous, which the kernels assume without a check."""
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
-def _even_rows(x: torch.Tensor) -> torch.Tensor:
+def _even_rows(x: Tensor) -> Tensor:
     """Pads and aligns rows: contiguous, with a length and starts that are multiples of 8 elements."""
     if x.shape[-1] % 8:
         x = torch.nn.functional.pad(x, (0, -x.shape[-1] % 8))
@@ -110,9 +266,12 @@ def _even_rows(x: torch.Tensor) -> torch.Tensor:
     return x if even else x.clone(memory_format=torch.contiguous_format)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
-    scores = by_group(q, k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
-    if causal:
-        unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(unseen, -torch.inf)
-    return scores
+CPU = Kernel("CPU", _cpu, _cpu_backward, "_scaled_dot_product_flash_attention_for_cpu")
+FLASH = Kernel("flash", _flash, _flash_backward, "_scaled_dot_product_flash_attention")
+EFFICIENT = Kernel("efficient", _efficient, _efficient_backward, "_scaled_dot_product_efficient_attention")
+CUDNN = Kernel("cuDNN", _cudnn, _cudnn_backward, "_scaled_dot_product_cudnn_attention")
+_CUDA = {
+    SDPBackend.FLASH_ATTENTION.value: FLASH,
+    SDPBackend.EFFICIENT_ATTENTION.value: EFFICIENT,
+    SDPBackend.CUDNN_ATTENTION.value: CUDNN,
+}

@@ -123,7 +123,7 @@ def test_kernels_and_what_stands_in_for_them_are_attention(monkeypatch: pytest.M
     ct = torch.cos(q)
     for fused in (True, False):
         if not fused:
-            monkeypatch.setattr(attention, "_fits_cpu", lambda *_: False)
+            monkeypatch.setattr(attention, "_kernel", lambda *_: attention.PLAIN)
         out, lse = attention.attention(q, k, v, causal, WIDTH**-0.5)
         found = (out, *attention.attention_backward(ct, q, out, lse, k, v, causal, WIDTH**-0.5))
         for a, b in zip(found, (wanted[0], *wanted[1](ct)), strict=True):
@@ -157,49 +157,177 @@ def test_how_numbers_lie_in_memory_does_not_matter(layout: str) -> None:
                 assert (a - b).abs().max() < 1e-13, (chosen, causal)
 
 
-def demanding(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """CUDA's kernels as they are with what they are given; which of them ran."""
-    met: list[str] = []
+class Demanding:
+    """Stands in for `torch.ops.aten`: CUDA's kernels, with what they take for granted and how they return it."""
 
-    def taken(*rows: Tensor) -> None:
+    def __init__(self) -> None:
+        self.met: list[str] = []
+
+    def taken(self, name: str, *rows: Tensor) -> None:
+        self.met.append(name)
         for x in rows:
             assert x.shape[-1] % 8 == 0
             assert x.stride(-1) == 1
             assert all(n % 8 == 0 for n in (x.storage_offset(), *x.stride()[:-1]))
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, debug: bool, *, scale: float) -> Any:
-        met.append("forward")
-        taken(q, k, v)
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, causal, scale=scale)
-        return out.transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous(), *[None] * 7
+    def computed(self, *args: Any, scale: float) -> tuple[Tensor, Tensor]:
+        """The output as it lies in memory on CUDA, and the log-sum-exp."""
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args, scale=scale)
+        return out.transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
 
-    def backward(
-        ct: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *more: Any, scale: float
-    ) -> Any:
-        met.append("backward")
-        taken(ct, q, k, v, out)
+    def gradients(self, ct: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *more: Any) -> Any:
+        causal, scale = more
         assert lse.shape == q.shape[:-1]
         assert lse.dtype == torch.promote_types(q.dtype, torch.float32)
-        assert more[:5] == (None, None, q.shape[2], k.shape[2], 0.0)
-        lse = lse.as_strided(
-            lse.shape, torch.empty(lse.shape).stride(), lse.storage_offset()
-        )  # it takes them for these
+        # Kernels take the strides for those of a new tensor.
+        lse = lse.as_strided(lse.shape, torch.empty(lse.shape).stride(), lse.storage_offset())
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return kernel(ct, q, k, v, out, lse, 0.0, more[5], scale=scale)
+        return kernel(ct, q, k, v, out, lse, 0.0, causal, scale=scale)
 
-    monkeypatch.setattr(attention, "_fits_cpu", lambda *_: False)
-    monkeypatch.setattr(attention, "_fits_cuda", lambda *_: True)
-    monkeypatch.setattr(attention, "_fused_cuda", forward)
-    monkeypatch.setattr(attention, "_fused_cuda_backward", backward)
-    return met
+    def _scaled_dot_product_flash_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, debug: bool, *, scale: float
+    ) -> Any:
+        self.taken("forward", q, k, v)
+        return *self.computed(q, k, v, dropout, causal, scale=scale), *[None] * 7
+
+    def _scaled_dot_product_flash_attention_backward(
+        self, ct: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *more: Any, scale: float
+    ) -> Any:
+        self.taken("backward", ct, q, k, v, out)
+        assert more[:5] == (None, None, q.shape[2], k.shape[2], 0.0)
+        return self.gradients(ct, q, k, v, out, lse, more[5], scale)
+
+    def _scaled_dot_product_cudnn_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: None,
+        keep: bool,
+        dropout: float,
+        causal: bool,
+        debug: bool,
+        **how: Any,
+    ) -> Any:
+        self.taken("forward", q, k, v)
+        out, lse = self.computed(q, k, v, dropout, causal, **how)
+        return out, lse[..., None], *[None] * 7
+
+    def _scaled_dot_product_cudnn_attention_backward(
+        self, ct: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *more: Any, scale: float
+    ) -> Any:
+        self.taken("backward", ct, q, k, v, out)
+        assert more[2:8] == (None, None, None, q.shape[2], k.shape[2], 0.0)
+        assert lse.shape == (*q.shape[:-1], 1)
+        return self.gradients(ct, q, k, v, out, lse.squeeze(-1), more[8], scale)
+
+    def _scaled_dot_product_efficient_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: None, keep: bool, dropout: float, causal: bool, *, scale: float
+    ) -> Any:
+        self.taken("forward", q, k, v)
+        assert keep
+        assert q.shape[1] == k.shape[1]
+        out, lse = self.computed(q, k, v, dropout, causal, scale=scale)
+        return out, torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf), None, None
+
+    def _scaled_dot_product_efficient_attention_backward(
+        self, ct: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: None, out: Tensor, *more: Any, scale: float
+    ) -> Any:
+        lse, *rest = more
+        self.taken("backward", ct, q, k, v, out)
+        assert rest[2:4] == [0.0, (True, True, True, False)]
+        assert lse.is_contiguous()
+        assert lse.shape == (*q.shape[:2], -(-q.shape[2] // 32) * 32)
+        assert lse[..., q.shape[2] :].isinf().all()
+        return *self.gradients(ct, q, k, v, out, lse[..., : q.shape[2]].contiguous(), rest[4], scale), None
 
 
+KERNELS = {"flash": attention.FLASH, "cuDNN": attention.CUDNN, "efficient": attention.EFFICIENT}
+
+
+def demanding(monkeypatch: pytest.MonkeyPatch, kernel: str = "flash") -> list[str]:
+    """Lets one of CUDA's kernels run here; returns which of its two parts ran."""
+    stand_in = Demanding()
+    monkeypatch.setattr(attention, "_kernel", lambda *_: KERNELS[kernel])
+    monkeypatch.setattr(attention, "_aten", stand_in)
+    return stand_in.met
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("groups", [HEADS, 2])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_kernel_is_trusted_if_it_computes_attention(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, groups: int, causal: bool
+) -> None:
+    demanding(monkeypatch, kernel)
+    q = drawn(groups)[0]
+    assert attention._differs(KERNELS[kernel], q.float(), HEADS // groups, causal) == ""
+    for name, (forward, backward) in WRONG.items():
+        right = KERNELS[kernel]
+
+        def given(*xs: Any, right: Any = right, forward: Any = forward) -> Any:
+            return forward(*right.forward(*xs))
+
+        def pulled(*xs: Any, right: Any = right, backward: Any = backward) -> Any:
+            return backward(*right.backward(*xs))
+
+        assert attention._differs(attention.Kernel("wrong", given, pulled), q.float(), HEADS // groups, causal), name
+
+
+def as_is(*xs: Any) -> Any:
+    return xs
+
+
+WRONG: dict[str, Any] = {
+    "powers of two": (lambda out, lse: (out, lse / 0.6931), as_is),
+    "the sum of exponentials": (lambda out, lse: (out, lse.exp()), as_is),
+    "not a number": (lambda out, lse: (out * torch.nan, lse), as_is),
+    "another order": (as_is, lambda dq, dk, dv: (dq, dv, dk)),
+    "without the scale": (as_is, lambda dq, dk, dv: (dq * 2, dk, dv)),
+    "another shape": (lambda out, lse: (out, lse[..., None]), as_is),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_torch_has_kernels_with_these_arguments_and_shapes(kernel: str) -> None:
+    assert KERNELS[kernel].there
+    q, k, v = (torch.empty(2, 4, n, 20, dtype=torch.bfloat16, device="meta") for n in (33, 50, 50))
+    out, lse = KERNELS[kernel].forward(q, k, v, False, 0.5)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, q.shape[:3], torch.float32)
+    gradients = KERNELS[kernel].backward(out, q, k, v, out, lse, False, 0.5)
+    assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, x.dtype) for x in (q, k, v)]
+
+
+def test_torch_chooses_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int, bool]] = []
+
+    def choice(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool = False, **how: Any) -> int:
+        assert how == {"attn_mask": None, "dropout_p": 0.0, "is_causal": True, "scale": 0.5}
+        asked.append((q.shape[1], k.shape[1], enable_gqa))
+        return chosen if len(asked) == 1 else torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION.value
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
+    q, k, v = drawn(2)
+    for backend, kernel in attention._CUDA.items():
+        chosen = backend
+        asked.clear()
+        assert attention._chosen(q, k, v, True, 0.5) is kernel
+        assert asked == [(HEADS, 2, True)]
+    chosen = torch.nn.attention.SDPBackend.MATH.value
+    asked.clear()
+    assert attention._chosen(q, k, v, True, 0.5) is attention.EFFICIENT
+    assert asked == [(HEADS, 2, True), (HEADS, HEADS, False)]
+    asked.clear()
+    assert attention._chosen(q, q, q, True, 0.5) is attention.PLAIN
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_kernels_of_a_gpu_get_what_they_take_for_granted(
-    monkeypatch: pytest.MonkeyPatch, layout: str, causal: bool
+    monkeypatch: pytest.MonkeyPatch, kernel: str, layout: str, causal: bool
 ) -> None:
-    met = demanding(monkeypatch)
+    met = demanding(monkeypatch, kernel)
     *inputs, ct = (LAYOUTS[layout](x) for x in (*drawn(HEADS), torch.cos(drawn(HEADS)[0])))
     wanted, pull = vjp(lambda *xs: plain(*xs, causal=causal), *inputs)
     found, own_pull = vjp(lambda *xs: parallel.attention(*xs, causal=causal), *inputs)
@@ -208,11 +336,11 @@ def test_the_kernels_of_a_gpu_get_what_they_take_for_granted(
     assert met == ["forward", "backward"]
 
 
-def by_kernel() -> dict[Any, float]:
+def by_kernel(kernel: str) -> dict[Any, float]:
     size = torch.distributed.get_world_size()
     mesh, found = sf.make_mesh(context=size, device="cpu"), {}
     with pytest.MonkeyPatch.context() as monkeypatch:
-        met = demanding(monkeypatch)
+        met = demanding(monkeypatch, kernel)
         for way, causal, groups in cells(size):
             balanced, f = WAYS[way][1]["balanced"] and causal, called(way, causal, "context")
 
@@ -234,9 +362,10 @@ def by_kernel() -> dict[Any, float]:
     return found
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("world", [2, 4], indirect=True)
-def test_a_ring_of_gpu_kernels_is_attention(world: World) -> None:
-    for found in world.within(100).run(by_kernel):
+def test_a_ring_of_gpu_kernels_is_attention(world: World, kernel: str) -> None:
+    for found in world.within(100).run(by_kernel, kernel):
         assert len(found) == 12
         assert not {cell: worst for cell, worst in found.items() if not worst < 1e-12}
 
@@ -325,7 +454,8 @@ def test_inputs_of_other_dtypes_are_refused_before_anything_is_sent(world: World
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_keys_that_several_heads_share_are_not_repeated(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
-    monkeypatch.setattr(attention, "_fits_cpu", lambda q, k: fused)
+    if not fused:
+        monkeypatch.setattr(attention, "_kernel", lambda *_: attention.PLAIN)
     q, k, v = (torch.randn(1, heads, length, 16) for heads, length in ((8, 4), (2, 64), (2, 64)))
     largest = [0]
 

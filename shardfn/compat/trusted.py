@@ -1,0 +1,43 @@
+"""Kernels that are used on a device only after they were compared with a reference there."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from shardfn.compat import dispatch, functorch
+
+_found: dict[tuple[str, torch.device], bool] = {}
+
+
+def trusted(what: str, device: torch.device, check: Callable[[], str]) -> bool:
+    """Whether a kernel passed its check on a device; the check runs the first time. If it fails, a warning says so.
+
+    Args:
+        what: a description of the kernel, with all that it is compiled for.
+        device: where it runs.
+        check: says how its results differ from those of the reference; empty if they do not.
+    """
+    key = what, device
+    if key not in _found:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False  # the check makes the host wait, which a CUDA graph cannot hold
+        said = _tried(check)
+        _found[key] = not said
+        if said:
+            warnings.warn(
+                f"{what}, on {device}, is not used: it failed its check: {said}. Slower kernels compute the same",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    return _found[key]
+
+
+def _tried(check: Callable[[], str]) -> str:
+    try:
+        with functorch.outside_transforms(), dispatch.outside_modes(), torch.inference_mode(False), torch.no_grad():
+            return check()
+    except Exception as error:  # whatever a kernel raises where it cannot be compiled or run
+        return f"{type(error).__name__}: {error}"
