@@ -32,9 +32,8 @@ from shardfn.check import recording
 from shardfn.collectives import kernels, ops
 from shardfn.collectives.ledger import attribution
 from shardfn.debugging import debugging
-from shardfn.mesh.axes import device_of
 from shardfn.mesh.grid import Axis, AxisName, as_names
-from shardfn.mesh.scope import bound_axis, current_mesh, refuse_independent
+from shardfn.mesh.scope import bound_axis, current_device, refuse_independent
 from shardfn.mesh.spec import dotted
 
 T = TypeVar("T")
@@ -322,8 +321,7 @@ def ragged_all_to_all(
     lengths = {"send": [int(n) for n in send]}
     if receive is None:
         counts = torch.tensor(lengths["send"], device="cpu")
-        mesh = current_mesh()
-        received = all_to_all(counts.to(device_of(mesh)) if mesh else counts, axis, split_dim=0, concat_dim=0)
+        received = all_to_all(counts.to(device=current_device()), axis, split_dim=0, concat_dim=0)
         receive = received.tolist()
     lengths["receive"] = [int(n) for n in receive]
     for name, values in lengths.items():
@@ -407,8 +405,7 @@ def _tensor(leaf: Any, name: str) -> Tensor:
     if isinstance(leaf, Tensor):
         return leaf
     if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
-        mesh = current_mesh()
-        return torch.full((), leaf, device=device_of(mesh) if mesh else None)  # a copy would make the host wait
+        return torch.full((), leaf, device=current_device())  # a copy would make the host wait
     raise TypeError(f"{name} takes tensors and numbers, or pytrees of them; got {type(leaf).__name__}")
 
 

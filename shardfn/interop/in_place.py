@@ -16,7 +16,7 @@ from shardfn.compat.autograd import storage_of
 from shardfn.interop.adapting import Adapting, cloned
 from shardfn.interop.placeholder import Part, left_in, placed
 from shardfn.interop.tensor_checks import Following, Region
-from shardfn.mesh.scope import current_mesh, mesh_of, scope
+from shardfn.mesh.scope import current_mesh, scope_of
 from shardfn.shards.layout import is_flat
 from shardfn.stages.returned import first_written, sums_of
 
@@ -31,7 +31,7 @@ def along_tensor(
         return
     shards = [x for x in optree.tree_leaves(params, is_leaf=is_flat) if is_flat(x)] if current_mesh() is None else []
     with (
-        scope(mesh_of(shards[0].layout.grid, "the model")) if shards else contextlib.nullcontext(),
+        scope_of(shards[0].layout.grid, "the model") if shards else contextlib.nullcontext(),
         region.entered(module.training, given, [*loose.own, *loose.shared], again=False) as followed,
     ):
         yield followed

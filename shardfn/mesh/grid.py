@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,7 +43,14 @@ class Grid:
 
     sizes: tuple[tuple[str, int], ...]
     ranks: tuple[int, ...]
-    _meshes: list[weakref.ref[DeviceMesh]] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.__dict__["_meshes"] = []  # no field: torch.compile hashes fields, whether they are compared or not
+
+    @property
+    def _meshes(self) -> list[weakref.ref[DeviceMesh]]:
+        meshes: list[weakref.ref[DeviceMesh]] = self.__dict__["_meshes"]
+        return meshes
 
     def add(self, mesh: DeviceMesh) -> None:
         """Adds a mesh with this grid, by weak reference."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardfn.compat import autograd, dynamo
 from shardfn.debugging import debugging
 from shardfn.mesh import callsites, lanes
-from shardfn.mesh.axes import Axes, axis_of, grid_of, known_axes, mesh_numbered
+from shardfn.mesh.axes import Axes, axis_of, device_of, grid_of, known_axes, mesh_numbered
 from shardfn.mesh.grid import ALONE, Axis, AxisName, Grid, as_names
 from shardfn.mesh.groups import world_of_thread
 from shardfn.mesh.make import made_again
@@ -110,6 +110,35 @@ def _elsewhere() -> Axes | None:
 @dynamo.constant_when_traced
 def _axis_of_number(number: int, axis: AxisName, where: str) -> Axis:
     return axis_of(mesh_numbered(number), axis, where)
+
+
+def current_device() -> torch.device | None:
+    """Returns the device of this rank's tensors on the mesh in scope; None if there is none."""
+    return None if _scope.axes is None else _device_numbered(_scope.axes.number)
+
+
+@dynamo.constant_when_traced
+def _device_numbered(number: int) -> torch.device:
+    return device_of(mesh_numbered(number))
+
+
+def scope_of(grid: Grid, where: str) -> contextlib.AbstractContextManager[None]:
+    """A context in which axis names mean those of the mesh with this grid, which `mesh_of` returns."""
+    if torch.compiler.is_compiling():
+        return scope(*_traced(None if _scope.axes is None else _scope.axes.number, grid, where))
+    return scope(mesh_of(grid, where))
+
+
+@dynamo.constant_when_traced
+def _traced(number: int | None, grid: Grid, where: str) -> Any:
+    """The mesh with this grid, and its axes, if the mesh in scope has this number."""
+    try:
+        with contextlib.nullcontext() if number is None else scope(mesh_numbered(number)):
+            mesh = mesh_of(grid, where)
+    except ValueError as error:
+        dynamo.refuse_in_graph(str(error))
+        raise
+    return mesh, known_axes(mesh)
 
 
 def mesh_of(grid: Grid, where: str) -> DeviceMesh:

@@ -228,7 +228,7 @@ def guarded(name: str, init: Init, step: Step) -> tuple[Init, Step]:
             new = placed(new[0], "params"), placed(new[1])
             released(grads, new)
         guard.keep(new[0])
-        guard.used(use, new[1] is state)
+        guard.used(use, use is not None and new[1] is state)
         return new
 
     return first, checked

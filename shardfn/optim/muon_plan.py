@@ -22,7 +22,7 @@ from shardfn.collectives.ledger import record
 from shardfn.compat import process_groups
 from shardfn.mesh.axes import axis_of
 from shardfn.mesh.grid import Grid
-from shardfn.mesh.scope import mesh_of, scope
+from shardfn.mesh.scope import mesh_of, scope_of
 from shardfn.optim.differentiable import filled, tied
 from shardfn.shards.layout import Layout, Range
 from shardfn.shards.pieces import Unit
@@ -309,5 +309,5 @@ def _whole(matrix: Matrix, segments: dict[str, Any], update: Tensor) -> Tensor:
     cut = matrix.layout.cut_axes(matrix.entry)
     if not cut:
         return whole
-    with scope(mesh_of(matrix.layout.grid, "muon: a tree")):
+    with scope_of(matrix.layout.grid, "muon: a tree"):
         return functional.pvary(functional.psum(tied(whole, [update]), cut), cut)

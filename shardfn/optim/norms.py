@@ -6,7 +6,6 @@ ranks that hold the same parameter whole. There is one reduction for each set of
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from shardfn.collectives import functional
 from shardfn.compat import functorch
-from shardfn.mesh.scope import mesh_of, scope
+from shardfn.mesh.scope import scope_of
 from shardfn.optim.differentiable import differentiable, refuse_overwriting, tied, varied
 from shardfn.optim.hyperparameters import check, kind
 from shardfn.optim.optimizer import Transform
@@ -213,7 +212,12 @@ def clip_by_value(limit: float, *, donate: bool = True) -> Transform:
 
 def scaled(name: str, tree: Any, factor: Tensor | float, donate: bool) -> Any:
     """A tree times a number or a 0-d tensor; each tensor keeps its dtype."""
-    at = functools.cache(lambda device: factor.to(device) if isinstance(factor, Tensor) else factor)
+    moved: dict[torch.device, Tensor | float] = {}
+
+    def at(device: torch.device) -> Any:
+        if device not in moved:
+            moved[device] = factor.to(device) if isinstance(factor, Tensor) else factor
+        return moved[device]
 
     def scale(xs: list[Tensor]) -> None:
         if functorch.inside_transform():  # vmap has no rule for lists
@@ -264,6 +268,8 @@ def _parts_of(unit: Unit, values: Tensor) -> dict[str, Tensor]:
 def _norms(parts: dict[str, Tensor]) -> dict[str, Tensor]:
     """The squared norm of each tensor, `[1]`, in float32 or wider."""
     groups: dict[Any, list[str]] = {}
+    # Of complex numbers torch computes no norm in another dtype.
+    parts = {path: torch.view_as_real(x) if x.is_complex() else x for path, x in parts.items()}
     for path, part in parts.items():
         groups.setdefault((part.dtype, part.device), []).append(path)
     squared: dict[str, Tensor] = {}
@@ -306,7 +312,7 @@ def totals(
         rows = [local[path].to(dtype) if path in local else zeros[:n] for path, n in lengths.items()]
         total = tied(torch.cat(rows).to(device), sources)
         if axes:
-            with scope(mesh_of(grid, "a tree")):
+            with scope_of(grid, "a tree"):
                 total = functional.psum(total, axes)
         totals |= dict(zip(lengths, total.split(list(lengths.values())), strict=True))
     return totals

@@ -20,7 +20,7 @@ from shardfn.collectives.into_buffers import Handle, all_gather, arrived, commun
 from shardfn.collectives.ledger import attributed_to
 from shardfn.compat import process_groups
 from shardfn.mesh import waiting
-from shardfn.mesh.scope import mesh_of, scope
+from shardfn.mesh.scope import mesh_of, scope, scope_of
 from shardfn.optim.differentiable import differentiable, share_memory
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.tiers import copying, placing
@@ -102,7 +102,7 @@ def _part(node: FlatShard, fine: Layout) -> FlatShard:
     if fine == layout or not layout.trainable or not isinstance(values, Tensor):
         return node
     if differentiable(values):
-        with scope(mesh_of(layout.grid, f"stage {layout.stage!r}")):
+        with scope_of(layout.grid, f"stage {layout.stage!r}"):
             return FlatShard(functional.local_slice(values, _more(layout, fine)), fine)
     start = _start(layout, fine)
     return FlatShard(values.detach()[start : start + fine.piece], fine)
@@ -172,6 +172,8 @@ def _whole_away(node: FlatShard, new: Tensor, donated: bool, mesh: DeviceMesh, n
 
 def _version(node: Any) -> int:
     """The version counter of a node's values, which counts in-place changes."""
+    if torch.compiler.is_compiling():  # a graph overwrites nothing
+        return 0
     values = node.values if is_flat(node) else node
     return values._version if isinstance(values, Tensor) and not values.is_inference() else 0
 

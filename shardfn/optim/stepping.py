@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardfn.compat import dynamo
 from shardfn.compat.devices import elements_at_a_time
 from shardfn.optim.differentiable import refuse_overwriting, tied, varied
 from shardfn.optim.hyperparameters import at_step, check, check_rule, constants
@@ -94,11 +93,6 @@ def optimizer(
         jobs = [(item, _spans(item.unit, varying)) for item in work if item.grad is not None]
         this = _Step(rule, kept, leaves, count, now, (state.get("seed", 0), count))
         if donate:
-            if torch.compiler.is_compiling():
-                dynamo.refuse_in_graph(
-                    f"{name}: donate=True overwrites parameters by fused kernels, which a graph of torch.compile "
-                    f"cannot hold: pass donate=False to what is compiled"
-                )
             refuse_overwriting(name, params, grads, state)
             (_overwrite if kept is None else _overwrite_kept)(this, jobs)
             return params, state | {"step": count}

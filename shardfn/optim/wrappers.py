@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import functional
-from shardfn.compat import functorch
+from shardfn.compat import dynamo, functorch
 from shardfn.mesh.axes import device_of
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.mesh.selectors import Which, chosen
@@ -230,6 +230,11 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
         return {"optimizer": optimizer.init(params), "skipped": 0}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
+        if torch.compiler.is_compiling():
+            dynamo.refuse_in_graph(
+                "skip_nonfinite: the host decides about each step, which a graph of torch.compile cannot hold: call "
+                "the optimizer's step outside of what is compiled"
+            )
         if not finite(grads):
             return params, state | {"skipped": state["skipped"] + 1}
         params, inner = optimizer.step(params, grads, state["optimizer"])

@@ -20,7 +20,7 @@ from shardfn.collectives import functional
 from shardfn.collectives.ledger import attributed_to, unscheduled
 from shardfn.compat import dynamo, functorch
 from shardfn.mesh.axes import known_axes, mesh_numbered
-from shardfn.mesh.scope import current_axes, current_mesh, mesh_of, scope
+from shardfn.mesh.scope import current_axes, current_mesh, mesh_of, scope, scope_of
 from shardfn.quant.packed import Packed
 from shardfn.shards.layout import FlatShard, Layout, is_stage
 from shardfn.stages.options import Options
@@ -126,7 +126,7 @@ def traced(name: str, function: Callable[..., Any], options: Options, args: Any,
         return function(*args, **kwargs)
     axes = current_axes()
     _check(None if axes is None else axes.number, name, *layouts)
-    with scope(*_home(layouts[0])) if axes is None else contextlib.nullcontext():
+    with scope_of(layouts[0].grid, "a stage") if axes is None else contextlib.nullcontext():
         nodes = [_traced_stage(name, n, options) if _is_stage(n) else cast(n, options.input_dtype) for n in nodes]
         args, kwargs = optree.tree_unflatten(tree, nodes)
         result = function(*args, **kwargs)
@@ -163,12 +163,6 @@ def _check(number: int | None, name: str, *layouts: Layout) -> None:
         signature.refuse_elsewhere()
     except ValueError as error:
         dynamo.refuse_in_graph(str(error))
-
-
-@dynamo.constant_when_traced
-def _home(layout: Layout) -> Any:
-    mesh = mesh_of(layout.grid, "a stage")
-    return mesh, known_axes(mesh)
 
 
 @dynamo.constant_when_traced

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable
@@ -17,7 +18,7 @@ from shardfn.check.findings import Finding
 from shardfn.check.trace import Mask
 from shardfn.check.values import Evidence, like_of
 from shardfn.collectives import agree, kernels
-from shardfn.mesh.axes import axis_of, sizes
+from shardfn.mesh.axes import axis_of, grid_of, sizes
 from shardfn.mesh.grid import Axis
 
 if TYPE_CHECKING:
@@ -78,9 +79,16 @@ class Exchange:
         apart = ~(maxima[1] <= maxima[0] * torch.finfo(x.dtype).eps ** 0.5)  # negated, so that nan counts as apart
         return bool(self.gathered(apart.long()[None]).any())
 
+    @functools.cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks, in the order of the mesh."""
+        return grid_of(self.mesh).ranks
+
     def gathered(self, row: Tensor) -> Tensor:
-        """Every rank's row."""
-        return agree.gathered(row, self.mesh, None, "comparing what varies", self.name)
+        """Every rank's row, in the order of the mesh, in which ranks need not be sorted."""
+        rows = agree.gathered(row, self.mesh, None, "comparing what varies", self.name)
+        place = {rank: i for i, rank in enumerate(sorted(self.ranks))}
+        return rows[[place[rank] for rank in self.ranks]]
 
     def along(self, rows: Tensor) -> list[Mask]:
         """For each column, a mask of the axes along which ranks have different numbers."""
@@ -133,7 +141,7 @@ class Exchange:
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         rows = self.gathered(padded)
         replies = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows]
-        for rank, reply in enumerate(replies):
+        for rank, reply in zip(self.ranks, replies, strict=True):
             if isinstance(reply, str):
                 raise RuntimeError(f"{self.name}: rank {rank} failed to check the call: {reply}") from failed
         merged = [Finding(kind, tuple(axes), *words) for reply in replies for kind, axes, *words in reply]

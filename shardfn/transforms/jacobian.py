@@ -17,7 +17,7 @@ from torch import Tensor
 from shardfn.check.bits import rounding
 from shardfn.collectives import functional
 from shardfn.compat import functorch, process_groups
-from shardfn.mesh.scope import mesh_of, scope
+from shardfn.mesh.scope import scope_of
 from shardfn.shards.layout import Layout, is_flat
 from shardfn.shards.partition import with_leaves
 from shardfn.shards.unsharding import unshard
@@ -231,7 +231,7 @@ def _refuse_apart(
     if not present or not plain or functorch.inside_transform():
         return
     axes = tuple(dict.fromkeys(name for l in present for name in (*l.placement.axes, *l.placement.replicas)))
-    with scope(mesh_of(present[0].grid, what)), torch.no_grad():
+    with scope_of(present[0].grid, what), torch.no_grad():
         for number, x in enumerate(plain):
             high, low = functional.pmax(x, axes), functional.pmin(x, axes)
             gap, size = (high - low).abs().nan_to_num(), torch.maximum(high.abs(), low.abs()).nan_to_num()

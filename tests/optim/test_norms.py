@@ -18,13 +18,16 @@ from tests.reference import worst
 SHAPES = {"w": (8, 6), "v": (6, 4), "b": (4,), "s": ()}
 
 
-def tree(seed: int = 0) -> Any:
+def tree(seed: int = 0, dtype: torch.dtype = torch.float64) -> Any:
     g = torch.Generator().manual_seed(seed)
     layers: list[dict[str, Tensor]] = [
-        {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in SHAPES.items()} for _ in range(2)
+        {name: torch.randn(shape, generator=g, dtype=dtype) for name, shape in SHAPES.items()} for _ in range(2)
     ]
     layers[1]["v as well"] = layers[1]["v"]
-    return {"layers": layers, "head": torch.randn(5, generator=g, dtype=torch.float64)}
+    return {"layers": layers, "head": torch.randn(5, generator=g, dtype=dtype)}
+
+
+DTYPES = [torch.float64, torch.complex128]
 
 
 SPECS = sf.by_path([(r".*\.w", P(None, "tensor")), (r".*\.v.*", P("tensor")), (".*", P())])
@@ -53,11 +56,11 @@ def alone(params: Any) -> so.Norms:
     return so.Norms(sum(v**2 for v in each.values()) ** 0.5, stages, each)
 
 
-def compared(case: str) -> float:
+def compared(case: str, dtype: torch.dtype) -> float:
     sizes, strategy, specs = CASES[case]
     mesh = sf.make_mesh(device="cpu", **sizes)
-    flat = sf.shard(tree(), mesh, strategy, specs=specs)
-    got, want = so.norms(flat), alone(tree())
+    flat = sf.shard(tree(dtype=dtype), mesh, strategy, specs=specs)
+    got, want = so.norms(flat), alone(tree(dtype=dtype))
     assert type(got.total) is float
     assert all(type(x) is float for x in (*got.stages.values(), *got.parameters.values()))
     assert got.stages.keys() == want.stages.keys()
@@ -69,9 +72,10 @@ def compared(case: str) -> float:
 
 
 @pytest.mark.world(4)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", list(CASES))
-def test_every_element_counts_once(world: World, case: str) -> None:
-    assert worst(world.run(compared, case)) < 1e-12
+def test_every_element_counts_once(world: World, case: str, dtype: torch.dtype) -> None:
+    assert worst(world.run(compared, case, dtype)) < 1e-12
 
 
 @pytest.mark.world(4)
@@ -84,10 +88,10 @@ def test_a_replicated_tensor_beside_shards_counts_once(world: World) -> None:
     assert world.run(body) == [32**0.5] * 4
 
 
-def clipped(case: str, donate: bool) -> tuple[float, float, float]:
+def clipped(case: str, dtype: torch.dtype, donate: bool) -> tuple[float, float, float]:
     sizes, strategy, specs = CASES[case]
     mesh = sf.make_mesh(device="cpu", **sizes)
-    whole = tree()
+    whole = tree(dtype=dtype)
     scale = 0.7 / alone(whole).total
     flat = sf.shard(whole, mesh, strategy, specs=specs)
     before = optree.tree_map(torch.clone, flat)
@@ -107,20 +111,22 @@ def clipped(case: str, donate: bool) -> tuple[float, float, float]:
 
 
 @pytest.mark.world(4)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", ["hybrid_shard", "full_shard x tensor", "zero1"])
-def test_clipping_scales_by_the_norm_of_the_whole(world: World, case: str) -> None:
-    for d, _, norm in world.run(clipped, case, True):
+def test_clipping_scales_by_the_norm_of_the_whole(world: World, case: str, dtype: torch.dtype) -> None:
+    for d, _, norm in world.run(clipped, case, dtype, True):
         assert max(d, norm) < 1e-12
-    for d, unchanged, norm in world.run(clipped, case, False):
+    for d, unchanged, norm in world.run(clipped, case, dtype, False):
         assert max(d, norm) < 1e-12
         assert unchanged == 0
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.world(2)
-def test_norms_have_gradients(world: World) -> None:
+def test_norms_have_gradients(world: World, dtype: torch.dtype) -> None:
     def body() -> float:
         mesh = sf.make_mesh(shard=2, device="cpu")
-        whole = {"w": tree()["head"]}
+        whole = {"w": tree(dtype=dtype)["head"]}
         flat = sf.shard(whole, mesh, sf.full_shard("shard"))
         norm = sf.shard_map(sf.grad(lambda p: so.global_norm(p) ** 3), mesh=mesh, in_specs=..., out_specs=...)
         got = sf.unshard(norm(flat))

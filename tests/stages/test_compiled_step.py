@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
+import shardfn.optim as so
 from shardfn.testing import World
 from tests import models
 from tests.models import distance
@@ -167,6 +168,47 @@ def test_what_is_compiled_gives_what_is_not(world: World, case: Any) -> None:
         assert graphs[-1] <= 3
 
 
+def only_matrices(path: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2
+
+
+PURE: dict[str, Callable[[], sf.optim.Optimizer]] = {
+    "clipped": lambda: so.chain(so.clip_by_global_norm(0.1, donate=False), so.adam(1e-2, donate=False)),
+    "clamped": lambda: so.chain(so.clip_by_value(0.01, donate=False), so.sgd(1e-2, momentum=0.9, donate=False)),
+    "scheduled": lambda: so.lion(so.warmup_cosine(1e-2, warmup=2, steps=5), donate=False),
+    "masked": lambda: so.masked(so.muon(1e-2, donate=False), only_matrices, so.adamw(1e-2, donate=False)),
+    "adafactor": lambda: so.adafactor(1e-2, donate=False),
+    "with a master copy": lambda: so.master(so.adamw(1e-2, donate=False), donate=False),
+    "every other step": lambda: so.multi_steps(so.adamw(1e-2, donate=False), 2),
+    "8 bits": lambda: so.adamw8bit(1e-2, donate=False),
+}
+
+
+def optimizer_in_graph(name: str, strategy: str) -> tuple[float, float]:
+    """How far parameters are apart, of which some are in float32, and how far they moved."""
+    program, optimizer = Program(strategy), PURE[name]()
+
+    def step(params: Any, state: Any, x: Tensor) -> Any:
+        return optimizer.step(params, sf.grad(program.loss)(params, x), state)
+
+    torch._dynamo.reset()
+    eager = mapped(step, program.mesh)
+    fast = torch.compile(eager, backend="aot_eager", fullgraph=True)
+    mine = theirs = program.params, optimizer.init(program.params)
+    for k in range(3):
+        mine, theirs = fast(*mine, batch(k)), eager(*theirs, batch(k))
+    return distance(mine, theirs), distance(mine[0], program.params)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1", "hybrid_replicas"])
+@pytest.mark.parametrize("name", PURE)
+@pytest.mark.world(2)
+def test_an_optimizer_is_part_of_the_graph(world: World, name: str, strategy: str) -> None:
+    for off, moved in world.within(180).run(optimizer_in_graph, name, strategy):
+        assert off <= (1e-6 if name == "with a master copy" else 1e-12)
+        assert moved > 1e-3
+
+
 def refusals() -> list[str]:
     """What is said where a graph cannot hold it, asked for one graph and not."""
     program, other = Program("full_shard"), sf.make_mesh(rows=1, data=torch.distributed.get_world_size(), device="cpu")
@@ -177,9 +219,14 @@ def refusals() -> list[str]:
         return program.loss(params, x)
 
     whole = sf.shard_map(program.loss, mesh=program.mesh, in_specs=..., out_specs=..., inputs="global")
-    overwriting = mapped(lambda params, x: donating.step(params, params, donating.init(params)), program.mesh)
     told = []
-    for f in (whole, overwriting, mapped(program.loss, other), mapped(broken, program.mesh)):
+    donated = [so.adafactor(1e-2), so.master(so.adamw(1e-2, donate=False)), so.chain(so.clip_by_value(1.0), donating)]
+    skipping = so.skip_nonfinite(so.adamw(1e-2, donate=False))
+    steps = [
+        mapped(lambda params, x, o=o: o.step(params, params, o.init(params)), program.mesh)
+        for o in (donating, *donated, skipping)
+    ]
+    for f in (whole, *steps, mapped(program.loss, other), mapped(broken, program.mesh)):
         for fullgraph in (True, False):
             torch._dynamo.reset()
             try:
@@ -194,7 +241,13 @@ def refusals() -> list[str]:
 
 @pytest.mark.world(2)
 def test_what_a_graph_cannot_hold_is_refused(world: World) -> None:
-    wanted = ["compile what is inside", "pass donate=False", "is placed on a mesh", "graph_break"]
+    wanted = [
+        "compile what is inside",
+        *["pass donate=False"] * 4,
+        "the host decides",
+        "is placed on a mesh",
+        "graph_break",
+    ]
     for told in world.run(refusals):
         for text, part in zip(told, [one for one in wanted for _ in range(2)], strict=True):
             assert part in text
@@ -252,8 +305,12 @@ def around() -> dict[str, float]:
     def alone(params: Any, x: Tensor) -> Tensor:
         return program.staged(params["blocks"][0], x)
 
+    def counted(params: Any, x: Tensor) -> Any:
+        rows, norm = sf.psum((len(x), 1.5), "data"), so.global_norm(params)
+        return program.loss(params, x) / rows[0] + rows[1] * norm, so.vdot(params, params)
+
     found = {}
-    for f in (mapped(product, program.mesh), mapped(summed, program.mesh), alone):
+    for f in (*(mapped(f, program.mesh) for f in (product, summed, counted)), alone):
         torch._dynamo.reset()
         fast = torch.compile(f, backend="eager", fullgraph=True)
         found[f.__name__] = distance(fast(program.params, batch(0)), f(program.params, batch(0)))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
@@ -867,3 +868,37 @@ class TestDerivativesOfWholeArguments:
         for error in world(2).errors(body):
             assert type(error) is ValueError
             assert "(1,), numbers with checksum" in str(error)
+
+
+def on_a_mesh_of_any_order(ranks: list[list[int]]) -> list[str]:
+    """What is said of right and of wrong programs on a mesh whose ranks are not in the order of their numbers."""
+    mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("a", "b"))
+    places = dict(zip("ab", mesh.get_coordinate() or (), strict=True))
+    x, told = torch.arange(8.0), []
+    for axis, other in ("ab", "ba"):
+        own, others = x.chunk(2)[places[axis]].clone(), x.chunk(2)[places[other]].clone()
+        sums = sf.shard_map(lambda x, axis=axis: sf.psum(x.sum(), axis), mesh=mesh, in_specs=P(axis), out_specs=P())
+        assert sums(own) == 28
+        whole = sf.shard_map(lambda x: x * 2, mesh=mesh, in_specs=P(axis), out_specs=P(axis), inputs="global")
+        assert whole(x).tolist() == (own * 2).tolist()
+        for f, x_here, out in ((lambda x: x * 2, others, P(axis)), (lambda x: x.sum(), own, P())):
+            try:
+                sf.shard_map(f, mesh=mesh, in_specs=P(axis), out_specs=out)(x_here)
+                told.append("nothing")
+            except sf.VaryingError as error:
+                told.append(str(error))
+    w = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    flat = sf.shard({"w": w}, mesh, sf.hybrid_shard(shard="b", replica="a"))
+    stage = sf.stage(lambda p, x: (p["w"] * x).sum())
+    step = sf.shard_map(sf.grad(lambda p, x: sf.psum(stage(p, x), ("a", "b"))), mesh=mesh, in_specs=..., out_specs=...)
+    got = sf.unshard(step(flat, torch.tensor(float(dist.get_rank()), dtype=torch.float64)))["w"]
+    assert torch.equal(got, torch.full_like(w, 6.0))
+    return told
+
+
+@pytest.mark.parametrize("ranks", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[3, 1], [0, 2]], [[2, 3], [1, 0]]], ids=str)
+@pytest.mark.parametrize("world", [(4, "processes")], indirect=True, ids=["4"])
+def test_ranks_of_a_mesh_may_have_any_order(world: Any, ranks: list[list[int]]) -> None:
+    for told in world.run(on_a_mesh_of_any_order, ranks):
+        assert len(told) == 4
+        assert "nothing" not in told
