@@ -12,15 +12,19 @@ from typing import Any
 
 import torch
 
+from shardfn.collectives.into_buffers import Handle
 from shardfn.compat import devices
 
 
 class GatherStream:
-    """A stream for the gathers of one engine."""
+    """A stream on which the gathers of one engine start, and another on which what arrives encoded is decoded.
+
+    On one alone, the next gather would start only when this one has been decoded.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.module = device, torch.get_device_module(device)
-        self.stream = self.module.Stream(device=device)
+        self.stream, self.decoding = (self.module.Stream(device=device) for _ in range(2))
 
     @contextlib.contextmanager
     def starting(self, free: Any, ready: Sequence[Any] | None) -> Iterator[None]:
@@ -48,13 +52,19 @@ class GatherStream:
             return None
         return self.module.current_stream(self.device).record_event()
 
+    def decoded(self, work: Handle) -> Copied:
+        """Waits for a work that decodes what arrives, on the stream for that; returns a handle of both."""
+        with self.module.stream(self.decoding):
+            work.wait()
+            return self.copied()
+
     def copied(self) -> Copied:
-        """A handle of the copies that the current stream has been given."""
+        """A handle of what the current stream has been given."""
         return Copied(self)
 
 
 class Copied:
-    """Copies under way; waiting for them holds up the accelerator's stream, not the host."""
+    """Work under way; waiting for them holds up the accelerator's stream, not the host."""
 
     __slots__ = ("_on", "event")
 
@@ -62,5 +72,5 @@ class Copied:
         self._on, self.event = on, on.module.current_stream(on.device).record_event()
 
     def wait(self) -> None:
-        """Makes the current stream run what is enqueued from now on after the copies."""
+        """Makes the current stream run what is enqueued from now on after it."""
         self._on.module.current_stream(self._on.device).wait_event(self.event)

@@ -155,10 +155,10 @@ class Slot:
                 continue
             tier = gather.layout.placement.tiers.params
             if tier == "device":
-                self._start(gather, values.detach(), communicator_of, batches)
+                self._start(gather, values.detach(), communicator_of, batches, stream)
                 continue
             with disk.arriving(tier, values.detach(), self.buffer.device) as piece:
-                self._start(gather, piece, communicator_of, batches)
+                self._start(gather, piece, communicator_of, batches, stream)
         for axes, gathers in batches.items():
             axis = communicator_of(axes)
             assert axis is not None, "pieces go to other ranks"
@@ -178,6 +178,7 @@ class Slot:
         values: Tensor,
         communicator_of: CommunicatorOf,
         batches: dict[tuple[str, ...], list[tuple[Gather, Tensor]]],
+        stream: GatherStream | None,
     ) -> None:
         """Starts one gather, or adds it to `batches`, in which the gathers along the same axes start together."""
         part, placement, wire = self.part(gather), gather.layout.placement, gather.wire
@@ -207,7 +208,8 @@ class Slot:
             work = gather_by_hops(part.region, axis.axis.index, hops, dtype)
         else:
             work = all_gather(part.region, axis, dtype, part.sent)
-        self.works.append(_Arrival(work, axis, part, gather))
+        arrival = _Arrival(work, axis, part, gather)
+        self.works.append(arrival if wire is None or stream is None else stream.decoded(arrival))
 
     def part(self, gather: Gather) -> SlotPart:
         """The part of the slot that one gather fills."""
@@ -283,8 +285,8 @@ class SlotPart:
         """Decodes pieces that were gathered in a quantized format."""
         if gather.wire is None or self.decoded is None:
             return
-        for piece, into in zip(self.region.view(len(self.decoded), -1), self.decoded, strict=True):
-            into.copy_(gather.wire.read(piece, gather.dtype))
+        for start, numbers in gather.wire.read_all(self.region.view(len(self.decoded), -1), gather.dtype):
+            self.decoded[start : start + len(numbers)].copy_(numbers)
 
 
 def _slot_part(buffer: Tensor, gather: Gather) -> SlotPart:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import shardfn as sf
 import shardfn.optim as so
+from shardfn import quant
 from shardfn.stages import engine
 from shardfn.stages.gather_stream import GatherStream
 from shardfn.testing import simulated, world
@@ -117,6 +118,50 @@ def test_only_gathers_whose_shards_changed_wait_for_them() -> None:
     assert world(1, "alone").run(stages_before_each_gather, "taken_in_turn", True) == [[0, 1, 2, 2, 4]]
 
 
+# --- what is sent in few bits ---
+
+
+def test_parameters_in_few_bits_are_gathered_as_early() -> None:
+    run = world(1, "alone").run
+    assert run(stages_before_each_gather, "as_given", True, gather=quant.int8(16)) == [[0, 0, 1, 2, 3]]
+
+
+def beside(**options: Any) -> tuple[int, int, list[int]]:
+    """Operations that encode and decode: how many, and how many of them on the stream that computes; and for each stage
+    in backward, how many reductions must have been decoded before it.
+    """
+    with simulated(4) as device, sf.debug(memory=False):
+        mesh = sf.make_mesh(shard=4, device=device.name)
+        params, x = made(mesh)
+        run = sf.shard_map(sf.value_and_grad(looping("as_given", **options)), mesh=mesh, in_specs=..., out_specs=...)
+        for _ in range(2):
+            run(params, x)
+        use, where, on, added, before = device.clocks.use, device.clocks.where, list[int](), list[Any](), list[int]()
+
+        def noted(stream: int, what: str, reads: Any, writes: Any) -> None:
+            use(stream, what, reads, writes)
+            if not reads:
+                return
+            clock, line = device.clocks.now(stream).clock, where()
+            if what == "aten::tanh_backward":
+                before.append(sum(clock.get(other, 0) >= time for other, time in added) // 3)  # from 3 other ranks
+            if line.startswith(("shardfn/quant/", "shardfn/stages/compressed.py")) and "alltoall" not in what:
+                on.append(stream)
+            if what == "aten::add_.Tensor" and line.startswith("shardfn/stages/compressed.py"):
+                added.append((stream, clock[stream]))
+
+        device.clocks.use = noted  # type: ignore[method-assign]
+        run(params, x)
+        assert device.races == []
+        return len(on), on.count(device.stream()), before
+
+
+def test_few_bits_are_encoded_and_decoded_beside_what_computes() -> None:
+    ((many, computing, before),) = world(1, "alone").run(beside, gather=quant.int8(16), reduce=quant.int8(16))
+    assert (many > 100, computing) == (True, 0)
+    assert before == [0, 0, 0, 1, 2]  # there is scratch memory for two
+
+
 # --- numbers and races ---
 
 
@@ -144,6 +189,10 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("taken_in_turn", {"prefetch": 2, "remat": True}),
     ("as_given", {"reshard": False}),
     ("as_given", {"reshard": "step"}),
+    ("as_given", {"gather": quant.int8(16)}),
+    ("taken_in_turn", {"gather": quant.fp8_e4m3(16), "remat": True}),
+    ("as_given", {"reduce": quant.int8(16)}),
+    ("computed", {"gather": quant.nf4(16), "reduce": quant.int4(16)}),
 ]
 
 
