@@ -310,8 +310,11 @@ def _compare(end: Tensor, marks: Tensor, stage: str) -> None:
     end.zero_()
 
 
-def _copy(views: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+def _copy(views: list[Tensor], gradients: list[Tensor]) -> None:
     """Copies tensors, with one call for those of one dtype and order in memory: only for such CUDA has one kernel."""
+    if views and views[0].device.type == "cpu":
+        torch._foreach_copy_(views, gradients)  # copies them one by one
+        return
     kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for view, gradient in zip(views, gradients, strict=True):
         into, those = kinds.setdefault((gradient.dtype, gradient.stride() == view.stride()), ([], []))

@@ -137,8 +137,11 @@ class Slot:
         if position is not None and position.slot is not self:
             position.slot.give_back()
             position.slot = self
-        with contextlib.nullcontext() if stream is None else stream.starting(self.free, ready):
-            self._start_all(plan, shards, communicator_of, disk, stream)
+        if stream is None:
+            self._start_all(plan, shards, communicator_of, disk, None)
+        else:
+            with stream.starting(self.free, ready):
+                self._start_all(plan, shards, communicator_of, disk, stream)
         self.holds, self.sources = holds, shards
 
     def _start_all(
