@@ -5,7 +5,8 @@
 The device is simulated (`shardfn.testing.simulated`): the step is the real one, on shapes without numbers. Each
 operation would launch one kernel or more on a real device; views and allocations launch none. Strategies: the
 operations of a stage of two matrices, forward and backward, in addition to those of the same functions on plain
-tensors. Optimizers: the operations of one step on 4 matrices with a billion parameters together.
+tensors; the same with parameters or gradients that are sent in few bits. Optimizers: the operations of one step on 4
+matrices with a billion parameters together.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import shardfn as sf
 import shardfn.optim as so
 from benchmarks.report import Goal, parser, publish
 from benchmarks.strategies import STRATEGIES
+from shardfn import quant
 from shardfn.testing import World, simulated
 from shardfn.testing.simulated import NAME, Device
 
@@ -30,6 +32,13 @@ MATRICES, ROWS = 4, 256
 BILLION = 2**30
 
 # Limits for the operations of a step: a few in all, a few per matrix, or some for each of 64 parts of 16M elements.
+WIRES: dict[str, tuple[dict[str, Any], int]] = {
+    "gather=int8": ({"gather": quant.int8()}, 60),
+    "gather=fp8_e4m3": ({"gather": quant.fp8_e4m3()}, 60),
+    "gather=nf4": ({"gather": quant.nf4()}, 110),
+    "reduce=int8": ({"reduce": quant.int8()}, 80),
+    "reduce=int4": ({"reduce": quant.int4()}, 90),
+}
 Make = Callable[[], so.Optimizer]
 OPTIMIZERS: dict[str, tuple[Make, int]] = {
     "sgd with momentum": (lambda: so.sgd(1e-3, momentum=0.9), 10),
@@ -100,6 +109,15 @@ def by_strategy(device: Device) -> dict[str, Counts]:
     return found
 
 
+def by_wire(device: Device) -> dict[str, Counts]:
+    mesh = sf.make_mesh(replica=2, shard=4, device=NAME)
+    params, found = sf.shard(layers(), mesh, sf.full_shard(("replica", "shard"))), {}
+    for name, (options, _) in WIRES.items():
+        run = sf.shard_map(gradient(sf.stage(block, **options), params), mesh=mesh, in_specs=(), out_specs=...)
+        found[name] = counts(device, run)
+    return found
+
+
 # --- optimizers ---
 
 
@@ -111,14 +129,14 @@ def step_of(name: str) -> Callable[[], Any]:
     return lambda: optimizer.step(params, grads, state)
 
 
-def measured() -> tuple[dict[str, Counts], dict[str, Counts]]:
+def measured() -> tuple[dict[str, Counts], dict[str, Counts], dict[str, Counts]]:
     with simulated(ranks=8) as device:
-        return by_strategy(device), {name: counts(device, step_of(name)) for name in OPTIMIZERS}
+        return by_strategy(device), by_wire(device), {name: counts(device, step_of(name)) for name in OPTIMIZERS}
 
 
 def main() -> None:
     args = parser("Operations of a steady step on a device, and how often the host waits.").parse_args()
-    ((strategies, optimizers),) = World(1, kind="alone", deadline=300).run(measured)
+    ((strategies, wires, optimizers),) = World(1, kind="alone", deadline=300).run(measured)
     plain = strategies.pop("plain").operations
     rows: list[dict[str, Any]] = []
     goals = []
@@ -126,6 +144,11 @@ def main() -> None:
         more = (found.operations - plain) / LAYERS
         rows.append({"strategy": name, "operations of a stage, more": more, "the host waits": found.waits})
         goals.append(Goal(f"{name}: operations of a stage, more than its function's", more, 20))
+        goals.append(Goal(f"{name}: the host waits in a step", found.waits, 0))
+    for name, found in wires.items():
+        more = (found.operations - plain) / LAYERS
+        rows.append({"in few bits": name, "operations of a stage, more": more, "the host waits": found.waits})
+        goals.append(Goal(f"{name}: operations of a stage, more than its function's", more, WIRES[name][1]))
         goals.append(Goal(f"{name}: the host waits in a step", found.waits, 0))
     for name, found in optimizers.items():
         rows.append({"optimizer": name, "operations": found.operations, "the host waits": found.waits})

@@ -107,6 +107,20 @@ MUTANTS = [
         TWO,
     ),
     Mutant(
+        "a gather on its own stream waits for nothing",
+        "stages/gather_stream.py",
+        "            for event in (free, *ready):\n                self.stream.wait_event(event)\n",
+        "            pass\n",
+        "tests/stages/test_overlap.py::test_gathers_that_start_early_give_the_cpus_numbers_without_a_race",
+    ),
+    Mutant(
+        "a gather waits for all that came before",
+        "stages/gather_stream.py",
+        "if free is None or ready is None:",
+        "if True:",
+        "tests/stages/test_overlap.py::test_a_gather_waits_for_no_stage_but_the_last_user_of_its_slot",
+    ),
+    Mutant(
         "gathers ahead into the slot in use",
         "stages/ring.py",
         "return None if position.slot.alternates(spared) else position",

@@ -21,6 +21,12 @@ def use(device: torch.device) -> None:
         torch.get_device_module(device).set_device(device)
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether what this thread enqueues on a device is recorded in a graph, and not run."""
+    asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return asked is not None and bool(asked())
+
+
 def elements_at_a_time(device: torch.device, cached: int, most: int = 2**24) -> int:
     """How many elements to process at a time on a device.
 

@@ -5,8 +5,9 @@ A tag follows the bytes of each piece. It identifies the buffer to which the pie
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,13 +23,15 @@ from shardfn.collectives.into_buffers import (
     exchanged,
     sends_pieces,
 )
-from shardfn.collectives.late_checks import check
+from shardfn.collectives.late_checks import ROOM, check
 from shardfn.collectives.ledger import record, recording
+from shardfn.compat.devices import elements_at_a_time
 from shardfn.debugging import debugging
 from shardfn.quant.formats import Format
 
 STEP = 64  # bytes: the length of a piece is a multiple of this
 TAG = 8  # bytes of a tag
+CACHED = 2**18  # numbers decoded at a time on a CPU
 Tag = Callable[[torch.device], Tensor]
 """Returns a tag, bytes `[TAG]`, on a device."""
 
@@ -68,6 +71,16 @@ class Wire:
         """Decodes `[..., length]` to `[..., numel]`."""
         return self.format.decode(pieces[..., : self.used], self.numel, dtype)
 
+    def read_all(self, pieces: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+        """Decodes `[n, length]`, as many pieces together as intermediate results may be large.
+
+        Yields:
+            The index of the first of them, and their numbers `[n, numel]`.
+        """
+        step = max(1, elements_at_a_time(pieces.device, CACHED) // max(1, self.numel))
+        for start in range(0, len(pieces), step):
+            yield start, self.read(pieces[start : start + step], dtype)
+
     def rounded(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """`x [numel]`, encoded and decoded, in its own dtype; the derivative is that of `x` itself."""
         arrived = self.format.decode(self.format.encode(x), self.numel, dtype).to(x.dtype)
@@ -76,6 +89,11 @@ class Wire:
     def tags(self, pieces: Tensor) -> Tensor:
         """Views of the tags in `[..., length]`."""
         return pieces[..., self.length - self.room :]
+
+
+def scratch_bytes(numel: int, comm: Communicator, format: Format) -> int:
+    """The bytes of scratch memory that a `reduce_scatter` of `numel` numbers asks for."""
+    return 2 * comm.axis.size * Wire(format, numel // comm.axis.size, TAG).length
 
 
 def reduce_scatter(
@@ -91,17 +109,18 @@ def reduce_scatter(
     size, index = comm.axis.size, comm.axis.index
     wire = Wire(format, len(flat) // size, TAG)
     pieces = flat.view(size, -1)
-    sent, received = scratch(2 * size * wire.length).view(2, size, -1).unbind()
+    sent, received = scratch(scratch_bytes(len(flat), comm, format)).view(2, size, -1).unbind()
     wire.write(pieces, sent)
     wire.tags(sent).copy_(tag(sent.device))
     _record("reduce_scatter", wire, comm, size - 1)
 
     def add() -> None:
-        others = [i for i in range(size) if i != index]
-        _compare(wire, [received[i] for i in others], tag, comm)
+        _compare(wire, received, tag, comm, own=index)
         out.copy_(pieces[index])
-        for i in others:  # one at a time: all of them decoded would be as large as the whole gradient
-            out.add_(wire.read(received[i], out.dtype))
+        for others in (received[:index], received[index + 1 :]):
+            for _, numbers in wire.read_all(others, out.dtype):
+                for row in numbers:  # one after another, so that sums do not depend on how many are decoded together
+                    out.add_(row)
 
     return Together([_exchange(received, sent, comm)], add)
 
@@ -121,8 +140,10 @@ def all_reduce(x: Tensor, comm: Communicator, format: Format, tag: Tag, scratch:
         _record("all_gather", wire, comm, size - 1)
 
         def finish() -> None:
-            _compare(wire, list(whole), tag, comm)
-            x.copy_(wire.read(whole, x.dtype).view(-1)[: len(x)])
+            _compare(wire, whole, tag, comm)
+            for start, numbers in wire.read_all(whole, x.dtype):
+                into = x[start * n : (start + len(numbers)) * n]
+                into.copy_(numbers.view(-1)[: len(into)])
 
         transport = comm.overrides.get("all_gather") or comm.chosen["all_gather"]
         return Together([TRANSPORTS["all_gather"][transport](whole.view(-1), comm)], finish)
@@ -142,8 +163,15 @@ def _record(op: str, wire: Wire, comm: Communicator, pieces: int) -> None:
         record(op, comm.axis.group, torch.uint8, pieces * wire.length, str(wire.format), comm.names)
 
 
-def _compare(wire: Wire, pieces: list[Tensor], tag: Tag, comm: Communicator) -> None:
-    """Raises RuntimeError unless the tags of all received pieces match this rank's."""
-    message = "ranks sum the gradients of different stages, or in different formats"
-    for piece in pieces if comm.checks else ():
-        check(wire.tags(piece), lambda found: None if torch.equal(found, tag(found.device)) else message)
+def _compare(wire: Wire, pieces: Tensor, tag: Tag, comm: Communicator, own: int | None = None) -> None:
+    """Raises RuntimeError unless the tags of all pieces `[n, length]`, except this rank's `own`, match this rank's."""
+
+    def wrong(found: Tensor, start: int) -> str | None:
+        wanted = tag(found.device)
+        if all(torch.equal(row, wanted) for i, row in enumerate(found, start) if i != own):
+            return None
+        return "ranks sum the gradients of different stages, or in different formats"
+
+    tags, step = wire.tags(pieces), ROOM // wire.room
+    for start in range(0, len(tags) if comm.checks else 0, step):
+        check(tags[start : start + step], partial(wrong, start=start))

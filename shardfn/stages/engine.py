@@ -3,6 +3,7 @@
 Forward of a call: its parameters are gathered into a slot, the next gather starts, and the function runs on views of
 the slot. Backward: the same in reverse, then the reduction of the gradients starts. The calls of a step form a tape,
 which backward follows in reverse to gather ahead. Nothing outlives the step, so a different order in the next is fine.
+On an accelerator a gather waits for its slot and its shards, not for the stage before, to which the host came long ago.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from shardfn.stages.saved_tensors import argument_hooks, saved_tensor_hooks
 from shardfn.stages.signature import Gather, GatherPlan, Signature, plan_of
 from shardfn.stages.tape import LONGEST, Identities, StageRun, Tape, identities, key_of
 from shardfn.tiers.grad_offload import GradOffload
+from shardfn.transforms.given import ready_since
 from shardfn.transforms.step import Step
 
 if TYPE_CHECKING:
@@ -113,6 +115,7 @@ class Engine:
                 run.slot.give_back()
             if call.tape is not None and isinstance(call.signature.keep, tuple) and (run.reads or not keeps):
                 self.residency.leave(run)
+            self.residency.used(run)
             outputs: tuple[Tensor, ...] = detached(residuals.outputs, storages, inputs, call.transformed)
             if records and (recorder := recording.current()) is not None:
                 for inside, outside in zip(residuals.outputs, outputs, strict=True):
@@ -183,6 +186,7 @@ class Engine:
             self.away.done()
             if debugging.nan and run.trains:  # all ranks get here, as all take part in summing the gradient
                 nonfinite.after_backward(call.mesh, run, inputs, cotangents, gradients)
+            self.residency.used(run)
             of_shards = self._reduced(run, call.step, needs, gradients[0], collect)
             self._done(tape, run)
             return [*of_shards, *gradients[1]]
@@ -234,7 +238,8 @@ class Engine:
         shard_ids = identities(shards)
         tape = call.tape = self._tape(call, plan, shard_ids) if any(call.needs) else None
         keep = self._keep(call)
-        run = StageRun(signature, plan, shards, key_of(tape, call.step, keep, plan, shard_ids), keep)
+        key = key_of(tape, call.step, keep, plan, shard_ids)
+        run = StageRun(signature, plan, shards, key, keep, ready=ready_since(shards))
         call.run = run
         self._reclaim()
         if tape is not None:
@@ -483,6 +488,7 @@ class _in_use:
     def __enter__(self) -> None:
         if self.slot is not None:
             self.before, self.slot.busy = self.slot.busy, True
+            self.slot.free = None
         for context in self.contexts:
             context.__enter__()
 

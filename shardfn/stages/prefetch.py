@@ -13,6 +13,7 @@ from shardfn.shards.placement import Keep
 from shardfn.stages.residency import Residency
 from shardfn.stages.signature import GatherPlan, Signature
 from shardfn.stages.tape import StageRun, Tape, identities, key_of
+from shardfn.transforms.given import ready_since
 from shardfn.transforms.step import Step
 
 Group = tuple[tuple[Layout, ...], tuple[Tensor, ...]]  # the shards of one stage
@@ -80,7 +81,7 @@ class Prefetch:
             last = self.last_gathers.get(layouts)
             if last is not None and last.plan.nbytes and last.taped == (tape is not None):
                 key = key_of(tape, step, last.keep, last.plan, identities(shards))
-                coming = StageRun(last.signature, last.plan, shards, key, last.keep)
+                coming = StageRun(last.signature, last.plan, shards, key, last.keep, ready=ready_since(shards))
                 if not self.residency.take(tape, coming, count + 1, busy=run.slot):
                     return
 

@@ -7,6 +7,7 @@ gradients outside of autograd and ends when all have arrived, leaves them in fli
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 from collections.abc import Sequence
@@ -135,13 +136,14 @@ class PendingReduction:
         lent: whether the hop under way reads scratch memory.
         left: on an accelerator, the event after which no hop reads scratch memory, if later hops were started ahead.
         held: what these hops read.
+        landed: on an accelerator, the event after which all of it has been decoded, if it was sent encoded.
         ends: whether the end of the buffer is in `out`.
         marks: dtype of the marks there, for the hop under way; None if they are not checked.
     """
 
     __slots__ = (
-        "along", "ends", "held", "hops", "into", "left", "lent", "levels", "marks", "out", "reduction", "total",
-        "under_way",
+        "along", "ends", "held", "hops", "into", "landed", "left", "lent", "levels", "marks", "out", "reduction",
+        "total", "under_way",
     )  # fmt: skip
 
     def __init__(
@@ -154,7 +156,7 @@ class PendingReduction:
         self.hops = [("reduce_scatter", level.along) for level in self.levels[1:]]
         self.hops += [(op, along) for op, along in hops if along is not None]
         self.ends = shard is None or shard.axis.index == shard.axis.size - 1
-        self.lent, self.left = False, None
+        self.lent, self.left, self.landed = False, None, None
         self.held: list[Tensor] = []
         self.under_way: Handle | None = None
         self.along: tuple[str, Communicator] | None = None
@@ -174,7 +176,7 @@ class PendingReduction:
         op, along = self.along = self.hops.pop(0)
         layout, out = self.reduction.layout, self.out
         if self.reduction.format is not None:
-            return self._begin_encoded(op, along, self.reduction.format)
+            return self._begin_encoded(op, along, self.reduction.format, room_for)
         marks = _marks(layout, out.dtype, out.device)
         room = len(marks) * (along.axis.size if op == "reduce_scatter" else 1)
         self.marks = out.dtype if self.ends and along.checks and len(out) >= room else None
@@ -188,7 +190,7 @@ class PendingReduction:
                 self.under_way = reduce_scatter(out, self.into, along, out.new_empty)
         return self
 
-    def _begin_encoded(self, op: str, along: Communicator, format: Format) -> PendingReduction:
+    def _begin_encoded(self, op: str, along: Communicator, format: Format, room_for: Tensor | None) -> PendingReduction:
         """Starts the next hop in a quantized format."""
         layout, out = self.reduction.layout, self.out
         self.marks, tag = None, functools.partial(_tag, layout, format)
@@ -202,27 +204,31 @@ class PendingReduction:
             else:
                 self.levels = self.levels[1:]
                 out = self.levels[0].ordered(out) if self.levels else out
-                self.into = out.new_empty(len(out) // along.axis.size)
+                self.into = out.new_empty(len(out) // along.axis.size) if room_for is None else room_for
                 self.under_way = compressed.reduce_scatter(out, self.into, along, format, tag, room)
         return self
 
     def ahead(self, side: Any, source: Tensor) -> None:
         """Starts all hops that follow, on a side stream of an accelerator, which waits in this one's place.
 
+        What was sent encoded is also decoded there, to the last.
         What a hop reads, `source` for the one under way, is held until this stream, too, has waited: its memory is this
         stream's, and the collective holds it only until the first wait.
         """
         module, self.held = torch.get_device_module(side.device), [source]
-        while self.hops:
+        encoded = self.reduction.format is not None
+        while self.hops or (encoded and self.under_way is not None):
             # Memory is allocated on the current stream, and used there before: the side stream waits for that.
-            op, along = self.hops[0]
-            room = self.out.new_empty(len(self.out) // along.axis.size) if op == "reduce_scatter" else None
+            op, along = self.hops[0] if self.hops else ("", None)
+            room = self.out.new_empty(len(self.out) // along.axis.size) if along and op == "reduce_scatter" else None
             side.wait_stream(module.current_stream(side.device))
             with module.stream(side):
-                self._land()
+                if self.under_way is not None:
+                    self._land()
                 self.left = self.left or side.record_event()
                 self.held.append(self.out)
                 self.begin(room)
+        self.landed = side.record_event() if encoded else None
 
     def advance(self) -> None:
         """Waits until it reads no scratch memory and its last hop is under way."""
@@ -238,6 +244,9 @@ class PendingReduction:
         while self.under_way is not None:
             self._land()
             self.begin()
+        if self.landed is not None:
+            torch.get_device_module(self.out.device).current_stream(self.out.device).wait_event(self.landed)
+            self.landed, self.held = None, []
         out = self.out.to(self.reduction.dtypes.shard)
         if self.total is not None:
             self.total.add(out)
@@ -301,8 +310,11 @@ def _compare(end: Tensor, marks: Tensor, stage: str) -> None:
     end.zero_()
 
 
-def _copy(views: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+def _copy(views: list[Tensor], gradients: list[Tensor]) -> None:
     """Copies tensors, with one call for those of one dtype and order in memory: only for such CUDA has one kernel."""
+    if views and views[0].device.type == "cpu":
+        torch._foreach_copy_(views, gradients)  # copies them one by one
+        return
     kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for view, gradient in zip(views, gradients, strict=True):
         into, those = kinds.setdefault((gradient.dtype, gradient.stride() == view.stride()), ([], []))
@@ -346,6 +358,7 @@ class Reductions:
         self.spread: dict[Any, Spread] = {}
         self.turns = 0
         self._side: Any = None
+        self._sending: Any = None
 
     UNDER_WAY = 2  # the number of scratch memories
 
@@ -416,7 +429,7 @@ class Reductions:
         if shard is None:
             if reduction.format is not None:
                 flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-            return self._sent(PendingReduction(reduction, flat, total, deferred).begin())
+            return self._sent(PendingReduction(reduction, flat, total, deferred))
         marked = flat.dtype
         name = ("received", reduction.memory)
         if reduction.format is None:
@@ -428,10 +441,9 @@ class Reductions:
             flat, shard = first.ordered(flat), first.along
             out = torch.empty(len(flat) // shard.axis.size, dtype=dtype, device=self.device)
             tag = functools.partial(_tag, layout, reduction.format)
-            with attributed_to(layout.stage, backward=True):
-                handle = compressed.reduce_scatter(
-                    flat, out, shard, reduction.format, tag, lambda n: self._scratch(name, n, torch.uint8)
-                )
+            room = self._scratch(name, compressed.scratch_bytes(len(flat), shard, reduction.format), torch.uint8)
+            with attributed_to(layout.stage, backward=True), self._encoding():
+                handle = compressed.reduce_scatter(flat, out, shard, reduction.format, tag, lambda _: room)
         return self._sent(PendingReduction(reduction, out, total, deferred).scattering(handle, shard, marked), flat)
 
     def _send_pieces(
@@ -469,11 +481,24 @@ class Reductions:
         handle = scatter_pieces(parts, [*into[:index], [], *into[index:]], add, layout.padded, dtype, shard)
         return self._sent(PendingReduction(reduction, out, total, deferred).scattering(handle, shard, dtype))
 
+    def _encoding(self) -> Any:
+        """A context in which gradients are encoded and sent: on an accelerator, beside what is computed meanwhile."""
+        if self.device.type == "cpu":
+            return contextlib.nullcontext()
+        module = torch.get_device_module(self.device)
+        self._sending = self._sending or module.Stream(device=self.device)
+        self._sending.wait_stream(module.current_stream(self.device))
+        return module.stream(self._sending)
+
     def _sent(self, pending: PendingReduction, source: Tensor | None = None) -> PendingReduction:
-        """Keeps track of a reduction that has started from `source`, or from its own memory."""
+        """Keeps track of a reduction that starts, or has started from `source`, or from its own memory."""
         self.in_flight.append(pending)
+        beside = self.device.type != "cpu"
+        encoded = beside and pending.reduction.format is not None
+        if pending.under_way is None and not encoded:
+            pending.begin()
         native = pending.reduction.format is None and not any(along.overrides for _, along in pending.hops)
-        if pending.hops and native and self.device.type != "cpu":
+        if encoded or (beside and native and pending.hops):
             self._side = self._side or torch.get_device_module(self.device).Stream(device=self.device)
             pending.ahead(self._side, pending.out if source is None else source)
         if pending.total is not None and pending.reduction.tier != "device":
@@ -533,7 +558,7 @@ class Reductions:
                 elif step.defer == "replicas" and total.out is not None:
                     out, total.out = placing.brought(total.out, self.grad_offload.mesh()), None
                     self._let_leave()
-                    self._sent(PendingReduction(reduction, out, total, False, scattered=True).begin())
+                    self._sent(PendingReduction(reduction, out, total, False, scattered=True))
         self.drain()
 
     def _free(self, memory: Memory) -> None:

@@ -9,8 +9,9 @@ import torch
 
 from shardfn.collectives.ledger import attributed_to, record_buffers, recording
 from shardfn.mesh import waiting
+from shardfn.stages.gather_stream import GatherStream
 from shardfn.stages.ring import CommunicatorOf, Key, Ring, Slot
-from shardfn.stages.tape import Claim, Secondary, StageRun, Tape
+from shardfn.stages.tape import Claim, Secondary, StageRun, Tape, identities
 from shardfn.tiers.prefetch import DiskPrefetch
 
 
@@ -26,6 +27,7 @@ class Residency:
         secondary: pieces that forward left for backward to gather from.
         count: slots taken from the ring by calls that no backward follows.
         disk: reads of shards from disk.
+        stream: the stream on which gathers start; None on the CPU.
     """
 
     def __init__(self, device: torch.device, communicator_of: CommunicatorOf) -> None:
@@ -36,6 +38,7 @@ class Residency:
         self.secondary: weakref.WeakValueDictionary[Key, Secondary] = weakref.WeakValueDictionary()
         self.count = 0
         self.disk = DiskPrefetch()
+        self.stream = None if device.type in ("cpu", "meta") else GatherStream(device)
 
     def take(self, tape: Tape | None, run: StageRun, slots: int, busy: Slot | None = None) -> bool:
         """Gives a run the slot that holds its parameters, or else starts to fill one; False if that slot is busy."""
@@ -84,10 +87,17 @@ class Residency:
             record_buffers(self.ring.nbytes() + sum(held.values()))
         with attributed_to(run.plan.stage):
             if run.secondary is None:
-                run.slot.fill(run.key, run.plan, run.shards, self.communicator_of, self.disk)
+                ready = run.ready if self.stream is not None and identities(run.shards) == run.key[-1] else None
+                run.slot.fill(run.key, run.plan, run.shards, self.communicator_of, self.disk, self.stream, ready)
             else:
-                run.slot.fill(run.key, run.secondary.plan, run.secondary.shards, self.communicator_of, self.disk)
+                plan, shards = run.secondary.plan, run.secondary.shards
+                run.slot.fill(run.key, plan, shards, self.communicator_of, self.disk, self.stream)
                 run.slot.sources = run.shards
+
+    def used(self, run: StageRun) -> None:
+        """Notes that a run does not use its slot any more, once the accelerator has done what it was given so far."""
+        if self.stream is not None and run.slot is not None and not run.slot.busy:
+            run.slot.free = self.stream.end_of_use()
 
     def leave(self, run: StageRun) -> None:
         """Keeps pieces from which backward gathers, if they are larger than the shards."""

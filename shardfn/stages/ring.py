@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from shardfn.collectives.into_buffers import (
 from shardfn.collectives.late_checks import check
 from shardfn.compat import functorch, process_groups
 from shardfn.debugging import debugging
+from shardfn.stages.gather_stream import GatherStream
 from shardfn.stages.signature import Gather, GatherPlan
 from shardfn.tiers.prefetch import DiskPrefetch
 
@@ -66,11 +67,13 @@ class Slot:
         readers: calls that will read what it holds now, without gathering it again.
         position: its position in the ring; None outside of the ring.
         busy: whether a function is running on what it holds, forward or backward.
+        free: the event of an accelerator after which nothing uses it; None if there is none.
     """
 
     __slots__ = (
         "buffer",
         "busy",
+        "free",
         "holds",
         "parts",
         "position",
@@ -94,6 +97,7 @@ class Slot:
         self.parts: dict[Gather, SlotPart] = {}
         self.users = 0
         self.readers: weakref.WeakSet[Saved] | None = None
+        self.free: Any = None
 
     def save(self) -> Saved:
         """Notes that a call will read what the slot holds now."""
@@ -124,23 +128,40 @@ class Slot:
         shards: tuple[Tensor, ...],
         communicator_of: CommunicatorOf,
         disk: DiskPrefetch,
+        stream: GatherStream | None = None,
+        ready: Sequence[Any] | None = None,
     ) -> None:
-        """Starts to gather shards into the slot, after waiting for what is under way."""
+        """Starts to gather shards into the slot, after waiting for what is under way; if there is one, on `stream`."""
         self.give_back()
         position = self.position() if self.position is not None else None
         if position is not None and position.slot is not self:
             position.slot.give_back()
             position.slot = self
+        if stream is None:
+            self._start_all(plan, shards, communicator_of, disk, None)
+        else:
+            with stream.starting(self.free, ready):
+                self._start_all(plan, shards, communicator_of, disk, stream)
+        self.holds, self.sources = holds, shards
+
+    def _start_all(
+        self,
+        plan: GatherPlan,
+        shards: tuple[Tensor, ...],
+        communicator_of: CommunicatorOf,
+        disk: DiskPrefetch,
+        stream: GatherStream | None,
+    ) -> None:
         batches: dict[tuple[str, ...], list[tuple[Gather, Tensor]]] = {}
         for gather, values in zip(plan.each, shards, strict=True):
             if not gather.moves:
                 continue
             tier = gather.layout.placement.tiers.params
             if tier == "device":
-                self._start(gather, values.detach(), communicator_of, batches)
+                self._start(gather, values.detach(), communicator_of, batches, stream)
                 continue
             with disk.arriving(tier, values.detach(), self.buffer.device) as piece:
-                self._start(gather, piece, communicator_of, batches)
+                self._start(gather, piece, communicator_of, batches, stream)
         for axes, gathers in batches.items():
             axis = communicator_of(axes)
             assert axis is not None, "pieces go to other ranks"
@@ -151,7 +172,8 @@ class Slot:
             work = gather_pieces(buffers, axis)
             self.works += [_Arrival(work, axis, part, gather) for part, gather, _ in parts]
         self.works += disk.copies()
-        self.holds, self.sources = holds, shards
+        if stream is not None and any(gather.moves and gather.layout.size == 1 for gather in plan.each):
+            self.works.append(stream.copied())  # what goes to no other rank has no work of its own
 
     def _start(
         self,
@@ -159,6 +181,7 @@ class Slot:
         values: Tensor,
         communicator_of: CommunicatorOf,
         batches: dict[tuple[str, ...], list[tuple[Gather, Tensor]]],
+        stream: GatherStream | None,
     ) -> None:
         """Starts one gather, or adds it to `batches`, in which the gathers along the same axes start together."""
         part, placement, wire = self.part(gather), gather.layout.placement, gather.wire
@@ -188,7 +211,8 @@ class Slot:
             work = gather_by_hops(part.region, axis.axis.index, hops, dtype)
         else:
             work = all_gather(part.region, axis, dtype, part.sent)
-        self.works.append(_Arrival(work, axis, part, gather))
+        arrival = _Arrival(work, axis, part, gather)
+        self.works.append(arrival if wire is None or stream is None else stream.decoded(arrival))
 
     def part(self, gather: Gather) -> SlotPart:
         """The part of the slot that one gather fills."""
@@ -201,6 +225,8 @@ class Slot:
     def settle(self) -> None:
         """Waits for the transfers under way."""
         works, self.works = self.works, []
+        if works:
+            self.free = None
         for work in works:
             work.wait()
 
@@ -215,6 +241,8 @@ class Slot:
         """
         self.settle()
         self.forget()
+        if self.readers is not None or debugging.memory:
+            self.free = None
         if self.readers is not None:
             with ordinary_tensors():
                 copy = self.buffer.clone()
@@ -260,8 +288,8 @@ class SlotPart:
         """Decodes pieces that were gathered in a quantized format."""
         if gather.wire is None or self.decoded is None:
             return
-        for piece, into in zip(self.region.view(len(self.decoded), -1), self.decoded, strict=True):
-            into.copy_(gather.wire.read(piece, gather.dtype))
+        for start, numbers in gather.wire.read_all(self.region.view(len(self.decoded), -1), gather.dtype):
+            self.decoded[start : start + len(numbers)].copy_(numbers)
 
 
 def _slot_part(buffer: Tensor, gather: Gather) -> SlotPart:

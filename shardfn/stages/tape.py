@@ -35,6 +35,7 @@ class StageRun:
         collected: shards whose gradient its step collects, None for the others.
         trains: whether any of the shards gets a gradient.
         done: whether its backward has run.
+        ready: events of an accelerator after which the shards are as they were at the call; None if they are unknown.
         away: its activations that have left the device, while its graph needs them.
     """
 
@@ -52,6 +53,7 @@ class StageRun:
     collected: Sequence[Tensor | None] = ()
     trains: bool = False
     done: bool = False
+    ready: tuple[Any, ...] | None = None
     away: list[weakref.ref[Any]] = field(default_factory=list)
 
     @property

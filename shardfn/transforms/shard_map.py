@@ -26,6 +26,7 @@ from shardfn.quoting import listed
 from shardfn.shards.replicated import checksum
 from shardfn.transforms.autodiff import name_of
 from shardfn.transforms.checking import Checked, asked, claim
+from shardfn.transforms.given import given
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -134,7 +135,7 @@ def shard_map(
                 claim(inside, f"shard_map({name_of(function)})", "in_specs", entered.leaves, entered.pieces, on)
             elif when != "off" and entered.new and on.size() > 1 and not traced():
                 return _check(function, entered, out_specs, on, seen, _differentiated((args, kwargs)))
-            result = function(*entered.args, **entered.kwargs)
+            result = _called(function, entered, on)
             leaves = _leave(function, result, out_specs, on, seen, inside is not None)
             if inside is not None:
                 values = [leaf.value for leaf in leaves]
@@ -171,12 +172,20 @@ class _Entered(NamedTuple):
     pieces: list[Any]
 
 
+def _called(f: Function, entered: _Entered, mesh: DeviceMesh) -> Any:
+    """The function's result."""
+    if mesh.device_type in ("cpu", "meta"):
+        return f(*entered.args, **entered.kwargs)
+    with given(optree.tree_leaves((entered.args, entered.kwargs))):
+        return f(*entered.args, **entered.kwargs)
+
+
 def _check(f: Function, entered: _Entered, out_specs: Any, mesh: DeviceMesh, seen: set[Any], outer: bool) -> Any:
     """Runs a call that is recorded, and judges it afterwards."""
     checked = Checked(f, mesh, outer)
     with checked.recorder:
         checked.take(entered.leaves, entered.pieces)
-        result = f(*entered.args, **entered.kwargs)
+        result = _called(f, entered, mesh)
         checked.finish(_leave(f, result, out_specs, mesh, seen, True))
     return result
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from shardfn.compat import autograd
 from shardfn.debugging import debugging
 from shardfn.mesh import callsites
+from shardfn.transforms.given import given
 
 Defer = Literal["nothing", "replicas", "everything"]
 
@@ -72,17 +73,20 @@ class Step:
         self.engines: list[Member] = []
         self.tapes: list[tuple[Member, Any]] = []
         self.watched: Any = None
+        self._given = given(variables)
 
     def __enter__(self) -> Step:
         if debugging.collectives:
             self.watched = callsites.body()
             self.watched.__enter__()
+        self._given.__enter__()
         _steps.open.append(self)
         self.live = True
         return self
 
     def __exit__(self, *error: Any) -> None:
         _steps.open.remove(self)
+        self._given.__exit__(None, None, None)
         self.live = False
         try:
             for engine in self.engines:

@@ -10,7 +10,19 @@ import pytest
 
 import shardfn as sf
 import shardfn.optim as so
-from benchmarks.launches import DECIDES, OPTIMIZERS, Counts, counts, empty, step_of
+from benchmarks.launches import (
+    DECIDES,
+    LAYERS,
+    OPTIMIZERS,
+    WIRES,
+    Counts,
+    block,
+    counts,
+    empty,
+    gradient,
+    layers,
+    step_of,
+)  # fmt: skip
 from shardfn.testing import simulated, world
 
 
@@ -29,6 +41,25 @@ def test_an_optimizer_launches_few_operations_for_a_billion_parameters(found: di
     operations, waits = found[name]
     assert operations <= OPTIMIZERS[name][1]
     assert waits == int(name in DECIDES)
+
+
+def of_few_and_many_ranks(name: str) -> list[int]:
+    """Operations of a step whose parameters or gradients are sent in few bits, on 4 and on 16 ranks."""
+    found = []
+    for ranks in (4, 16):
+        with simulated(ranks) as device:
+            mesh = sf.make_mesh(shard=ranks, device=device.name)
+            params = sf.shard(layers(), mesh, sf.full_shard("shard"))
+            run = gradient(sf.stage(block, **WIRES[name][0]), params)
+            found.append(counts(device, sf.shard_map(run, mesh=mesh, in_specs=(), out_specs=...)).operations)
+    return found
+
+
+@pytest.mark.parametrize("name", WIRES)
+def test_few_bits_are_encoded_and_decoded_for_all_ranks_at_once(name: str) -> None:
+    ((few, many),) = world(1, "alone").run(of_few_and_many_ranks, name)
+    # A sum of gradients takes one addition for each rank, so that its order does not depend on anything else.
+    assert many - few == (12 * LAYERS if name.startswith("reduce") else 0)
 
 
 OF_TREES: dict[str, Callable[[Any], object]] = {

@@ -1,0 +1,76 @@
+"""The stream of an accelerator on which gathers start, next to the one that computes.
+
+A gather that started on the computing stream would wait for all that this stream has been given, such as the stage
+before, although it needs only two things: that its slot is free and that its shards are there. Here it waits for these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from shardfn.collectives.into_buffers import Handle
+from shardfn.compat import devices
+
+
+class GatherStream:
+    """A stream on which the gathers of one engine start, and another on which what arrives encoded is decoded.
+
+    On one alone, the next gather would start only when this one has been decoded.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.module = device, torch.get_device_module(device)
+        self.stream, self.decoding = (self.module.Stream(device=device) for _ in range(2))
+
+    @contextlib.contextmanager
+    def starting(self, free: Any, ready: Sequence[Any] | None) -> Iterator[None]:
+        """A context for the start of a gather.
+
+        Args:
+            free: the event after which nothing uses its slot; None if there is none.
+            ready: the events after which nothing writes to its shards; None if they are not known. Without one of the
+                two, the gather waits for all that the current stream has been given.
+        """
+        if devices.capturing(self.device):  # a graph cannot wait for events from outside of it
+            yield
+            return
+        if free is None or ready is None:
+            self.stream.wait_stream(self.module.current_stream(self.device))
+        else:
+            for event in (free, *ready):
+                self.stream.wait_event(event)
+        with self.module.stream(self.stream):
+            yield
+
+    def end_of_use(self) -> Any:
+        """An event at the end of what the current stream has been given; None while a graph is captured."""
+        if devices.capturing(self.device):
+            return None
+        return self.module.current_stream(self.device).record_event()
+
+    def decoded(self, work: Handle) -> Copied:
+        """Waits for a work that decodes what arrives, on the stream for that; returns a handle of both."""
+        with self.module.stream(self.decoding):
+            work.wait()
+            return self.copied()
+
+    def copied(self) -> Copied:
+        """A handle of what the current stream has been given."""
+        return Copied(self)
+
+
+class Copied:
+    """Work under way; waiting for them holds up the accelerator's stream, not the host."""
+
+    __slots__ = ("_on", "event")
+
+    def __init__(self, on: GatherStream) -> None:
+        self._on, self.event = on, on.module.current_stream(on.device).record_event()
+
+    def wait(self) -> None:
+        """Makes the current stream run what is enqueued from now on after it."""
+        self._on.module.current_stream(self._on.device).wait_event(self.event)

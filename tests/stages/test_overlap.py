@@ -1,0 +1,272 @@
+"""On an accelerator, a gather waits for its slot and its shards, and not for the stage before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardfn as sf
+import shardfn.optim as so
+from shardfn import quant
+from shardfn.stages import engine
+from shardfn.stages.gather_stream import GatherStream
+from shardfn.testing import simulated, world
+from shardfn.transforms import given
+from tests.models import distance
+
+WIDTH, LAYERS, STEPS = 8, 5, 3
+
+
+def block(p: Any, x: Tensor) -> Tensor:
+    return x + torch.tanh(x @ p["w"]) @ p["w"]
+
+
+def as_given(p: Any) -> Any:
+    return p
+
+
+def computed(p: Any) -> Any:
+    return optree.tree_map(lambda x: x * 2, p)
+
+
+def rewritten(p: Any) -> Any:
+    with torch.no_grad():
+        p.values.mul_(0.5)
+    return p
+
+
+def taken_in_turn(p: Any) -> Any:
+    """Some as they were given, some computed, some written to."""
+    number = int(p.layout.stage.split(".")[-1])
+    return (as_given, computed, rewritten)[number % 3](p)
+
+
+SHARDS: dict[str, Callable[[Any], Any]] = {f.__name__: f for f in (as_given, computed, rewritten, taken_in_turn)}
+
+
+def looping(shards: str, **options: Any) -> Callable[..., Tensor]:
+    """A loss that calls its stages one by one, without `layers`."""
+    staged, take = sf.stage(block, **options), SHARDS[shards]
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        for p in params["blocks"]:
+            x = staged(take(p), x)
+        return sf.pmean(x.square().mean(), "shard")
+
+    return loss
+
+
+def made(mesh: Any) -> tuple[Any, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    whole = [{"w": torch.randn(WIDTH, WIDTH, generator=draw, dtype=torch.float64) / WIDTH} for _ in range(LAYERS)]
+    x = torch.randn(4, WIDTH, generator=draw, dtype=torch.float64)
+    return sf.shard({"blocks": whole}, mesh, sf.full_shard("shard")), x.to(mesh.device_type)
+
+
+# --- what a gather waits for ---
+
+
+def stages_before_each_gather(shards: str, differentiated: bool, **options: Any) -> list[int]:
+    """Of each gather in forward, in order: how many stages must have computed before it, by the device's clocks."""
+    with simulated(4) as device, sf.debug(memory=False):  # which would fill slots on the computing stream
+        mesh = sf.make_mesh(shard=4, device=device.name)
+        params, x = made(mesh)
+        loss = looping(shards, **options)
+        run = sf.shard_map(sf.value_and_grad(loss) if differentiated else loss, mesh=mesh, in_specs=..., out_specs=...)
+        for _ in range(2):
+            run(params, x)
+        use, computing, before = device.clocks.use, list[tuple[int, int]](), list[int]()
+
+        def noted(stream: int, what: str, reads: Any, writes: Any) -> None:
+            use(stream, what, reads, writes)
+            if not reads:  # the same operation's results
+                return
+            clock = device.clocks.now(stream).clock
+            if "allgather" in what and len(before) < LAYERS:
+                before.append(sum(clock.get(other, 0) >= time for other, time in computing))
+            elif what == "aten::tanh":
+                computing.append((stream, clock[stream]))
+
+        device.clocks.use = noted  # type: ignore[method-assign]
+        run(params, x)
+        assert device.races == []
+        return before
+
+
+@pytest.mark.parametrize("differentiated", [True, False])
+def test_a_gather_waits_for_no_stage_but_the_last_user_of_its_slot(differentiated: bool) -> None:
+    run = world(1, "alone").run
+    assert run(stages_before_each_gather, "as_given", differentiated) == [[0, 0, 1, 2, 3]]
+    assert run(stages_before_each_gather, "as_given", differentiated, prefetch=2) == [[0, 0, 0, 1, 2]]
+    assert run(stages_before_each_gather, "as_given", differentiated, prefetch=0) == [[0, 1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("shards", ["computed", "rewritten"])
+def test_a_gather_waits_for_shards_that_the_step_itself_computes(shards: str) -> None:
+    assert world(1, "alone").run(stages_before_each_gather, shards, True) == [[0, 1, 2, 3, 4]]
+
+
+def test_only_gathers_whose_shards_changed_wait_for_them() -> None:
+    # The first and the fourth are as they were given, the others are not.
+    assert world(1, "alone").run(stages_before_each_gather, "taken_in_turn", True) == [[0, 1, 2, 2, 4]]
+
+
+# --- what is sent in few bits ---
+
+
+def test_parameters_in_few_bits_are_gathered_as_early() -> None:
+    run = world(1, "alone").run
+    assert run(stages_before_each_gather, "as_given", True, gather=quant.int8(16)) == [[0, 0, 1, 2, 3]]
+
+
+def beside(**options: Any) -> tuple[int, int, list[int]]:
+    """Operations that encode and decode: how many, and how many of them on the stream that computes; and for each stage
+    in backward, how many reductions must have been decoded before it.
+    """
+    with simulated(4) as device, sf.debug(memory=False):
+        mesh = sf.make_mesh(shard=4, device=device.name)
+        params, x = made(mesh)
+        run = sf.shard_map(sf.value_and_grad(looping("as_given", **options)), mesh=mesh, in_specs=..., out_specs=...)
+        for _ in range(2):
+            run(params, x)
+        use, where, on, added, before = device.clocks.use, device.clocks.where, list[int](), list[Any](), list[int]()
+
+        def noted(stream: int, what: str, reads: Any, writes: Any) -> None:
+            use(stream, what, reads, writes)
+            if not reads:
+                return
+            clock, line = device.clocks.now(stream).clock, where()
+            if what == "aten::tanh_backward":
+                before.append(sum(clock.get(other, 0) >= time for other, time in added) // 3)  # from 3 other ranks
+            if line.startswith(("shardfn/quant/", "shardfn/stages/compressed.py")) and "alltoall" not in what:
+                on.append(stream)
+            if what == "aten::add_.Tensor" and line.startswith("shardfn/stages/compressed.py"):
+                added.append((stream, clock[stream]))
+
+        device.clocks.use = noted  # type: ignore[method-assign]
+        run(params, x)
+        assert device.races == []
+        return len(on), on.count(device.stream()), before
+
+
+def test_few_bits_are_encoded_and_decoded_beside_what_computes() -> None:
+    ((many, computing, before),) = world(1, "alone").run(beside, gather=quant.int8(16), reduce=quant.int8(16))
+    assert (many > 100, computing) == (True, 0)
+    assert before == [0, 0, 0, 1, 2]  # there is scratch memory for two
+
+
+# --- numbers and races ---
+
+
+def trained(device: str, shards: str, **options: Any) -> list[Tensor]:
+    """The losses, and the parameters after some steps of an optimizer that writes to them."""
+    mesh = sf.make_mesh(shard=4, device=device)
+    params, x = made(mesh)
+    x = x / (dist.get_rank() + 1)
+    run = sf.shard_map(
+        sf.value_and_grad(looping(shards, **options)), mesh=mesh, in_specs=..., out_specs=..., check=False
+    )
+    opt = so.adamw(1e-2)
+    state, losses = opt.init(params), []
+    for _ in range(STEPS):
+        value, grads = run(params, x)
+        losses.append(value.detach())
+        params, state = opt.step(params, grads, state)
+    return [y.detach().cpu() for y in (*losses, *optree.tree_leaves(sf.unshard(params)))]
+
+
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("as_given", {}),
+    ("computed", {}),
+    ("rewritten", {}),
+    ("taken_in_turn", {"prefetch": 2, "remat": True}),
+    ("as_given", {"reshard": False}),
+    ("as_given", {"reshard": "step"}),
+    ("as_given", {"gather": quant.int8(16)}),
+    ("taken_in_turn", {"gather": quant.fp8_e4m3(16), "remat": True}),
+    ("as_given", {"reduce": quant.int8(16)}),
+    ("computed", {"gather": quant.nf4(16), "reduce": quant.int4(16)}),
+]
+
+
+def on_the_device(store: str) -> tuple[int, list[Any]]:
+    met = dist.FileStore(store, 4)  # type: ignore[attr-defined]
+    rank, found = met.add("ranks", 1) - 1, []
+    with simulated(4, rank, store=met) as device, sf.debug(memory=False):
+        for shards, options in KINDS:
+            device.forget()
+            found.append((trained(device.name, shards, **options), device.races))
+    return rank, found
+
+
+def on_the_cpu() -> list[Any]:
+    return [trained("cpu", shards, **options) for shards, options in KINDS]
+
+
+def test_gathers_that_start_early_give_the_cpus_numbers_without_a_race(tmp_path: Path) -> None:
+    got = world(4, "alone").within(120).run(on_the_device, str(tmp_path / "store"))
+    want = world(4).within(60).run(on_the_cpu)
+    for (_, found), wanted in zip(sorted(got, key=lambda pair: pair[0]), want, strict=True):
+        for (numbers, races), others, kind in zip(found, wanted, KINDS, strict=True):
+            assert races == [], kind
+            assert distance(numbers, others) < 1e-14, kind
+
+
+# --- what the clocks find if a wait is missing ---
+
+
+class Ignored:
+    """An event that nothing waits for."""
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+
+def free_at_once(patch: Any) -> None:
+    patch.setattr(GatherStream, "end_of_use", lambda stream: Ignored())
+
+
+def ready_at_once(patch: Any) -> None:
+    patch.setattr(engine, "ready_since", lambda shards: ())
+
+
+def never_changed(patch: Any) -> None:
+    ready_since = given.ready_since
+
+    def whatever_the_version(tensors: Any) -> Any:
+        for known in given._given.open:
+            known.update({key: (x, x._version, event) for key, (x, _, event) in known.items()})
+        return ready_since(tensors)
+
+    patch.setattr(engine, "ready_since", whatever_the_version)
+
+
+MUTANTS: dict[str, tuple[Callable[[Any], None], str]] = {
+    "the slot is not waited for": (free_at_once, "as_given"),
+    "computed shards are not waited for": (ready_at_once, "computed"),
+    "the optimizer is not waited for": (ready_at_once, "as_given"),
+    "versions are not looked at": (never_changed, "rewritten"),
+}
+
+
+def raced(mutant: str, mutate: bool) -> list[str]:
+    change, shards = MUTANTS[mutant]
+    with simulated(4) as device, pytest.MonkeyPatch.context() as patch, sf.debug(memory=False):
+        if mutate:
+            change(patch)
+        trained(device.name, shards)
+        return device.races
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_missing_wait_of_a_gather_is_a_race(mutant: str) -> None:
+    assert world(1, "alone").run(raced, mutant, False) == [[]]
+    (races,) = world(1, "alone").run(raced, mutant, True)
+    assert races
