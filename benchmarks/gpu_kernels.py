@@ -12,6 +12,7 @@ import shardfn.optim as so
 from benchmarks.gpu_setting import Answer, Where
 from benchmarks.report import interleaved
 from shardfn import quant
+from shardfn.quant import fused
 
 REPEATS, INNER = 5, 10
 PIECES = 64  # gradients of a stage
@@ -60,19 +61,39 @@ def cases(numel: int, device: str) -> dict[str, Case]:
     def decode(format: quant.Format, packed: Tensor) -> Callable[[], Any]:
         return lambda: format.decode(packed, numel, torch.bfloat16)
 
-    return {
-        "copy": Case(lambda: y.copy_(x), 8, 0),
-        "AdamW": Case(stepping(so.adamw(1e-5), normal(), normal()), 28, 0.8),
+    few_bits = {
         "8-bit AdamW": Case(stepping(so.adamw8bit(1e-5), normal(), normal()), 16, 0.3),
         "int8 blocks, encode": Case(lambda: int8.encode(x.view(-1)), 4 + int8.rate, 0.3),
         "int8 blocks, decode": Case(decode(int8, eight), 2 + int8.rate, 0.3),
         "nf4, decode": Case(decode(nf4, four), 2 + nf4.rate, 0.3),
-        "SGD, rounding at random": Case(
-            stepping(so.stochastic_rounding(so.sgd(1e-5)), normal(torch.bfloat16), normal(torch.bfloat16)), 6, 0.1
-        ),
-        "clipping": Case(lambda: clip.update({"w": x}, clipped, norms), 12, 0.8),
-        "gradients, copied in": Case(lambda: torch._foreach_copy_(views, grads), 6, 0.8),
     }
+    twins = {f"{name}, eager twin": Case(eagerly(case.run), case.rate, 0) for name, case in few_bits.items()}
+    return (
+        few_bits
+        | twins
+        | {
+            "copy": Case(lambda: y.copy_(x), 8, 0),
+            "AdamW": Case(stepping(so.adamw(1e-5), normal(), normal()), 28, 0.8),
+            "SGD, rounding at random": Case(
+                stepping(so.stochastic_rounding(so.sgd(1e-5)), normal(torch.bfloat16), normal(torch.bfloat16)), 6, 0.1
+            ),
+            "clipping": Case(lambda: clip.update({"w": x}, clipped, norms), 12, 0.8),
+            "gradients, copied in": Case(lambda: torch._foreach_copy_(views, grads), 6, 0.8),
+        }
+    )
+
+
+def eagerly(run: Callable[[], Any]) -> Callable[[], Any]:
+    """The same without kernels of shardfn's own, which other devices than CUDA's do not have anyway."""
+
+    def without() -> None:
+        kinds, fused.KINDS = fused.KINDS, ()
+        try:
+            run()
+        finally:
+            fused.KINDS = kinds
+
+    return without
 
 
 def stepping(optimizer: so.Optimizer, param: Tensor, grad: Tensor) -> Callable[[], Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn.optim.fused import AdamW
 from shardfn.optim.hyperparameters import check
 from shardfn.optim.optimizer import Optimizer, Rule
 from shardfn.optim.state_dtype import Coded, Rounded
@@ -114,7 +115,8 @@ def _kept(name: str, dtype: torch.dtype | None) -> Rounded | None:
 
 
 ADAM = Elementwise(("mean", "square"), _adam_in_place(torch._fused_adam_), _adam_pure(decoupled=False))
-ADAMW = Elementwise(("mean", "square"), _adam_in_place(torch._fused_adamw_), _adam_pure(decoupled=True))
+_ADAMW = _adam_in_place(torch._fused_adamw_)
+ADAMW = Elementwise(("mean", "square"), _ADAMW, _adam_pure(decoupled=True), AdamW(_ADAMW))
 LION = Elementwise(("mean",), _lion_in_place, _lion_pure)
 
 

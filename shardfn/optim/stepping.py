@@ -16,13 +16,14 @@ from torch import Tensor
 
 from shardfn.compat.devices import elements_at_a_time
 from shardfn.optim.differentiable import refuse_overwriting, tied, varied
+from shardfn.optim.fused import AdamW
 from shardfn.optim.hyperparameters import at_step, check, check_rule, constants
 from shardfn.optim.norms import wide
 from shardfn.optim.optimizer import Optimizer, Rule, of_rule
-from shardfn.optim.state_dtype import Kept, Opened, Stored
+from shardfn.optim.state_dtype import Coded, Kept, Opened, Stored
 from shardfn.optim.state_offload import on_whole
 from shardfn.quoting import listed
-from shardfn.shards.blocks import CHUNK, Runs
+from shardfn.shards.blocks import BLOCK, CHUNK, Runs
 from shardfn.shards.pieces import Unit, Units, dense, joined, pairs, refuse_complex, runs, units, zeros_like
 from shardfn.shards.random import int_seed
 from shardfn.tiers import streaming
@@ -39,11 +40,13 @@ class Elementwise:
         slots: names of what it remembers of each element, zero at first.
         in_place: `(params, grads, slots, step, numbers)`, lists of tensors, which it overwrites.
         pure: `(param, grad, slots, step, numbers) -> (param, slots)`.
+        fused: a kernel that does all of it on slots in 8 bits; None if there is none.
     """
 
     slots: tuple[str, ...]
     in_place: Callable[..., None]
     pure: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
+    fused: AdamW | None = None
 
 
 @dataclass
@@ -56,6 +59,11 @@ class _Step:
     count: int
     now: dict[str, Any]
     salt: Any
+
+    @property
+    def fused(self) -> AdamW | None:
+        """The rule's own kernel, if slots are in 8 bits."""
+        return self.rule.fused if isinstance(self.kept, Coded) else None
 
     def closed(self, opened: Sequence[Opened], *, together: bool) -> list[list[Stored]]:
         """Encodes the numbers of slots."""
@@ -252,7 +260,7 @@ def _overwrite_kept(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:
             _kept_window(this, kept, item, (p, g), part, this.now | dict(key), waiting)
             for item, spans, p, g in ordered
             for key, start, stop in spans
-            for part in kept.chunks(item.unit, start, stop, _at_once(item))
+            for part in kept.chunks(item.unit, start, stop, _at_once(this, item, p, g))
         )
         for item, _, p, _ in ordered:
             if p.data_ptr() != item.values.data_ptr():
@@ -266,10 +274,13 @@ def _overwrite_kept(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:
                     x.view(-1)[place] = part
 
 
-def _at_once(item: _Work) -> int:
-    """How many elements to decode at a time."""
+def _at_once(this: _Step, item: _Work, p: Tensor, g: Tensor) -> int:
+    """How many elements to decode at a time: all of them, if a kernel keeps no intermediate results in memory."""
+    streamed = streams(item.columns)
+    if this.fused and not streamed and this.fused.takes([p, g, *(x.view(-1) for x in item.stored)]):
+        return max(len(p), BLOCK)
     most = elements_at_a_time(item.values.device, CHUNK)
-    return min(most, streaming.CHUNK) if streams(item.columns) else most
+    return min(most, streaming.CHUNK) if streamed else most
 
 
 def _kept_window(
@@ -286,11 +297,17 @@ def _kept_window(
 
     def move(row: list[Tensor]) -> None:
         p, g, *parts = row
+        opened, fused = Opened(item.number, part, []), this.fused
+        if fused and fused.takes(row):
+            opened.numbers = fused(row, part, this.count, now, opened.ready)
+            if not opened.ready:
+                waiting.append((item, opened))
+            return
         dtype = wide(p)
         slots = [tuple(parts[i : i + n]) for i in range(0, len(parts), n)]
-        numbers = [kept.opened(*each, part).to(dtype) for each in zip(this.rule.slots, slots, strict=True)]
-        opened, moving = Opened(item.number, part, numbers), p.to(dtype)
-        _move_all(this, [moving, g.to(dtype), *numbers], now)
+        opened.numbers = [kept.opened(*each, part).to(dtype) for each in zip(this.rule.slots, slots, strict=True)]
+        moving = p.to(dtype)
+        _move_all(this, [moving, g.to(dtype), *opened.numbers], now)
         if moving is not p:
             p.copy_(moving)
         if not opened.ready:

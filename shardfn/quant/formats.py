@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardfn.compat.devices import elements_at_a_time
-from shardfn.quant import codes
+from shardfn.quant import codes, fused
 from shardfn.quant.codes import Code
 
 NESTED = 256  # scales that share one scale
@@ -65,11 +65,25 @@ class Format:
 
         A number that is not finite makes its whole block so.
         """
-        # In steps: intermediate results are several times as large.
+        x = x.detach()
+        if self._fused("encode", x, dtype=x.dtype):
+            return self._encoded_at_once(x)
+        return self._encoded_in_steps(x)
+
+    def _encoded_in_steps(self, x: Tensor) -> Tensor:
+        # Intermediate results are several times as large.
         step = max(1, elements_at_a_time(x.device, STEP) // self.block) * self.block
-        results = [self._encoded(part) for part in x.detach().split(step, -1)]
+        results = [self._encoded(part) for part in x.split(step, -1)]
         scales, numbers = (_joined(list(column)) for column in zip(*results, strict=True))
         return torch.cat((*self._stored(scales), numbers), -1)
+
+    def _encoded_at_once(self, x: Tensor) -> Tensor:
+        numel = x.shape[-1]
+        out = x.new_empty(*x.shape[:-1], self.nbytes(numel), dtype=torch.uint8)
+        largest = fused.encode(x, self.codes(out, numel), self.code, self.block, TINY * self.code.most)
+        scales = _stored_scales(largest, self.code.most)
+        out[..., : self._start(numel)] = torch.cat(self._stored(scales), -1)
+        return out
 
     def _encoded(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Scales and codes."""
@@ -78,8 +92,40 @@ class Format:
 
     def decode(self, packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         """Decodes rows of bytes: code times scale in float32, then converted to `dtype`."""
-        numbers = self.code.decode(self.codes(packed, numel))[..., :numel]
-        return _times(numbers, self.scales(packed, numel), self.block).to(dtype)
+        of_codes, scales = self.codes(packed, numel), self.scales(packed, numel)
+        if self._fused("decode", of_codes, scales, dtype=dtype):
+            return fused.decode(of_codes, scales, numel, dtype, self.code, self.block)
+        return self._decoded(of_codes, scales, numel, dtype)
+
+    def _decoded(self, of_codes: Tensor, scales: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        return _times(self.code.decode(of_codes)[..., :numel], scales, self.block).to(dtype)
+
+    def _fused(self, what: str, *tensors: Tensor, dtype: torch.dtype) -> bool:
+        """Whether a kernel encodes or decodes these tensors."""
+        sizes = self.block <= fused.LARGEST and self.block & (self.block - 1) == 0
+        if not sizes or dtype not in fused.DTYPES or not fused.fits(*tensors):
+            return False
+        device, check = tensors[0].device, self._check_encode if what == "encode" else self._check_decode
+        said = f"{what} {self.name}({self.block}), {dtype}"
+        return fused.trusted(said, device, lambda: check(dtype, device))
+
+    def _check_encode(self, dtype: torch.dtype, device: torch.device) -> str:
+        """How the kernel that encodes differs from `_encoded_in_steps`."""
+        finite, wild = fused.samples(self.code, self.block, dtype, device)
+        numel = wild.shape[-1]
+        decoded = [
+            self._decoded(self.codes(row, numel), self.scales(row, numel), numel, torch.float32)
+            for row in (self._encoded_at_once(wild), self._encoded_in_steps(wild))
+        ]  # codes of nan are not the same everywhere, but what they stand for is
+        return fused.difference(
+            "byte", self._encoded_at_once(finite), self._encoded_in_steps(finite)
+        ) or fused.difference("number", *decoded)
+
+    def _check_decode(self, dtype: torch.dtype, device: torch.device) -> str:
+        """How the kernel that decodes differs from `_decoded`."""
+        of_codes, scales, numel = fused.coded_samples(self.code, self.block, device)
+        ours = fused.decode(of_codes, scales, numel, dtype, self.code, self.block)
+        return fused.difference("number", ours, self._decoded(of_codes, scales, numel, dtype))
 
     def scales(self, packed: Tensor, numel: int) -> Tensor:
         """The scale of each block, float32."""
@@ -115,8 +161,12 @@ def _scaled(x: Tensor, block: int, most: float) -> tuple[Tensor, Tensor]:
     largest = [part.abs().amax(-1) for part in parts]
     divisors = [top.clamp_min(TINY * most) for top in largest]
     scaled = [(part * (most / top)[..., None]).flatten(-2) for part, top in zip(parts, divisors, strict=True)]
+    return _stored_scales(_joined(largest), most), _joined(scaled)
+
+
+def _stored_scales(largest: Tensor, most: float) -> Tensor:
     # If the code's largest number is 1, the magnitude itself is stored, even below TINY, as in bitsandbytes.
-    return _joined(largest if most == 1 else divisors) / most, _joined(scaled)
+    return (largest if most == 1 else largest.clamp_min(TINY * most)) / most
 
 
 def _times(numbers: Tensor, scales: Tensor, block: int) -> Tensor:

@@ -1,0 +1,146 @@
+"""A step of AdamW on state in 8 bits by one kernel, which is chosen as in `shardfn.quant.fused`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.optim.state_dtype import Coded, Opened, Stored
+from shardfn.quant import codes
+from shardfn.quant.fused import DTYPES, difference, fits, tables, trusted
+from shardfn.shards.blocks import BLOCK, Run, Runs
+from shardfn.shards.pieces import units
+
+SLOTS = "mean", "square"
+ULPS = 8  # of float32: each of the two ways rounds at most eight times by half of one
+InPlace = Callable[..., None]
+
+
+class AdamW:
+    """The kernel; its eager twin decodes, calls torch's kernel for `in_place`, and encodes.
+
+    It computes in float32, while torch's kernel keeps intermediate results in float64 on CUDA. So parameters may differ
+    by 8 units in the last place of float32, before they are rounded to their own dtype: units of the old number, the
+    new one, and the step that the two terms of the mean would make together if neither cancelled the other. State
+    differs by no more than that, relative to its terms, before it is encoded.
+    """
+
+    def __init__(self, in_place: InPlace) -> None:
+        self._in_place = in_place
+
+    def takes(self, columns: Sequence[Tensor]) -> bool:
+        """Whether it runs on parameters, gradients, and codes and scales of both slots: vectors that match."""
+        p, g = columns[:2]
+        if p.dtype not in DTYPES or g.dtype not in DTYPES or not fits(*columns):
+            return False
+        what = f"8-bit AdamW of {p.dtype}, gradients {g.dtype}"
+        return trusted(what, p.device, lambda: self._check(p.dtype, g.dtype, p.device))
+
+    def __call__(
+        self, columns: Sequence[Tensor], part: Runs, step: int, n: dict[str, Any], ready: bool
+    ) -> list[Tensor]:
+        """Updates parameters; encodes the state if it is `ready`, and otherwise returns its numbers.
+
+        Args:
+            columns: parameters, gradients, codes and scales of the means, codes and scales of the squares.
+            part: their blocks.
+            step: the number of the step.
+            n: the numbers of the rule.
+            ready: whether no other rank has a part of the blocks.
+        """
+        from shardfn.optim import kernels  # imports Triton, which only CUDA devices need
+
+        p, *_ = columns
+        out = [] if ready else [p.new_zeros(len(p), dtype=torch.float32) for _ in SLOTS]
+        rate = n["lr"]
+        with torch.accelerator.device_index(p.device.index):
+            if isinstance(rate, Tensor):
+                rate = rate.to(p.device, torch.float32)
+            else:
+                rate = torch.full((), rate, dtype=torch.float32, device=p.device)
+            biases = 1 - n["b1"] ** step, math.sqrt(1 - n["b2"] ** step)
+            numbers = rate, n["b1"], 1 - n["b1"], n["b2"], 1 - n["b2"], *biases, n["eps"], n["weight_decay"]
+            both = [tables(code, p.device) for code in (codes.dynamic, codes.positive)]
+            for run in part:
+                at = slice(run.start - part[0].start, run.stop - part[0].start)
+                of = slice(run.at - part[0].at, run.at - part[0].at + run.blocks)
+                each = [x[of if i in (3, 5) else at] for i, x in enumerate(columns)]
+                known = [x for table in both for x in (table.numbers, table.bounds)]
+                kernels.adamw(each, [x[at] for x in out], known, [*map(_number, numbers)], BLOCK)
+        torch.autograd.graph.increment_version([p, *([] if out else columns[2:])])
+        return out
+
+    def _check(self, dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device) -> str:
+        """How it differs from its twin, on numbers for which both compute the same state, bit for bit."""
+        columns, part = _samples(dtype, grad_dtype, device)
+        old, ours, theirs = columns[0].clone(), [x.clone() for x in columns], [x.clone() for x in columns]
+        numbers = {"lr": 0.25, "b1": 0.75, "b2": 0.875, "eps": 2.0**-20, "weight_decay": 0.5}
+        self(ours, part, 3, numbers, True)
+        self._twin(theirs, part, 3, numbers)
+        said = _far(old, ours[0], theirs[0])
+        for i, slot in enumerate(SLOTS):
+            pairs = [_decoded(slot, x[2 + 2 * i], x[3 + 2 * i], part) for x in (ours, theirs)]
+            finite = pairs[1].isfinite()  # what codes stand for is the same, also where a block is not finite
+            said = said or difference(f"the {slot}", *pairs)
+            said = said or difference(f"the code of the {slot}", *(x[2 + 2 * i][finite] for x in (ours, theirs)))
+            said = said or difference(f"the scale of the {slot}", ours[3 + 2 * i], theirs[3 + 2 * i])
+        return said
+
+    def _twin(self, columns: Sequence[Tensor], part: Runs, step: int, numbers: dict[str, Any]) -> None:
+        p, g, *stored = columns
+        slots = [_decoded(slot, stored[2 * i], stored[2 * i + 1], part) for i, slot in enumerate(SLOTS)]
+        moving = p.float()
+        self._in_place([moving], [g.float()], [[x] for x in slots], step, numbers)
+        p.copy_(moving)
+        (closed,) = Coded().closed(units({"w": p}), SLOTS, [Opened(0, part, slots)], None, together=False)
+        for x, new in zip(stored, (x for pair in closed for x in pair), strict=True):
+            x.copy_(new)
+
+
+def _number(x: Any) -> Any:
+    return x if isinstance(x, Tensor) else float(x)
+
+
+def _decoded(slot: str, of_codes: Tensor, scales: Tensor, part: Runs) -> Tensor:
+    stored: Stored = of_codes, scales
+    return Coded().opened(slot, stored, part)
+
+
+def _samples(dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], Runs]:
+    """Parameters, gradients and state, as columns, and their blocks: eight whole ones, and a short one.
+
+    Where gradients are not zero, all numbers have so few bits that state is exact, in whatever order it is computed.
+    """
+    draw = torch.Generator().manual_seed(0)
+    n, cpu = 8 * BLOCK + 57, torch.device("cpu")
+    part = Run(0, 8 * BLOCK, 0, 8, -1), Run(8 * BLOCK, n, 8, 1, -1)
+    p, g = (torch.randint(-64, 65, (n,), generator=draw, device=cpu) / 16 for _ in range(2))
+    random = torch.randint(256, (2, n), generator=draw, dtype=torch.uint8, device=cpu)
+    short = torch.stack([torch.where(row % 2 == 0, zero, 255) for row, zero in zip(random, (127, 0), strict=True)])
+    exact = torch.arange(n, device=cpu) // BLOCK % 2 == 0
+    of_codes = torch.where(exact, short, random).to(torch.uint8)
+    g[~exact] = 0
+    g[0], g[2 * BLOCK], g[4 * BLOCK] = torch.nan, torch.inf, -torch.inf
+    scales = torch.tensor([0.5, 0.3, 2.0, 1e-41, 4.0, 0.0, 1.0, 3e-20, 64.0], device=cpu)
+    # The short block has means that are small, but would not be if numbers outside of it counted.
+    of_codes[0, 8 * BLOCK :] = 127
+    columns = p.to(dtype), g.to(grad_dtype), of_codes[0], scales, of_codes[1], scales.clone()
+    return [x.to(device) for x in columns], part
+
+
+def _far(old: Tensor, ours: Tensor, theirs: Tensor, cancelled: float | Tensor = 0.0) -> str:
+    """Says which parameter is farther from its twin than `ULPS` allow; empty if none is.
+
+    `cancelled` is the size of steps that terms of the mean would have made, float32.
+    """
+    before, found, expected = (x.float() for x in (old, ours, theirs))
+    allowed = ULPS * torch.finfo(torch.float32).eps * (before.abs() + expected.abs() + cancelled)
+    if old.dtype != torch.float32:
+        limits = torch.finfo(old.dtype)
+        allowed += limits.eps * expected.abs().clamp_min(limits.smallest_normal)
+    near = torch.where(expected.isfinite(), (found - expected).abs() <= allowed, found == expected)
+    return difference("the parameter", torch.where(near, theirs, ours), theirs)

@@ -1,0 +1,68 @@
+"""A kernel in Triton: a step of AdamW on state in 8 bits. `fused` imports it, and only where it can run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shardfn.quant.kernels import largest, narrow, places, wide
+
+ROWS = 4  # blocks of a program
+
+
+@triton.jit
+def _opened(codes, scales, numbers, at, block, inside, some):
+    """The numbers of codes times those of their blocks, 0 outside."""
+    number = tl.load(numbers + tl.load(codes + at, mask=inside, other=0).to(tl.int32))
+    return tl.where(inside, number * tl.load(scales + block, mask=some, other=0.0)[:, None], 0.0)
+
+
+@triton.jit
+def _close(x, codes, scales, bounds, at, block, inside, some):
+    """Writes the largest magnitude of each block, and the codes of the numbers divided by it."""
+    top = largest(x)
+    scaled = tl.div_rn(x, tl.where(top == 0, 1.0, top)[:, None])
+    tl.store(codes + at, places(scaled, bounds, 8).to(tl.uint8), mask=inside)
+    tl.store(scales + block, top, mask=some)
+
+
+@triton.jit(do_not_specialize_on_alignment=["m_scales", "v_scales"])
+def _adamw(
+    p, g, m_codes, m_scales, v_codes, v_scales, m_out, v_out, m_numbers, m_bounds, v_numbers, v_bounds, lr, n,
+    b1, rest1, b2, rest2, bias1, bias2, eps, weight_decay,
+    CLOSE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside, some = at < n, block * BLOCK < n
+    param = wide(tl.load(p + at, mask=inside, other=0.0))
+    grad = wide(tl.load(g + at, mask=inside, other=0.0))
+    m = _opened(m_codes, m_scales, m_numbers, at, block, inside, some)
+    v = _opened(v_codes, v_scales, v_numbers, at, block, inside, some)
+    rate = tl.load(lr)
+    m = m * b1 + grad * rest1
+    v = v * b2 + grad * rest2 * grad
+    root = tl.div_rn(tl.sqrt_rn(v), bias2) + eps
+    param = param * (1.0 - rate * weight_decay) - tl.div_rn(tl.div_rn(rate, bias1) * m, root)
+    tl.store(p + at, narrow(param, p.dtype.element_ty), mask=inside)
+    if CLOSE:
+        _close(m, m_codes, m_scales, m_bounds, at, block, inside, some)
+        _close(v, v_codes, v_scales, v_bounds, at, block, inside, some)
+    else:
+        tl.store(m_out + at, m, mask=inside)
+        tl.store(v_out + at, v, mask=inside)
+
+
+def adamw(
+    columns: Sequence[Tensor], out: Sequence[Tensor], tables: Sequence[Tensor], numbers: Sequence[Any], block: int
+) -> None:
+    """Updates parameters and their state of codes and scales; or, if `out` is given, writes new numbers to that."""
+    p, n = columns[0], len(columns[0])
+    _adamw[(triton.cdiv(n, ROWS * block),)](
+        *columns, *(out or (p, p)), *tables, numbers[0], n, *numbers[1:],
+        CLOSE=not out, ROWS=ROWS, BLOCK=block, enable_fp_fusion=False,
+    )  # fmt: skip

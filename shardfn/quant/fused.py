@@ -1,0 +1,197 @@
+"""Where kernels of our own run: `kernels`, in Triton, each in place of many operations of eager code, its twin.
+
+They run on CUDA devices on which Triton is installed, on plain tensors, and only after a check on the device: the first
+time, a kernel has to equal its twin on some thousand numbers, among them zeros, subnormals, halves, inf and nan.
+Otherwise a warning says what differs, and the twin runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.compat import dispatch, functorch
+from shardfn.quant import codes
+from shardfn.quant.codes import Code
+
+KINDS: tuple[str, ...] = ("cuda",)
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+LARGEST = 2**12  # elements of a block; larger ones do not fit in a program's registers
+ROWS = 2**16 - 1  # of a CUDA grid
+
+
+def fits(*tensors: Tensor) -> bool:
+    """Whether kernels may run: on plain vectors or matrices with contiguous rows, outside of graphs and transforms."""
+    device = tensors[0].device
+    if device.type not in KINDS or torch.compiler.is_compiling() or not _installed():
+        return False
+    if functorch.inside_transform() or functorch.inside_forward_mode():
+        return False
+    return all(x.device == device and _plain(x) for x in tensors)
+
+
+def _plain(x: Tensor) -> bool:
+    ordinary = type(x) in (Tensor, torch.nn.Parameter) and dispatch.plain(x) and not functorch.batched(x)
+    return ordinary and x.numel() > 0 and x.ndim in (1, 2) and x.stride(-1) == 1 and x.shape[:-1].numel() <= ROWS
+
+
+@functools.cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+# --- the check ---
+
+
+_found: dict[tuple[str, torch.device], bool] = {}
+
+
+def trusted(what: str, device: torch.device, check: Callable[[], str]) -> bool:
+    """Whether a kernel passed its check on a device, which runs the first time.
+
+    Args:
+        what: a description of the kernel, with all that it is compiled for.
+        device: where it runs.
+        check: says how it differs from its twin; empty if it does not.
+    """
+    key = what, device
+    if key not in _found:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False  # the check makes the host wait, which a CUDA graph cannot hold
+        said = _tried(check)
+        _found[key] = not said
+        if said:
+            warnings.warn(
+                f"{what}, on {device}: shardfn's own kernel is not used, because it failed its check: {said}. torch's "
+                f"kernels compute the same, more slowly",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    return _found[key]
+
+
+def _tried(check: Callable[[], str]) -> str:
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            return check()
+    except Exception as error:  # whatever Triton raises where it cannot compile or run
+        return f"{type(error).__name__}: {error}"
+
+
+def difference(what: str, ours: Tensor, theirs: Tensor) -> str:
+    """Says where two tensors differ, bit for bit, any nan being equal to any other; empty if nowhere."""
+    as_bytes = [x.contiguous().view(torch.uint8).view(*x.shape, x.element_size()) for x in (ours, theirs)]
+    other = (as_bytes[0] != as_bytes[1]).any(-1) & ~(ours.isnan() & theirs.isnan())
+    if not bool(other.any()):
+        return ""
+    at = tuple(other.nonzero()[0].tolist())
+    return f"{what} {list(at)} is {ours[at].item()!r} instead of {theirs[at].item()!r}"
+
+
+def samples(code: Code, block: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Numbers on which an encoder has to equal its twin, `[2, numel]`: finite ones, and some that are not.
+
+    There are all halves between codes, numbers of any size, and a last block of one number.
+    """
+    draw = torch.Generator().manual_seed(0)
+    table = codes.numbers(code)
+    table = table[table.isfinite()].sort().values
+    exact = torch.cat((table, (table[1:] + table[:-1]) / 2, torch.tensor([0.0, -0.0, 1e-45], device="cpu")))
+    width = block - 1
+    rows = torch.nn.functional.pad(exact, (0, -len(exact) % width)).view(-1, width)
+    halves = torch.cat((torch.full((len(rows), 1), code.most, device="cpu"), rows), 1)  # whose scale is 1
+    powers = torch.arange(-46, 39, dtype=torch.float64, device="cpu")[:, None]
+    random = torch.randn(len(powers), block, generator=draw, dtype=torch.float64, device="cpu") * 10**powers
+    flat = torch.cat((halves.view(-1), torch.zeros(block, device="cpu"), random.view(-1), torch.ones(1, device="cpu")))
+    most = torch.finfo(dtype).max
+    finite = torch.stack((flat, -flat.flip(0))).clamp(-most, most).to(dtype)
+    wild = finite[:, -4 * block - 1 :].clone()
+    for i, value in enumerate((torch.nan, torch.inf, -torch.inf)):
+        wild[:, i * block] = value
+    return finite.to(device), wild.to(device)
+
+
+def coded_samples(code: Code, block: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """Codes `[2, bytes]` and scales `[2, blocks]` on which a decoder has to equal its twin, and a count of numbers.
+
+    Each code has scales of any size; the last block has one number.
+    """
+    draw = torch.Generator().manual_seed(0)
+    exponents = torch.arange(-46, 39, dtype=torch.float64, device="cpu")
+    halves = [1 + n * 2.0**-bits for bits in (8, 11) for n in (1, 3)]  # between two numbers of 16 bits
+    special = torch.tensor([*halves, 0.0, torch.inf, torch.nan, 1.0], dtype=torch.float64, device="cpu")
+    scales = torch.cat((torch.rand(len(exponents), generator=draw, device="cpu") * 10**exponents, special))
+    scales = scales.to(torch.float32).repeat(max(1, 2**12 // block // len(scales)))
+    numel = (len(scales) - 1) * block + 1
+    of_codes = torch.randint(256, (2, -(-numel * code.bits // 8)), generator=draw, dtype=torch.uint8, device="cpu")
+    return of_codes.to(device), torch.stack((scales, scales)).to(device), numel
+
+
+# --- few bits ---
+
+
+class Tables(NamedTuple):
+    """What kernels know of a code: `numbers [2 ** bits]`, the sorted `bounds` between them, and their codes in order.
+
+    `whole` is whether codes are whole numbers, `fraction` the bits of fraction if codes are 8-bit floats, otherwise 0.
+    """
+
+    numbers: Tensor
+    bounds: Tensor
+    order: Tensor
+    bits: int
+    whole: bool
+    fraction: int
+
+
+@functools.cache
+def tables(code: Code, device: torch.device) -> Tables:
+    """The tables of a code on a device."""
+    with torch.inference_mode(False), torch.no_grad():
+        numbers = codes.numbers(code).contiguous()
+        sorted, order = numbers.sort()
+        bounds = (sorted[:-1] + sorted[1:]) / 2
+        fraction, whole = _FRACTIONS.get(code.name, 0), code.name in ("int4", "int8")
+        return Tables(numbers.to(device), bounds.to(device), order.to(device, torch.uint8), code.bits, whole, fraction)
+
+
+_FRACTIONS = {"fp8_e4m3": 3, "fp8_e5m2": 2}
+
+
+def encode(x: Tensor, into: Tensor, code: Code, block: int, least: float) -> Tensor:
+    """Writes the codes of `[..., numel]` to bytes; returns the largest magnitude of each block, `[..., blocks]`.
+
+    Numbers are divided by their block's largest magnitude, or by `least` if that is larger, times the code's largest
+    number.
+    """
+    kernels = _kernels()
+    tops = x.new_empty(*x.shape[:-1], -(-x.shape[-1] // block), dtype=torch.float32)
+    with torch.accelerator.device_index(x.device.index):
+        kernels.encode(_matrix(x), _matrix(into), _matrix(tops), tables(code, x.device), least, code.most, block)
+    return tops
+
+
+def decode(of_codes: Tensor, scales: Tensor, numel: int, dtype: torch.dtype, code: Code, block: int) -> Tensor:
+    """The numbers of bytes, times `scales [..., blocks]`: `[..., numel]` in a dtype."""
+    out = scales.new_empty(*scales.shape[:-1], numel, dtype=dtype)
+    with torch.accelerator.device_index(scales.device.index):
+        _kernels().decode(
+            _matrix(of_codes), _matrix(scales.contiguous()), _matrix(out), tables(code, out.device), block
+        )
+    return out
+
+
+def _kernels() -> Any:
+    from shardfn.quant import kernels  # imports Triton, which only CUDA devices need
+
+    return kernels
+
+
+def _matrix(x: Tensor) -> Tensor:
+    return x[None] if x.ndim == 1 else x
