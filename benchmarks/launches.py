@@ -23,7 +23,8 @@ import shardfn.optim as so
 from benchmarks.report import Goal, parser, publish
 from benchmarks.strategies import STRATEGIES
 from shardfn.testing import World, simulated
-from shardfn.testing.simulated import NAME, Device
+from shardfn.testing.simulated import Device
+from shardfn.testing.simulated_ops import NAME
 
 LAYERS, WIDTH = 16, 256
 MATRICES, ROWS = 4, 256
