@@ -32,6 +32,7 @@ from torch import Tensor
 
 from shardfn.collectives.late_checks import LateChecks
 from shardfn.compat import dynamo, process_groups
+from shardfn.testing.capture import Capture, Graph
 from shardfn.testing.clocks import HOST, ByStorage, Clocks, Current, Point, device_index
 from shardfn.testing.simulated_ops import NAME, Operations, line, waits_for
 
@@ -74,7 +75,9 @@ class Device:
         self.clocks = Clocks(line)
         self.current = Current()
         self.defaults = [self.clocks.stream() for _ in range(count)]
-        self.works: dict[int, tuple[Any, Point, Any]] = {}  # by id of a handle: itself, its end, and what it holds
+        # By id of a handle: itself, its end, what it holds, and its number in a graph.
+        self.works: dict[int, tuple[Any, Point, Any, int]] = {}
+        self.graph: Graph | None = None  # the one that is being captured
         self.results: ByStorage[tuple[Point, Any]] = ByStorage()  # end and what is held, by what is filled
         self.streams: dict[str, int] = {}  # of collectives, by group
         self.collectives: dict[str, list[tuple[str, int]]] = {}
@@ -108,6 +111,8 @@ class Device:
 
     def _waited(self, kind: str) -> None:
         """The host waits for the current stream."""
+        if self.graph is not None:
+            self.graph.refuse(kind)
         self.clocks.synchronize(self.stream())
         with self._lock:
             self._waits[kind, line()] += 1
@@ -248,10 +253,12 @@ class _Stream(torch.Stream):
         pass
 
     def synchronize(self) -> None:
+        _refuse_in_graph("synchronize")
         _device().clocks.synchronize(self.stream_id)
         _synchronize()
 
     def query(self) -> bool:
+        _refuse_in_graph("query")
         on = _device().clocks
         return on.happened(on.now(self.stream_id))
 
@@ -275,11 +282,13 @@ class _Event:
         self.point: Point | None = None
 
     def synchronize(self) -> None:
+        _refuse_in_graph("synchronize")
         if self.point is not None:
             _device().clocks.wait(HOST, self.point)
         _synchronize()
 
     def query(self) -> bool:
+        _refuse_in_graph("query")
         return self.point is None or _device().clocks.happened(self.point)
 
     def record(self, stream: Any = None) -> None:
@@ -316,6 +325,8 @@ class _Module:
 
     Stream = _Stream
     Event = _Event
+    CUDAGraph = Graph
+    graph = Capture
 
     def is_available(self) -> bool:
         return True
@@ -333,7 +344,14 @@ class _Module:
         on = _device()
         on.current.device = device_index(device, on.current.device)
 
+    def simulation(self) -> Device:
+        return _device()
+
+    def graph_pool_handle(self) -> tuple[int, int]:
+        return 0, 1
+
     def synchronize(self, device: Any = None) -> None:
+        _refuse_in_graph("synchronize")
         _device().clocks.synchronize_all()
         _synchronize()
 
@@ -385,7 +403,14 @@ def _synchronize() -> None:
             device._waits["synchronize", line()] += 1
 
 
+def _refuse_in_graph(what: str) -> None:
+    for device in _current:
+        if device.graph is not None:
+            device.graph.refuse(what)
+
+
 def _of_generators(name: str, answer: Any = None) -> Any:
+    _refuse_in_graph(name)
     for device in _current:
         device.generators[name] += 1
     return answer

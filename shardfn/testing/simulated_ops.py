@@ -74,6 +74,8 @@ class Operations(modes.DispatchMode):
 
     def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         if func is _aten._pin_memory.default or kwargs.get("pin_memory"):
+            if self.device.graph is not None:
+                self.device.graph.refuse("pinning memory")
             pins = func is _aten._pin_memory.default
             pinned = args[0].clone() if pins else func(*args, **kwargs | {"pin_memory": False})
             _pinned[pinned] = True
@@ -111,13 +113,22 @@ def _run(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     new = func.overloadpacket in _NO_KERNEL
     if not new:
         device.clocks.use(device.stream(), func.name(), reads, writes)
-    out = _valued(device, func, args, kwargs) if device.values else _pretended(device, func, args, kwargs)
+    out = _result(device, func, args, kwargs)
+    if device.graph is not None:
+        device.graph.use([], [], out) if new else device.graph.record(func, args, kwargs, out, reads, writes)
     made = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor) and x.device.type == NAME]
     for x in made:
         device.clocks.allocated(device.stream(), x)
     if not new:
         device.clocks.use(device.stream(), func.name(), (), made)
     return out
+
+
+def _result(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """The result, with values if the device has some, and if the operation runs now."""
+    if device.values and device.graph is None:
+        return _valued(device, func, args, kwargs)
+    return None if func in _SHAPELESS else _pretended(device, func, args, kwargs)
 
 
 def _pretended(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
@@ -166,7 +177,7 @@ def _valued(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
             return torch.device("cpu")
         if not isinstance(x, Tensor) or x.device.type != NAME:
             return x
-        found = _shadow(x)
+        found = shadow(x)
         originals[id(found)] = x
         return found
 
@@ -178,7 +189,7 @@ def _valued(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     return optree.tree_map(lambda x: originals.get(id(x)) if id(x) in originals else _wrapped(device, x, index), out)
 
 
-def _shadow(x: Tensor) -> Tensor:
+def shadow(x: Tensor) -> Tensor:
     """The values of a tensor, on the CPU."""
     storage = x.untyped_storage()
     values = _shadows.get(x)
@@ -187,9 +198,9 @@ def _shadow(x: Tensor) -> Tensor:
         values.fill_(255)  # type: ignore[attr-defined]
     elif values.nbytes() < storage.nbytes():
         values.resize_(storage.nbytes())
-    shadow = torch.empty(0, dtype=x.dtype, device="cpu").set_(values, x.storage_offset(), x.shape, x.stride())
-    shadow = torch._conj(shadow) if x.is_conj() else shadow
-    return torch._neg_view(shadow) if x.is_neg() else shadow
+    found = torch.empty(0, dtype=x.dtype, device="cpu").set_(values, x.storage_offset(), x.shape, x.stride())
+    found = torch._conj(found) if x.is_conj() else found
+    return torch._neg_view(found) if x.is_neg() else found
 
 
 def _wrapped(device: Device, x: Any, index: int) -> Any:
@@ -214,8 +225,8 @@ def _collective(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         if found is not None:
             device.clocks.wait(device.stream(), found[0])
             device.results[args[0]] = found[0], ()
-            if device.values:
-                func(_shadow(args[0]))
+            if device.values and device.graph is None:
+                func(shadow(args[0]))
         return args[0]
     reads, writes = _used(func, args, kwargs)
     group = _group_of(func, args, kwargs)
@@ -228,11 +239,19 @@ def _collective(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         stream = device.streams.get(group)
         if stream is None:
             stream = device.streams[group] = device.clocks.stream()
+
+    def launched() -> None:
         if not message:
-            device.collectives.setdefault(group, []).append((func.name(), sent))
+            with device._lock:
+                device.collectives.setdefault(group, []).append((func.name(), sent))
+
     device.clocks.wait(stream, device.clocks.now(device.stream()))
     device.clocks.use(stream, func.name(), reads, writes)
-    out = _valued(device, func, args, kwargs) if device.values else _pretended(device, func, args, kwargs)
+    out, number = _result(device, func, args, kwargs), -1
+    if device.graph is None:
+        launched()
+    else:
+        number = device.graph.collective(func, args, kwargs, out, launched, reads, writes)
     made = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor) and x.device.type == NAME]
     for x in made:
         device.clocks.allocated(device.stream(), x)
@@ -245,7 +264,7 @@ def _collective(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(work, torch.ScriptObject):
             handle = process_groups.handle_of(work)
             # The handle lives, so that the caller gets this one.
-            device.works[id(handle)] = handle, point, (*held, *made)
+            device.works[id(handle)] = handle, point, (*held, *made), number
     return out
 
 
@@ -266,6 +285,8 @@ def waits_for(device: Device, wait: Callable[..., bool]) -> Callable[..., bool]:
         known = device.works.pop(id(work), None)
         if known is not None:
             device.clocks.wait(device.stream(), known[1])
+            if device.graph is not None:
+                device.graph.wait(known[3])
         return wait(work, *args)
 
     return waits
@@ -277,7 +298,7 @@ def waits_for(device: Device, wait: Callable[..., bool]) -> Callable[..., bool]:
 def _item(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     device._waited("item")
     device.clocks.use(device.stream(), func.name(), args, ())
-    value = _shadow(args[0]) if device.values else torch.ones((), dtype=args[0].dtype, device="cpu")
+    value = shadow(args[0]) if device.values else torch.ones((), dtype=args[0].dtype, device="cpu")
     return value.item()
 
 
@@ -325,12 +346,14 @@ def _copy(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
 def _copied_into(device: Device, into: Tensor, x: Tensor, non_blocking: bool) -> Tensor:
     """Copies between devices. The host waits, unless its memory is pinned and `non_blocking` asks it not to."""
     host = into if into.device.type == "cpu" else x
+    if device.graph is not None and host.device.type == "cpu":
+        device.graph.refuse(f"copy {x.device.type}->{into.device.type}")
     device.clocks.use(device.stream(), "copy", (x,), (into,))
     alone = host.numel() <= 1 and host is x  # travels with the kernel's arguments
     if host.device.type == "cpu" and not (non_blocking and (host in _pinned or alone)):
         device._waited(f"copy {x.device.type}->{into.device.type}")
     if device.values:
-        target, source = (_shadow(y) if y.device.type == NAME else y for y in (into, x))
+        target, source = (shadow(y) if y.device.type == NAME else y for y in (into, x))
         target.copy_(source)
     elif into.device.type == "cpu":
         into.fill_(1)
@@ -397,10 +420,6 @@ def _record_stream(device: Device, func: Any, args: Any, kwargs: Any) -> None:
     device.clocks.record(args[0], args[1].stream_id)
 
 
-def _fused_sgd(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    return _run(device, func, args, kwargs) if device.values else None  # torch does not know its shapes
-
-
 _SHAPES = {getattr(_aten, name) for name in ("resize_", "set_", "_reshape_alias", "_unsafe_view", "lift_fresh")}
 _NO_KERNEL = _SHAPES | {
     getattr(_aten, name)
@@ -428,9 +447,10 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     _aten.index_put_.default: _index,
     _aten._index_put_impl_.default: _index,
     _aten.record_stream.default: _record_stream,
-    _aten._fused_sgd_.default: _fused_sgd,
-    _aten._fused_sgd_.tensor_lr: _fused_sgd,
 }
+_SHAPELESS = {  # torch does not know that they return nothing
+    _aten._fused_sgd_.default, _aten._fused_sgd_.tensor_lr, _aten._fused_adam_.tensor_lr, _aten._fused_adamw_.tensor_lr,
+}  # fmt: skip
 
 
 # --- where ---
