@@ -63,6 +63,7 @@ from shardfn.stages.options import offload
 from shardfn.stages.stage import layers, skip, stage
 from shardfn.transforms.accumulate import accumulate
 from shardfn.transforms.autodiff import grad, value_and_grad
+from shardfn.transforms.graphed import graphed
 from shardfn.transforms.jacobian import hessian, jacfwd, jacrev
 from shardfn.transforms.shard_map import shard_map
 
@@ -96,6 +97,7 @@ __all__ = [
     "full_shard",
     "global_shape",
     "grad",
+    "graphed",
     "hessian",
     "hfsdp",
     "hpz",

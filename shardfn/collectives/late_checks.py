@@ -9,12 +9,13 @@ is found then belongs to a call that was made shortly before. An attempt that is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardfn.collectives.capturing import capturing
 from shardfn.mesh.groups import world_of_thread
 from shardfn.mesh.lanes import lane
 
@@ -107,8 +108,28 @@ def forget() -> None:
     world_of_thread().agreed.pop(_key(), None)
 
 
+def look(device: torch.device, wait: bool = False) -> None:
+    """Reads what has arrived from a device, as `LateChecks.read`."""
+    if device.type != "cpu":
+        late_checks().read(wait)
+
+
+def after_replay(late: Sequence[tuple[Tensor, Wrong]]) -> None:
+    """Checks what a captured step has computed, once it has run."""
+    checks = late_checks()
+    for x, wrong in late:
+        checks.add(x, wrong)
+    if late:
+        checks.close()
+
+
 def check(x: Tensor, wrong: Wrong) -> None:
-    """Raises RuntimeError with what `wrong` says of `x`: at once for a tensor on the CPU, otherwise at a later call."""
+    """Raises RuntimeError with what `wrong` says of `x`: at once for a tensor on the CPU, otherwise at a later call.
+
+    A captured step is not checked again: it always does what was checked when it ran before.
+    """
+    if capturing() is not None:
+        return
     if x.device.type != "cpu":
         late_checks().add(x, wrong)
     elif message := wrong(x):

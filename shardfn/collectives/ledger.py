@@ -174,6 +174,14 @@ def record_buffers(nbytes: int) -> None:
         log.gathered = max(log.gathered, nbytes)
 
 
+def record_again(log: Ledger) -> None:
+    """Enters the collectives of a captured step, which has run again."""
+    if _open:
+        for other in _heard():
+            other.records += log.records
+            other.gathered = max(other.gathered, log.gathered)
+
+
 def _heard() -> list[Ledger]:
     """Returns the ledgers open on this thread; on an autograd thread, those of the one thread that records."""
     if attribution.silent:

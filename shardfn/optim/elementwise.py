@@ -6,7 +6,6 @@ fused kernels. With `donate=False` the same rule is differentiable arithmetic on
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +40,7 @@ def _sgd_in_place(ps: Any, gs: Any, slots: Any, step: int, n: dict[str, Any]) ->
         slots[0] if slots else [],
         weight_decay=n["weight_decay"],
         momentum=n.get("momentum", 0.0),
-        lr=n["lr"],
+        lr=_rate(n["lr"], ps[0]),
         dampening=0.0,
         nesterov=n.get("nesterov", False),
         maximize=False,
@@ -58,18 +57,27 @@ def _sgd_pure(p: Tensor, g: Tensor, slots: Any, _: int, n: dict[str, Any]) -> tu
 
 
 def _adam_in_place(kernel: Any) -> Callable[..., None]:
-    def run(ps: list[Tensor], gs: list[Tensor], slots: Any, step: int, n: dict[str, Any]) -> None:
+    def run(ps: list[Tensor], gs: list[Tensor], slots: Any, step: Any, n: dict[str, Any]) -> None:
         # `full` writes the number on the device; copying it from the host's memory would make the host wait.
-        steps = [torch.full((), float(step), dtype=torch.float32, device=ps[0].device)] * len(ps)
-        kw = {"lr": n["lr"], "beta1": n["b1"], "beta2": n["b2"], "weight_decay": n["weight_decay"], "eps": n["eps"]}
-        kernel(ps, gs, *slots, [], steps, amsgrad=False, maximize=False, **kw)
+        if isinstance(step, Tensor):
+            steps = [step.to(torch.float32)] * len(ps)
+        else:
+            steps = [torch.full((), float(step), dtype=torch.float32, device=ps[0].device)] * len(ps)
+        kw = {"beta1": n["b1"], "beta2": n["b2"], "weight_decay": n["weight_decay"], "eps": n["eps"]}
+        kernel(ps, gs, *slots, [], steps, lr=_rate(n["lr"], ps[0]), amsgrad=False, maximize=False, **kw)
 
     return run
 
 
+def _rate(lr: Number, p: Tensor) -> Number:
+    """A learning rate as fused kernels take it: those of CUDA read a tensor as float32."""
+    return lr.to(torch.float32) if isinstance(lr, Tensor) and p.device.type == "cuda" else lr
+
+
 def _adam_pure(decoupled: bool) -> Callable[..., tuple[Tensor, tuple[Tensor, ...]]]:
-    def run(p: Tensor, g: Tensor, slots: Any, step: int, n: dict[str, Any]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def run(p: Tensor, g: Tensor, slots: Any, step: Any, n: dict[str, Any]) -> tuple[Tensor, tuple[Tensor, ...]]:
         lr, b1, b2 = n["lr"], n["b1"], n["b2"]
+        step = step.double() if isinstance(step, Tensor) else step
         if decoupled:
             p = p * (1 - lr * n["weight_decay"])
         else:
@@ -77,7 +85,7 @@ def _adam_pure(decoupled: bool) -> Callable[..., tuple[Tensor, tuple[Tensor, ...
         m = b1 * slots[0] + (1 - b1) * g
         v = b2 * slots[1] + (1 - b2) * g * g
         # The root of zero has no derivative; where v is zero, so is m, and nothing moves.
-        root = torch.where(v > 0, v, 1).sqrt() * (v > 0) / math.sqrt(1 - b2**step)
+        root = torch.where(v > 0, v, 1).sqrt() * (v > 0) / (1 - b2**step) ** 0.5
         return p - lr / (1 - b1**step) * m / (root + n["eps"]), (m, v)
 
     return run

@@ -85,13 +85,24 @@ def constants(numbers: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in numbers.items() if not callable(value)}
 
 
-def at_step(value: Any, step: int) -> Any:
-    """A learning rate, or what a schedule returns for a step."""
+def at_step(value: Any, step: Any) -> Any:
+    """A learning rate, or what a schedule returns for a step; one that is a tensor it gets as float64.
+
+    Raises:
+        TypeError: the step is a tensor, and the schedule returns a number all the same.
+        ValueError: the rate is out of its range.
+    """
     if not callable(value):
         return value
-    rate = value(step)
+    rate = value(step.double() if isinstance(step, Tensor) else step)
     if isinstance(rate, Tensor):
         return rate
+    if isinstance(step, Tensor):  # the number belongs to this step, and a captured step would keep it
+        raise TypeError(
+            f"the schedule was given the step number as a tensor, and returned {kind(rate)}: compute the rate by "
+            f"operations of torch, such as torch.where in place of if, or take a schedule of shardfn.optim; for a rate "
+            f"that never changes, pass the number itself"
+        )
     in_range(f"the schedule at step {step}", "lr", rate)
     return rate
 

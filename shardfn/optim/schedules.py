@@ -1,13 +1,20 @@
-"""Learning rates as functions of the step number, which begins at 1."""
+"""Learning rates as functions of the step number, which begins at 1.
+
+A step number may be a 0-d tensor, as in a captured step; then the rate is one.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from shardfn.optim.hyperparameters import check, whole
 
-Schedule = Callable[[int], float]
+Schedule = Callable[[Any], Any]
 
 
 def warmup_cosine(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> Schedule:
@@ -32,7 +39,11 @@ def warmup_cosine(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> 
     """
     _check("warmup_cosine", peak, end, {"warmup": warmup, "steps": steps})
 
-    def rate(step: int) -> float:
+    def rate(step: Any) -> Any:
+        if isinstance(step, Tensor):
+            progress_there = ((step - warmup) / max(steps - warmup, 1)).clamp(max=1.0)
+            falling = end + (peak - end) * (1 + torch.cos(math.pi * progress_there)) / 2
+            return torch.where(step < warmup, peak * step / max(warmup, 1), falling)
         if step < warmup:
             return peak * step / warmup
         progress = min((step - warmup) / max(steps - warmup, 1), 1.0)
@@ -76,7 +87,11 @@ def wsd(peak: float, *, warmup: int, decay: int, steps: int, end: float = 0.0) -
     """
     _check("wsd", peak, end, {"warmup": warmup, "decay": decay, "steps": steps})
 
-    def rate(step: int) -> float:
+    def rate(step: Any) -> Any:
+        if isinstance(step, Tensor):
+            rest = (steps - step).clamp(min=0)
+            falling = torch.where(rest >= decay, peak, end + (peak - end) * rest / max(decay, 1))
+            return torch.where(step < warmup, peak * step / max(warmup, 1), falling)
         if step < warmup:
             return peak * step / warmup
         left = max(steps - step, 0)

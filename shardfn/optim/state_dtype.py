@@ -240,6 +240,11 @@ def drawn(unit: Unit, start: int, stop: int, n: int, salt: Any) -> Iterator[Tens
     They depend only on the salt, the parameter's name and the element's place in it, so they are the same on all ranks
     that hold the element, for any number of ranks.
     """
+    if any(isinstance(part, Tensor) for part in salt):
+        raise TypeError(
+            "rounding at random draws from the step number, which the host must know, and here it is a tensor, as in a "
+            "captured step: keep the state in float32 (state_dtype=torch.float32) and parameters in master(...)"
+        )
     for first in range(0, n, 2):
         # One hash of 32 bits gives two draws of 16.
         pair = _hashed(_places(unit, start, stop, (*salt, first)))

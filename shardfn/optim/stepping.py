@@ -56,7 +56,7 @@ class _Step:
     rule: Elementwise
     kept: Kept | None
     leaves: Units
-    count: int
+    count: Any
     now: dict[str, Any]
     salt: Any
 

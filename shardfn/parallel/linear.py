@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardfn.collectives.capturing import capturing
 from shardfn.collectives.functional import all_gather, axis_index, axis_size, psum, pvary, reduce_scatter
 from shardfn.collectives.late_checks import late_checks
 from shardfn.compat import dispatch, functorch
@@ -88,9 +89,13 @@ def check_range(caller: str, what: str, indices: Tensor, n: int) -> None:
     elif indices.numel() and not torch.compiler.is_compiling() and not dispatch.in_graph():
         wrong = functools.partial(_outside, caller, what, n)
         with functorch.outside_transforms():
+            ends = torch.stack(functorch.unwrapped(indices).aminmax())
+            if (watch := capturing()) is not None:
+                watch.late.append((ends, wrong))
+                return
             checks = late_checks()
             checks.read()
-            checks.add(torch.stack(functorch.unwrapped(indices).aminmax()), wrong)
+            checks.add(ends, wrong)
             checks.close()  # without stages, nothing else would
 
 

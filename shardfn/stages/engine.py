@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shardfn.check import recording
+from shardfn.collectives.capturing import capturing
 from shardfn.collectives.into_buffers import Communicator, communicator_of
 from shardfn.collectives.late_checks import late_checks
 from shardfn.collectives.ledger import attributed_to
@@ -216,7 +217,7 @@ class Engine:
         """Ends a step: nothing that it gathered is used again."""
         try:
             self.reductions.drain()
-            if self.device.type != "cpu":
+            if self.device.type != "cpu" and capturing() is None:
                 late_checks().close()
         finally:
             self.tape = Tape(None)
@@ -228,7 +229,7 @@ class Engine:
     def _begin(self, call: Call, shards: tuple[Tensor, ...]) -> StageRun:
         """Puts a call on the tape and gives it a slot, which starts to fill."""
         signature = call.signature
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" and capturing() is None:
             late_checks().read()
         for layout in signature.layouts if independent_axes() else ():
             refuse_independent(layout.placement.axes, f"stage {signature.name}: gathering {layout.stage!r}")

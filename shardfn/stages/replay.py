@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardfn.check.bits import rounding
+from shardfn.collectives.capturing import capturing
 from shardfn.compat import functorch
 
 SAMPLE = 2**16  # most numbers that are compared of one tensor
@@ -30,6 +31,12 @@ def _several(contexts: Sequence[Any]) -> Iterator[None]:
         yield
 
 
+_NOT_AGAIN = (
+    "in a stage that runs again in backward, where a captured step cannot draw the same numbers again: use "
+    "stage(..., remat=False), or draw before the stage and pass the numbers to it"
+)
+
+
 class RngAndAutocast:
     """The random state and autocast, on which a function may depend besides its arguments, for running it again.
 
@@ -42,7 +49,7 @@ class RngAndAutocast:
         self.device = device
         self.generators = [(generator, generator.get_state()) for generator in generators if again]
         self.numbers = torch.get_rng_state() if again else None
-        on_device = again and device.type != "cpu"
+        on_device = again and device.type != "cpu" and capturing() is None
         self.more = torch.get_device_module(device).get_rng_state(device) if on_device else None
         kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
         self.autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
@@ -60,11 +67,16 @@ class RngAndAutocast:
             enabled, dtype = kind in self.autocast, self.autocast.get(kind)
             contexts.append(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False))
         self._restore()
+        watch = capturing()
+        if watch is not None:
+            watch.drawing = _NOT_AGAIN
         try:
             with entered(contexts):
                 yield
         finally:
             present._restore()
+            if watch is not None:
+                watch.drawing = ""
 
     def _restore(self) -> None:
         assert self.numbers is not None, "it may run again"

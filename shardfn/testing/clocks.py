@@ -84,10 +84,12 @@ class Point:
     Attributes:
         clock: what has happened by then.
         launched: number of operations that had been launched on the device.
+        capture: number of the graph that was being captured on the stream; 0 for none.
     """
 
     clock: Clock
     launched: int
+    capture: int = 0
 
 
 def extent(x: Tensor) -> tuple[int, int]:
@@ -152,6 +154,9 @@ class Clocks:
         self._clocks: defaultdict[int, Clock] = defaultdict(dict)  # caches keep streams of earlier simulations
         self._storages: ByStorage[Uses] = ByStorage(self._freed)
         self._abroad: set[int] = set()  # storages that other streams use than the one that may use them again
+        self._captures = itertools.count(1)
+        self._capture = 0
+        self._captured: dict[int, int] = {}  # streams on which a graph is captured, and their times when they joined
 
     def stream(self) -> int:
         """The number of a new stream."""
@@ -162,12 +167,45 @@ class Clocks:
     def now(self, stream: int) -> Point:
         """The point that the stream's work has reached, as launched."""
         with self._lock:
-            return Point(dict(self._clocks[stream]), self.launched)
+            capture = self._capture if stream in self._captured else 0
+            return Point(dict(self._clocks[stream]), self.launched, capture)
 
     def wait(self, stream: int, point: Point) -> None:
-        """What the stream does from here on comes after the point."""
+        """What the stream does from here on comes after the point; a stream joins a capture by that.
+
+        Raises:
+            RuntimeError: one of them belongs to a capture, and the other cannot.
+        """
         with self._lock:
+            if point.capture != self._capture or (stream in self._captured) != bool(point.capture):
+                self._join(stream, point)
             _merge(self._clocks[stream], point.clock)
+
+    def _join(self, stream: int, point: Point) -> None:
+        if point.capture and point.capture == self._capture and stream != HOST:
+            self._captured[stream] = self._clocks[stream].get(stream, 0)
+        elif point.capture or stream in self._captured:
+            raise RuntimeError(
+                f"a wait at {self.where()} leads into a capture, or out of it: work in a graph can only wait for work "
+                f"in the same graph, and nothing outside can wait for it"
+            )
+
+    def begin_capture(self, stream: int) -> int:
+        """Begins to capture a graph on a stream; returns the number of the capture."""
+        with self._lock:
+            self._capture = next(self._captures)
+            self._captured = {stream: self._clocks[stream].get(stream, 0)}
+            return self._capture
+
+    def end_capture(self, stream: int) -> list[int]:
+        """Ends it; returns the streams that joined it, and whose work nothing on the first stream waits for."""
+        with self._lock:
+            known = self._clocks[stream]
+            times = {other: self._clocks[other].get(other, 0) for other in self._captured}
+            loose = [s for s, time in times.items() if s != stream and time > max(known.get(s, 0), self._captured[s])]
+            self._capture, self._captured = 0, {}
+            _merge(self._clocks[HOST], known)  # nothing has run, so nothing has to wait for it
+            return loose
 
     def synchronize(self, stream: int) -> None:
         """The host waits for all work of a stream."""
@@ -197,6 +235,8 @@ class Clocks:
             self.look()
             clock = self._clocks[stream]
             if stream != HOST:
+                if self._captured and stream not in self._captured:
+                    raise RuntimeError(f"{what} at {self.where()}: a graph is captured, but not on this stream")
                 _merge(clock, self._clocks[HOST])  # launched after all that the host has waited for
                 self.launched += 1
             time = clock[stream] = clock.get(stream, 0) + 1
@@ -251,10 +291,11 @@ class Clocks:
             self._abroad.discard(uses.number)
             if uses.stream == HOST:
                 return  # the allocator of pinned memory waits for copies by itself
-            clock = self._clocks[uses.stream]
             safe_streams = {uses.stream, HOST} | uses.recorded
+            # The allocator waits for what recorded streams have been given by now, and so for what they wait for.
+            clocks = [self._clocks[stream] for stream in safe_streams - {HOST}]
             for use in uses.each:
-                safe = use.stream in safe_streams or use.before(clock)
+                safe = use.stream in safe_streams or any(use.before(clock) for clock in clocks)
                 if not safe:
                     self.races.append((f"freed at {self.where()}", f"{use.what}, of {uses.name}"))
 

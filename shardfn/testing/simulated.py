@@ -20,35 +20,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import pathlib
-import sys
 import threading
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any, NamedTuple
 
-import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn.collectives import ops
 from shardfn.collectives.late_checks import LateChecks
-from shardfn.compat import dispatch, dynamo, modes, process_groups
+from shardfn.compat import dynamo, process_groups
+from shardfn.testing.capture import Capture, Graph
 from shardfn.testing.clocks import HOST, ByStorage, Clocks, Current, Point, device_index
-
-NAME = "sim"
-"""The device's name: `torch.device("sim")`."""
-
-_aten: Any = torch.ops.aten
-_HERE = pathlib.Path(__file__).resolve()
-_PACKAGE = str(_HERE.parent.parent) + "/"
-_TESTING = str(_HERE.parent) + "/"
-_BETWEEN = (_TESTING, str(modes.__file__), str(weakref.__file__))
-_ELSEWHERE = tuple(str(pathlib.Path(str(module.__file__)).parent) + "/" for module in (torch, optree))
+from shardfn.testing.simulated_ops import NAME, Operations, line, waits_for
 
 
 class Wait(NamedTuple):
@@ -86,10 +72,12 @@ class Device:
         self._lock = threading.Lock()
         self._waits: Counter[tuple[str, str]] = Counter()
         self.values, self.count = values, count
-        self.clocks = Clocks(_line)
+        self.clocks = Clocks(line)
         self.current = Current()
         self.defaults = [self.clocks.stream() for _ in range(count)]
-        self.works: dict[int, tuple[Any, Point, Any]] = {}  # by id of a handle: itself, its end, and what it holds
+        # By id of a handle: itself, its end, what it holds, and its number in a graph.
+        self.works: dict[int, tuple[Any, Point, Any, int]] = {}
+        self.graph: Graph | None = None  # the one that is being captured
         self.results: ByStorage[tuple[Point, Any]] = ByStorage()  # end and what is held, by what is filled
         self.streams: dict[str, int] = {}  # of collectives, by group
         self.collectives: dict[str, list[tuple[str, int]]] = {}
@@ -123,9 +111,11 @@ class Device:
 
     def _waited(self, kind: str) -> None:
         """The host waits for the current stream."""
+        if self.graph is not None:
+            self.graph.refuse(kind)
         self.clocks.synchronize(self.stream())
         with self._lock:
-            self._waits[kind, _line()] += 1
+            self._waits[kind, line()] += 1
 
 
 @contextlib.contextmanager
@@ -171,7 +161,7 @@ def simulated(
     try:
         with _patched(device), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-            with _Operations(device):
+            with Operations(device):
                 yield device
     finally:
         dist.destroy_process_group()
@@ -179,8 +169,6 @@ def simulated(
 
 
 _current: list[Device] = []
-_pinned: ByStorage[bool] = ByStorage()
-_shadows: ByStorage[Any] = ByStorage()  # values of tensors on the device, some of which caches keep
 
 
 @functools.cache
@@ -204,7 +192,7 @@ def _patched(device: Device) -> Iterator[None]:
     patches += [(torch, name, _copied(getattr(torch, name))) for name in ("tensor", "as_tensor")]
     patches += [(threading.Thread, "run", _beside(device, threading.Thread.run))]
     handles = [kind for kind in process_groups.kinds_of_handles() if "wait" in vars(kind)]
-    patches += [(kind, "wait", _waits_for(device, kind.wait)) for kind in handles]
+    patches += [(kind, "wait", waits_for(device, kind.wait)) for kind in handles]
     if not device.values:  # what arrives on the host is ones, which no check would accept
         add = LateChecks.add
         patches.append((LateChecks, "add", lambda checks, x, wrong: add(checks, x, lambda _: None)))
@@ -223,7 +211,7 @@ def _beside(device: Device, run: Callable[[threading.Thread], None]) -> Callable
 
     @functools.wraps(run)
     def on_device(thread: threading.Thread) -> None:
-        with _Operations(device):
+        with Operations(device):
             run(thread)
 
     return on_device
@@ -265,10 +253,12 @@ class _Stream(torch.Stream):
         pass
 
     def synchronize(self) -> None:
+        _refuse_in_graph("synchronize")
         _device().clocks.synchronize(self.stream_id)
         _synchronize()
 
     def query(self) -> bool:
+        _refuse_in_graph("query")
         on = _device().clocks
         return on.happened(on.now(self.stream_id))
 
@@ -292,11 +282,13 @@ class _Event:
         self.point: Point | None = None
 
     def synchronize(self) -> None:
+        _refuse_in_graph("synchronize")
         if self.point is not None:
             _device().clocks.wait(HOST, self.point)
         _synchronize()
 
     def query(self) -> bool:
+        _refuse_in_graph("query")
         return self.point is None or _device().clocks.happened(self.point)
 
     def record(self, stream: Any = None) -> None:
@@ -333,6 +325,8 @@ class _Module:
 
     Stream = _Stream
     Event = _Event
+    CUDAGraph = Graph
+    graph = Capture
 
     def is_available(self) -> bool:
         return True
@@ -350,7 +344,14 @@ class _Module:
         on = _device()
         on.current.device = device_index(device, on.current.device)
 
+    def simulation(self) -> Device:
+        return _device()
+
+    def graph_pool_handle(self) -> tuple[int, int]:
+        return 0, 1
+
     def synchronize(self, device: Any = None) -> None:
+        _refuse_in_graph("synchronize")
         _device().clocks.synchronize_all()
         _synchronize()
 
@@ -399,426 +400,17 @@ def _device() -> Device:
 def _synchronize() -> None:
     for device in _current:
         with device._lock:
-            device._waits["synchronize", _line()] += 1
+            device._waits["synchronize", line()] += 1
+
+
+def _refuse_in_graph(what: str) -> None:
+    for device in _current:
+        if device.graph is not None:
+            device.graph.refuse(what)
 
 
 def _of_generators(name: str, answer: Any = None) -> Any:
+    _refuse_in_graph(name)
     for device in _current:
         device.generators[name] += 1
     return answer
-
-
-# --- what operations do ---
-
-
-class _Operations(modes.DispatchMode):
-    """Runs operations on the device's tensors, and notes for which the host waits, and what memory they use."""
-
-    pretends = True
-
-    def __init__(self, device: Device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.device = device
-
-    @staticmethod
-    def owns(x: Any) -> bool:
-        """Whether a tensor is one of the device's."""
-        return type(x) is dynamo.fake_tensors() and x.device.type == NAME
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        tensors = [x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        to = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
-        if to != NAME and not any(x.device.type == NAME for x in tensors):
-            return self._on_host(func, args, kwargs, tensors)
-        device = self.device
-        device.threads.add(threading.get_ident())
-        if func.namespace in _COLLECTIVES:
-            return _collective(device, func, args, kwargs)
-        if func.namespace == ops.LIBRARY.ns:
-            with self:
-                return dispatch.in_parts(func, *args, **kwargs)
-        if dispatch.composite(func):  # such ops come here whole below autograd
-            with self:
-                return func.decompose(*args, **kwargs)
-        if not func.is_view and func.namespace != "prim" and func.overloadpacket not in _NO_KERNEL:
-            device.operations[func.name()] += 1
-        answer = _ANSWERS.get(func)
-        return answer(device, func, args, kwargs) if answer else _run(device, func, args, kwargs)
-
-    def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-        if func is _aten._pin_memory.default or kwargs.get("pin_memory"):
-            pins = func is _aten._pin_memory.default
-            pinned = args[0].clone() if pins else func(*args, **kwargs | {"pin_memory": False})
-            _pinned[pinned] = True
-            return pinned
-        if func is _aten.is_pinned.default:
-            return args[0] in _pinned
-        if func.namespace in _COLLECTIVES and dist.get_world_size() > 1 and func not in _QUIET:
-            self.device._waited("cpu collective")
-        if not func.is_view and all(x.device.type == "cpu" for x in tensors):  # those on "meta" have no memory
-            self.device.clocks.use(HOST, func.name(), *_used(func, args, kwargs))
-        return func(*args, **kwargs)
-
-
-_QUIET = {torch.ops._c10d_functional.wait_tensor.default}
-_COLLECTIVES = ("c10d", "_c10d_functional")
-
-
-def _used(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors that an operation reads, and those among its arguments into which it writes."""
-    reads: list[Tensor] = []
-    writes: list[Tensor] = []
-    for i, argument in enumerate(func._schema.arguments):
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
-        found = [x for x in optree.tree_leaves(value) if isinstance(x, Tensor)]
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        (writes if written else reads).extend(found)
-    return reads, writes
-
-
-def _run(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an operation on the device. As on any device, host tensors may only be single numbers."""
-    if func.is_view or func.namespace == "prim" or func.overloadpacket in _SHAPES:
-        return _pretended(device, func, args, kwargs)
-    reads, writes = _used(func, args, kwargs)
-    new = func.overloadpacket in _NO_KERNEL
-    if not new:
-        device.clocks.use(device.stream(), func.name(), reads, writes)
-    out = _valued(device, func, args, kwargs) if device.values else _pretended(device, func, args, kwargs)
-    made = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor) and x.device.type == NAME]
-    for x in made:
-        device.clocks.allocated(device.stream(), x)
-    if not new:
-        device.clocks.use(device.stream(), func.name(), (), made)
-    return out
-
-
-def _pretended(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    """The result, without values."""
-    mode = device.fake_mode
-    args, kwargs = optree.tree_map(lambda x: _fake(x, mode), (args, kwargs))
-    kwargs.pop("generator", None)
-    try:
-        with mode:
-            return _without_generator(func)(*args, **kwargs)
-    except dynamo.depends_on_numbers() as error:
-        device._waited(func.name())
-        raise NotImplementedError(
-            f"{func.name()} at {_line()}: what it returns depends on numbers, and the simulated device has none"
-        ) from error
-
-
-def _fake(x: Any, mode: Any) -> Any:
-    if not isinstance(x, Tensor) or x.device.type == NAME:
-        return x
-    return mode.from_tensor(x, static_shapes=True)
-
-
-def _without_generator(func: Any) -> Any:
-    """The overload without a generator: `rand.generator` needs one, and `rand` gives the same, no values."""
-    return getattr(func.overloadpacket, _PLAIN.get(func._overloadname, func._overloadname))
-
-
-_PLAIN = {"generator": "default", "low_generator": "low"}
-
-
-# --- values ---
-
-
-def _valued(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    """The result, with values: those of the same operation on the CPU."""
-    tensors = [x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.device.type == NAME]
-    index = tensors[0].device.index if tensors else device_index(kwargs.get("device"), device.current.device)
-    if any(x.device.index != index for x in tensors):
-        found = sorted({str(x.device) for x in tensors})
-        raise RuntimeError(f"{func.name()} at {_line()}: tensors are on several devices: {', '.join(found)}")
-    originals: dict[int, Tensor] = {}  # by id of a shadow
-
-    def shadowed(x: Any) -> Any:
-        if isinstance(x, torch.device):
-            return torch.device("cpu")
-        if not isinstance(x, Tensor) or x.device.type != NAME:
-            return x
-        found = _shadow(x)
-        originals[id(found)] = x
-        return found
-
-    shadows = optree.tree_map(shadowed, (args, kwargs))
-    out = func(*shadows[0], **shadows[1])
-    if func.overloadpacket in _NO_KERNEL:  # what memory holds that nothing has written
-        for x in optree.tree_leaves(out):
-            x.untyped_storage().fill_(255)
-    return optree.tree_map(lambda x: originals.get(id(x)) if id(x) in originals else _wrapped(device, x, index), out)
-
-
-def _shadow(x: Tensor) -> Tensor:
-    """The values of a tensor, on the CPU."""
-    storage = x.untyped_storage()
-    values = _shadows.get(x)
-    if values is None:
-        values = _shadows[x] = torch.UntypedStorage(storage.nbytes())
-        values.fill_(255)  # type: ignore[attr-defined]
-    elif values.nbytes() < storage.nbytes():
-        values.resize_(storage.nbytes())
-    shadow = torch.empty(0, dtype=x.dtype, device="cpu").set_(values, x.storage_offset(), x.shape, x.stride())
-    shadow = torch._conj(shadow) if x.is_conj() else shadow
-    return torch._neg_view(shadow) if x.is_neg() else shadow
-
-
-def _wrapped(device: Device, x: Any, index: int) -> Any:
-    """A tensor of the device with new values."""
-    if not isinstance(x, Tensor):
-        return x
-    if x.storage_offset() or x.is_conj() or x.is_neg():
-        x = torch.empty_like(x).copy_(x)
-    with device.fake_mode:
-        made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=f"{NAME}:{index}")
-    _shadows[made] = x.untyped_storage()
-    return made
-
-
-# --- collectives ---
-
-
-def _collective(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    """A collective runs on a stream of its group, which waits for the current one when it is launched."""
-    if func in _QUIET:
-        found = device.results.get(args[0])
-        if found is not None:
-            device.clocks.wait(device.stream(), found[0])
-            device.results[args[0]] = found[0], ()
-            if device.values:
-                func(_shadow(args[0]))
-        return args[0]
-    reads, writes = _used(func, args, kwargs)
-    group = _group_of(func, args, kwargs)
-    message = func.name() in ("c10d::send", "c10d::recv_")  # between two ranks, which have a communicator of their own
-    if message:
-        group = f"{group} {sorted((dist.ProcessGroup.unbox(args[1]).rank(), args[2]))}"
-    uneven = "alltoall" in func.name() or "all_to_all" in func.name()  # each rank has its own sizes
-    sent = 0 if uneven else sum(x.nbytes for x in {id(x): x for x in (*reads, *writes)}.values())
-    with device._lock:
-        stream = device.streams.get(group)
-        if stream is None:
-            stream = device.streams[group] = device.clocks.stream()
-        if not message:
-            device.collectives.setdefault(group, []).append((func.name(), sent))
-    device.clocks.wait(stream, device.clocks.now(device.stream()))
-    device.clocks.use(stream, func.name(), reads, writes)
-    out = _valued(device, func, args, kwargs) if device.values else _pretended(device, func, args, kwargs)
-    made = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor) and x.device.type == NAME]
-    for x in made:
-        device.clocks.allocated(device.stream(), x)
-    device.clocks.use(stream, func.name(), (), made)
-    # As NCCL's works do, a collective holds its tensors until the first wait for it, whichever stream waits.
-    point, held = device.clocks.now(stream), (*reads, *writes)
-    for x in made if func.namespace == "_c10d_functional" else ():
-        device.results[x] = point, held
-    for work in optree.tree_leaves(out):
-        if isinstance(work, torch.ScriptObject):
-            handle = process_groups.handle_of(work)
-            # The handle lives, so that the caller gets this one.
-            device.works[id(handle)] = handle, point, (*held, *made)
-    return out
-
-
-def _group_of(func: Any, args: Any, kwargs: Any) -> str:
-    for x in (*args, *kwargs.values()):
-        if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()):
-            return str(dist.ProcessGroup.unbox(x).group_name)
-        if isinstance(x, str) and func.namespace == "_c10d_functional" and x not in ("sum", "avg", "max", "min"):
-            return x
-    return ""
-
-
-def _waits_for(device: Device, wait: Callable[..., bool]) -> Callable[..., bool]:
-    """A collective's `wait`: the current stream waits, and the host does not."""
-
-    @functools.wraps(wait)
-    def waits(work: Any, *args: Any) -> bool:
-        known = device.works.pop(id(work), None)
-        if known is not None:
-            device.clocks.wait(device.stream(), known[1])
-        return wait(work, *args)
-
-    return waits
-
-
-# --- operations that make the host wait, and copies ---
-
-
-def _item(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    device._waited("item")
-    device.clocks.use(device.stream(), func.name(), args, ())
-    value = _shadow(args[0]) if device.values else torch.ones((), dtype=args[0].dtype, device="cpu")
-    return value.item()
-
-
-def _equal(device: Device, func: Any, args: Any, kwargs: Any) -> bool:
-    device._waited("equal")
-    device.clocks.use(device.stream(), func.name(), args, ())
-    return bool(_valued(device, func, args, kwargs)) if device.values else True
-
-
-def _to_copy(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    (x,), to = args, kwargs.get("device")
-    if to is None or (torch.device(to).type == x.device.type and not _elsewhere(device, x, to)):
-        return _run(device, func, args, kwargs)
-    dtype, non_blocking = kwargs.get("dtype") or x.dtype, kwargs.get("non_blocking", False)
-    if torch.device(to).type == NAME:
-        index = device_index(to, device.current.device)
-        with device.fake_mode:
-            made = torch.empty_strided(x.shape, _steps(x), dtype=dtype, device=f"{NAME}:{index}")
-        device.clocks.allocated(device.stream(index), made)
-        return _copied_into(device, made, x, non_blocking)
-    host = torch.empty(x.shape, dtype=dtype, device=to)
-    if non_blocking:
-        _pinned[host] = True  # torch uses pinned memory in this case
-    return _copied_into(device, host, x, non_blocking)
-
-
-def _elsewhere(device: Device, x: Tensor, to: Any) -> bool:
-    """Whether a device is another one than a tensor's, of the same kind."""
-    return x.device.type == NAME and device_index(to, device.current.device) != x.device.index
-
-
-def _steps(x: Tensor) -> tuple[int, ...]:
-    """The strides of a copy."""
-    return torch.empty_like(x, device="meta").stride()
-
-
-def _copy(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    into, x, *rest = args
-    non_blocking = rest[0] if rest else kwargs.get("non_blocking", False)
-    if into.device.type == x.device.type and into.device == x.device:
-        return _run(device, func, args, kwargs)
-    return _copied_into(device, into, x, non_blocking)
-
-
-def _copied_into(device: Device, into: Tensor, x: Tensor, non_blocking: bool) -> Tensor:
-    """Copies between devices. The host waits, unless its memory is pinned and `non_blocking` asks it not to."""
-    host = into if into.device.type == "cpu" else x
-    device.clocks.use(device.stream(), "copy", (x,), (into,))
-    alone = host.numel() <= 1 and host is x  # travels with the kernel's arguments
-    if host.device.type == "cpu" and not (non_blocking and (host in _pinned or alone)):
-        device._waited(f"copy {x.device.type}->{into.device.type}")
-    if device.values:
-        target, source = (_shadow(y) if y.device.type == NAME else y for y in (into, x))
-        target.copy_(source)
-    elif into.device.type == "cpu":
-        into.fill_(1)
-    return into
-
-
-def _empty(device: Device, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-    with device.fake_mode:
-        return torch.empty(shape, dtype=dtype, device=NAME)
-
-
-def _nonzero(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    device._waited("nonzero")
-    if device.values:
-        return _run(device, func, args, kwargs)
-    return _empty(device, args[0].numel(), args[0].ndim)  # as if nothing was zero
-
-
-def _masked_select(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    device._waited("masked_select")
-    if device.values:
-        return _run(device, func, args, kwargs)
-    return _empty(device, torch.broadcast_shapes(args[0].shape, args[1].shape).numel(), dtype=args[0].dtype)
-
-
-def _bincount(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    device._waited("bincount")
-    if device.values:
-        return _run(device, func, args, kwargs)
-    arguments = dict(zip(("x", "weights", "minlength"), args, strict=False)) | kwargs
-    weights, minimum = arguments.get("weights"), arguments.get("minlength", 0)
-    return _empty(device, max(1, minimum), dtype=torch.int64 if weights is None else torch.float64)
-
-
-def _repeat_interleave(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    size = kwargs.get("output_size")
-    if size is None:
-        device._waited("repeat_interleave")
-        size = args[0].numel()
-    return _run(device, func, args, kwargs) if device.values else _empty(device, size)
-
-
-def _index(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    """Indexing: masks make the host wait for their contents; indices on the host are copied to the device."""
-    x, indices, *rest = args
-    shown: list[Any] = []
-    single = bool(rest) and rest[0].numel() == 1
-    for index in indices:
-        if index is None or (index.device.type == NAME and index.dtype not in (torch.bool, torch.uint8)):
-            shown.append(index)
-            continue
-        if index.device.type != NAME and index.ndim:
-            device._waited(f"copy {index.device.type}->{NAME}")
-        masks = index.dtype in (torch.bool, torch.uint8)
-        if masks and not single:
-            device._waited("mask as index")
-        if not device.values:
-            many = index.ndim if masks else 1
-            shown += [_empty(device, *([index.numel()] if masks else index.shape)) for _ in range(many)]
-    return _run(device, func, args if device.values else (x, shown, *rest), kwargs)
-
-
-def _record_stream(device: Device, func: Any, args: Any, kwargs: Any) -> None:
-    device.clocks.record(args[0], args[1].stream_id)
-
-
-def _fused_sgd(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    return _run(device, func, args, kwargs) if device.values else None  # torch does not know its shapes
-
-
-_SHAPES = {getattr(_aten, name) for name in ("resize_", "set_", "_reshape_alias", "_unsafe_view", "lift_fresh")}
-_NO_KERNEL = _SHAPES | {
-    getattr(_aten, name)
-    for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "record_stream", "is_pinned")
-}
-
-
-def _zeros(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    """Zeros of forward mode, which have memory here: the device knows no tensors without."""
-    return _run(device, _aten.zeros.default, args, kwargs)
-
-
-_ANSWERS: dict[Any, Callable[..., Any]] = {
-    _aten._efficientzerotensor.default: _zeros,
-    _aten._local_scalar_dense.default: _item,
-    _aten.equal.default: _equal,
-    _aten._to_copy.default: _to_copy,
-    _aten.copy_.default: _copy,
-    _aten.nonzero.default: _nonzero,
-    _aten.masked_select.default: _masked_select,
-    _aten.bincount.default: _bincount,
-    _aten.repeat_interleave.Tensor: _repeat_interleave,
-    _aten.index.Tensor: _index,
-    _aten.index_put.default: _index,
-    _aten.index_put_.default: _index,
-    _aten._index_put_impl_.default: _index,
-    _aten.record_stream.default: _record_stream,
-    _aten._fused_sgd_.default: _fused_sgd,
-    _aten._fused_sgd_.tensor_lr: _fused_sgd,
-}
-
-
-# --- where ---
-
-
-def _line() -> str:
-    """The innermost line of this package outside its testing tools, or otherwise of code that is not a library."""
-    frame: FrameType | None = sys._getframe(1)
-    own: str | None = None
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file.startswith(_PACKAGE) and not file.startswith(_BETWEEN):
-            return f"shardfn/{file.removeprefix(_PACKAGE)}:{frame.f_lineno}"
-        if own is None and not file.startswith((*_BETWEEN, *_ELSEWHERE, "<")):
-            own = f"{pathlib.PurePath(file).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return own or "?"

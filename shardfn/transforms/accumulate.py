@@ -12,6 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.collectives.capturing import capturing
 from shardfn.compat import functorch
 from shardfn.transforms.autodiff import (
     Variables,
@@ -117,6 +118,11 @@ def accumulate(
     def accumulated(params: Any) -> tuple[Any, Any]:
         if micro is None:
             return summed(params, microbatches)
+        if micro == "auto" and capturing() is not None:
+            raise RuntimeError(
+                f"accumulate({name}, micro='auto'): a captured step cannot try how many parts fit: pass the number of "
+                f"parts that an ordinary call ran in, its attribute micro"
+            )
         if micro == "auto" and _differentiated(params):
             raise RuntimeError(
                 f"accumulate: micro='auto' with {name} under a torch.func transform, or with parameters that something "

@@ -1,0 +1,369 @@
+"""`graphed`: a whole training step as one graph, which the host launches at once."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import optree
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardfn.collectives.agree import agree, failing_together
+from shardfn.collectives.capturing import capturing
+from shardfn.compat import dispatch, dynamo, functorch
+from shardfn.debugging import KINDS, debugging
+from shardfn.mesh.scope import current_mesh, mesh_of
+from shardfn.mesh.spec import dotted
+from shardfn.quoting import listed, short, short_errors
+from shardfn.shards.layout import is_flat
+from shardfn.transforms.autodiff import name_of
+from shardfn.transforms.captured import Captured, Donated, Program, Roles, captured
+from shardfn.transforms.checking import asked
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+WARM_UP = 3  # calls that run as they are; the last is the rehearsal
+MOST = 8  # graphs of one step
+_NUMBERS = {int: torch.int64, float: torch.float64}
+
+
+@short_errors
+def graphed(step: F, /, *, mesh: DeviceMesh | None = None) -> F:
+    """The step as one graph: after a few calls the host launches all its work at once, in place of each operation.
+
+    This pays for small models, whose operations take less time on the device than the host needs to launch them. Three
+    calls run as they are, and the third is watched. The fourth is captured, and each call from then on copies new
+    arguments to where the graph reads them, and replays it. Arguments of other shapes, dtypes or structure get a graph
+    of their own, in the same way. On the CPU there is no graph: the step runs, with the same checks, of which a debug
+    mode leaves out those that look at operations.
+
+    What the step returns, and the program passes back in the next call, is *carried*: parameters and optimizer state.
+    It stays in the graph's memory and is not copied. From the fourth call on, carried arguments are donated: each use
+    of one after the call is a RuntimeError. Other results are tensors of their own.
+
+    A number in a carried tree that changes from call to call, such as an optimizer's step count, becomes a 0-d tensor
+    on the device, int64 or float64. All other numbers stay what they are at the first call.
+
+    Args:
+        step: a function of trees of tensors on one device, such as `step(params, state, batch)`, which returns such
+            trees: a gradient by `shard_map`, and an optimizer's step. Arguments must not require gradients.
+        mesh: the mesh whose ranks capture together; default: those of the flat shards among the arguments.
+
+    Returns:
+        The function with the same arguments and results. Ranks must call it alike: they compare before they capture,
+        and an error on one rank is raised on all. Results have no graph of autograd.
+
+    Raises:
+        ValueError: a number among the arguments has changed; there is no mesh, or ranks differ.
+        TypeError: an argument is not a tensor, a number or another constant; or a schedule cannot take a tensor.
+        RuntimeError: the step reads a result on the host, copies between host and device, passes another number to an
+            operation than at the call before, draws from a generator of its own, or keeps anything on the host or on
+            disk; a carried argument is used again; a debug mode is on; more than 8 graphs would be made.
+
+    Example:
+        ``step = sf.graphed(step)``, then ``params, state, loss = step(params, state, batch)`` for each batch
+    """
+    run = _Graphed(step, mesh)
+
+    @short_errors
+    @functools.wraps(step)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return run(args, kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+class _Graphed:
+    """The graphs of one step, by the kind of its arguments.
+
+    Attributes:
+        roles: which results become arguments, by the structure of the arguments.
+        first: the numbers among the arguments and the result of the last call, by structure, until roles are known.
+        programs: by the kind of arguments.
+        earlier: programs from before their roles were known, by structure.
+    """
+
+    def __init__(self, step: Callable[..., Any], mesh: DeviceMesh | None) -> None:
+        self.step, self.mesh, self.name = step, mesh, f"graphed({name_of(step)})"
+        self.roles: dict[optree.PyTreeSpec, Roles] = {}
+        self.first: dict[optree.PyTreeSpec, tuple[list[Any], Any]] = {}
+        self.programs: dict[Any, Program] = {}
+        self.earlier: dict[optree.PyTreeSpec, Program] = {}
+        self.stream: Any = None
+        self.pool: Any = None
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            dynamo.refuse_in_graph(f"{self.name}: compile what is inside, graphed(torch.compile(step))")
+        if functorch.inside_transform() or functorch.inside_forward_mode() or capturing() is not None:
+            raise RuntimeError(f"{self.name}: a graph is no part of a transform or of another graph: graph the whole")
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                f"{self.name}: its memory is written to again and again: use no_grad, not inference_mode"
+            )
+        leaves, tree = optree.tree_flatten((args, kwargs))
+        self._refuse(leaves, tree)
+        roles = self._roles(leaves, tree, [*args, *kwargs.values()])
+        device = _device(leaves)
+        leaves = [_lifted(x, roles.lifted.get(i), device) for i, x in enumerate(leaves)]
+        program = self._program(leaves, tree, roles, device)
+        self._refuse_numbers(program, leaves)
+        program.calls += 1
+        if program.captured is not None:
+            return program.captured.run(leaves)
+        if program.calls > WARM_UP:
+            self.first.pop(tree, None)
+            made = self._captured(program, leaves, args, kwargs)
+            result = made.run(leaves, first=True)
+            program.captured = made
+            return result
+        result = self._warm_up(program, leaves)
+        if tree not in self.roles:
+            self.first[tree] = [_number(x) for x in leaves], result
+        return result
+
+    # --- arguments ---
+
+    def _refuse(self, leaves: list[Any], tree: optree.PyTreeSpec) -> None:
+        for i, x in enumerate(leaves):
+            if type(x) is Donated:
+                raise RuntimeError(
+                    f"{self.name}: {_label(self.step, tree, i)} was given to an earlier call, which has overwritten "
+                    f"it: pass what that call returned, params, state, loss = step(params, state, batch)"
+                )
+            if isinstance(x, Tensor):
+                if not dispatch.ordinary(x):
+                    raise TypeError(
+                        f"{self.name}: {_label(self.step, tree, i)} is a {type(x).__name__}, and a graph takes plain "
+                        f"tensors: pass x.to_local() of a DTensor"
+                    )
+                if x.requires_grad:
+                    raise RuntimeError(
+                        f"{self.name}: {_label(self.step, tree, i)} requires a gradient, and a graph cannot be "
+                        f"differentiated: pass x.detach(), and take gradients inside the step"
+                    )
+            elif type(x).__hash__ is None or isinstance(x, torch.Generator):
+                raise TypeError(
+                    f"{self.name}: {_label(self.step, tree, i)} is a {type(x).__name__}: a graph takes trees of "
+                    f"tensors, and constants"
+                )
+
+    def _roles(self, leaves: list[Any], tree: optree.PyTreeSpec, values: list[Any]) -> Roles:
+        """The roles of results, which show when the program passes back what the first call returned."""
+        if tree in self.roles:
+            return self.roles[tree]
+        if tree not in self.first:
+            return Roles()
+        before, result = self.first.pop(tree)
+        carried, lifted = _carried(values, result), {}
+        if not carried:
+            return Roles()
+        for i in carried:
+            x = leaves[i]
+            if type(x) in _NUMBERS and x != before[i]:
+                lifted[i] = _NUMBERS[type(x)]
+            elif isinstance(x, Tensor) and x.ndim == 0 and x.dtype in _NUMBERS.values():
+                lifted[i] = x.dtype  # an earlier call made it of a number, which may come again
+        kept = {i: j for i, j in carried.items() if isinstance(leaves[i], Tensor) or i in lifted}
+        self.roles[tree] = Roles(kept, lifted, set(carried) - set(kept))
+        for key in [key for key in self.programs if key[0] == tree]:
+            self.earlier[tree] = self.programs.pop(key)
+        return self.roles[tree]
+
+    def _program(self, leaves: list[Any], tree: optree.PyTreeSpec, roles: Roles, device: torch.device) -> Program:
+        kinds = tuple(
+            (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else type(x) if type(x) in _NUMBERS else (x,)
+            for x in leaves
+        )
+        key = tree, kinds, _modes(device)
+        program = self.programs.get(key)
+        if program is None:
+            if len(self.programs) >= MOST:
+                raise RuntimeError(
+                    f"{self.name}: there are {MOST} graphs already, each for other shapes or constants, and these are "
+                    f"others still: pad batches to a few lengths"
+                )
+
+            def run(values: list[Any]) -> tuple[list[Any], optree.PyTreeSpec]:
+                args, kwargs = optree.tree_unflatten(tree, values)
+                # Backward would run on a thread of its own, which no watch sees, and a capture does not guard.
+                with torch.autograd.set_multithreading_enabled(False), _without_cache():
+                    return optree.tree_flatten(self.step(*args, **kwargs))
+
+            earlier = self.earlier.pop(tree, None)
+            known = earlier.numbers if earlier else {}
+            numbers = {i: known.get(i, x) for i, x in enumerate(leaves) if type(x) in _NUMBERS}
+            label = functools.partial(_label, self.step, tree)
+            program = Program(self.name, run, device, roles, numbers, label, calls=int(earlier is not None))
+            self.programs[key] = program
+        return program
+
+    def _refuse_numbers(self, program: Program, leaves: list[Any]) -> None:
+        """Raises ValueError for a number that was another at the first call."""
+        for i, number in program.numbers.items():
+            if repr(leaves[i]) != repr(number):
+                fix = "Pass it as a 0-d tensor on the device"
+                if i in program.roles.fixed:
+                    fix = "The step changes it in some calls and not in others, so the host decides: call it as it is"
+                raise ValueError(
+                    f"{self.name}: {program.labels(i)} is {short(leaves[i], 40)}, and was {short(number, 40)}: a graph "
+                    f"keeps numbers as they are. {fix}"
+                )
+
+    # --- calls ---
+
+    def _warm_up(self, program: Program, leaves: list[Any]) -> Any:
+        """Runs the step as it is: communicators connect, and buffers are made."""
+        rehearses = program.calls == WARM_UP
+        if rehearses:
+            self._refuse_unfit(program, leaves)
+            rehearses = program.device.type != "cpu" or not _host_checks()
+        run = program.rehearse if rehearses else program.step
+        if program.device.type == "cpu":
+            found, tree = run(leaves)
+        else:
+            module = torch.get_device_module(program.device)
+            current = module.current_stream(program.device)
+            self.stream = self.stream or module.Stream(program.device)
+            self.stream.wait_stream(current)
+            with module.stream(self.stream):
+                found, tree = run(leaves)
+            current.wait_stream(self.stream)
+            for x in found:
+                if isinstance(x, Tensor) and x.device.type == program.device.type:
+                    x.record_stream(current)
+        return optree.tree_unflatten(tree, [x.detach() if _taped(x) else x for x in found])
+
+    def _captured(self, program: Program, leaves: list[Any], args: Any, kwargs: Any) -> Captured:
+        """Captures a call on all ranks, or raises on all."""
+        meshes = list(self._meshes(args, kwargs))
+        described = [
+            f"{program.labels(i)}: {x.dtype}" if isinstance(x, Tensor) else f"{program.labels(i)}: {x!r}"
+            for i, x in enumerate(leaves)
+        ]
+        with failing_together(meshes, self.name):
+            self._refuse_unfit(program, leaves)
+        for mesh in meshes:
+            agree([f"graph {self._graphs() + 1}", *described], mesh, self.name)
+        if self.pool is None and program.device.type != "cpu":
+            self.pool = torch.get_device_module(program.device).graph_pool_handle()
+        with failing_together(meshes, self.name):
+            made = captured(program, leaves, self.stream, self.pool)
+        for mesh in meshes:
+            agree(["captured"], mesh, self.name)
+        return made
+
+    def _graphs(self) -> int:
+        return sum(program.captured is not None for program in self.programs.values())
+
+    def _meshes(self, args: Any, kwargs: Any) -> Iterator[DeviceMesh]:
+        """The meshes whose ranks capture together."""
+        nodes = optree.tree_leaves((args, kwargs), is_leaf=is_flat)
+        grids = dict.fromkeys(node.layout.grid for node in nodes if is_flat(node))
+        mesh = self.mesh or current_mesh()
+        if mesh is not None:
+            yield mesh
+            return
+        if not grids and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(f"{self.name}: there is no flat shard among the arguments: pass graphed(step, mesh=...)")
+        for grid in grids:
+            yield mesh_of(grid, self.name)
+
+    def _refuse_unfit(self, program: Program, leaves: list[Any]) -> None:
+        """Raises RuntimeError for what a graph cannot do, before anything runs."""
+        kind = program.device.type
+        away = [program.labels(i) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.device.type != kind]
+        if away:
+            raise RuntimeError(
+                f"{self.name}: {listed(away)} is on the CPU, and the graph on {kind}: move it there before the step"
+            )
+        if kind != "cpu" and not hasattr(torch.get_device_module(program.device), "CUDAGraph"):
+            raise RuntimeError(f"{self.name}: torch has no graphs for {kind}: call the step as it is")
+        if kind != "cpu" and (checks := _host_checks()):
+            raise RuntimeError(
+                f"{self.name}: {listed(checks)} checks each call on the host, and a graph runs without it: leave it off"
+            )
+
+
+def _host_checks() -> list[str]:
+    """The checks that are on, of which the host makes some in each call."""
+    on = [f"debug({name}=True)" for name in KINDS if getattr(debugging, name)]
+    return [*on, *(["SHARDFN_CHECK=always"] if asked() == "always" else [])]
+
+
+def _carried(values: list[Any], result: Any) -> dict[int, int]:
+    """The leaves of arguments that are those of a result: the same objects, or trees of the same tensors."""
+    parts = [(0, result)]
+    if type(result) is tuple:
+        at = 0
+        for part in result:
+            parts.append((at, part))
+            at += len(optree.tree_leaves(part))
+    found: dict[int, int] = {}
+    start = 0
+    for value in values:
+        leaves, tree = optree.tree_flatten(value)
+        for at, part in parts:
+            others, structure = optree.tree_flatten(part)
+            pairs = [(x, y) for x, y in zip(leaves, others, strict=False) if isinstance(x, Tensor)]
+            if value is part or (tree == structure and pairs and all(x is y for x, y in pairs)):
+                found |= {start + k: at + k for k in range(len(leaves))}
+                break
+        start += len(leaves)
+    return found
+
+
+def _device(leaves: list[Any]) -> torch.device:
+    """The device of the first tensor that is not on the CPU."""
+    devices = [x.device for x in leaves if isinstance(x, Tensor)]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def _lifted(x: Any, dtype: torch.dtype | None, device: torch.device) -> Any:
+    return x if dtype is None or isinstance(x, Tensor) else torch.full((), x, dtype=dtype, device=device)
+
+
+def _number(x: Any) -> Any:
+    return x if type(x) in _NUMBERS else None
+
+
+def _taped(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+def _modes(device: torch.device) -> tuple[Any, ...]:
+    """What changes operations without being among the arguments."""
+    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+    return torch.is_grad_enabled(), autocast
+
+
+@contextlib.contextmanager
+def _without_cache() -> Iterator[None]:
+    """Autocast without its cache: a graph would keep what an earlier call has cast."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def _label(step: Callable[..., Any], tree: optree.PyTreeSpec, i: int) -> str:
+    """The name of an argument's leaf: `state.step`."""
+    accessor = tree.accessors()[i]
+    (side, key), rest = (entry.entry for entry in accessor[:2]), accessor[2:]
+    if side == 0:
+        try:
+            names = list(inspect.signature(step).parameters)
+        except (TypeError, ValueError):
+            names = []
+        key = names[key] if key < len(names) else f"argument {key}"
+    return ".".join(filter(None, [str(key), dotted(rest)]))
