@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn.compat.trusted import trusted
 from shardfn.optim.state_dtype import Coded, Opened, Stored
 from shardfn.quant import codes
-from shardfn.quant.fused import DTYPES, difference, fits, tables, trusted
+from shardfn.quant.fused import DTYPES, difference, fits, tables
 from shardfn.shards.blocks import BLOCK, Run, Runs
 from shardfn.shards.pieces import units
 
@@ -37,7 +38,7 @@ class AdamW:
         p, g = columns[:2]
         if p.dtype not in DTYPES or g.dtype not in DTYPES or not fits(*columns):
             return False
-        what = f"8-bit AdamW of {p.dtype}, gradients {g.dtype}"
+        what = f"shardfn's kernel for 8-bit AdamW of {p.dtype}, gradients {g.dtype}"
         return trusted(what, p.device, lambda: self._check(p.dtype, g.dtype, p.device))
 
     def __call__(

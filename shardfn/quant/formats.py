@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shardfn.compat.devices import elements_at_a_time
+from shardfn.compat.trusted import trusted
 from shardfn.quant import codes, fused
 from shardfn.quant.codes import Code
 
@@ -106,8 +107,8 @@ class Format:
         if not sizes or dtype not in fused.DTYPES or not fused.fits(*tensors):
             return False
         device, check = tensors[0].device, self._check_encode if what == "encode" else self._check_decode
-        said = f"{what} {self.name}({self.block}), {dtype}"
-        return fused.trusted(said, device, lambda: check(dtype, device))
+        said = f"shardfn's kernel to {what} {self.name}({self.block}), {dtype}"
+        return trusted(said, device, lambda: check(dtype, device))
 
     def _check_encode(self, dtype: torch.dtype, device: torch.device) -> str:
         """How the kernel that encodes differs from `_encoded_in_steps`."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import warnings
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -47,41 +45,6 @@ def _installed() -> bool:
 
 
 # --- the check ---
-
-
-_found: dict[tuple[str, torch.device], bool] = {}
-
-
-def trusted(what: str, device: torch.device, check: Callable[[], str]) -> bool:
-    """Whether a kernel passed its check on a device, which runs the first time.
-
-    Args:
-        what: a description of the kernel, with all that it is compiled for.
-        device: where it runs.
-        check: says how it differs from its twin; empty if it does not.
-    """
-    key = what, device
-    if key not in _found:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return False  # the check makes the host wait, which a CUDA graph cannot hold
-        said = _tried(check)
-        _found[key] = not said
-        if said:
-            warnings.warn(
-                f"{what}, on {device}: shardfn's own kernel is not used, because it failed its check: {said}. torch's "
-                f"kernels compute the same, more slowly",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-    return _found[key]
-
-
-def _tried(check: Callable[[], str]) -> str:
-    try:
-        with torch.inference_mode(False), torch.no_grad():
-            return check()
-    except Exception as error:  # whatever Triton raises where it cannot compile or run
-        return f"{type(error).__name__}: {error}"
 
 
 def difference(what: str, ours: Tensor, theirs: Tensor) -> str:

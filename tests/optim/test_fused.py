@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import shardfn.optim as so
+from shardfn.compat import trusted
 from shardfn.optim import fused
 from shardfn.optim.elementwise import ADAMW
 from shardfn.optim.fused import SLOTS, ULPS
@@ -218,8 +219,9 @@ def test_other_steps_do_not_run_it_and_versions_are_increased(interpreted: Call)
 
 def test_a_kernel_that_fails_its_check_is_named_once_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, state = trained(torch.float32, OPTIMIZERS["a rule"], 2)
-    for name, value in {"KINDS": ("cpu",), "_installed": lambda: True, "_found": {}}.items():
+    for name, value in {"KINDS": ("cpu",), "_installed": lambda: True}.items():
         monkeypatch.setattr(choice, name, value)
+    monkeypatch.setattr(trusted, "_found", {})
     monkeypatch.setattr(fused.AdamW, "__call__", lambda *_: [])
     with pytest.warns(RuntimeWarning, match=r"8-bit AdamW of torch.float32.*the parameter \[\d+\] is") as seen:
         found, also = trained(torch.float32, OPTIMIZERS["a rule"], 2)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardfn import quant
+from shardfn.compat import trusted
 from shardfn.quant import fused
 from shardfn.quant.formats import Format
 from shardfn.testing import simulated
@@ -270,10 +271,11 @@ def failing(*_: Any) -> Tensor:
 def test_a_kernel_that_fails_its_check_is_named_once_and_not_used(
     monkeypatch: pytest.MonkeyPatch, kernel: Any, said: str
 ) -> None:
-    for name, value in {"KINDS": ("cpu",), "_installed": lambda: True, "_found": {}, "encode": kernel}.items():
+    for name, value in {"KINDS": ("cpu",), "_installed": lambda: True, "encode": kernel}.items():
         monkeypatch.setattr(fused, name, value)
+    monkeypatch.setattr(trusted, "_found", {})
     x, expected = matrix(), FORMAT._encoded_in_steps(matrix())
-    with pytest.warns(RuntimeWarning, match=rf"encode int8\(64\), torch.float32, on cpu: .*{said}"):
+    with pytest.warns(RuntimeWarning, match=rf"encode int8\(64\), torch.float32, on cpu, is not used: .*{said}"):
         assert FORMAT.encode(x).equal(expected)
     monkeypatch.setattr(FORMAT.__class__, "_check_encode", failing)
     with warnings.catch_warnings():
