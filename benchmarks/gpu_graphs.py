@@ -95,6 +95,7 @@ def measured(where: Where, device: str, simulation: Device | None, graph: bool) 
     return row | {"launched by the host": launched}, [x.item() for x in optree.tree_leaves(losses)]
 
 
+@sf.debug(memory=False, collectives=False, nan=False)  # in which steps do more, and graphs are refused
 def graphs(where: Where) -> Answer:
     """Graphed steps beside the same steps as they are."""
     answer, found = Answer(), []
