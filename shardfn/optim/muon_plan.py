@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardfn.collectives import functional
 from shardfn.collectives.ledger import record
-from shardfn.compat import process_groups
+from shardfn.compat import dynamo, process_groups
 from shardfn.mesh.axes import axis_of
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import mesh_of, scope_of
@@ -175,7 +175,12 @@ def _of_layout(layout: Layout, entries: tuple[int, ...], paths: tuple[str, ...])
 def _matrices(unit: Unit) -> tuple[Matrix, ...]:
     if unit.layout is None:
         return tuple(Matrix(segment.path, (segment.shape[0], segment.shape[1])) for segment in unit.filled)
-    return _of_layout(unit.layout, unit.entries, tuple(map(unit.path, unit.entries)))
+    return _constant(unit.layout, unit.entries, tuple(map(unit.path, unit.entries)))
+
+
+@dynamo.constant_when_traced
+def _constant(layout: Layout, entries: tuple[int, ...], paths: tuple[str, ...]) -> tuple[Matrix, ...]:
+    return _of_layout(layout, entries, paths)
 
 
 Share = tuple[int, Range]  # index of a matrix, and a range of its elements

@@ -18,7 +18,7 @@ from shardfn.check import recording
 from shardfn.collectives import functional
 from shardfn.collectives.into_buffers import Handle, all_gather, arrived, communicator_of
 from shardfn.collectives.ledger import attributed_to
-from shardfn.compat import process_groups
+from shardfn.compat import dynamo, process_groups
 from shardfn.mesh import waiting
 from shardfn.mesh.scope import mesh_of, scope, scope_of
 from shardfn.optim.differentiable import differentiable, share_memory
@@ -34,6 +34,7 @@ Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 Finer = Callable[[Layout], Layout]
 
 
+@dynamo.constant_when_traced
 def divided(layout: Layout) -> Layout:
     """The layout of a parameter's optimizer state by its strategy."""
     return layout.state_layout
@@ -137,12 +138,13 @@ def _gathered(params: Any, parts: Any, before: list[int], new_parts: Any, finer:
 def _whole(node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: list[tuple[str, str, Handle]]) -> Tensor:
     """A parameter from all ranks' new parts; in its own memory, if this rank's part was updated in place."""
     layout = node.layout
-    mesh, names = mesh_of(layout.grid, f"stage {layout.stage!r}"), _more(layout, fine)
+    where, names = f"stage {layout.stage!r}", _more(layout, fine)
     values, start = node.values, _start(layout, fine)
-    if differentiable(new):
-        with scope(mesh), torch.set_grad_enabled(not donated and torch.is_grad_enabled()):
+    if differentiable(new) or torch.compiler.is_compiling():
+        with scope_of(layout.grid, where), torch.set_grad_enabled(not donated and torch.is_grad_enabled()):
             gathered = functional.all_gather(new, names, to="invariant")
             return values.copy_(gathered) if donated else gathered
+    mesh = mesh_of(layout.grid, where)
     if layout.placement.tiers.params != "device":
         return _whole_away(node, new, donated, mesh, names)
     with torch.no_grad(), attributed_to(layout.stage):

@@ -197,6 +197,11 @@ class Clocks:
             self._captured = {stream: self._clocks[stream].get(stream, 0)}
             return self._capture
 
+    def captured(self, stream: int) -> bool:
+        """Whether the work of a stream goes into a graph that is being captured."""
+        with self._lock:
+            return stream in self._captured
+
     def end_capture(self, stream: int) -> list[int]:
         """Ends it; returns the streams that joined it, and whose work nothing on the first stream waits for."""
         with self._lock:

@@ -137,13 +137,15 @@ def simulated(
         rank: this process's rank.
         backend: of the process group. None transfers anything: `"simulated"`, for both devices, is checked like a real
             one; `"cpu:fake,sim:fake"` and the like are torch's own, which shardfn recognises as fake.
-        values: whether tensors have values. They are computed on the CPU, at once.
+        values: whether tensors have values. They are computed on the CPU, at once. Several ranks need a store, too.
         store: one of torch.distributed, through which the ranks, each a process, meet; then tensors have values and are
             sent, by gloo.
         count: the number of devices that this process sees.
 
     Raises:
         RuntimeError: the process has a process group already, or an accelerator; or such a block is open.
+        ValueError: there is no such rank, or no device; or values without a store, with several ranks.
+        TypeError: the store is none of torch.distributed.
     """
     if dist.is_initialized():
         raise RuntimeError(
@@ -152,19 +154,34 @@ def simulated(
         )
     if _current:
         raise RuntimeError("simulated() is open already in this process")
+    if not 0 <= rank < ranks:
+        raise ValueError(f"simulated: rank={rank} of ranks={ranks}: ranks are numbered from 0 to ranks - 1")
+    if values and store is None and ranks > 1:
+        raise ValueError(
+            f"simulated: values=True with ranks={ranks} and no store: nothing would be sent, and a sum over ranks would "
+            f"have this rank's part alone: pass store=FileStore(path, {ranks}) on each of {ranks} processes"
+        )
+    if count < 1:
+        raise ValueError(f"simulated: count={count}; a process sees 1 device or more")
+    if store is not None and not isinstance(store, dist.Store):
+        raise TypeError(
+            f"simulated: store is of type {type(store).__name__}; it is a store of torch.distributed, such as "
+            f"FileStore(path, {ranks}), which all ranks pass"
+        )
     _register()
     device = Device(values or store is not None, count)
-    _current.append(device)
     if store is not None:
         backend = "cpu:gloo,sim:sent"
-    dist.init_process_group(backend, store=store or process_groups.fake_store(), rank=rank, world_size=ranks)
+    _current.append(device)
     try:
+        dist.init_process_group(backend, store=store or process_groups.fake_store(), rank=rank, world_size=ranks)
         with _patched(device), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             with Operations(device):
                 yield device
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         _current.clear()
 
 
@@ -346,6 +363,9 @@ class _Module:
 
     def simulation(self) -> Device:
         return _device()
+
+    def is_current_stream_capturing(self) -> bool:
+        return bool(_current) and _device().clocks.captured(_device().stream())
 
     def graph_pool_handle(self) -> tuple[int, int]:
         return 0, 1

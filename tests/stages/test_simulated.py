@@ -608,3 +608,32 @@ def on_gloo() -> list[Any]:
 def test_gloo_is_given_no_memory_of_a_device_to_send() -> None:
     native = {"all_gather": "native", "reduce_scatter": "native", "all_reduce": "native"}
     assert world(1, "alone").run(on_gloo)[0] == [native]
+
+
+MISUSES: dict[str, tuple[dict[str, Any], str]] = {
+    "no such rank": ({"ranks": 2, "rank": 2}, "ranks are numbered from 0"),
+    "no rank": ({"ranks": 0}, "ranks are numbered from 0"),
+    "no device": ({"count": 0}, "1 device or more"),
+    "a path for a store": ({"store": "/tmp/store"}, "store is of type str"),
+    "an unknown backend": ({"backend": "nobody's"}, "nobody's"),
+    "values that nobody sends": ({"ranks": 4, "values": True}, "pass store=FileStore"),
+}
+
+
+def misused() -> dict[str, str]:
+    told = {}
+    for name, (options, _) in MISUSES.items():
+        try:
+            with simulated(**options):
+                told[name] = "nothing"
+        except Exception as error:
+            told[name] = str(error)
+        with simulated(values=True) as device:  # the process can go on
+            assert torch.full((2,), 3.0, device=device.name).sum().item() == 6
+    return told
+
+
+@pytest.mark.world(1, "alone")
+def test_a_wrong_argument_is_told_and_the_next_simulation_runs(world: World) -> None:
+    (told,) = world.run(misused)
+    assert {name for name, (_, part) in MISUSES.items() if part not in told[name]} == set()
