@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardfn.collectives import functional
 from shardfn.collectives.ledger import record
-from shardfn.compat import dynamo, process_groups
+from shardfn.compat import process_groups
 from shardfn.mesh.axes import axis_of
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import mesh_of, scope_of
@@ -162,8 +162,7 @@ class Matrix:
         return next((held for held in self.layout.ranges(rank) if held.path == own), None)
 
 
-@functools.lru_cache(maxsize=4096)
-def _of_layout(layout: Layout, entries: tuple[int, ...], paths: tuple[str, ...]) -> tuple[Matrix, ...]:
+def _listed(layout: Layout, entries: tuple[int, ...], paths: tuple[str, ...]) -> tuple[Matrix, ...]:
     matrices = []
     for number, path in zip(entries, paths, strict=True):
         rows, columns = layout.whole_shape(number)
@@ -172,15 +171,14 @@ def _of_layout(layout: Layout, entries: tuple[int, ...], paths: tuple[str, ...])
     return tuple(matrices)
 
 
+_of_layout = functools.lru_cache(maxsize=4096)(_listed)
+
+
 def _matrices(unit: Unit) -> tuple[Matrix, ...]:
     if unit.layout is None:
         return tuple(Matrix(segment.path, (segment.shape[0], segment.shape[1])) for segment in unit.filled)
-    return _constant(unit.layout, unit.entries, tuple(map(unit.path, unit.entries)))
-
-
-@dynamo.constant_when_traced
-def _constant(layout: Layout, entries: tuple[int, ...], paths: tuple[str, ...]) -> tuple[Matrix, ...]:
-    return _of_layout(layout, entries, paths)
+    listed = _listed if torch.compiler.is_compiling() else _of_layout  # a graph cannot look into a cache
+    return listed(unit.layout, unit.entries, tuple(map(unit.path, unit.entries)))
 
 
 Share = tuple[int, Range]  # index of a matrix, and a range of its elements

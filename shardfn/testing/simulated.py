@@ -158,8 +158,8 @@ def simulated(
         raise ValueError(f"simulated: rank={rank} of ranks={ranks}: ranks are numbered from 0 to ranks - 1")
     if values and store is None and ranks > 1:
         raise ValueError(
-            f"simulated: values=True with ranks={ranks} and no store: nothing would be sent, and a sum over ranks would "
-            f"have this rank's part alone: pass store=FileStore(path, {ranks}) on each of {ranks} processes"
+            f"simulated: values=True with ranks={ranks} and no store: nothing would be sent, and a sum over ranks "
+            f"would have this rank's part alone: pass store=FileStore(path, {ranks}) on each of {ranks} processes"
         )
     if count < 1:
         raise ValueError(f"simulated: count={count}; a process sees 1 device or more")

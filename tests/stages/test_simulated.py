@@ -26,7 +26,7 @@ import shardfn.optim as so
 from shardfn import parallel
 from shardfn.collectives import into_buffers
 from shardfn.compat import attention, process_groups
-from shardfn.testing import simulated, world
+from shardfn.testing import World, simulated, world
 from tests.models import DATA, STRATEGIES
 
 RANKS, WIDTH = 8, 16
