@@ -93,47 +93,46 @@ def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> custom_vjp:
             logits = logits.masked_fill(padding, torch.finfo(logits.dtype).min)  # a row of -inf would make nan
         return logits
 
-    def own(targets: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """Each target's column on this rank, and whether this rank has it."""
-        column = targets - axis_index(axis) * n
-        here = (column >= 0) & (column < n)
-        return column.where(here, 0), here
+    def of_rows(logits: Tensor, top: Tensor, total: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses, and the probability of all columns of this rank.
 
-    def of_rows(logits: Tensor, sums: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Losses, and log-sum-exps over all columns; `sums` are the log-sum-exps of this rank's columns."""
-        column, here = own(targets, logits.shape[1])
-        top = pmax(sums.detach(), axis)
-        chosen = logits[_rows(column), column].where(here, 0)
-        total, chosen = psum(torch.stack(((sums - top).exp(), chosen)), axis).unbind(0)
-        lse = total.log() + top
-        return (lse - chosen).where(targets != ignore, 0), lse
+        `top` are the largest of this rank's logits, and `total` the sums of `exp(logits - top)`. A loss is the
+        difference of two numbers that are as small as it is: what logits have in common would cost its digits.
+        """
+        column, here = _own(targets, logits.shape[1], axis)
+        largest = pmax(top, axis)
+        chosen = (logits[_rows(column), column] - largest).where(here, 0)
+        part = (top - largest).exp() * total
+        whole, chosen = psum(torch.stack((part, chosen)), axis).unbind(0)
+        return (whole.log() - chosen).where(targets != ignore, 0), part / whole
 
     def pure(x: Tensor, w: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         own_logits = logits(x, w)
-        return (of_rows(own_logits, own_logits.logsumexp(1), targets)[0],)
+        top = own_logits.detach().amax(1)
+        return (of_rows(own_logits, top, (own_logits - top[:, None]).exp().sum(1), targets)[0],)
 
     def fwd(x: Tensor, w: Tensor, targets: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         results = []
         for chunk in _chunks(len(x), rows):
             own_logits = logits(x[chunk], w)
-            parts = _shares(own_logits)
-            results.append(of_rows(own_logits, parts[1], targets[chunk]))
-        losses, lse = (torch.cat(pieces) for pieces in zip(*results, strict=True))
-        return (losses,), (x, w, targets, lse, *(parts if len(results) == 1 else ()))
+            shares = own_logits.softmax(1)  # the largest is exp(0), divided by the sum
+            results.append(of_rows(own_logits, own_logits.amax(1), shares.amax(1).reciprocal(), targets[chunk]))
+        losses, parts = (torch.cat(pieces) for pieces in zip(*results, strict=True))
+        return (losses,), (x, w, targets, parts, *([shares] if len(results) == 1 else ()))
 
     def bwd(
         residuals: Sequence[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        (x, w, targets, lse, *parts), (ct,) = residuals, cotangents
+        (x, w, targets, parts, *kept), (ct,) = residuals, cotangents
         if ct is None:
             return [None, None, None]
         ct = ct.where(targets != ignore, 0)
         dx = torch.empty_like(x) if needs[0] else None
         dw: Tensor | None = None
         for chunk in _chunks(len(x), rows):
-            shares, sums = parts or _shares(logits(x[chunk], w))
-            p = shares * ((sums - lse[chunk]).exp() * ct[chunk])[:, None]
-            column, here = own(targets[chunk], p.shape[1])
+            shares = kept[0] if kept else logits(x[chunk], w).softmax(1)
+            p = shares * (parts[chunk] * ct[chunk])[:, None]
+            column, here = _own(targets[chunk], p.shape[1], axis)
             p[_rows(column), column] -= ct[chunk].where(here, 0)
             p = p.to(x.dtype)
             if dx is not None:
@@ -144,14 +143,15 @@ def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> custom_vjp:
     return custom_vjp(pure, fwd, bwd)
 
 
+def _own(targets: Tensor, n: int, axis: AxisName) -> tuple[Tensor, Tensor]:
+    """Each target's column on this rank, which has `n`, and whether this rank has it; otherwise any column."""
+    column = targets - axis_index(axis) * n
+    inside = column.clamp(0, n - 1)
+    return inside, column == inside
+
+
 def _rows(column: Tensor) -> Tensor:
     return torch.arange(len(column), device=column.device)
-
-
-def _shares(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The softmax over this rank's columns, and their log-sum-exp."""
-    shares = logits.softmax(1)
-    return shares, logits.amax(1) - shares.amax(1).log()
 
 
 def _chunks(n: int, rows: int) -> Iterator[slice]:

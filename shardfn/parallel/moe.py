@@ -8,6 +8,7 @@ The user chooses the groups: as long as no group is cut, the mesh does not chang
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -89,12 +90,13 @@ def mixture(
     """The weighted sum of the results of each token's experts: `[g, t, d] -> [g, t, d]`.
 
     With a capacity it takes two all-to-alls of `[e, g * capacity, d]`; without, two of the chosen tokens, and one of
-    their counts, for which the host waits.
+    their counts, for which the host waits. A rank may have fewer tokens than others, or none: with a capacity, shorter
+    groups, but as many; without, fewer groups too.
 
     Args:
         expert: `(params, x) -> y`, `[n, d] -> [n, d]`: one expert, on any number of its tokens.
         params: a pytree with this rank's experts, `[e / size, ...]` each.
-        x: groups of tokens.
+        x: groups of tokens; with a capacity, equally many groups on all ranks along `axis`.
         routing: the result of `route` for the same tokens.
         axis: the axis that cuts the experts, in order; `()` if a rank has them all.
         capacity: tokens that an expert takes from one group, first choices first, then in order; the others get nothing
@@ -141,7 +143,7 @@ def mixture(
     returned = all_to_all(results, axis, split_dim=1, concat_dim=0)
     returned = returned.view(count, groups, capacity, width).transpose(0, 1).reshape(groups, full, width)
     chosen = _taken(1, True)(returned, slots, choices)[0]
-    return (chosen.view(groups, length, -1, width) * routing.weights[..., None]).sum(2)
+    return (chosen.view(groups, length, k, width) * routing.weights[..., None]).sum(2)
 
 
 def dropped(routing: Routing, capacity: int) -> Tensor:
@@ -152,7 +154,8 @@ def dropped(routing: Routing, capacity: int) -> Tensor:
 def balance_loss(routing: Routing, axes: AxisName = ()) -> Tensor:
     """How unevenly experts are used, from 1 (evenly) to `e`: 0-d, the same on all ranks along `axes`, `V -> I`.
 
-    `e` times the sum over experts of share of choices times mean probability; the shares have no derivative.
+    `e` times the sum over experts of share of choices times mean probability; the shares have no derivative. Shares and
+    means are over the tokens of all ranks, which may have different numbers of them. Without any token it is 0.
 
     Args:
         routing: the routing of this rank's tokens.
@@ -160,15 +163,17 @@ def balance_loss(routing: Routing, axes: AxisName = ()) -> Tensor:
 
     Source: Fedus et al., Switch Transformers (2021), equations 4 to 6.
     """
-    count = routing.logits.shape[-1]
-    shares = _hot(routing.experts, count).to(routing.logits.dtype).mean((0, 1, 2))
-    means = routing.logits.softmax(-1).mean((0, 1))
-    shares, means = psum(torch.stack((shares, means)), axes) / axis_size(axes)
-    return count * (shares * means).sum()
+    count, k = routing.logits.shape[-1], routing.experts.shape[-1]
+    choices = _hot(routing.experts, count).sum((0, 1, 2)).to(routing.logits.dtype)
+    probabilities = routing.logits.softmax(-1).sum((0, 1))
+    shares, means = _means((choices, probabilities), routing, axes).view(2, count)
+    return count / k * (shares * means).sum()
 
 
 def router_loss(routing: Routing, axes: AxisName = ()) -> Tensor:
     """The router's z-loss: the mean of the squared log-sum-exp of its logits, which keeps them small: 0-d, `V -> I`.
+
+    The mean is over the tokens of all ranks, as for `balance_loss`; without any token it is 0.
 
     Args:
         routing: the routing of this rank's tokens.
@@ -176,7 +181,14 @@ def router_loss(routing: Routing, axes: AxisName = ()) -> Tensor:
 
     Source: Zoph et al., ST-MoE (2022), equation 5.
     """
-    return psum(routing.logits.logsumexp(-1).square().mean(), axes) / axis_size(axes)
+    return _means((routing.logits.logsumexp(-1).square().sum()[None],), routing, axes)[0]
+
+
+def _means(totals: tuple[Tensor, ...], routing: Routing, axes: AxisName) -> Tensor:
+    """The means over the tokens of all ranks, of which `totals` are this rank's sums, one after another: `[n]`."""
+    tokens = totals[0].new_full((1,), math.prod(routing.logits.shape[:-1]))
+    whole = psum(torch.cat((*totals, tokens)), axes)
+    return whole[:-1] / whole[-1].clamp(min=1)
 
 
 def _hot(experts: Tensor, count: int) -> Tensor:
@@ -186,10 +198,11 @@ def _hot(experts: Tensor, count: int) -> Tensor:
 
 def _slots(routing: Routing, capacity: int) -> tuple[Tensor, Tensor]:
     """Where each choice goes, and whether it is kept, `[g, t, k]`: `expert * capacity + place`, or past the end."""
+    length, k = routing.experts.shape[1:]
     count = routing.logits.shape[-1]
     hot = _hot(routing.experts.transpose(1, 2).flatten(1), count).long()  # first choices first
     place = ((hot.cumsum(1) - 1) * hot).sum(-1)
-    place = place.unflatten(1, (-1, routing.experts.shape[1])).transpose(1, 2)
+    place = place.unflatten(1, (k, length)).transpose(1, 2)
     kept = place < capacity
     return (routing.experts * capacity + place).where(kept, count * capacity), kept
 
@@ -229,7 +242,7 @@ def _dropless(expert: Expert, params: Any, x: Tensor, routing: Routing, axis: Ax
     returned = torch.cat([split[number][rank] for rank in range(size) for number in range(own)])
     chosen = ragged_all_to_all(returned, axis, receive, send)
     chosen = _taken(1, False)(chosen[None], back[None], order[None])[0]
-    return (chosen.view(*routing.weights.shape, -1) * routing.weights[..., None]).sum(2)
+    return (chosen.view(*routing.weights.shape, chosen.shape[-1]) * routing.weights[..., None]).sum(2)
 
 
 @functools.cache
@@ -248,7 +261,7 @@ def _taken(k: int, holes: bool) -> custom_vjp:
 
     def bwd(residuals: Any, cotangents: Any, needs: Any) -> list[Tensor | None]:
         (back,), (ct,) = residuals, cotangents
-        return [None if ct is None else taken(ct, back).unflatten(1, (-1, k)).sum(2), None, None]
+        return [None if ct is None else taken(ct, back).unflatten(1, (back.shape[1] // k, k)).sum(2), None, None]
 
     return custom_vjp(lambda x, index, _: (taken(x, index),), fwd, bwd)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from shardfn import parallel
+from shardfn import P, parallel
 from shardfn.compat import attention
 from shardfn.testing import World
 
@@ -114,6 +115,36 @@ def test_every_derivative_is_that_of_one_process(world: World) -> None:
         assert len(found) == 6 * 12
         wrong = {cell: worst for cell, worst in found.items() if not worst < 1e-12}
         assert not wrong
+
+
+def of_nothing() -> list[tuple[Any, ...]]:
+    """What attention makes of no sequences and of empty ones: its shape, and derivatives for the matrix before it."""
+    mesh, found = sf.make_mesh(c=-1, device="cpu"), []
+    cases = itertools.product(
+        (HEADS, 2), ((0, 4), (3, 0)), (True, False), (parallel.ring_attention, parallel.ulysses_attention)
+    )
+    for groups, (batch, length), causal, way in cases:
+        x = torch.zeros(batch, HEADS, length, 5, dtype=torch.float64)
+
+        def out(w: Tensor, x: Tensor = x, groups: int = groups, causal: bool = causal, way: Any = way) -> Tensor:
+            q = x @ sf.pvary(w, "c")
+            return way(q, q[:, :groups], q[:, :groups], "c", causal=causal)
+
+        def loss(w: Tensor, out: Any = out) -> Tensor:
+            return sf.psum(out(w).square().sum(), "c")
+
+        def derivatives(w: Tensor, out: Any = out, loss: Any = loss) -> tuple[Tensor, ...]:
+            return out(w), loss(w), sf.grad(loss)(w), torch.func.jvp(sf.grad(loss), (w,), (w,))[1]
+
+        run = sf.shard_map(derivatives, mesh=mesh, in_specs=(P(),), out_specs=...)
+        y, *rest = run(torch.ones(5, 6, dtype=torch.float64))
+        found.append((y.shape == (batch, HEADS, length, 6), *(x.abs().sum().item() for x in rest)))
+    return found
+
+
+@pytest.mark.parametrize("world", [(1, "alone"), (2, "processes")], indirect=True, ids=["1", "2"])
+def test_attention_to_nothing_is_nothing(world: World) -> None:
+    assert world.run(of_nothing) == [[(True, 0, 0, 0)] * 16] * world.size
 
 
 @pytest.mark.parametrize("causal", [True, False])

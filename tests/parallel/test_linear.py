@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -150,6 +151,54 @@ def test_the_error_of_the_gradients_does_not_grow_with_the_number_of_chunks() ->
     ]
     for several in errors[1:]:
         assert all(error < 1.4 * alone for error, alone in zip(several, errors[0], strict=True)), errors
+
+
+def with_a_common_part() -> dict[Any, float]:
+    """How far losses and their derivatives are from those in float64, where logits differ by little from a number.
+
+    The logits are exact: errors are those of the loss alone.
+    """
+    mesh = sf.make_mesh(tensor=-1, device="cpu")
+    g = torch.Generator().manual_seed(0)
+    x, w, along = (torch.randint(-4, 5, shape, generator=g) / 4 for shape in ((6, 4), (4, 8), (6, 4)))
+    x[:, 0], w[0] = 0, 1
+    targets, found = torch.tensor([0, 7, -100, 3, 4, 5]), dict[Any, float]()
+    for offset, dtype, chunk in itertools.product((0, 1e2, 1e4, 1e6), (torch.float32, torch.bfloat16), (None, 4)):
+
+        def loss(x: Tensor, w: Tensor, chunk: Any = chunk) -> Tensor:
+            return parallel.cross_entropy(x, w, targets, "tensor", chunk=chunk)
+
+        def derivatives(x: Tensor, w: Tensor, along: Tensor, loss: Any = loss) -> Any:
+            dx, dw = sf.grad(lambda x, w: loss(x, w).sum(), (0, 1))(x, w)
+            moved: Any = torch.func.jvp(lambda x: loss(x, w), (x,), (along,))
+            return [loss(x, w), moved[0], dx, moved[1]], dw[1:]
+
+        columns = P(None, "tensor")
+        run = sf.shard_map(
+            derivatives, mesh=mesh, in_specs=(P(), columns, P()), out_specs=(P(), columns), inputs="global"
+        )
+        given = [each.to(dtype) for each in (x.index_fill(1, torch.tensor(0), offset), w, along)]
+        got, dw = run(*given)
+        rows, matrix, moves = (each.double() for each in given)
+        logits = (given[0] @ given[1]).double()
+        shares = torch.func.grad(lambda logits: F.cross_entropy(logits, targets, reduction="sum"))(logits)
+        exact = F.cross_entropy(logits, targets, reduction="none")
+        wanted = [exact, exact, shares @ matrix.mT, (shares * (moves @ matrix)).sum(1)]
+        mine = (rows.mT @ shares)[1:].chunk(mesh.size(), 1)[mesh.get_rank()]
+        names = ("loss", "composed", "dx", "tangent", "dw")
+        for name, a, b in zip(names, (*got, dw), (*wanted, mine), strict=True):
+            eps = torch.finfo(dtype if name in ("dx", "dw", "tangent") else torch.float32).eps
+            found[offset, dtype, chunk, name] = ((a - b).abs().max() / b.abs().max()).item() / eps
+    return found
+
+
+@pytest.mark.parametrize(
+    "world", [(1, "alone"), (2, "processes"), (4, "processes")], indirect=True, ids=["1", "2", "4"]
+)
+def test_what_logits_have_in_common_costs_no_digits(world: World) -> None:
+    for found in world.within(60).run(with_a_common_part):
+        assert len(found) == 4 * 2 * 2 * 5
+        assert not {cell: worst for cell, worst in found.items() if not worst < 2}
 
 
 WRONG_ON_A_DEVICE: dict[str, tuple[Any, str]] = {

@@ -96,6 +96,110 @@ def test_mixtures_are_those_of_one_process(world: World) -> None:
         assert not {cell: worst for cell, worst in found.items() if not worst < 1e-12}
 
 
+SHARES: dict[str, tuple[int | None, Any]] = {
+    "no groups": (None, lambda x, rank: x if rank == 0 else x[:0]),
+    "no groups on the first": (None, lambda x, rank: x if rank == 1 else x[:0]),
+    "groups without tokens": (None, lambda x, rank: x if rank == 0 else x[:, :0]),
+    "fewer groups": (None, lambda x, rank: (x[:3], x[3:])[rank] if rank < 2 else x[:0]),
+    "groups without tokens, capacity": (2, lambda x, rank: x if rank == 0 else x[:, :0]),
+    "groups without tokens on the first, capacity": (1, lambda x, rank: x if rank == 1 else x[:, :0]),
+}
+
+
+def on_few_ranks() -> dict[Any, float]:
+    """How far results are from those of one process if other ranks have fewer tokens or none."""
+    mesh = sf.make_mesh(expert=torch.distributed.get_world_size(), device="cpu")
+    place = sf.shard_map(lambda p: p, mesh=mesh, in_specs=(CUT,), out_specs=CUT, inputs="global")
+    (whole, x), (along, _) = drawn(), drawn(1)
+    found: dict[Any, float] = {}
+    for name, (capacity, share) in SHARES.items():
+
+        @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
+        def run(p: Any, v: Any, x: Tensor, capacity: Any = capacity) -> Any:
+            def loss(p: Any, x: Tensor = x) -> Tensor:
+                return mixed(p, x, capacity)
+
+            grad, of_x = sf.grad(loss, (0, 1))(p, x)
+            return loss(p), grad, of_x, torch.func.jvp(sf.grad(loss), (p,), (v,))[1]
+
+        value, grad, of_x, product = run(place(whole), place(along), share(x, mesh.get_rank()))
+        reference = torch.func.grad(lambda p, x, c=capacity: plain(p, x, c), (0, 1))
+        grads, of_all = reference(whole, x)
+        second = torch.func.jvp(lambda p, r=reference: r(p, x)[0], (whole,), (along,))[1]
+        found[name, "value"] = abs(value / plain(whole, x, capacity) - 1).item()
+        for kind, got, wanted in [("grad", grad, place(grads)), ("hvp", product, place(second))]:
+            for key in whole:
+                found[name, kind, key] = ((got[key] - wanted[key]).abs().max() / grads[key].abs().max()).item()
+        found[name, "x"] = (of_x - share(of_all, mesh.get_rank())).abs().sum().item()
+    return found
+
+
+@either
+def test_ranks_may_have_fewer_tokens_than_others_or_none(world: World) -> None:
+    for found in world.within(100).run(on_few_ranks):
+        assert len(found) == len(SHARES) * 8
+        assert not {cell: worst for cell, worst in found.items() if not worst < 1e-12}
+
+
+def in_parts() -> dict[str, float]:
+    """How far the sum over parts is from that on one process; the last part of the second rank is empty."""
+    mesh = sf.make_mesh(expert=2, device="cpu")
+    whole, x = drawn()
+    tree = {"layer": whole}
+    cut = sf.by_path([(r"layer\.[wb]", P("expert"))], strict=False)
+    params = sf.shard(
+        tree, mesh, lambda path, _: sf.full_shard("expert") if "gate" in path else sf.Placement(), specs=cut
+    )
+
+    def layer(p: Any, x: Tensor) -> Tensor:
+        routing = parallel.route(x, p["gate"], K)
+        y = parallel.mixture(expert, {"w": p["w"], "b": p["b"]}, x, routing, "expert")
+        losses = 0.3 * parallel.balance_loss(routing, "expert") + 0.2 * parallel.router_loss(routing, "expert")
+        return sf.psum(y.square().sum(), "expert") + losses
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return stage(p["layer"], x)
+
+    stage = sf.stage(layer)
+    run = sf.shard_map(lambda p, x: sf.accumulate(loss, x, micro=2)(p), mesh=mesh, in_specs=..., out_specs=(P(), ...))
+    value, grads = run(params, (x[:3], x[3:])[mesh.get_rank()])
+
+    def reference(p: Any) -> Tensor:
+        return plain(p, torch.cat((x[:2], x[3:])), None) + plain(p, x[2:3], None)
+
+    wanted, got = torch.func.grad(reference)(whole), sf.unshard(grads)["layer"]
+    found = {key: ((got[key] - wanted[key]).abs().max() / wanted[key].abs().max()).item() for key in whole}
+    return {"value": abs(value / reference(whole) - 1).item(), **found}
+
+
+@pytest.mark.world(2)
+def test_a_rank_with_fewer_rows_has_an_empty_part(world: World) -> None:
+    for found in world.within(60).run(in_parts):
+        assert len(found) == 4
+        assert max(found.values()) < 1e-12, found
+
+
+@pytest.mark.parametrize("shape", [(0, TOKENS, WIDTH), (GROUPS, 0, WIDTH), (0, 0, WIDTH)], ids=str)
+@pytest.mark.parametrize("capacity", [None, 2])
+def test_no_tokens_are_mixed_to_none_and_add_nothing_to_a_loss(shape: tuple[int, ...], capacity: int | None) -> None:
+    params, x = drawn()[0], torch.ones(shape, dtype=torch.float64)
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return mixed(p, x, capacity, ())
+
+    routing = parallel.route(x, params["gate"], K)
+    assert parallel.mixture(expert, {"w": params["w"], "b": params["b"]}, x, routing, capacity=capacity).shape == shape
+    assert parallel.dropped(routing, 2) == 0
+    assert not any((parallel.balance_loss(routing), parallel.router_loss(routing), loss(params, x)))
+    gradient = torch.func.grad(loss, (0, 1))
+    grads, of_x = gradient(params, x)
+    assert of_x.shape == shape
+    second: Any = torch.func.jvp(lambda p: gradient(p, x)[0], (params,), (params,))[1]
+    for key in params:
+        assert torch.equal(grads[key], torch.zeros_like(params[key]))
+        assert torch.equal(second[key], torch.zeros_like(params[key]))
+
+
 def each_sample() -> float:
     mesh = sf.make_mesh(expert=2, device="cpu")
     whole, x = drawn()
