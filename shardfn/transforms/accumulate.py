@@ -25,6 +25,7 @@ from shardfn.transforms.autodiff import (
     value_and_grad,
 )
 from shardfn.transforms.fitting import fitted
+from shardfn.transforms.modules import refuse_module
 from shardfn.transforms.step import Defer, Step
 
 
@@ -78,7 +79,7 @@ def accumulate(
         in.
 
     Raises:
-        TypeError, ValueError: no micro-batches; no such `defer`; a batch that cannot be cut in this way, or that ranks
+        TypeError, ValueError: no micro-batches; a module in place of a function; no such `defer`; a batch that cannot be cut in this way, or that ranks
             would cut differently.
         torch.OutOfMemoryError: on every rank, if one of them runs out of memory with a single row.
         RuntimeError: `"auto"` under a transform, or where something outside differentiates through it.
@@ -93,6 +94,7 @@ def accumulate(
     """
     if defer not in get_args(Defer):
         raise ValueError(f"accumulate: defer={defer!r}; it is one of {', '.join(map(repr, get_args(Defer)))}")
+    refuse_module("accumulate", f)
     name = name_of(f)
 
     def losses(params: Any, batches: Iterable[Any]) -> Iterator[tuple[Tensor, Any]]:
