@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardfn as sf
 from shardfn.interop import functional
@@ -359,3 +360,11 @@ def test_a_weight_that_a_hook_makes_is_told_with_what_has_no_hook() -> None:
     params = model.shard(mesh, sf.full_shard("shard"))
     with pytest.raises(RuntimeError, match=r"a hook of torch.nn.utils\? torch.nn.utils.parametrizations has none"):
         model(params, torch.ones(2, 4))
+
+
+def test_fake_tensors_are_named_unless_a_simulated_device_owns_them() -> None:
+    with FakeTensorMode():
+        module = nn.Linear(2, 3)
+    text = said(lambda: functional(module))
+    assert text.startswith("TypeError: functional: weight of Linear is a fake tensor, which has no values")
+    assert "on the meta device" in text and "quant" not in text
