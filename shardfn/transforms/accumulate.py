@@ -79,8 +79,8 @@ def accumulate(
         in.
 
     Raises:
-        TypeError, ValueError: no micro-batches; a module in place of a function; no such `defer`; a batch that cannot be cut in this way, or that ranks
-            would cut differently.
+        TypeError, ValueError: no micro-batches; a module in place of a function; no such `defer`; a batch that cannot
+            be cut in this way, or that ranks would cut differently.
         torch.OutOfMemoryError: on every rank, if one of them runs out of memory with a single row.
         RuntimeError: `"auto"` under a transform, or where something outside differentiates through it.
 

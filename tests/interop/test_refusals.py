@@ -367,4 +367,23 @@ def test_fake_tensors_are_named_unless_a_simulated_device_owns_them() -> None:
         module = nn.Linear(2, 3)
     text = said(lambda: functional(module))
     assert text.startswith("TypeError: functional: weight of Linear is a fake tensor, which has no values")
-    assert "on the meta device" in text and "quant" not in text
+    assert "on the meta device" in text
+    assert "quant" not in text
+
+
+def step_with_whole_parameters() -> str:
+    mesh, model = sf.make_mesh(shard=2, device="cpu"), functional(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)))
+    optimizer = sf.optim.sgd(0.1)
+
+    def step(params: Any, state: Any, x: Tensor) -> Any:
+        gradient = sf.grad(lambda params: sf.psum(model(params, x).square().sum(), "shard"))(params)
+        return optimizer.step(params, gradient, state)[0]
+
+    x, in_specs = torch.ones(4, 2) * (1 + mesh.get_rank()), (sf.P(), sf.P(), sf.P("shard"))
+    checked = sf.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=sf.P())
+    return said(lambda: checked(model.tree, optimizer.init(model.tree), x))
+
+
+def test_whole_parameters_of_a_module_may_be_sharded_instead(world: World) -> None:
+    text = world.run(step_with_whole_parameters)[0]
+    assert "its transpose adds up the parts; or shard them, shardfn.shard(params, mesh, strategy)" in text

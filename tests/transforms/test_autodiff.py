@@ -542,7 +542,7 @@ def test_a_module_is_no_function_of_its_parameters(transform: Any, args: Any) ->
     "call", [lambda f: sf.stage(f), lambda f: sf.stage(remat=True)(f), lambda f: sf.accumulate(f, [X])]
 )
 def test_a_module_with_parameters_is_no_stage_and_no_sum_of_losses(call: Any) -> None:
-    with pytest.raises(TypeError, match="Energy is a module, .* not a function of its parameters"):
+    with pytest.raises(TypeError, match=r"Energy is a module, .* not a function of its parameters"):
         call(Energy())
 
 
