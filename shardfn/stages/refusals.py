@@ -136,8 +136,8 @@ def refuse_closure(signature: Signature, given: Sequence[Sequence[Tensor]], outp
 
 
 _MADE_INSIDE = (
-    ". If the function makes it, as y = x.detach().requires_grad_() to differentiate by y, write torch.func.grad inside "
-    "the stage, or call the stage with an x that requires a gradient, and differentiate by x itself"
+    ". If the function makes it, as y = x.detach().requires_grad_() to differentiate by y, write torch.func.grad "
+    "inside the stage, or call the stage with an x that requires a gradient, and differentiate by x itself"
 )
 
 

@@ -91,7 +91,9 @@ MODULES: dict[str, tuple[Callable[[], Any], dict[str, Any], tuple[str, ...]]] = 
     ),
     "scripted": (torch.jit.ScriptModule, {}, ("TypeError", "is TorchScript", "pass the module itself")),
     "in a tuple": (Lists, {}, ("TypeError", "attribute 'pair'", "read the parameter itself")),
-    "option": (Net, {"remot": True}, ("TypeError", "unknown option remot", "remat")),
+    "option": (Net, {"remot": True}, ("TypeError", "unknown option remot (did you mean remat=?)", "min_num_params")),
+    "own option": (Net, {"smal": 3}, ("TypeError", "unknown option smal (did you mean small=?)")),
+    "no option": (Net, {"zzz": 3}, ("TypeError", "unknown option zzz; it takes")),
     "loose": (Net, {"loose": "blocks.9"}, ("ValueError", "loose: nothing matches blocks.9")),
     "mutable": (Net, {"mutable": "mean"}, ("ValueError", "mutable: nothing matches mean")),
     "stages": (Net, {"stages": "Layer"}, ("ValueError", "nothing is or matches 'Layer'", "Block")),
@@ -291,7 +293,7 @@ def refused() -> dict[str, str]:
 
 READ = ("blocks.0.weight is read outside of stage 'blocks.0', by linear", "loose=['blocks.0.weight']")
 MESSAGES: dict[str, tuple[str, ...]] = {
-    "batch norm": ("ValueError", "Pictures changes buffers while it trains", "buffers=model.buffers"),
+    "batch norm": ("ValueError", "Pictures changes buffers while it trains", ": pass buffers=model.buffers"),
     "write, False": ("RuntimeError", "the module writes into its buffer calls", "mutable=['calls']"),
     "write, True": ("RuntimeError", "the module writes into its buffer calls", "mutable=['calls']"),
     "write inside, False": ("RuntimeError", "0 writes into its buffer 0.calls", "mutable=['0.calls']"),
