@@ -73,6 +73,8 @@ def _over_its_own_rows(case: Case, call: Call) -> None:
     total = _sum_of(case, call)
     if not counts or not bad or total is None or case.types.mean[call.node] >= 0 or _weighed(case, call, bad):
         return
+    if _has_all_rows(case, bad):  # once each rank has its own, this number may be that of all
+        return
     for at, factor in _scaled(case, total):
         number = case.trace.nodes[at].number
         if number != factor or number not in _counts(counts, case.size(bad)):
@@ -86,6 +88,12 @@ def _over_its_own_rows(case: Case, call: Call) -> None:
             f"all: {fix}",
         )  # fmt: skip
         return
+
+
+def _has_all_rows(case: Case, axes: Mask) -> bool:
+    """Whether it was found that all ranks along these axes have the same rows, which should be cut."""
+    names = set(case.trace.names(axes))
+    return any(finding.kind == "same" and names <= set(finding.axes) for _, finding in case.found)
 
 
 def _mean_of_sums(case: Case, call: Call) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 Mode = TypeVar("Mode", bound=TorchDispatchMode)
@@ -233,6 +234,11 @@ def ordinary(x: torch.Tensor) -> bool:
     return type(x) in (torch.Tensor, torch.nn.Parameter) or any(
         getattr(mode, "pretends", False) and mode.owns(x) for mode in _modes()
     )
+
+
+def fake(x: torch.Tensor) -> bool:
+    """Whether a tensor has no values, and belongs to a fake-tensor mode or to a pretended device."""
+    return isinstance(x, FakeTensor)
 
 
 def in_graph() -> bool:

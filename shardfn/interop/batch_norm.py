@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardfn.collectives.functional import psum, pvary
 from shardfn.mesh.grid import AxisName
+from shardfn.mesh.scope import bound_axis
 
 
 def is_batch_norm(m: nn.Module) -> bool:
@@ -55,6 +56,7 @@ def _forward(m: Any, alone: Callable[[Tensor], Tensor], axis: AxisName, x: Tenso
     if not m.training and m.running_mean is not None:
         return alone(x)
     m._check_input_dim(x)
+    bound_axis(axis, "sync_batch_norm")  # raises here, where the name was given, for an axis that the mesh lacks
     dims = [d for d in range(x.ndim) if d != 1]
     channel = [1, -1] + [1] * (x.ndim - 2)
     x_wide = x.to(torch.promote_types(x.dtype, torch.float32))

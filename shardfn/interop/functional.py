@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -101,9 +103,12 @@ def functional(
     """
     unknown = sorted(set(stage_options) - _STAGE_OPTIONS)
     if unknown:
+        names = [*inspect.signature(functional).parameters][2:-1] + sorted(_STAGE_OPTIONS)
+        close = difflib.get_close_matches(unknown[0], names, 1)
+        hint = f" (did you mean {close[0]}=?)" if close else ""
         raise TypeError(
-            f"functional: unknown option {listed(unknown)}; besides its own it takes those of shardfn.stage: "
-            f"{', '.join(sorted(_STAGE_OPTIONS))}"
+            f"functional: unknown option {listed(unknown)}{hint}; it takes {', '.join(names)}, of which "
+            f"{', '.join(sorted(_STAGE_OPTIONS))} are those of shardfn.stage"
         )
     if not isinstance(compile, (bool, Mapping)):
         raise TypeError(f"functional: compile={compile!r}; it is True, or a dict of arguments of torch.compile")
@@ -441,8 +446,8 @@ class Functional:
         changing = {key for key, m in self._changing.items() if m is None or m.training}
         if changing and given is None:
             raise ValueError(
-                f"{type(self.module).__name__} changes buffers while it trains, {listed(sorted(changing), 3)} "
-                f"and so on: pass buffers=model.buffers, and take them back: `out, buffers = model(params, x, "
+                f"{type(self.module).__name__} changes buffers while it trains, {listed(sorted(changing), 3)}: "
+                f"pass buffers=model.buffers, and take them back: `out, buffers = model(params, x, "
                 f"buffers=buffers)`; or call model.module.eval() first"
             )
         if unknown := set(given or ()) - set(self.buffers):

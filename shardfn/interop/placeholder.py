@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from shardfn.compat import autograd
+from shardfn.compat import autograd, dispatch
 
 _ATTRIBUTES = (
     "shape", "ndim", "requires_grad", "layout", "is_sparse", "is_nested", "is_quantized", "is_leaf", "grad_fn",
@@ -129,9 +129,14 @@ def placeholder(parameter: Tensor, path: str, owner: str, place: Place) -> Place
         owner: path of the stage that has it; "" for a loose parameter.
         place: of the shell.
     """
-    result = Placeholder(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-    vars(result).update(vars(parameter))
-    result.path, result.owner, result.place, result.given = path, owner, place, dict(vars(parameter))
+    if dispatch.fake(parameter):  # of a pretended device, whose attributes are those of its mode
+        with dispatch.outside_modes():
+            meta, given = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), dict[str, Any]()
+    else:
+        meta, given = torch.empty_like(parameter, device="meta"), dict(vars(parameter))
+    result = Placeholder(meta, requires_grad=parameter.requires_grad)
+    vars(result).update(given)
+    result.path, result.owner, result.place, result.given = path, owner, place, given
     return result
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfn.collectives.agree import agree
-from shardfn.compat import autograd, dynamo, functorch
+from shardfn.compat import autograd, dispatch, dynamo, functorch
 from shardfn.compat.autograd import storage_of
 from shardfn.interop import output_capturing
 from shardfn.interop.placeholder import Part, Placeholder, Slot, left_in
@@ -181,7 +181,13 @@ def _refuse_parameter(p: Tensor, name: str, where: str) -> None:
             f"functional: {name} of {where} is a DTensor, as after fully_shard: pass the module as it was "
             f"before, and let shardfn.shard cut the parameters"
         )
-    if not _is_plain(type(p)) and not isinstance(p, nn.parameter.UninitializedParameter):  # see below
+    lazy = isinstance(p, nn.parameter.UninitializedParameter)  # see below
+    if dispatch.fake(p) and not dispatch.ordinary(p):
+        raise TypeError(
+            f"functional: {name} of {where} is a fake tensor, which has no values and belongs to its fake-tensor mode: "
+            f"build the module on the meta device (with torch.device('meta')), or outside the mode"
+        )
+    if not (_is_plain(type(p)) or lazy or dispatch.ordinary(p)):
         raise TypeError(
             f"functional: {name} of {where} is of class {type(p).__name__}, whose operations are its own: what stages "
             f"compute with are plain tensors. Pass the module with plain parameters; what few bits mean here, "

@@ -17,6 +17,7 @@ from shardfn.run.folder import Best, Resume, best_of
 from shardfn.run.interrupts import seconds_of
 from shardfn.run.reports import Report, progress
 from shardfn.shards.random import int_seed
+from shardfn.transforms.modules import refuse_module
 
 Evaluate = Callable[[Any], Mapping[str, Any]]
 Evaluation = Evaluate | tuple[Evaluate, int]
@@ -74,6 +75,7 @@ def asked(step: Any, batches: Any, given: dict[str, Any]) -> Asked:
         raise TypeError(
             f"sf.run.loop: step is a {type(step).__name__}, not a function (state, batch) -> (state, metrics)"
         )
+    refuse_module("sf.run.loop", step)
     _takes(step, 2, "step", "(state, batch) -> (state, metrics)")
     steps = _count("steps", given["steps"], "the number of the last step")
     save = given["save"]

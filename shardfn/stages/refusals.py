@@ -131,13 +131,21 @@ def refuse_closure(signature: Signature, given: Sequence[Sequence[Tensor]], outp
     # At every call, as a tensor that needed no gradient before may need one now.
     for leaf in autograd.leaves_of(outputs):
         if id(leaf) not in arguments:
-            raise RuntimeError(_closes_over(signature, _reached(signature, outputs, arguments)))
+            named, strays = _reached(signature, outputs, arguments)
+            raise RuntimeError(_closes_over(signature, named or strays) + ("" if named else _MADE_INSIDE))
 
 
-def _reached(signature: Signature, outputs: Sequence[Tensor], given: set[int]) -> list[str]:
-    """Describes the tensors other than those given on which outputs depend: by name, if the function's code names them.
+_MADE_INSIDE = (
+    ". If the function makes it, as y = x.detach().requires_grad_() to differentiate by y, write torch.func.grad "
+    "inside the stage, or call the stage with an x that requires a gradient, and differentiate by x itself"
+)
 
-    Otherwise they are found where, in the graph, nodes that depend on given tensors use others that do not.
+
+def _reached(signature: Signature, outputs: Sequence[Tensor], given: set[int]) -> tuple[list[str], list[str]]:
+    """Describes the tensors other than those given on which outputs depend: those that the function's code names.
+
+    The second list has those that are found where, in the graph, nodes that depend on given tensors use others that do
+    not.
     """
     nodes: list[Any] = [y.grad_fn for y in outputs if y.grad_fn is not None]
     parents: dict[Any, list[Any]] = {}
@@ -163,7 +171,7 @@ def _reached(signature: Signature, outputs: Sequence[Tensor], given: set[int]) -
     crossing = {edge for node in dependent for edge in parents[node] if edge[0] not in dependent}
     shapes = dict.fromkeys(autograd.result_of(node, number) for node, number in crossing)
     strays = [(tuple(x.shape), x.dtype) for key, x in leaves.items() if key not in given]
-    return named or [f"a tensor of shape {shape}, {dtype}," for shape, dtype in shapes or strays]
+    return named, [f"a tensor of shape {shape}, {dtype}," for shape, dtype in shapes or strays]
 
 
 def refuse_opaque(signature: Signature, leaves: Sequence[Any]) -> None:

@@ -29,6 +29,7 @@ from shardfn.stages.prefetch import Group, PrefetchOrder
 from shardfn.stages.refusals import refuse_inside, refuse_reentrant
 from shardfn.stages.signature import Signature, signature_of
 from shardfn.transforms import custom_vjp
+from shardfn.transforms.modules import refuse_module
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -116,7 +117,8 @@ def stage(
     Raises:
         RuntimeError: a stage inside a stage; a function that returns a parameter or a view of one, writes into one,
             or closes over a tensor that needs a gradient; ranks that run different stages.
-        ValueError, TypeError: shards of another mesh, of the wrong shape, or only some of a stage's.
+        ValueError, TypeError: shards of another mesh, of the wrong shape, or only some of a stage's; a module that has
+            parameters of its own.
 
     Example:
         ``block = stage(block, remat=True)``, then ``for p in layers(params["blocks"]): x = block(p, x)``
@@ -125,6 +127,7 @@ def stage(
     options = requested.checked()
     if fn is None:
         return functools.partial(stage, **vars(requested))
+    refuse_module("stage", fn)
     return made(getattr(fn, "__name__", type(fn).__name__), fn, options)
 
 

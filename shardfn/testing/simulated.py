@@ -163,7 +163,7 @@ def simulated(
         )
     if count < 1:
         raise ValueError(f"simulated: count={count}; a process sees 1 device or more")
-    if store is not None and not isinstance(store, dist.Store):
+    if not isinstance(store, (dist.FileStore, dist.TCPStore, dist.HashStore, dist.PrefixStore, type(None))):
         raise TypeError(
             f"simulated: store is of type {type(store).__name__}; it is a store of torch.distributed, such as "
             f"FileStore(path, {ranks}), which all ranks pass"

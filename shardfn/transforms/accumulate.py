@@ -26,6 +26,7 @@ from shardfn.transforms.autodiff import (
     value_and_grad,
 )
 from shardfn.transforms.fitting import fitted
+from shardfn.transforms.modules import refuse_module
 from shardfn.transforms.step import Defer, Step
 
 
@@ -56,7 +57,7 @@ def accumulate(
     """A function of parameters that returns the sum of `f` over micro-batches and its gradient, one of them at a time.
 
     Nothing is averaged: if `f` is a sum, divided by the size of the whole batch, the result is exactly the whole
-    batch's loss and gradient.
+    batch's loss and gradient; not with batch norms, which see one micro-batch at a time.
 
     With `micro="auto"` a batch is cut into as few parts as fit into memory. It is tried whole first. When any rank runs
     out of memory, all ranks abandon the attempt, and begin again with twice as many parts, from the same random
@@ -79,8 +80,8 @@ def accumulate(
         in.
 
     Raises:
-        TypeError, ValueError: no micro-batches; no such `defer`; a batch that cannot be cut in this way, or that ranks
-            would cut differently.
+        TypeError, ValueError: no micro-batches; a module in place of a function; no such `defer`; a batch that cannot
+            be cut in this way, or that ranks would cut differently.
         torch.OutOfMemoryError: on every rank, if one of them runs out of memory with a single row.
         RuntimeError: `"auto"` under a transform, or where something outside differentiates through it.
 
@@ -94,6 +95,7 @@ def accumulate(
     """
     if defer not in get_args(Defer):
         raise ValueError(f"accumulate: defer={defer!r}; it is one of {', '.join(map(repr, get_args(Defer)))}")
+    refuse_module("accumulate", f)
     name = name_of(f)
 
     def losses(params: Any, batches: Iterable[Any]) -> Iterator[tuple[Tensor, Any]]:

@@ -23,6 +23,7 @@ from shardfn.mesh.axes import known_axes
 from shardfn.mesh.scope import current_axes, mesh_of, scope
 from shardfn.shards.layout import FlatShard, Layout, is_flat, local_parameters
 from shardfn.shards.partition import with_leaves
+from shardfn.transforms.modules import module_told
 from shardfn.transforms.step import Step, escaped, owner
 
 
@@ -44,7 +45,8 @@ def value_and_grad(
         differentiated again.
 
     Raises:
-        TypeError, ValueError: an argument number without an argument; a loss that is not a real scalar.
+        TypeError, ValueError: an argument number without an argument; a loss that is not a real scalar; a module
+            that does not take these arguments.
 
     Example:
         >>> import torch
@@ -52,6 +54,7 @@ def value_and_grad(
         (tensor(5.), {'w': tensor([2., 4.])})
     """
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    called = module_told("value_and_grad", f)
 
     @functools.wraps(f)
     def differentiated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -69,7 +72,7 @@ def value_and_grad(
         variables = Variables(tuple(args[i] for i in chosen))
 
         def loss(*values: Tensor) -> tuple[Tensor, Any]:
-            return scalar(f(*with_leaves(args, chosen, variables.tree(values)), **kwargs), has_aux, name_of(f))
+            return scalar(called(*with_leaves(args, chosen, variables.tree(values)), **kwargs), has_aux, name_of(f))
 
         engine = _by_torch_func if torch.compiler.is_compiling() or functorch.inside_transform() else _by_autograd
         recorder = None if torch.compiler.is_compiling() else recording.current()

@@ -199,6 +199,27 @@ def test_a_sum_of_what_is_in_flat_shards_is_told_where_an_optimizer_gets_it(rank
         assert re.search(r"psum at \S*test_kinds.py:\d+ has put pieces of different parameters together", said)
 
 
+def whole_rows(own: bool) -> list[str]:
+    """A sum over four rows divided by their number, where each rank has all of them or its own."""
+    mesh, w = sf.make_mesh(a=2, device="cpu"), torch.ones(3, dtype=torch.float64)
+    x = torch.arange(12.0, dtype=torch.float64).reshape(4, 3)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return sf.psum((x @ sf.pvary(w, "a")).square().sum(), "a") / 4
+
+    f = sf.shard_map(sf.value_and_grad(loss), mesh=mesh, in_specs=(P(), P("a")), out_specs=P())
+    try:
+        f(w, x.chunk(2)[dist.get_rank()] if own else x)
+    except sf.VaryingWarning as warning:  # an error in these tests
+        return [finding.kind for finding in warning.findings]
+    return []
+
+
+def test_rows_that_all_ranks_have_whole_are_the_one_finding_although_their_number_is_that_of_all(ranks: World) -> None:
+    assert ranks.run(whole_rows, False) == [["same"]] * 2
+    assert ranks.run(whole_rows, True) == [[]] * 2
+
+
 @pytest.mark.parametrize("many", [1, 2, 5000])
 @pytest.mark.parametrize("probably", [True, False])
 def test_a_message_is_short_whatever_the_tree(many: int, probably: bool) -> None:

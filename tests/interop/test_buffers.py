@@ -162,8 +162,8 @@ def curved() -> dict[str, float]:
     return found
 
 
-def alone_in_its_batch() -> str:
-    model = functional(seeded(lambda: Columns(nn.BatchNorm1d)), small=0, sync_batch_norm="shard")
+def alone_in_its_batch(axis: str = "shard") -> str:
+    model = functional(seeded(lambda: Columns(nn.BatchNorm1d)), small=0, sync_batch_norm=axis)
     mesh = meshed()
     params = sf.shard(model.tree, mesh, sf.full_shard("shard"))
     x = zoo.numbers(6)[dist.get_rank() : 1]  # one row on all ranks together
@@ -178,6 +178,12 @@ def alone_in_its_batch() -> str:
 def test_a_batch_of_one_row_has_no_variance(world: World) -> None:
     for found in world.run(alone_in_its_batch):
         assert "got one value for each channel on all ranks along 'shard' together" in found
+
+
+@pytest.mark.world(2, "processes")
+def test_an_axis_that_the_mesh_lacks_is_told_by_the_option_that_names_it(world: World) -> None:
+    for found in world.run(alone_in_its_batch, "dat"):
+        assert found.startswith("sync_batch_norm: unknown axis 'dat'")
 
 
 @pytest.mark.world(2, "processes")

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardfn as sf
 from shardfn.interop import functional
@@ -90,7 +91,9 @@ MODULES: dict[str, tuple[Callable[[], Any], dict[str, Any], tuple[str, ...]]] = 
     ),
     "scripted": (torch.jit.ScriptModule, {}, ("TypeError", "is TorchScript", "pass the module itself")),
     "in a tuple": (Lists, {}, ("TypeError", "attribute 'pair'", "read the parameter itself")),
-    "option": (Net, {"remot": True}, ("TypeError", "unknown option remot", "remat")),
+    "option": (Net, {"remot": True}, ("TypeError", "unknown option remot (did you mean remat=?)", "min_num_params")),
+    "own option": (Net, {"smal": 3}, ("TypeError", "unknown option smal (did you mean small=?)")),
+    "no option": (Net, {"zzz": 3}, ("TypeError", "unknown option zzz; it takes")),
     "loose": (Net, {"loose": "blocks.9"}, ("ValueError", "loose: nothing matches blocks.9")),
     "mutable": (Net, {"mutable": "mean"}, ("ValueError", "mutable: nothing matches mean")),
     "stages": (Net, {"stages": "Layer"}, ("ValueError", "nothing is or matches 'Layer'", "Block")),
@@ -290,7 +293,7 @@ def refused() -> dict[str, str]:
 
 READ = ("blocks.0.weight is read outside of stage 'blocks.0', by linear", "loose=['blocks.0.weight']")
 MESSAGES: dict[str, tuple[str, ...]] = {
-    "batch norm": ("ValueError", "Pictures changes buffers while it trains", "buffers=model.buffers"),
+    "batch norm": ("ValueError", "Pictures changes buffers while it trains", ": pass buffers=model.buffers"),
     "write, False": ("RuntimeError", "the module writes into its buffer calls", "mutable=['calls']"),
     "write, True": ("RuntimeError", "the module writes into its buffer calls", "mutable=['calls']"),
     "write inside, False": ("RuntimeError", "0 writes into its buffer 0.calls", "mutable=['0.calls']"),
@@ -359,3 +362,30 @@ def test_a_weight_that_a_hook_makes_is_told_with_what_has_no_hook() -> None:
     params = model.shard(mesh, sf.full_shard("shard"))
     with pytest.raises(RuntimeError, match=r"a hook of torch.nn.utils\? torch.nn.utils.parametrizations has none"):
         model(params, torch.ones(2, 4))
+
+
+def test_fake_tensors_are_named_unless_a_simulated_device_owns_them() -> None:
+    with FakeTensorMode():
+        module = nn.Linear(2, 3)
+    text = said(lambda: functional(module))
+    assert text.startswith("TypeError: functional: weight of Linear is a fake tensor, which has no values")
+    assert "on the meta device" in text
+    assert "quant" not in text
+
+
+def step_with_whole_parameters() -> str:
+    mesh, model = sf.make_mesh(shard=2, device="cpu"), functional(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)))
+    optimizer = sf.optim.sgd(0.1)
+
+    def step(params: Any, state: Any, x: Tensor) -> Any:
+        gradient = sf.grad(lambda params: sf.psum(model(params, x).square().sum(), "shard"))(params)
+        return optimizer.step(params, gradient, state)[0]
+
+    x, in_specs = torch.ones(4, 2) * (1 + mesh.get_rank()), (sf.P(), sf.P(), sf.P("shard"))
+    checked = sf.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=sf.P())
+    return said(lambda: checked(model.tree, optimizer.init(model.tree), x))
+
+
+def test_whole_parameters_of_a_module_may_be_sharded_instead(world: World) -> None:
+    text = world.run(step_with_whole_parameters)[0]
+    assert "its transpose adds up the parts; or shard them, shardfn.shard(params, mesh, strategy)" in text

@@ -28,6 +28,7 @@ def forever(start: int) -> Any:
 
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "step is none": ({"step": 3}, "TypeError: sf.run.loop: step is a int, not a function (state, batch)"),
+    "step a module": ({"step": torch.nn.Linear(2, 2)}, "TypeError: sf.run.loop: Linear is a module, which has param"),
     "step of one": ({"step": lambda state: 0}, "step is called as (state, batch) -> (state, metrics), and step(state)"),
     "one value": ({"step": lambda s, b: s}, "step returned a int, not two values, (state, metrics)"),
     "three values": ({"step": lambda s, b: (s, {}, 1)}, "step returned 3 values, not two values"),

@@ -18,6 +18,7 @@ from tests.models import (
     ENGINES,
     WIDTH,
     block,
+    distance,
     embed,
     head,
     params,
@@ -387,3 +388,50 @@ def test_stages_that_are_new_are_compared_before_anything_moves(world: World, ho
     for error in world.errors(other_stages, how):
         assert isinstance(error, ValueError)
         assert re.search("the stages differ between ranks: rank 0 has .*; rank 1 has .*same way on every", str(error))
+
+
+def energy(p: Any, x: Tensor) -> Tensor:
+    return torch.tanh(x @ p["w"] + p["b"]).pow(2).sum()
+
+
+def forces_by_a_leaf(p: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        y = x.detach().requires_grad_()
+        return torch.autograd.grad(energy(p, y), y, create_graph=True)[0]
+
+
+def forces_by_torch_func(p: Any, x: Tensor) -> Tensor:
+    return torch.func.grad(energy, argnums=1)(p, x)
+
+
+def forces_by_the_argument(p: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return torch.autograd.grad(energy(p, x), x, create_graph=True)[0]
+
+
+def forces() -> Any:
+    s = Setting()
+    p, x = s.flat["blocks"][0], rows_of(s.rank)[..., :WIDTH].clone()
+    losses: dict[Any, Any] = {
+        f: (lambda p, f=f: sf.stage(f)(p, x.clone().requires_grad_(f is forces_by_the_argument)).square().sum())
+        for f in (forces_by_torch_func, forces_by_the_argument)
+    }
+    found = [sf.unshard(sf.grad(loss)(p)) for loss in losses.values()]
+    try:
+        sf.grad(lambda p: sf.stage(forces_by_a_leaf)(p, x).square().sum())(p)
+    except RuntimeError as error:
+        return str(error), found, x
+    return "nothing", found, x
+
+
+@pytest.mark.parametrize("world", [(2, "threads")], indirect=True, ids=["2"])
+def test_a_leaf_that_a_stage_makes_is_refused_with_what_to_write(world: World) -> None:
+    results = world.run(forces)
+    whole = params()["blocks"][0]
+    rows = torch.cat([x for _, _, x in results])
+    want = torch.func.grad(lambda p: forces_by_torch_func(p, rows).square().sum())(whole)
+    for message, found, _ in results:
+        assert "If the function makes it, as y = x.detach().requires_grad_()" in message
+        assert "torch.func.grad inside the stage, or call the stage with an x that requires a gradient" in message
+        for gradient in found:
+            assert distance(gradient, want) < 1e-12

@@ -519,3 +519,50 @@ def test_gradients_of_tensors_without_data_have_their_shapes() -> None:
     with FakeTensorMode():
         p = [torch.ones(2, 3), torch.ones(2, 3)]
         assert [g.shape for g in sf.grad(lambda p: (p[0] + p[1]).sum())(p)] == [(2, 3), (2, 3)]
+
+
+class Energy(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(X.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x**2).sum()
+
+
+@pytest.mark.parametrize("transform", [sf.value_and_grad, sf.grad])
+@pytest.mark.parametrize("args", [({"weight": X}, Y), ({"weight": X},)], ids=["parameters and input", "parameters"])
+def test_a_module_is_no_function_of_its_parameters(transform: Any, args: Any) -> None:
+    says = r"Energy is a module, .* not a function of its parameters: write model = shardfn\.interop\.functional\("
+    with pytest.raises(TypeError, match=says):
+        transform(Energy())(*args)
+
+
+@pytest.mark.parametrize(
+    "call", [lambda f: sf.stage(f), lambda f: sf.stage(remat=True)(f), lambda f: sf.accumulate(f, [X])]
+)
+def test_a_module_with_parameters_is_no_stage_and_no_sum_of_losses(call: Any) -> None:
+    with pytest.raises(TypeError, match=r"Energy is a module, .* not a function of its parameters"):
+        call(Energy())
+
+
+def test_a_module_is_differentiated_by_its_input() -> None:
+    assert close(sf.grad(Energy())(Y), 2 * X * Y)
+
+
+class Scaled(torch.nn.Module):
+    """Its forward takes the parameters; a buffer is its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", Y)
+
+    def forward(self, params: Any, x: Tensor) -> Tensor:
+        return (params["w"] * self.scale * x).sum()
+
+
+def test_a_module_may_be_a_function_of_parameters() -> None:
+    want = {"w": Y * X}
+    assert close(sf.grad(Scaled())({"w": X}, X), want)
+    assert close(sf.grad(sf.stage(Scaled()))({"w": X}, X), want)
+    assert close(sf.accumulate(Scaled(), [X])({"w": X})[1], want)
