@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pathlib
 import threading
 import warnings
 from collections import Counter
@@ -163,7 +164,7 @@ def simulated(
         )
     if count < 1:
         raise ValueError(f"simulated: count={count}; a process sees 1 device or more")
-    if not isinstance(store, (dist.FileStore, dist.TCPStore, dist.HashStore, dist.PrefixStore, type(None))):
+    if isinstance(store, (str, pathlib.Path)):
         raise TypeError(
             f"simulated: store is of type {type(store).__name__}; it is a store of torch.distributed, such as "
             f"FileStore(path, {ranks}), which all ranks pass"
