@@ -133,8 +133,7 @@ def _differs(kernel: Kernel, like: Tensor, heads: int, causal: bool) -> str:
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     scores = _scores(q, k, causal, scale)
-    lse = scores.logsumexp(-1)
-    return by_group((scores - lse[..., None]).exp().to(v.dtype), v), lse
+    return by_group(scores.softmax(-1).to(v.dtype), v), scores.logsumexp(-1)
 
 
 def _plain_backward(
@@ -148,7 +147,8 @@ def _plain_backward(
 
 def _grouped(x: Tensor, y: Tensor) -> Tensor:
     """Rows of all heads of a group, one after another: `[b, h, t, n] -> [b, g, h / g * t, n]`."""
-    return x if x.shape[1] == y.shape[1] else x.reshape(*y.shape[:2], -1, x.shape[-1])
+    rows = x.shape[1] // max(1, y.shape[1]) * x.shape[2]
+    return x if x.shape[1] == y.shape[1] else x.reshape(*y.shape[:2], rows, x.shape[-1])
 
 
 def _over_group(x: Tensor, y: Tensor, k: Tensor) -> Tensor:

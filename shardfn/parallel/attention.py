@@ -80,9 +80,6 @@ def ring_attention(
             f"ring_attention: this rank has {q.shape[2]} places; cut in a balanced way they are two equal pieces: make "
             f"the sequence a multiple of {2 * size}, or pass balanced=False"
         )
-    if not q.numel():  # the heads of a group become rows of one matrix, which torch cannot count without elements
-        heads = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1)
     rule = _ring(axis, causal, balanced, q.shape[-1] ** -0.5 if scale is None else scale)
     out: Tensor = rule(q, k, v)[0]
     return out

@@ -52,7 +52,7 @@ def embedding(tokens: Tensor, table: Tensor, axis: AxisName = (), *, sequence: i
     """Rows of a table that is cut by rows over `axis`: `[...], [v / size, d] -> [..., d]`.
 
     Args:
-        tokens: integers from 0 to `v - 1`, the same on all ranks along `axis`.
+        tokens: integers from 0 to `v - 1`, of any integer dtype, the same on all ranks along `axis`.
         table: this rank's rows.
         axis: the axis that cuts the table; `()` if nothing does.
         sequence: the dimension along which the result is cut; by default the result is the same on all ranks, `V -> I`.
@@ -63,10 +63,7 @@ def embedding(tokens: Tensor, table: Tensor, axis: AxisName = (), *, sequence: i
         TypeError: the tokens are not integers.
         ValueError: the table is not a matrix.
     """
-    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-        raise TypeError(
-            f"embedding: tokens are {tokens.dtype} {tuple(tokens.shape)}; they are integers, and come first"
-        )
+    tokens = as_indices("embedding", "tokens", tokens)
     if table.ndim != 2:
         raise ValueError(
             f"embedding: the table has shape {tuple(table.shape)}; it is [v, d], cut by rows over {axis!r}"
@@ -79,17 +76,38 @@ def embedding(tokens: Tensor, table: Tensor, axis: AxisName = (), *, sequence: i
     return from_parallel(vectors * here[..., None], axis, sequence=sequence) if size > 1 else vectors
 
 
-def check_range(caller: str, what: str, indices: Tensor, n: int) -> None:
-    """Raises IndexError unless indices are from 0 to `n - 1`; on an accelerator it is RuntimeError, at a later call.
+_INTEGERS = (
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64,
+)  # fmt: skip
+
+
+def as_indices(caller: str, what: str, x: Tensor) -> Tensor:
+    """`x` in a dtype that torch takes for indices, int32 or int64; raises TypeError unless it has integers."""
+    if x.dtype not in _INTEGERS:
+        raise TypeError(
+            f"{caller}: {what} are {x.dtype} {tuple(x.shape)}; they are integers: write {what}.long(), if this is the "
+            f"right argument"
+        )
+    return x if x.dtype in (torch.int32, torch.int64) else x.long()
+
+
+def check_range(caller: str, what: str, indices: Tensor, n: int, ignore: int | None = None) -> None:
+    """Raises IndexError unless indices are from 0 to `n - 1`, or `ignore`; on an accelerator RuntimeError, later.
 
     There an operation that finds a wrong index would end the context of the device, so indices must be masked, too.
     """
-    if indices.device.type in ("cpu", "meta"):
-        F.embedding(indices, torch.empty((), device=indices.device).expand(n, 1))
-    elif indices.numel() and not torch.compiler.is_compiling() and not dispatch.in_graph():
-        wrong = functools.partial(_outside, caller, what, n)
-        with functorch.outside_transforms():
-            ends = torch.stack(functorch.unwrapped(indices).aminmax())
+    if not indices.numel() or torch.compiler.is_compiling() or dispatch.in_graph():
+        return
+    with functorch.outside_transforms():
+        found = functorch.unwrapped(indices)
+        wrong = functools.partial(_outside, caller, what, n, found.numel())
+        if found.device.type == "cpu" and type(found).__torch_dispatch__ is Tensor.__torch_dispatch__:
+            with dispatch.outside_modes():
+                message = wrong(_ends(found, n, ignore))
+            if message is not None:
+                raise IndexError(message)
+        elif found.device.type not in ("cpu", "meta"):
+            ends = _ends(found, n, ignore)
             if (watch := capturing()) is not None:
                 watch.late.append((ends, wrong))
                 return
@@ -99,6 +117,15 @@ def check_range(caller: str, what: str, indices: Tensor, n: int) -> None:
             checks.close()  # without stages, nothing else would
 
 
-def _outside(caller: str, what: str, n: int, ends: Tensor) -> str | None:
-    low, high = ends.tolist()
-    return None if low >= 0 and high < n else f"{caller}: {what} are from {low} to {high}; they are from 0 to {n - 1}"
+def _ends(indices: Tensor, n: int, ignore: int | None) -> Tensor:
+    """The smallest and the largest index, and how many are outside."""
+    indices = indices if ignore is None else indices.where(indices != ignore, 0)
+    outside = (indices != indices.clamp(0, n - 1)).sum(dtype=indices.dtype)
+    return torch.stack((*indices.aminmax(), outside))
+
+
+def _outside(caller: str, what: str, n: int, total: int, ends: Tensor) -> str | None:
+    low, high, number = ends.tolist()
+    if low >= 0 and high < n:
+        return None
+    return f"{caller}: {what} are from {low} to {high}; they are from 0 to {n - 1}, and {number} of {total} are not"

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardfn.collectives.functional import axis_index, axis_size, pmax, psum
 from shardfn.compat.devices import elements_at_a_time
 from shardfn.mesh.grid import AxisName
-from shardfn.parallel.linear import check_range, to_parallel
+from shardfn.parallel.linear import as_indices, check_range, to_parallel
 from shardfn.transforms.custom_vjp import custom_vjp
 
 LOGITS = 2**23, 2**26  # computed at a time by default: on a CPU, and elsewhere
@@ -37,7 +37,7 @@ def cross_entropy(
         x: the same on all ranks along `axis` (`to_parallel` is applied here), in any floating dtype; if it is narrower
             than float32, the loss is float32.
         w: this rank's columns.
-        targets: integers from 0 to `vocabulary - 1`, or `ignore`.
+        targets: integers from 0 to `vocabulary - 1`, of any integer dtype, or `ignore`.
         axis: the axis that cuts `w` by columns; `()` if nothing does.
         vocabulary: the number of columns of the whole `w` that are not padding; padding has no probability.
         ignore: the target that has no loss and no gradient.
@@ -50,6 +50,7 @@ def cross_entropy(
     Raises:
         IndexError: a target is outside the vocabulary. On an accelerator it is a RuntimeError at a later call, of a
             stage or of this function, as the host does not wait for the targets; in a compiled graph there is none.
+        TypeError: the targets are not integers.
         ValueError: the shapes do not fit; the vocabulary is larger than `w`; the chunk is not positive.
 
     Source: Shoeybi et al., Megatron-LM (2019), section 3, for the cut. Chunks are activation checkpointing.
@@ -69,8 +70,8 @@ def cross_entropy(
     rows = max(1, elements_at_a_time(x.device, *LOGITS) // max(1, w.shape[1])) if chunk is None else chunk
     if rows < 1:
         raise ValueError(f"cross_entropy: chunk={chunk}; it is a number of rows, 1 or more")
-    flat_x, labels = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-    check_range("cross_entropy", "targets", labels.where(labels != ignore, 0), columns)
+    flat_x, labels = x.reshape(-1, x.shape[-1]), as_indices("cross_entropy", "targets", targets).reshape(-1)
+    check_range("cross_entropy", "targets", labels, columns, ignore)
     losses = _rule(axis, columns, ignore, rows)(flat_x, w, labels)[0]
     return losses.view(targets.shape)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from shardfn.collectives.functional import all_to_all, axis_size, psum, ragged_all_to_all
 from shardfn.compat import functorch
 from shardfn.mesh.grid import AxisName, as_names
+from shardfn.parallel.linear import as_indices, check_range
 from shardfn.transforms.custom_vjp import custom_vjp
 
 Expert = Callable[[Any, Tensor], Tensor]
@@ -105,6 +106,9 @@ def mixture(
         axes: further axes along which ranks have different tokens: those that cut the batch.
 
     Raises:
+        IndexError: an index of the routing is that of no expert. On an accelerator it is a RuntimeError at a later
+            call, as for `embedding`.
+        TypeError: the indices of the routing are not integers.
         ValueError: sizes do not fit; tokens exceed the capacity; it runs inside vmap without a capacity, or inside vmap
             or jvp with `overflow="error"`.
 
@@ -123,6 +127,8 @@ def mixture(
             f"mixture: {count} experts over {axis!r}, of {axis_size(axis)} ranks, but this rank's parameters have "
             f"leading dimensions {sorted(own)}: cut the experts with a spec, P({axis!r}), and make their number divide"
         )
+    routing = _with_indices("mixture", routing)
+    check_range("mixture", "routing.experts", routing.experts, count)
     if capacity is None:
         return _dropless(expert, params, x, routing, axis)
     if overflow not in ("drop", "error"):
@@ -148,7 +154,7 @@ def mixture(
 
 def dropped(routing: Routing, capacity: int) -> Tensor:
     """The number of choices of this rank's tokens that exceed the capacity: 0-d, an integer."""
-    return (~_slots(routing, capacity)[1]).sum()
+    return (~_slots(_with_indices("dropped", routing), capacity)[1]).sum()
 
 
 def balance_loss(routing: Routing, axes: AxisName = ()) -> Tensor:
@@ -164,7 +170,7 @@ def balance_loss(routing: Routing, axes: AxisName = ()) -> Tensor:
     Source: Fedus et al., Switch Transformers (2021), equations 4 to 6.
     """
     count, k = routing.logits.shape[-1], routing.experts.shape[-1]
-    choices = _hot(routing.experts, count).sum((0, 1, 2)).to(routing.logits.dtype)
+    choices = _hot(_with_indices("balance_loss", routing).experts, count).sum((0, 1, 2)).to(routing.logits.dtype)
     probabilities = routing.logits.softmax(-1).sum((0, 1))
     shares, means = _means((choices, probabilities), routing, axes).view(2, count)
     return count / k * (shares * means).sum()
@@ -191,6 +197,11 @@ def _means(totals: tuple[Tensor, ...], routing: Routing, axes: AxisName) -> Tens
     return whole[:-1] / whole[-1].clamp(min=1)
 
 
+def _with_indices(caller: str, routing: Routing) -> Routing:
+    """The routing with indices that torch takes; raises TypeError if they are not integers."""
+    return Routing(as_indices(caller, "routing.experts", routing.experts), routing.weights, routing.logits)
+
+
 def _hot(experts: Tensor, count: int) -> Tensor:
     """One-hot choices, bool: `[..., e]`. torch's `one_hot` reads values, which vmap does not allow."""
     return experts[..., None] == torch.arange(count, device=experts.device)
@@ -200,8 +211,8 @@ def _slots(routing: Routing, capacity: int) -> tuple[Tensor, Tensor]:
     """Where each choice goes, and whether it is kept, `[g, t, k]`: `expert * capacity + place`, or past the end."""
     length, k = routing.experts.shape[1:]
     count = routing.logits.shape[-1]
-    hot = _hot(routing.experts.transpose(1, 2).flatten(1), count).long()  # first choices first
-    place = ((hot.cumsum(1) - 1) * hot).sum(-1)
+    hot = _hot(routing.experts.transpose(1, 2).flatten(1), count)  # first choices first
+    place = (hot.cumsum(1) - 1).where(hot, capacity).amin(-1)  # of no expert, none
     place = place.unflatten(1, (k, length)).transpose(1, 2)
     kept = place < capacity
     return (routing.experts * capacity + place).where(kept, count * capacity), kept

@@ -201,28 +201,47 @@ def test_what_logits_have_in_common_costs_no_digits(world: World) -> None:
         assert not {cell: worst for cell, worst in found.items() if not worst < 2}
 
 
-WRONG_ON_A_DEVICE: dict[str, tuple[Any, str]] = {
+def mixed(experts: Tensor, **options: Any) -> Tensor:
+    """A mixture whose routing is made by hand; experts multiply with their number."""
+    weights = torch.ones(experts.shape, device=experts.device)
+    routing = parallel.Routing(experts, weights, torch.zeros(*experts.shape[:2], 4, device=experts.device))
+    x, numbers = weights[..., :1], torch.arange(4.0, device=experts.device)
+    return parallel.mixture(lambda p, x: x * p, numbers, x, routing, **options)
+
+
+def indices(like: Tensor, *numbers: int) -> Tensor:
+    return torch.tensor(numbers, device=like.device)
+
+
+OUTSIDE: dict[str, tuple[Any, str]] = {
     "a target": (
-        lambda w, n: parallel.cross_entropy(w.mT, w, torch.tensor([0, -100, n, 1], device="sim")),
-        "cross_entropy: targets are from 0 to 4; they are from 0 to 3",
+        lambda w, n: parallel.cross_entropy(w.mT, w, indices(w, 0, -100, n, 1)),
+        "cross_entropy: targets are from 0 to 4; they are from 0 to 3, and 1 of 4 are not",
     ),
     "a target, in a batch": (
         lambda w, n: torch.func.vmap(lambda t: parallel.cross_entropy(w.mT, w, t))(
-            torch.tensor([[0, -100, 2, 1], [0, 1, n, 0]], device="sim")
+            indices(w, 0, -100, 2, 1, n, 1, n, 0).view(2, 4)
         ),
-        "cross_entropy: targets are from 0 to 4; they are from 0 to 3",
+        "cross_entropy: targets are from 0 to 4; they are from 0 to 3, and 2 of 8 are not",
     ),
     "a target that is differentiated": (
-        lambda w, n: sf.grad(lambda w: parallel.cross_entropy(w.mT, w, torch.tensor([n, 0, 0, 0], device="sim")).sum())(
-            w
-        ),
-        "cross_entropy: targets are from 0 to 4; they are from 0 to 3",
+        lambda w, n: sf.grad(lambda w: parallel.cross_entropy(w.mT, w, indices(w, n, 0, 0, 0)).sum())(w),
+        "cross_entropy: targets are from 0 to 4; they are from 0 to 3, and 1 of 4 are not",
     ),
     "a token": (
-        lambda w, n: parallel.embedding(torch.tensor([0, n - 5], device="sim"), w),
-        "embedding: tokens are from -1 to 0; they are from 0 to 3",
+        lambda w, n: parallel.embedding(indices(w, 0, 3 - n, 3 - n), w),
+        "embedding: tokens are from -1 to 0; they are from 0 to 3, and 2 of 3 are not",
+    ),
+    "an expert": (
+        lambda w, n: mixed(indices(w, 0, 1, n).view(1, 3, 1), capacity=2),
+        "mixture: routing.experts are from 0 to 4; they are from 0 to 3, and 1 of 3 are not",
+    ),
+    "a negative expert": (
+        lambda w, n: mixed(indices(w, 0, 1, 3 - n).view(1, 3, 1), capacity=2),
+        "mixture: routing.experts are from -1 to 1; they are from 0 to 3, and 1 of 3 are not",
     ),
 }
+"""Calls with a matrix and a number that is inside if it is 3, and outside if it is 4; what is said of the latter."""
 
 
 def heard_on_a_device() -> dict[str, Any]:
@@ -230,14 +249,14 @@ def heard_on_a_device() -> dict[str, Any]:
     found = {}
     with simulated(values=True) as device:
         w = torch.ones(4, 4, device=device.name)
-        for name, (call, _) in WRONG_ON_A_DEVICE.items():
-            call(w, 3 if "target" in name else 5)
+        for name, (call, _) in OUTSIDE.items():
+            call(w, 3)
             device.forget()
             out = call(w, 4)
             waits = device.synchronisations
             torch.get_device_module(device.name).synchronize()
             try:
-                call(w, 3 if "target" in name else 5)
+                call(w, 3)
                 error = ""
             except RuntimeError as caught:
                 error = str(caught)
@@ -248,7 +267,61 @@ def heard_on_a_device() -> dict[str, Any]:
 def test_a_device_goes_on_with_a_wrong_index_and_a_later_call_raises() -> None:
     for name, (finite, waits, error) in world(1, "alone").run(heard_on_a_device)[0].items():
         assert (finite, waits) == (True, []), name
-        assert WRONG_ON_A_DEVICE[name][1] in error, name
+        assert OUTSIDE[name][1] in error, name
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_on_a_cpu_the_call_itself_says_the_same_of_a_wrong_index(name: str) -> None:
+    call, message = OUTSIDE[name]
+    call(torch.ones(4, 4), 3)
+    with pytest.raises(IndexError) as caught:
+        call(torch.ones(4, 4), 4)
+    assert str(caught.value) == message
+
+
+INTEGERS = [
+    torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+]  # fmt: skip
+BY_INDEX: dict[str, tuple[str, Any]] = {
+    "embedding": ("tokens", lambda i: parallel.embedding(i, torch.arange(8.0).view(4, 2))),
+    "cross_entropy": ("targets", lambda i: parallel.cross_entropy(torch.eye(4), torch.eye(4), i, ignore=2, chunk=3)),
+    "mixture": ("routing.experts", lambda i: mixed(i.view(2, 2, 1))),
+    "mixture, capacity": ("routing.experts", lambda i: mixed(i.view(2, 2, 1), capacity=1)),
+    "dropped": ("routing.experts", lambda i: parallel.dropped(by_hand(i), 1)),
+    "balance_loss": ("routing.experts", lambda i: parallel.balance_loss(by_hand(i))),
+}
+
+
+def by_hand(experts: Tensor) -> parallel.Routing:
+    return parallel.Routing(experts.view(1, 4, 1), torch.ones(1, 4, 1), torch.arange(16.0).view(1, 4, 4))
+
+
+@pytest.mark.parametrize("name", BY_INDEX)
+def test_indices_have_any_integer_dtype(name: str) -> None:
+    _, call = BY_INDEX[name]
+    numbers = torch.tensor([3, 0, 2, 0])
+    wanted = call(numbers)
+    assert wanted.any()
+    for dtype in INTEGERS:
+        assert torch.equal(call(numbers.to(dtype)), wanted), dtype
+
+
+def test_a_target_that_is_ignored_is_compared_as_a_number() -> None:
+    """156 is -100 in 8 bits."""
+    w = torch.eye(200)
+    losses = parallel.cross_entropy(w[[0, 0]], w, torch.tensor([0, 156], dtype=torch.uint8))
+    assert torch.equal(losses, F.cross_entropy(w[[0, 0]], torch.tensor([0, 156]), reduction="none"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize("name", BY_INDEX)
+def test_indices_that_are_no_integers_are_refused(name: str, dtype: torch.dtype) -> None:
+    what, call = BY_INDEX[name]
+    with pytest.raises(TypeError) as caught:
+        call(torch.tensor([1, 0, 1, 0]).to(dtype))
+    caller = name.partition(",")[0]
+    assert str(caught.value).startswith(f"{caller}: {what} are {dtype} (")
+    assert f"they are integers: write {what}.long()" in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -295,11 +368,15 @@ def test_a_norm_on_a_device_is_the_one_on_the_cpu() -> None:
 
 
 BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
-    "a token beyond the table": (lambda w: parallel.embedding(torch.tensor([8]), w, "tensor"), IndexError, ["range"]),
-    "a negative token": (lambda w: parallel.embedding(torch.tensor([-1]), w, "tensor"), IndexError, ["range"]),
+    "a token beyond the table": (
+        lambda w: parallel.embedding(torch.tensor([8]), w, "tensor"), IndexError, ["from 8 to 8", "0 to 7"]
+    ),
+    "a negative token": (
+        lambda w: parallel.embedding(torch.tensor([-1]), w, "tensor"), IndexError, ["from -1 to -1", "0 to 7"]
+    ),
     "a target beyond the vocabulary": (
         lambda w: parallel.cross_entropy(w[:, :1], w[:1], torch.tensor([0, 1, 2, 7]), "tensor", vocabulary=7),
-        IndexError, ["range"],
+        IndexError, ["from 0 to 7", "0 to 6", "1 of 4"],
     ),
     "a vocabulary beyond the matrix": (
         lambda w: parallel.cross_entropy(w[:, :1], w[:1], torch.tensor([0, 1, 2, 3]), "tensor", vocabulary=9),
