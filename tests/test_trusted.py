@@ -43,6 +43,15 @@ def test_a_kernel_that_fails_is_warned_of_once_and_not_used(way: str) -> None:
     assert len(caught) == 1
 
 
+def test_running_out_of_memory_says_nothing_of_a_kernel() -> None:
+    def full() -> str:
+        raise torch.OutOfMemoryError("full")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        trusted.trusted("a kernel", CPU, full)
+    assert trusted.trusted("a kernel", CPU, lambda: "")
+
+
 def test_a_kernel_is_compared_on_plain_tensors_inside_transforms_and_fake_modes() -> None:
     def check() -> str:
         x = torch.ones(3)

@@ -69,12 +69,14 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Kern
         return CPU if CPU.there else PLAIN
     if torch.compiler.is_compiling():
         return FLASH if _has_flash(q) else PLAIN
-    kernel = _chosen(q, k, v, causal, scale)
-    if kernel is PLAIN or not dispatch.plain(q):
-        return kernel
-    heads = q.shape[1] // k.shape[1]
-    what = f"torch's {kernel.name} attention ({q.dtype}, {q.shape[-1]} wide, {heads} to a key, causal={causal})"
-    return kernel if trusted(what, q.device, functools.partial(_differs, kernel, q, heads, causal)) else PLAIN
+    chosen, heads = _chosen(q, k, v, causal, scale), q.shape[1] // k.shape[1]
+    if chosen is PLAIN or not dispatch.plain(q):
+        return chosen
+    for kernel in (chosen, FLASH) if _has_flash(q) else (chosen,):
+        what = f"torch's {kernel.name} attention ({q.dtype}, {q.shape[-1]} wide, {heads} to a key, causal={causal})"
+        if trusted(what, q.device, functools.partial(_differs, kernel, q, heads, causal)):
+            return kernel
+    return PLAIN
 
 
 def _chosen(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Kernel:

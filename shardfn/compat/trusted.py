@@ -39,5 +39,7 @@ def _tried(check: Callable[[], str]) -> str:
     try:
         with functorch.outside_transforms(), dispatch.outside_modes(), torch.inference_mode(False), torch.no_grad():
             return check()
+    except torch.OutOfMemoryError:
+        raise  # which says nothing of the kernel
     except Exception as error:  # whatever a kernel raises where it cannot be compiled or run
         return f"{type(error).__name__}: {error}"

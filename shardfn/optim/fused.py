@@ -59,10 +59,10 @@ class AdamW:
         out = [] if ready else [p.new_zeros(len(p), dtype=torch.float32) for _ in SLOTS]
         rate = n["lr"]
         with torch.accelerator.device_index(p.device.index):
-            if isinstance(rate, Tensor):
+            if isinstance(rate, Tensor) and rate.device.type != "cpu":  # a copy from the CPU would make the host wait
                 rate = rate.to(p.device, torch.float32)
             else:
-                rate = torch.full((), rate, dtype=torch.float32, device=p.device)
+                rate = torch.full((), float(rate), dtype=torch.float32, device=p.device)
             biases = 1 - n["b1"] ** step, math.sqrt(1 - n["b2"] ** step)
             numbers = rate, n["b1"], 1 - n["b1"], n["b2"], 1 - n["b2"], *biases, n["eps"], n["weight_decay"]
             both = [tables(code, p.device) for code in (codes.dynamic, codes.positive)]

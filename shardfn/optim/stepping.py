@@ -62,8 +62,8 @@ class _Step:
 
     @property
     def fused(self) -> AdamW | None:
-        """The rule's own kernel, if slots are in 8 bits."""
-        return self.rule.fused if isinstance(self.kept, Coded) else None
+        """The rule's own kernel, if slots are in 8 bits, and the step count is a number."""
+        return self.rule.fused if isinstance(self.kept, Coded) and not isinstance(self.count, Tensor) else None
 
     def closed(self, opened: Sequence[Opened], *, together: bool) -> list[list[Stored]]:
         """Encodes the numbers of slots."""
@@ -153,6 +153,8 @@ def _overwrite(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:
             for item, _ in streamed:
                 _refuse_dtypes(item)
             stream(_windows(this, streamed))
+            for item, _ in streamed:  # as below
+                torch.autograd.graph.increment_version([item.values, *item.slots])
             work = [item for item in work if not streams(item[0].columns)]
         for item, spans in work:
             for key, start, stop in spans:

@@ -253,6 +253,12 @@ def differentiated(
         ys, cts = zip(*pairs, strict=True)
         with unscheduled():
             gradients = list(autograd.gradients(ys, variables, cts))
+        # A function's own backward may return a parameter, whose memory the next stage uses.
+        lent = {autograd.storage_of(p) for ps in residuals.parameters for p in ps}
+        gradients = [
+            g.clone() if g is not None and g.layout is torch.strided and autograd.storage_of(g) in lent else g
+            for g in gradients
+        ]
     if len(variables) < len(wanted):
         remaining = iter(gradients)
         gradients = [next(remaining) if x.requires_grad else None for x in wanted]

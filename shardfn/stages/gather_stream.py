@@ -24,7 +24,8 @@ class GatherStream:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.module = device, torch.get_device_module(device)
-        self.stream, self.decoding = (self.module.Stream(device=device) for _ in range(2))
+        # Before what computes, so that a small copy does not wait for the blocks of a large product.
+        self.stream, self.decoding = (self.module.Stream(device=device, priority=-1) for _ in range(2))
 
     @contextlib.contextmanager
     def starting(self, free: Any, ready: Sequence[Any] | None) -> Iterator[None]:

@@ -228,7 +228,7 @@ class PendingReduction:
                 self.left = self.left or side.record_event()
                 self.held.append(self.out)
                 self.begin(room)
-        self.landed = side.record_event() if encoded else None
+        self.landed = side.record_event() if encoded and self.left is not None else None  # else `side` did nothing
 
     def advance(self) -> None:
         """Waits until it reads no scratch memory and its last hop is under way."""

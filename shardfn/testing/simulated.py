@@ -138,14 +138,15 @@ def simulated(
         rank: this process's rank.
         backend: of the process group. None transfers anything: `"simulated"`, for both devices, is checked like a real
             one; `"cpu:fake,sim:fake"` and the like are torch's own, which shardfn recognises as fake.
-        values: whether tensors have values. They are computed on the CPU, at once. Several ranks need a store, too.
+        values: whether tensors have values. They are computed on the CPU, at once. Without a store nothing is
+            sent, and collectives of several ranks leave what this rank has.
         store: one of torch.distributed, through which the ranks, each a process, meet; then tensors have values and are
             sent, by gloo.
         count: the number of devices that this process sees.
 
     Raises:
         RuntimeError: the process has a process group already, or an accelerator; or such a block is open.
-        ValueError: there is no such rank, or no device; or values without a store, with several ranks.
+        ValueError: there is no such rank, or no device.
         TypeError: the store is none of torch.distributed.
     """
     if dist.is_initialized():
@@ -157,11 +158,6 @@ def simulated(
         raise RuntimeError("simulated() is open already in this process")
     if not 0 <= rank < ranks:
         raise ValueError(f"simulated: rank={rank} of ranks={ranks}: ranks are numbered from 0 to ranks - 1")
-    if values and store is None and ranks > 1:
-        raise ValueError(
-            f"simulated: values=True with ranks={ranks} and no store: nothing would be sent, and a sum over ranks "
-            f"would have this rank's part alone: pass store=FileStore(path, {ranks}) on each of {ranks} processes"
-        )
     if count < 1:
         raise ValueError(f"simulated: count={count}; a process sees 1 device or more")
     if isinstance(store, (str, pathlib.Path)):

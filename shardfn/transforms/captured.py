@@ -258,7 +258,11 @@ def captured(program: Program, leaves: list[Any], stream: Any, pool: Any) -> Cap
     stream.wait_stream(module.current_stream(program.device))
     try:
         # Threads that fetch batches or watch communicators may go on meanwhile.
-        with module.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        # The outer context: torch's own leaves the stream current if the capture cannot end.
+        with (
+            module.stream(module.current_stream(program.device)),
+            module.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+        ):
             try:
                 with ledger() as made.log:
                     found, made.tree = program.watched(watch, own)

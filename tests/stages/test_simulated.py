@@ -616,7 +616,6 @@ MISUSES: dict[str, tuple[dict[str, Any], str]] = {
     "no device": ({"count": 0}, "1 device or more"),
     "a path for a store": ({"store": "/tmp/store"}, "store is of type str"),
     "an unknown backend": ({"backend": "nobody's"}, "nobody's"),
-    "values that nobody sends": ({"ranks": 4, "values": True}, "pass store=FileStore"),
 }
 
 

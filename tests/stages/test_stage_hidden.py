@@ -599,3 +599,44 @@ def _with(layer: Any, generator: torch.Generator, p: Any, x: Tensor) -> Tensor:
 @pytest.mark.world(2, "threads")
 def test_a_generator_draws_the_same_numbers_again(world: World, how: str, options: Any) -> None:
     assert worst(world.run(drawing, how, options)) < 1e-12
+
+
+class Inner(torch.autograd.Function):
+    """The inner product, whose backward returns what it keeps where the cotangent is 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return (x * w).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return (w, x) if cotangents[0] == 1 else (cotangents[0] * w, cotangents[0] * x)
+
+
+def handed_out(strategy: str, options: dict[str, Any]) -> float:
+    mesh = data_mesh(dist.get_world_size())
+    whole = squares(DEPTH)
+    flat = sf.shard(whole, mesh, STRATEGIES[strategy])
+    stage = sf.stage(lambda p, x: Inner.apply(x, p["w"]), **options)
+    xs = [normal(*p["w"].shape, seed=10 * dist.get_rank() + i) for i, p in enumerate(whole)]
+
+    def loss(both: Any) -> Tensor:
+        return torch.stack([stage(p, x) for p, x in zip(both["ps"], both["xs"], strict=True)]).sum()
+
+    got = sf.grad(loss)({"ps": flat, "xs": xs})
+    # What the next stages use is written to again, also in the next step.
+    sf.grad(loss)({"ps": optree.tree_map(lambda x: x * 0, flat), "xs": xs})
+    sums = [
+        sum(normal(*p["w"].shape, seed=10 * r + i) for r in range(dist.get_world_size())) for i, p in enumerate(whole)
+    ]
+    inputs = worst(distance(g, p["w"]) for g, p in zip(got["xs"], whole, strict=True))
+    return max(inputs, worst(distance(g["w"], s) for g, s in zip(sf.unshard(got["ps"]), sums, strict=True)))
+
+
+@pytest.mark.parametrize("options", [{}, {"remat": True}, {"reshard": False}, {"prefetch": 0}], ids=str)
+@pytest.mark.parametrize("strategy", ["full_shard", "ddp", "hybrid_shard"])
+@pytest.mark.world(4)
+def test_a_gradient_that_is_a_parameters_memory_is_copied(world: World, strategy: str, options: dict[str, Any]) -> None:
+    assert max(world.run(handed_out, strategy, options)) < 1e-12
