@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import multiprocessing
 import os
+import platform
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,8 +26,8 @@ def process(interpreted: bool, cache: Path) -> Iterator[Call]:
 
     Triton reads the variable when it is imported, so this process must not set it.
     """
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed")
+    if platform.machine() != "x86_64":
+        pytest.skip("the development tools have no triton for this machine")
     with multiprocessing.get_context("spawn").Pool(1, _begin, (interpreted, str(cache))) as pool:
         yield lambda f, *args: pool.apply_async(f, args).get(SECONDS)
 

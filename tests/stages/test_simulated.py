@@ -614,7 +614,7 @@ MISUSES: dict[str, tuple[dict[str, Any], str]] = {
     "no such rank": ({"ranks": 2, "rank": 2}, "ranks are numbered from 0"),
     "no rank": ({"ranks": 0}, "ranks are numbered from 0"),
     "no device": ({"count": 0}, "1 device or more"),
-    "a path for a store": ({"store": "/tmp/store"}, "store is of type str"),
+    "a path for a store": ({"store": "a path"}, "store is of type str"),
     "an unknown backend": ({"backend": "nobody's"}, "nobody's"),
 }
 
