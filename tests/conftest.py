@@ -4,9 +4,11 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from shardfn.testing.forkserver import preload
+from shardfn.testing.simulated_ops import NAME
 from shardfn.testing.world import close_worlds
 
 # In every test, and in every process that a test starts, memory that nobody should read is filled with nan.
@@ -30,10 +32,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def no_world_is_left() -> Iterator[None]:
-    """A run of one rank may use pytest's own process; its process group is destroyed before the next test."""
+    """A run of one rank may use pytest's own process; its process group is destroyed before the next test.
+
+    A simulated device would stay registered, so a test that needs one has a process of its own.
+    """
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+    assert not hasattr(torch, NAME), "a test has simulated a device in pytest's own process"
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -25,7 +25,7 @@ from shardfn.mesh.grid import as_names
 from shardfn.mesh.groups import cpu_group
 from shardfn.quoting import listed, short
 from shardfn.run.collating import SIZES, Lengths, kinds_but_sizes, sizes_of
-from shardfn.run.feeding import Copier, Copy
+from shardfn.run.feeding import Copier, Copy, without_frames
 from shardfn.run.fingerprints import TELLING, digest, kinds, rows_of
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def _next(
                 seen.add(read.batch)
             read = Read(read.state, copier.start(read.batch))
     except Exception as error:  # not raised before all ranks know of it, in `_ended`
-        read = Read(State.FAILED, error=error)
+        read = Read(State.FAILED, error=without_frames(error))
     if len(who.places) > 1 and who.unequal and process_groups.worlds_of_threads():
         return _among_threads(read, who), None
     if len(who.places) == 1 or not process_groups.between_processes():

@@ -115,8 +115,22 @@ def _read(open_: Callable[[], Iterator[Any]], shared: _Ahead, device: torch.devi
         else:
             shared.put(_End())
     except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # frames would keep workers alive with the error
-        shared.put(_End(error))
+        shared.put(_End(without_frames(error)))
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """Clears the variables of the functions that an error and its causes came through, and returns the error.
+
+    They are in circles with it, and hold a loader's workers: those would live on until the garbage collector came by,
+    which then waits for each, or crashes a process that was forked in between.
+    """
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:
+        traceback.clear_frames(cause.__traceback__)
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return error
 
 
 def locked(batch: Any, device: torch.device) -> Any:

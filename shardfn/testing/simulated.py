@@ -343,7 +343,7 @@ class _Module:
     graph = Capture
 
     def is_available(self) -> bool:
-        return True
+        return bool(_current)
 
     def is_initialized(self) -> bool:
         return bool(_current)

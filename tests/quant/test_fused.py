@@ -16,7 +16,7 @@ from shardfn import quant
 from shardfn.compat import trusted
 from shardfn.quant import fused
 from shardfn.quant.formats import Format
-from shardfn.testing import simulated
+from shardfn.testing import simulated, world
 from tests.interpreted import Call, changed, counted, process
 
 FORMATS = {
@@ -236,12 +236,15 @@ def test_what_kernels_do_not_fit_runs_eagerly(interpreted: Call, name: str) -> N
     assert interpreted(not_taken, name) == []
 
 
-def test_a_simulated_device_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "_installed", lambda: True)
-    with simulated(ranks=2) as device:
-        monkeypatch.setattr(fused, "KINDS", (torch.device(device.name).type, "cpu"))
-        assert not fused.fits(torch.zeros(4, device=device.name))
-        assert not fused.fits(torch.zeros(4))
+def simulated_kernels() -> list[bool]:
+    with pytest.MonkeyPatch.context() as patch, simulated(ranks=2) as device:
+        patch.setattr(fused, "_installed", lambda: True)
+        patch.setattr(fused, "KINDS", (torch.device(device.name).type, "cpu"))
+        return [fused.fits(torch.zeros(4, device=place)) for place in (device.name, "cpu")]
+
+
+def test_a_simulated_device_has_no_kernels() -> None:
+    assert world(1, "alone").run(simulated_kernels) == [[False, False]]
 
 
 def test_a_processor_and_a_missing_triton_take_eager_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import gc
+import multiprocessing
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import optree
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import shardfn as sf
 from shardfn.run.feeding import fresh, owned
@@ -119,15 +121,18 @@ def test_a_slice_of_a_data_set_is_copied_without_the_rest() -> None:
     assert owned({"x": Pair(rows[:2], 1)})["x"].x.untyped_storage().nbytes() == 2 * 4 * 4
 
 
+@dataclasses.dataclass
 class Stops(Dataset[Any]):
     """One row of which ends what iterates over it."""
+
+    error: type[Exception] = StopIteration
 
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, row: int) -> torch.Tensor:
         if row == 21:
-            raise StopIteration
+            raise self.error
         return torch.ones(2)
 
 
@@ -148,6 +153,51 @@ def test_what_stops_iteration_where_batches_are_made_is_not_their_end(workers: i
         said = told(lambda loader=loader: list(sf.run.checked(loader, mesh, "data")))  # type: ignore[misc]
         assert said.startswith("RuntimeError: sf.run.checked: a row of the loader's data set, or its collate_fn,")
     assert told(lambda: list(sf.run.checked(iter([torch.ones(2)] * 3), mesh, "data"))) == "it was done"
+
+
+class Streaming(IterableDataset[Any]):
+    def __init__(self, error: type[Exception]) -> None:
+        self.error = error
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (Stops(self.error)[row] for row in range(64))
+
+
+def failing_loaders(error: type[Exception]) -> dict[str, Callable[[Any], Any]]:
+    """Ways to read rows in workers, one of which fails."""
+    rows, options = Stops(error), {"batch_size": 2, "num_workers": 2}
+
+    def step(state: int, batch: Any) -> tuple[int, dict[str, float]]:
+        return state + 1, {}
+
+    return {
+        "a loader": lambda mesh: list(sf.run.checked(DataLoader(rows, **options), mesh, "data")),
+        "workers that stay": lambda mesh: list(
+            sf.run.checked(DataLoader(rows, **options, persistent_workers=True), mesh, "data")
+        ),
+        "a stream": lambda mesh: list(sf.run.checked(DataLoader(Streaming(error), **options), mesh, "data")),
+        "batches": lambda mesh: list(sf.run.batches(rows, mesh, "data", 2, 0, workers=2)),
+        "batches, nothing read ahead": lambda mesh: list(
+            sf.run.batches(rows, mesh, "data", 2, 0, workers=2, prefetch=0)
+        ),
+        "a loop": lambda mesh: sf.run.loop(
+            step, 0, sf.run.checked(DataLoader(rows, **options), mesh, "data"), mesh=mesh, steps=30
+        ),
+        "a loop over a loader": lambda mesh: sf.run.loop(step, 0, DataLoader(rows, **options), mesh=mesh, steps=30),
+    }
+
+
+@pytest.mark.parametrize("error", [ValueError, StopIteration], ids=lambda error: error.__name__)
+@pytest.mark.parametrize("name", failing_loaders(ValueError))
+def test_workers_end_with_the_error_of_their_loader(name: str, error: type[Exception]) -> None:
+    mesh = sf.make_mesh(device="cpu", data=1)
+    gc.collect()
+    gc.disable()
+    try:
+        assert told(lambda: failing_loaders(error)[name](mesh)) != "it was done"
+        assert multiprocessing.active_children() == []
+    finally:
+        gc.enable()
 
 
 class Changed(Dataset[Any]):
