@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -34,6 +35,21 @@ _GENERATOR = torch.Generator  # as it is now: a simulated device puts another in
 
 Late = tuple[Tensor, Callable[[Tensor], str | None]]
 Note = tuple[Any, tuple[Any, ...]]
+
+
+_buffers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def written_by_graphs(buffers: Any) -> None:
+    """Notes memory in which graphs and eager calls take turns; its `empty()` runs before a graph does."""
+    _buffers.add(buffers)
+
+
+def empty(device: torch.device) -> None:
+    """Ends transfers into the memory that a graph is about to write, and forgets what is in it."""
+    for buffers in list(_buffers):
+        if buffers.device == device:
+            buffers.empty()
 
 
 class _Current(threading.local):

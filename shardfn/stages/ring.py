@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn.collectives.capturing import written_by_graphs
 from shardfn.collectives.into_buffers import (
     Communicator,
     Handle,
@@ -28,7 +29,7 @@ from shardfn.collectives.into_buffers import (
     sends_pieces,
 )
 from shardfn.collectives.late_checks import check
-from shardfn.compat import functorch, process_groups
+from shardfn.compat import devices, functorch, process_groups
 from shardfn.debugging import debugging
 from shardfn.stages.gather_stream import GatherStream
 from shardfn.stages.signature import Gather, GatherPlan
@@ -68,6 +69,7 @@ class Slot:
         position: its position in the ring; None outside of the ring.
         busy: whether a function is running on what it holds, forward or backward.
         free: the event of an accelerator after which nothing uses it; None if there is none.
+        stream: of an accelerator: the one on which its last gather started.
     """
 
     __slots__ = (
@@ -79,6 +81,7 @@ class Slot:
         "position",
         "readers",
         "sources",
+        "stream",
         "users",
         "views",
         "works",
@@ -87,17 +90,25 @@ class Slot:
 
     def __init__(self, nbytes: int, device: torch.device, position: weakref.ref[Position] | None = None) -> None:
         self.position, self.busy = position, False
+        self.works: list[Handle] = []
+        self.stream: GatherStream | None = None
         with ordinary_tensors():
             self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
             self.write = self.buffer.data
         self.holds: Key | None = None
         self.sources: tuple[Tensor, ...] = ()
-        self.works: list[Handle] = []
         self.views: dict[tuple[Gather, bool | None], Any] = {}
         self.parts: dict[Gather, SlotPart] = {}
         self.users = 0
         self.readers: weakref.WeakSet[Saved] | None = None
         self.free: Any = None
+
+    def __del__(self) -> None:
+        if (
+            self.works and self.stream is not None
+        ):  # nobody has waited, and nobody may wait inside of garbage collection
+            for x in (self.buffer, *self.sources):
+                x.record_stream(self.stream.stream)
 
     def save(self) -> Saved:
         """Notes that a call will read what the slot holds now."""
@@ -140,6 +151,7 @@ class Slot:
         if stream is None:
             self._start_all(plan, shards, communicator_of, disk, None)
         else:
+            self.stream = stream
             with stream.starting(self.free, ready):
                 self._start_all(plan, shards, communicator_of, disk, stream)
         self.holds, self.sources = holds, shards
@@ -375,6 +387,7 @@ class Ring:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        written_by_graphs(self)
         self.positions: list[Position] = []
         self.spare: list[Slot] = []
         self.lent = 0  # bytes of the slots lent by `outside`
@@ -420,8 +433,16 @@ class Ring:
         """Ends a loan by `outside`."""
         slot.give_back()
         self.lent -= slot.buffer.numel()
-        if not debugging.memory:
+        # What a graph has used, it writes to in each of its runs.
+        if not debugging.memory and not devices.capturing(self.device):
             self.spare.append(slot)
+
+    def empty(self) -> None:
+        """Ends all transfers into slots that calls take in turn, and forgets what they hold and since when."""
+        for slot in self.slots:
+            if slot.works or slot.holds is not None:
+                slot.give_back()
+            slot.free = None
 
     def nbytes(self) -> int:
         """Bytes of all slots."""

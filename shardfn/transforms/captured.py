@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import late_checks
-from shardfn.collectives.capturing import Late, Note, Watch
+from shardfn.collectives.capturing import Late, Note, Watch, empty
 from shardfn.collectives.ledger import Ledger, ledger, record_again
 from shardfn.compat import autograd, dispatch
 from shardfn.quoting import short
@@ -182,6 +182,7 @@ class Captured:
             results = self._on_cpu(leaves, first)
         else:
             late_checks.look(self.program.device)
+            empty(self.program.device)
             self._record_stream()
             if not first:
                 self._fill(leaves)
@@ -249,6 +250,7 @@ def captured(program: Program, leaves: list[Any], stream: Any, pool: Any) -> Cap
     if program.device.type == "cpu":
         return Captured(program)
     late_checks.look(program.device, wait=True)
+    empty(program.device)
     carried = program.roles.carried
     own = [x.detach() if i in carried else x.clone() if isinstance(x, Tensor) else x for i, x in enumerate(leaves)]
     module, error = torch.get_device_module(program.device), None

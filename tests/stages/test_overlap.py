@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import shardfn.optim as so
 from shardfn import quant
 from shardfn.stages import engine
 from shardfn.stages.gather_stream import GatherStream
+from shardfn.stages.ring import Slot
 from shardfn.testing import simulated, world
 from shardfn.transforms import given
 from tests.models import distance
@@ -116,6 +118,38 @@ def test_a_gather_waits_for_shards_that_the_step_itself_computes(shards: str) ->
 def test_only_gathers_whose_shards_changed_wait_for_them() -> None:
     # The first and the fourth are as they were given, the others are not.
     assert world(1, "alone").run(stages_before_each_gather, "taken_in_turn", True) == [[0, 1, 2, 2, 4]]
+
+
+# --- loops that end early ---
+
+
+def ended_early(reshard: Any, marks: bool = True) -> list[str]:
+    """Races if a mesh goes while a gather is under way; the allocator may be told that its memory is in use."""
+    with simulated(4) as device, sf.debug(memory=False), pytest.MonkeyPatch.context() as patch:
+        if not marks:
+            patch.delattr(Slot, "__del__")
+        for _ in range(2):
+            mesh = sf.make_mesh(shard=4, device=device.name)
+            params, x = made(mesh)
+            layer = sf.stage(block, reshard=reshard)
+
+            def loss(params: Any, x: Tensor, layers: int, layer: Any = layer) -> Tensor:
+                for _, p in zip(range(layers), sf.layers(params["blocks"]), strict=False):
+                    x = layer(p, x)
+                return x.sum()
+
+            run = sf.shard_map(loss, mesh=mesh, in_specs=..., out_specs=..., check="off")
+            run(params, x, LAYERS)
+            run(params, x, 1)
+            del mesh, params, run, layer, loss
+            gc.collect()
+        return device.races
+
+
+@pytest.mark.parametrize("reshard", [None, False, "step"])
+def test_a_mesh_may_go_while_a_gather_that_nobody_needs_is_under_way(reshard: Any) -> None:
+    assert world(1, "alone").run(ended_early, reshard) == [[]]
+    assert world(1, "alone").run(ended_early, reshard, marks=False) != [[]]
 
 
 # --- what is sent in few bits ---

@@ -69,10 +69,12 @@ def batches(ranks: int, rows: Callable[[int], int] = lambda i: ROWS, steps: int 
     return [draw(ranks, rows(i), WIDTH) for i in range(steps)]
 
 
-def loss_of(layer: Callable[..., Tensor]) -> Callable[[Any, Tensor], Tensor]:
+def loss_of(layer: Callable[..., Tensor], layers: int = LAYERS) -> Callable[[Any, Tensor], Tensor]:
     def loss(params: Any, x: Tensor) -> Tensor:
-        for p in sf.layers(params["blocks"]):
+        for i, p in enumerate(sf.layers(params["blocks"]), 1):
             x = layer(p, x)
+            if i == layers:
+                break
         return x.square().mean()
 
     return loss
@@ -102,13 +104,16 @@ def alone(optimizer: so.Optimizer) -> list[Tensor]:
     for x in batches(4):
         value, grads = sf.value_and_grad(loss_of(block))(params, x)
         params, state = optimizer.step(params, grads, state)
-        losses += [value, loss_of(block)(params, x)]
+        losses += [value, loss_of(block)(params, x), loss_of(block, 1)(params, x)]
     return numbers(losses, params)
 
 
 @plainly
 def trained(device: str, placement: str, optimizer: so.Optimizer, ranks: tuple[int, int]) -> list[Tensor]:
-    """The numbers of a graphed step, and of a loss that runs as it is after each step, in the same buffers."""
+    """The numbers of a graphed step, and of losses that run as they are after each step, in the same buffers.
+
+    The second loss ends early, when the next layer's gather may have started.
+    """
     strategy, options = PLACEMENTS[placement]
     mesh = sf.make_mesh(replica=ranks[0], shard=ranks[1], device=device)
     params, losses = sf.shard(whole(), mesh, STRATEGIES[strategy]), []
@@ -117,12 +122,12 @@ def trained(device: str, placement: str, optimizer: so.Optimizer, ranks: tuple[i
 
     @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
     def evaluated(params: Any, x: Tensor) -> Tensor:
-        return sf.pmean(loss_of(layer)(params, x), DATA)
+        return sf.pmean(torch.stack([loss_of(layer)(params, x), loss_of(layer, 1)(params, x)]), DATA)
 
     for x in batches(4):
         own = (x[dist.get_rank()] if mesh.size() > 1 else x).to(device)
         params, state, value = step(params, state, own)
-        losses += [value, evaluated(params, own)]
+        losses += [value, *evaluated(params, own)]
     return numbers(losses, sf.unshard(params))
 
 
@@ -539,6 +544,34 @@ def test_arguments_in_the_memory_of_others_are_read_before_they_are_overwritten(
         x, y = b + 1, a * 2
         a, b = (y, x) if i > 3 else (x, y)
     assert world(1, "alone").within(60).run(swapped_on_the_device)[0] == [*a.tolist(), *b.tolist()]
+
+
+@plainly
+def beside_eager_calls(reshard: Any) -> Any:
+    """Gradients of eager losses, between whose forward and backward a graph runs in the same buffers; and races."""
+    with simulated(values=True) as device:
+        mesh = sf.make_mesh(shard=1, device=device.name)
+        params, others = (sf.shard(whole(), mesh, sf.full_shard("shard")) for _ in range(2))
+        layer, x = sf.stage(block, gather_dtype=torch.float32, reshard=reshard), batches(1)[0][0].float()
+        loss, x = loss_of(layer), x.to(device.name)
+        graph = sf.graphed(sf.shard_map(loss, mesh=mesh, in_specs=..., out_specs=...))
+        others = optree.tree_map(lambda x: x + 1, others)
+
+        @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
+        def pulled(params: Any, x: Tensor) -> Any:
+            value, pull = torch.func.vjp(loss, params, x)
+            graph(others, x)
+            return pull(torch.ones_like(value))
+
+        found = [numbers([], pulled(params, x)) for _ in range(STEPS)]
+        return found, device.operations["replay"], device.races
+
+
+@pytest.mark.parametrize("reshard", [None, False, "step"])
+def test_a_graph_may_run_between_forward_and_backward_of_an_eager_call(reshard: Any) -> None:
+    (first, *others), replays, races = world(1, "alone").within(60).run(beside_eager_calls, reshard)[0]
+    assert (replays, races) == (STEPS - WARM_UP, [])
+    assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
 
 
 @plainly
