@@ -1,0 +1,34 @@
+"""The plan of a step: what it computes, sends and holds, on one rank, before it is run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardfn.plan.schedule import Allocation, Held, Work
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank does and holds in a step.
+
+    Attributes:
+        name: of the step's function.
+        mesh: the sizes of the mesh's axes, by name, in order.
+        rank: whose plan it is.
+        works: in the order in which the host issues them.
+        held: the course of the memory on the device: an entry for each work during which it changed.
+        host: the most bytes held on the host, pinned or not, by kind.
+        peak: the largest entry of `held`.
+        allocations: what is held at the peak, largest first.
+        parameters: number of elements of all parameters on all ranks.
+    """
+
+    name: str
+    mesh: dict[str, int]
+    rank: int
+    works: tuple[Work, ...]
+    held: tuple[Held, ...]
+    host: dict[str, int]
+    peak: Held
+    allocations: tuple[Allocation, ...]
+    parameters: int
