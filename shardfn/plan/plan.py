@@ -21,6 +21,7 @@ class Plan:
         peak: the largest entry of `held`.
         allocations: what is held at the peak, largest first.
         parameters: number of elements of all parameters on all ranks.
+        allocator: the most bytes on the device as CUDA's caching allocator counts them: each tensor has whole 512.
     """
 
     name: str
@@ -32,3 +33,4 @@ class Plan:
     peak: Held
     allocations: tuple[Allocation, ...]
     parameters: int
+    allocator: int = 0
