@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn.collectives.ledger import ledger
 from shardfn.compat.attention import planned_on
 from shardfn.mesh.axes import sizes
 from shardfn.mesh.planned import planning_on
@@ -82,9 +82,8 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
     """Plans a step inside `planning`: all that a rank computes, sends and holds, without running it on numbers.
 
     The step is any function: under `shard_map`, of a module, with micro-batches, a pipeline, adapters, or a product
-    with a Hessian. It is called once, as it is, on shapes. What the plan says is so from the second step on: buffers
-    that the first step makes and leaves are there from the beginning, and what ranks compare in a first call only is
-    left out. Arguments that the step donates are taken.
+    with a Hessian. It is called twice, as it is, on shapes, and the second call is what is planned: the first makes the
+    buffers that further ones use again. What ranks compare in a first call is left out.
 
     Whose memory it is, is told by where it was made. That of arguments goes by their names: `params` and the like are
     `"parameters"`, `state` and the like are `"optimizer"`; of other names, the first with flat shards are
@@ -121,17 +120,16 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
     if mesh is None:
         mesh = mesh_of(flats[0].layout.grid, "plan") if flats else current_mesh()
     parameters = mark(recorder, given)
-    before = {block: block.nbytes for block in recorder.blocks.values()}
-    log = recorder.begin()
-    with ledger() as heard:
-        heard.records = log.records
-        result = step(*args, **kwargs)
-    recorder.end()
+    gc.freeze()  # objects of a step are many, and looking through all others each time takes long
+    try:
+        step(*args, **kwargs)
+        before = {block: block.nbytes for block in recorder.blocks.values()}
+        with recorder.listening():
+            result = step(*args, **kwargs)
+    finally:
+        gc.unfreeze()
     returned = {recorder.find(x) for x in optree.tree_leaves(result) if isinstance(x, Tensor)}
-    del result, heard, log
-    left = [block for block in recorder.blocks.values() if block not in before and block not in returned]
-    known = {block for block in returned if block is not None}
-    course = course_of(recorder.events, before, left, known, len(recorder.works) - 1)
+    course = course_of(recorder.events, before, returned, len(recorder.works) - 1)
     streams = dict.fromkeys([recorder.default, *(draft.stream for draft in recorder.works if draft.stream != HOST)])
     order = {stream: number for number, stream in enumerate(streams)}
     return Plan(
