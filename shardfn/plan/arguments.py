@@ -70,9 +70,7 @@ def _numbers(node: Any) -> dict[Any, int]:
     """The number of elements of each parameter of a node, on all ranks."""
     if is_flat(node):
         layout = node.layout
-        return {
-            (layout.stage, entry.path): math.prod(layout.meant_shape(i)) for i, entry in enumerate(layout.entries)
-        }
+        return {(layout.stage, entry.path): math.prod(layout.meant_shape(i)) for i, entry in enumerate(layout.entries)}
     if is_packed(node):
         return {id(node): math.prod(node.shape)}
     return {id(node): node.numel()} if isinstance(node, Tensor) else {}

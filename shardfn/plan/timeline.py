@@ -87,7 +87,9 @@ def _duration(seconds: float) -> str:
 
 
 @short_errors
-def timed(plan: Plan, links: Links | str, chip: Chip | str, per_node: int | None = None, tokens: float | None = None) -> Timeline:
+def timed(
+    plan: Plan, links: Links | str, chip: Chip | str, per_node: int | None = None, tokens: float | None = None
+) -> Timeline:
     """Computes when each work of a plan begins and ends.
 
     Works of a stream run one after another. A work begins when its stream is free, those that it comes after have

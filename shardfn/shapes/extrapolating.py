@@ -1,8 +1,8 @@
 """The figures of a deep model's plan, from plans of shallow ones that differ in two layers.
 
-All blocks of a model are alike, so that from some depth on every two further ones add the same. What is held at a moment is
-linear in the number of blocks, and linear in which block it is: over the blocks between, it is largest at one of their
-ends. So the largest of what is held near the ends, each extrapolated, is the peak of the deep model.
+All blocks of a model are alike, so that from some depth on every two further ones add the same. What is held at a
+moment is linear in the number of blocks, and linear in which block it is: over the blocks between, it is largest at one
+of their ends. So the largest of what is held near the ends, each extrapolated, is the peak of the deep model.
 """
 
 from __future__ import annotations
