@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardfn.plan.schedule import Allocation, Held, Work
+from shardfn.plan.views import Views
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Views):
     """What one rank does and holds in a step.
 
     Attributes:
