@@ -26,7 +26,7 @@ from benchmarks.strategies import STRATEGIES
 from shardfn import quant
 from shardfn.testing import World, simulated
 from shardfn.testing.simulated import Device
-from shardfn.testing.simulated_ops import NAME
+from shardfn.simulated.operations import NAME
 
 LAYERS, WIDTH = 16, 256
 MATRICES, ROWS = 4, 256

@@ -33,6 +33,8 @@ from shardfn.mesh.make import make_mesh
 from shardfn.mesh.spec import P, by_path, global_shape, local_shape
 from shardfn.optim.norms import vdot
 from shardfn.plan.memory import Memory, memory
+from shardfn.plan.plan import Plan
+from shardfn.plan.planning import plan, planning
 from shardfn.plan.showing import show
 from shardfn.shards.init import init, init_sharded
 from shardfn.shards.layout import FlatShard, Layout, local_parameters
@@ -78,6 +80,7 @@ __all__ = [
     "Memory",
     "P",
     "Placement",
+    "Plan",
     "Record",
     "Strategy",
     "VaryingError",
@@ -121,6 +124,8 @@ __all__ = [
     "optim",
     "parallel",
     "partition",
+    "plan",
+    "planning",
     "pmax",
     "pmean",
     "pmin",

@@ -22,6 +22,7 @@ class Plan(Views):
         peak: the largest entry of `held`.
         allocations: what is held at the peak, largest first.
         parameters: number of elements of all parameters on all ranks.
+        allocator: the most bytes on the device as CUDA's caching allocator counts them: each tensor has whole 512.
     """
 
     name: str
@@ -33,3 +34,4 @@ class Plan(Views):
     peak: Held
     allocations: tuple[Allocation, ...]
     parameters: int
+    allocator: int = 0
