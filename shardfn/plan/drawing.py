@@ -90,7 +90,8 @@ def drawing(works: Sequence[Work], held: Sequence[Held], times: Times | None) ->
 def _named(by_stream: dict[int, list[Work]]) -> tuple[str, ...]:
     """Names each stream by what most of its works are."""
     names = [Counter(map(_kind, works)).most_common(1)[0][0] for works in by_stream.values()]
-    return tuple(f"{name} {names[:i].count(name) + 1}" if names.count(name) > 1 else name for i, name in enumerate(names))
+    numbers = (f" {names[:i].count(name) + 1}" if names.count(name) > 1 else "" for i, name in enumerate(names))
+    return tuple(name + number for name, number in zip(names, numbers, strict=True))
 
 
 def _kind(work: Work) -> str:
@@ -103,9 +104,7 @@ def stage_colors(works: Sequence[Work]) -> dict[tuple[str, str], str]:
     """Returns (stage, phase) -> color: a hue by stage in their order, and its forward paler; grey outside of stages."""
     stages = [stage for stage in dict.fromkeys(work.stage for work in works) if stage]
     hues = {stage: hue(i, len(stages)) for i, stage in enumerate(stages)} | {"": OTHER}
-    return {
-        (work.stage, work.phase): mixed(hues[work.stage], "#ffffff", PALER.get(work.phase, 0.0)) for work in works
-    }
+    return {(work.stage, work.phase): mixed(hues[work.stage], "#ffffff", PALER.get(work.phase, 0.0)) for work in works}
 
 
 def kind_colors(held: Sequence[Held]) -> dict[str, str]:
@@ -128,9 +127,7 @@ def amount(n: float, unit: str = "") -> str:
 
 def duration(seconds: float) -> str:
     """Returns a time with four digits, in seconds or the smaller unit that makes it at least 1."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= size:
-            break
+    unit, size = next((one for one in (("s", 1.0), ("ms", 1e-3)) if seconds >= one[1]), ("µs", 1e-6))
     return f"{seconds / size:.4g} {unit}"
 
 

@@ -53,9 +53,11 @@ def _memory(plan: Views) -> Iterator[Line]:
 
 
 def _largest(plan: Views) -> Iterator[Line]:
-    shown = sorted(plan.allocations, key=lambda one: -one.bytes)
-    if shown:
-        rows = [(one.kind, byte_count(one.bytes), f"{one.count:,}", one.stage or "-", one.where or "-") for one in shown]
+    if plan.allocations:
+        found = sorted(plan.allocations, key=lambda one: -one.bytes)
+        rows = [
+            (one.kind, byte_count(one.bytes), f"{one.count:,}", one.stage or "-", one.where or "-") for one in found
+        ]
         yield from table(("largest then", "bytes", "tensors", "stage", "made at"), rows, "lrrll", LARGEST)
 
 

@@ -28,6 +28,7 @@ class Views(Printed):
     peak: Held
     allocations: tuple[Allocation, ...]
     parameters: int
+    allocator: int
 
     @property
     def told(self) -> str:
