@@ -139,6 +139,8 @@ class Recorder:
 
     def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Notes an operation, and the memory of its results."""
+        if func.is_view:
+            return
         with self._lock:
             outs = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor) and x.device.type == NAME]
             new = [x for x in outs if self._changed(x)]

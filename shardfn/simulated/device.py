@@ -32,10 +32,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfn.collectives.late_checks import LateChecks
-from shardfn.compat import dynamo, process_groups
+from shardfn.compat import autograd, dynamo, process_groups
 from shardfn.simulated.capture import Capture, Graph
 from shardfn.simulated.clocks import HOST, ByStorage, Clocks, Current, Point, device_index
-from shardfn.simulated.operations import NAME, Operations, line, waits_for
+from shardfn.simulated.operations import NAME, Operations, line, twin, waits_for
 
 
 class Wait(NamedTuple):
@@ -86,12 +86,14 @@ class Device:
 
     name = NAME
 
-    def __init__(self, values: bool = False, count: int = 1, listener: Listener | None = None) -> None:
+    def __init__(
+        self, values: bool = False, count: int = 1, listener: Listener | None = None, races: bool = True
+    ) -> None:
         self.listener = listener
         self._lock = threading.Lock()
         self._waits: Counter[tuple[str, str]] = Counter()
         self.values, self.count = values, count
-        self.clocks = Clocks(line, watches=listener is None)
+        self.clocks = Clocks(line, watches=races)
         self.current = Current()
         self.defaults = [self.clocks.stream() for _ in range(count)]
         # By id of a handle: itself, its end, what it holds, and its number in a graph.
@@ -147,6 +149,7 @@ def simulated(
     store: Any = None,
     count: int = 1,
     listener: Listener | None = None,
+    races: bool = True,
 ) -> Iterator[Device]:
     """Makes this process one rank of a simulated world with simulated accelerators, while the block runs.
 
@@ -162,7 +165,8 @@ def simulated(
         store: one of torch.distributed, through which the ranks, each a process, meet; then tensors have values and are
             sent, by gloo.
         count: the number of devices that this process sees.
-        listener: is told of all that happens; uses of memory are then not checked.
+        listener: is told of all that happens.
+        races: whether uses of memory are checked.
 
     Raises:
         RuntimeError: the process has a process group already, or an accelerator; or such a block is open.
@@ -186,7 +190,7 @@ def simulated(
             f"FileStore(path, {ranks}), which all ranks pass"
         )
     _register()
-    device = Device(values or store is not None, count, listener)
+    device = Device(values or store is not None, count, listener, races)
     if store is not None:
         backend = "cpu:gloo,sim:sent"
     _current.append(device)
@@ -213,6 +217,7 @@ def _register() -> None:
             f"pretend another: hide it, by CUDA_VISIBLE_DEVICES= say"
         )
     process_groups.register_python_device(NAME, _Module())
+    autograd.twins[NAME] = twin
     process_groups.register_fake_backend("simulated", ["cpu", NAME])
     process_groups.register_fake_backend("sent", [NAME], made_up=False)
 

@@ -230,6 +230,24 @@ def _wrapped(device: Device, x: Any, index: int) -> Any:
     return made
 
 
+def twin(x: Tensor) -> Tensor | None:
+    """The same memory with a storage of its own; None if uses of memory are checked, which go by storages."""
+    module = torch.get_device_module(NAME)
+    device = module.simulation()
+    if device is None or device.clocks.watches:
+        return None
+    listener, device.listener = device.listener, None  # it is no memory of its own
+    try:
+        with device.fake_mode:
+            made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    finally:
+        device.listener = listener
+    if device.values:
+        shadow(x)
+        _shadows[made] = _shadows[x]
+    return made
+
+
 # --- collectives ---
 
 
