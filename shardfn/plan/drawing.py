@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from shardfn.plan.colors import OTHER, hue, mixed
 from shardfn.plan.schedule import Held, Work
@@ -24,6 +24,7 @@ KINDS = {
 MORE = ("#c2679b", "#66727f", "#8c6d46", "#5a7d3a")  # for arguments with names of their own
 
 
+@runtime_checkable
 class Times(Protocol):
     """When each work begins and ends, in seconds since the step began; in the order of a plan's works."""
 
@@ -88,16 +89,26 @@ def drawing(works: Sequence[Work], held: Sequence[Held], times: Times | None) ->
 
 
 def _named(by_stream: dict[int, list[Work]]) -> tuple[str, ...]:
-    """Names each stream by what most of its works are."""
-    names = [Counter(map(_kind, works)).most_common(1)[0][0] for works in by_stream.values()]
-    numbers = (f" {names[:i].count(name) + 1}" if names.count(name) > 1 else "" for i, name in enumerate(names))
-    return tuple(name + number for name, number in zip(names, numbers, strict=True))
+    """Names each stream by what most of its works are, of those that are not computed, if it is not the first."""
+    names = []
+    for number, works in enumerate(by_stream.values()):
+        sent = [work for work in works if number and work.kind != "compute"]
+        name = Counter(map(lane_of, sent)).most_common(1)[0][0] if sent else "compute"
+        axes = {work.axis for work in sent if work.axis}
+        names.append((name, " x ".join(*axes) if len(axes) == 1 else ""))
+    short = [name for name, _ in names]
+    names_told = [f"{name} {axis}".rstrip() if short.count(name) > 1 else name for name, axis in names]
+    return tuple(
+        f"{name} {names_told[:i].count(name) + 1}" if names_told.count(name) > 1 else name
+        for i, name in enumerate(names_told)
+    )
 
 
-def _kind(work: Work) -> str:
-    if work.kind in ("compute", "copy"):
-        return {"compute": "compute", "copy": "copies"}[work.kind]
-    return {"all_gather": "gathers", "reduce_scatter": "reductions", "all_reduce": "reductions"}.get(work.kind, "sends")
+def lane_of(work: Work) -> str:
+    """Says what a work is that is not computed."""
+    return {
+        "all_gather": "gathers", "reduce_scatter": "reductions", "all_reduce": "reductions", "copy": "copies",
+    }.get(work.kind, "sends")  # fmt: skip
 
 
 def stage_colors(works: Sequence[Work]) -> dict[tuple[str, str], str]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfn.collectives.ledger import ledger
+from shardfn.compat import process_groups
 from shardfn.mesh.axes import sizes
 from shardfn.mesh.planned import planning_on
 from shardfn.mesh.scope import current_mesh, mesh_of
@@ -114,6 +115,18 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
             "shardfn.planning(ranks=...):`, in a process without ranks of its own, and plan the step there"
         )
     recorder, per_node = _open[-1]
+    return planned_by(recorder, per_node, step, args, kwargs, mesh)[0]
+
+
+def planned_by(
+    recorder: Recorder,
+    per_node: int,
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mesh: DeviceMesh | None,
+) -> tuple[Plan, Any]:
+    """Calls a step; returns what the recorder noted of it, and its result."""
     given = _named(step, args, kwargs)
     flats = [leaf for _, tree in given for leaf in optree.tree_leaves(tree, is_leaf=is_flat) if is_flat(leaf)]
     if mesh is None:
@@ -126,16 +139,16 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
         result = step(*args, **kwargs)
     recorder.end()
     returned = {recorder.find(x) for x in optree.tree_leaves(result) if isinstance(x, Tensor)}
-    del result, heard, log
+    del heard, log
     left = [block for block in recorder.blocks.values() if block not in before and block not in returned]
     known = {block for block in returned if block is not None}
     course = course_of(recorder.events, before, left, known, len(recorder.works) - 1)
     streams = dict.fromkeys([recorder.default, *(draft.stream for draft in recorder.works if draft.stream != HOST)])
     order = {stream: number for number, stream in enumerate(streams)}
-    return Plan(
+    found = Plan(
         name=getattr(step, "__qualname__", type(step).__name__),
         mesh={} if mesh is None else sizes(mesh),
-        rank=dist.get_rank(),
+        rank=process_groups.global_rank(),
         works=tuple(draft.work(per_node, order) for draft in recorder.works),
         held=course.held,
         host=course.host,
@@ -144,6 +157,7 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
         parameters=parameters,
         allocator=course.allocator,
     )
+    return found, result
 
 
 def _named(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -50,8 +50,8 @@ class Views(Printed):
         return self.text(width)
 
     def drawing(self, times: Times | None = None) -> Drawing:
-        """Returns when each work runs, and in which lane."""
-        return drawing(self.works, self.held, times)
+        """Returns when each work runs, and in which lane; those of a profile have times of their own."""
+        return drawing(self.works, self.held, self if times is None and isinstance(self, Times) else times)
 
     def html(self, path: str | os.PathLike[str], times: Times | None = None, beside: Views | None = None) -> None:
         """Writes a page for the browser, of one file: lanes of works in time, and the memory beneath.

@@ -142,6 +142,15 @@ class Script:
         self.context.eval(f"charts[{panel}].svg.happens({name!r}, {json.dumps(facts)})")
 
     @property
+    def left(self) -> float:
+        """Where the axis begins."""
+        return self.context.eval("LEFT")
+
+    @property
+    def width(self) -> float:
+        return self.context.eval("widthOf(charts[0].svg)")
+
+    @property
     def told(self) -> str:
         return self.context.eval("about.style.display === 'none' ? '' : about.textContent")
 
@@ -170,15 +179,16 @@ def test_a_page_has_all_of_the_plan_and_needs_no_network(paged: Any) -> None:
 
 
 def test_a_page_draws_each_work_where_it_is_in_time(paged: Any) -> None:
-    plan, width = stack(3), 1208 - 96 - 12
+    plan = stack(3)
     times = taking(plan)
     script = paged(plan, times)
+    left, width = script.left, script.width
     bars = script.drawn()
     assert sorted(int(bar["data-work"]) for bar in bars) == list(range(len(plan.works)))
     whole = max(times.ends)
     for bar in bars:
         i = int(bar["data-work"])
-        assert float(bar["x"]) == pytest.approx(96 + width * times.begins[i] / whole, abs=0.02)
+        assert float(bar["x"]) == pytest.approx(left + width * times.begins[i] / whole, abs=0.02)
         assert float(bar["width"]) == pytest.approx(max(1, width * (times.ends[i] - times.begins[i]) / whole), abs=0.02)
     assert len({bar["y"] for bar in bars}) == 3
     assert len({bar["fill"] for bar in bars if plan.works[int(bar["data-work"])].phase == "backward"}) == 3
@@ -197,7 +207,7 @@ def test_the_wheel_zooms_where_it_is_and_two_clicks_show_all(paged: Any) -> None
     plan = stack(40)
     script = paged(plan)
     number = len(script.drawn())
-    middle = 96 + 1100 // 2
+    middle = script.left + script.width / 2
     for _ in range(8):
         script.happens("wheel", deltaY=-200, clientX=middle, clientY=30)
     seen = sorted(int(bar["data-work"]) for bar in script.drawn())
@@ -232,7 +242,7 @@ def test_keys_zoom_and_move(paged: Any) -> None:
 def test_pointing_at_a_work_tells_of_it_and_a_click_keeps_that(paged: Any) -> None:
     plan = stack(3)
     script = paged(plan)
-    gather = 96 + 1100 * 0.5 / len(plan.works)
+    gather = script.left + script.width * 0.5 / len(plan.works)
     script.happens("pointermove", clientX=gather, clientY=18 + 29 + 5)
     assert script.told.splitlines() == [
         "all_gather over shard: forward of layers.0",
@@ -251,7 +261,7 @@ def test_pointing_at_a_work_tells_of_it_and_a_click_keeps_that(paged: Any) -> No
 def test_pointing_at_the_memory_tells_what_is_held(paged: Any) -> None:
     plan = stack(3, whole=8_000_000)
     script = paged(plan)
-    script.happens("pointermove", clientX=96 + 1099, clientY=150)
+    script.happens("pointermove", clientX=script.left + script.width - 1, clientY=150)
     last = plan.held[-1]
     assert script.told.splitlines()[0] == f"{last.total / 1e6:g} MB at work {len(plan.works)}"
     assert "optimizer 12 MB" in script.told.splitlines()
