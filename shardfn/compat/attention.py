@@ -7,8 +7,9 @@ with the plain formulas when a device first uses it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +64,8 @@ def attention_backward(
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Kernel:
     kind = q.device.type
+    if kind in _planned and min(q.numel(), k.numel()):
+        return _on_cuda(q)
     if min(q.numel(), k.numel()) == 0 or kind not in ("cpu", "cuda"):
         return PLAIN
     if kind == "cpu":
@@ -77,6 +80,60 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Kern
         if trusted(what, q.device, functools.partial(_differs, kernel, q, heads, causal)):
             return kernel
     return PLAIN
+
+
+_planned: set[str] = set()  # kinds of devices whose tensors have no numbers, and that stand for CUDA's
+
+
+@contextlib.contextmanager
+def planned_on(kind: str) -> Iterator[None]:
+    """A context in which tensors on a kind of device, which have no numbers, are attended as CUDA's are: by one kernel.
+
+    Torch itself knows no fused kernel for such a device, and would make the whole matrix of scores.
+    """
+    nn, own = torch.nn.functional, torch.nn.functional.scaled_dot_product_attention
+
+    @functools.wraps(own)
+    def attended(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if query.device.type != kind or query.ndim != 4 or query.shape[-1] != value.shape[-1]:
+            return own(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if attn_mask is None and _on_cuda(query) is FLASH:
+            rows = map(_even_rows, (query, key, value))
+            out: Tensor = _aten._scaled_dot_product_flash_attention(*rows, dropout_p, is_causal, False, scale=scale)[0]
+            return out[..., : value.shape[-1]]
+        key, value = _repeated(query, key, value)
+        if attn_mask is not None:
+            if attn_mask.dtype == torch.bool:
+                attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+            attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+        rest = attn_mask, True, dropout_p, is_causal
+        out = _aten._scaled_dot_product_efficient_attention(query, key, value, *rest, scale=scale)[0]
+        return out
+
+    _planned.add(kind)
+    nn.scaled_dot_product_attention = attended
+    try:
+        yield
+    finally:
+        nn.scaled_dot_product_attention = own
+        _planned.discard(kind)
+
+
+def _on_cuda(q: Tensor) -> Kernel:
+    """The kernel that CUDA has for such tensors: flash for narrow dtypes and heads, else the efficient one."""
+    narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
+    if narrow and FLASH.there:
+        return FLASH
+    return EFFICIENT if q.dtype == torch.float32 and EFFICIENT.there else PLAIN
 
 
 def _chosen(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Kernel:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardfn.plan import fits, timeline
+from shardfn.plan.chips import Chip
+from shardfn.plan.fits import RESERVE, Fit
+from shardfn.plan.links import Links
 from shardfn.plan.schedule import Allocation, Held, Work
+from shardfn.plan.timeline import Timeline
 from shardfn.plan.views import Views
 
 
@@ -35,3 +40,13 @@ class Plan(Views):
     allocations: tuple[Allocation, ...]
     parameters: int
     allocator: int = 0
+
+    def timed(
+        self, links: Links | str, chip: Chip | str, per_node: int | None = None, tokens: float | None = None
+    ) -> Timeline:
+        """Computes when each work begins and ends: see `shardfn.plan.timeline.timed`."""
+        return timeline.timed(self, links, chip, per_node, tokens)
+
+    def fits(self, memory: str | int, reserve: str | int = RESERVE) -> Fit:
+        """Compares the peak with a device's memory, `"80GiB"` say: see `shardfn.plan.fits.fits`."""
+        return fits.fits(self, memory, reserve)
