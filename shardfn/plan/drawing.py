@@ -73,7 +73,7 @@ def drawing(works: Sequence[Work], held: Sequence[Held], times: Times | None) ->
         ValueError: there are times for more works, or for fewer.
     """
     streams = sorted({work.stream for work in works})
-    names = _named({stream: [work for work in works if work.stream == stream] for stream in streams})
+    names = _named([[work for work in works if work.stream == stream] for stream in streams])
     lane = tuple(streams.index(work.stream) for work in works)
     if times is None:
         begin, end = tuple(map(float, range(len(works)))), tuple(map(float, range(1, len(works) + 1)))
@@ -88,19 +88,17 @@ def drawing(works: Sequence[Work], held: Sequence[Held], times: Times | None) ->
     return Drawing(names, lane, begin, end, moments, 0.0 if peak is None else moments[peak], times is not None)
 
 
-def _named(by_stream: dict[int, list[Work]]) -> tuple[str, ...]:
-    """Names each stream by what most of its works are, of those that are not computed, if it is not the first."""
-    names = []
-    for number, works in enumerate(by_stream.values()):
-        sent = [work for work in works if number and work.kind != "compute"]
-        name = Counter(map(lane_of, sent)).most_common(1)[0][0] if sent else "compute"
-        axes = {work.axis for work in sent if work.axis}
-        names.append((name, " x ".join(*axes) if len(axes) == 1 else ""))
-    short = [name for name, _ in names]
-    names_told = [f"{name} {axis}".rstrip() if short.count(name) > 1 else name for name, axis in names]
+def _named(by_stream: Sequence[Sequence[Work]]) -> tuple[str, ...]:
+    """Names the first stream `"compute"`, and each other one by what most of its works are of those not computed."""
+    names = ["compute"] if by_stream else []
+    for works in by_stream[1:]:
+        sent = [work for work in works if work.kind != "compute"]
+        names.append(Counter(map(lane_of, sent)).most_common(1)[0][0] if sent else "side")
+    axes = [{" x ".join(work.axis) for work in works if work.axis} for works in by_stream]
+    one = [f" {next(iter(some))}" if len(some) == 1 else "" for some in axes]
+    names = [f"{name}{axis}" if names.count(name) > 1 else name for name, axis in zip(names, one, strict=True)]
     return tuple(
-        f"{name} {names_told[:i].count(name) + 1}" if names_told.count(name) > 1 else name
-        for i, name in enumerate(names_told)
+        f"{name} {names[:i].count(name) + 1}" if names.count(name) > 1 else name for i, name in enumerate(names)
     )
 
 

@@ -1,7 +1,7 @@
 """Profiles a step: it runs once, on its ranks and with its numbers, and when each work begins and ends is noted.
 
-What is noted is the same as in a plan, by the same code. A collective lasts from when it is issued until something waits
-for it and it has arrived; so it is seen how far ahead of need it is issued.
+What is noted is the same as in a plan, by the same code. A collective lasts from when it is issued until something has
+waited for it, so it is seen how far ahead of need it is issued.
 """
 
 from __future__ import annotations
