@@ -35,6 +35,7 @@ from shardfn.optim.norms import vdot
 from shardfn.plan.memory import Memory, memory
 from shardfn.plan.plan import Plan
 from shardfn.plan.planning import plan, planning
+from shardfn.plan.profiling import Profile, profile_step
 from shardfn.plan.showing import show
 from shardfn.shards.init import init, init_sharded
 from shardfn.shards.layout import FlatShard, Layout, local_parameters
@@ -81,6 +82,7 @@ __all__ = [
     "P",
     "Placement",
     "Plan",
+    "Profile",
     "Record",
     "Strategy",
     "VaryingError",
@@ -130,6 +132,7 @@ __all__ = [
     "pmean",
     "pmin",
     "ppermute",
+    "profile_step",
     "pruned",
     "psum",
     "psum_scatter",

@@ -17,12 +17,13 @@ from shardfn.plan.fits import RESERVE, Fit
 from shardfn.plan.links import Links
 from shardfn.plan.schedule import Allocation, Held, Work
 from shardfn.plan.timeline import Timeline
+from shardfn.plan.views import Views
 
 VERSION = 1  # of the files
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Views):
     """What one rank does and holds in a step.
 
     Attributes:

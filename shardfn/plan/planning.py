@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardfn.compat import process_groups
 from shardfn.compat.attention import planned_on
 from shardfn.mesh.axes import sizes
 from shardfn.mesh.planned import planning_on
@@ -115,6 +116,18 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
             "shardfn.planning(ranks=...):`, in a process without ranks of its own, and plan the step there"
         )
     recorder, per_node = _open[-1]
+    return planned_by(recorder, per_node, step, args, kwargs, mesh)[0]
+
+
+def planned_by(
+    recorder: Recorder,
+    per_node: int,
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mesh: DeviceMesh | None,
+) -> tuple[Plan, Any]:
+    """Calls a step; returns what the recorder noted of it, and its result."""
     given = _named(step, args, kwargs)
     flats = [leaf for _, tree in given for leaf in optree.tree_leaves(tree, is_leaf=is_flat) if is_flat(leaf)]
     if mesh is None:
@@ -132,10 +145,10 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
     course = course_of(recorder.events, before, returned, len(recorder.works) - 1)
     streams = dict.fromkeys([recorder.default, *(draft.stream for draft in recorder.works if draft.stream != HOST)])
     order = {stream: number for number, stream in enumerate(streams)}
-    return Plan(
+    found = Plan(
         name=getattr(step, "__qualname__", type(step).__name__),
         mesh={} if mesh is None else sizes(mesh),
-        rank=dist.get_rank(),
+        rank=process_groups.global_rank(),
         works=tuple(draft.work(per_node, order) for draft in recorder.works),
         held=course.held,
         host=course.host,
@@ -144,6 +157,7 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
         parameters=parameters,
         allocator=course.allocator,
     )
+    return found, result
 
 
 def _named(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:

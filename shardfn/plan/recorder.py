@@ -95,10 +95,13 @@ class Recorder:
     """Is told by the device what a program does.
 
     Attributes:
+        kind: the kind of device whose memory is told from the host's.
         works: what was launched while it listened.
         events: how the memory changed meanwhile, in order.
         blocks: all memory that is held now, by the number of its storage.
     """
+
+    kind = NAME
 
     def __init__(self) -> None:
         self.works: list[Draft] = []
@@ -145,7 +148,7 @@ class Recorder:
         if func.is_view:
             return
         with self._lock:
-            outs = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor) and x.device.type == NAME]
+            outs = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor) and x.device.type == self.kind]
             new = [x for x in outs if self._changed(x)]
             counts = self._on and launches(func)
             if not counts and not new:
@@ -204,7 +207,7 @@ class Recorder:
 
     def _add(self, func: Any, args: Any, kwargs: Any, out: Any, outs: list[Tensor], place: Place) -> None:
         draft = self._open("compute", place, self._stream())
-        tensors = [x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.device.type == NAME]
+        tensors = [x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.device.type == self.kind]
         draft.moved += sum(x.nbytes for x in {id(x): x for x in (*tensors, *outs)}.values())
         flops = flops_of(func, args, kwargs, out)
         if flops:
@@ -273,7 +276,7 @@ class Recorder:
             self._happens(nbytes - block.nbytes, block)
             block.nbytes = nbytes
             return
-        block = self.blocks[number] = Block(nbytes, x.device.type != NAME, place, attribution.stage)
+        block = self.blocks[number] = Block(nbytes, x.device.type != self.kind, place, attribution.stage)
         self._happens(nbytes, block)
         # Torch keeps the object of a storage that a weak reference names as long as the storage.
         self._references[number] = weakref.ref(storage, lambda _: self._freed(number))
@@ -292,7 +295,7 @@ class Recorder:
 
     def find(self, x: Tensor) -> Block | None:
         """The memory of a tensor of the device, or of the host's, which is noted if it was not yet."""
-        if x.device.type not in (NAME, "cpu"):
+        if x.device.type not in (self.kind, "cpu"):
             return None
         with self._lock:
             if self._changed(x):
