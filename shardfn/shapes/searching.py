@@ -13,8 +13,9 @@ from shardfn.shapes.extrapolating import Figures, extrapolated
 from shardfn.shapes.settings import Setting, dtype_of
 from shardfn.shapes.sizes import Shape
 
-TENSOR = 8  # ranks along `tensor` that are tried, besides none
-BATCHES = (1, 2, 4, 8)
+TENSOR = 8  # ranks along `tensor` that are tried, besides none, for large models
+LARGE = 2 * 10**10  # parameters from which it is tried
+BATCHES = (1, 4)
 _STATE = {"adamw": 2, "lion": 1}  # values of state for each parameter, at least; of others 0
 
 
@@ -115,12 +116,16 @@ def ways(shape: Shape, ranks: int, per_node: int) -> Iterator[tuple[str, dict[st
     """Yields strategies with the meshes on which they are tried."""
     for tensor in (1, TENSOR):
         heads = math.gcd(shape.heads, shape.groups, shape.hidden, shape.vocabulary)
+        if tensor > 1 and shape.parameters < LARGE:
+            continue
         if ranks % tensor or tensor > per_node or (tensor > 1 and (heads % tensor or shape.experts)):
             continue
         rest, cut = ranks // tensor, {"tensor": tensor} if tensor > 1 else {}
         near = max(1, min(per_node // tensor, rest))
         for strategy in ("ddp", "zero1", "shard_grad_op", "full_shard"):
             yield strategy, {"shard": rest} | cut
-        for size in dict.fromkeys(n for n in (near, 8 * near) if 1 < n < rest and rest % n == 0):
-            for strategy in ("hybrid_shard", "hfsdp"):
-                yield strategy, {"replica": rest // size, "shard": size} | cut
+        for size in (near, 8 * near):
+            if 1 < size < rest and rest % size == 0:
+                yield "hybrid_shard", {"replica": rest // size, "shard": size} | cut
+        if 1 < near < rest and rest % near == 0:
+            yield "hfsdp", {"replica": rest // near, "shard": near} | cut
