@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardfn.compat import attention
 from shardfn.mesh.axes import sizes
 from shardfn.mesh.planned import planning_on
 from shardfn.mesh.scope import current_mesh, mesh_of
@@ -65,10 +66,15 @@ def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device
     with simulated(ranks, rank, listener=recorder, races=False) as device, planning_on(device.name):
         recorder.device = device
         _open.append((recorder, per_node))
+        attention.pretended.add(device.name)
+        functional = torch.nn.functional
+        before, functional.scaled_dot_product_attention = functional.scaled_dot_product_attention, attention.torchs_own
         try:
             with torch.device(device.name):
                 yield device
         finally:
+            functional.scaled_dot_product_attention = before
+            attention.pretended.discard(device.name)
             _open.clear()
 
 
@@ -118,14 +124,12 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
     if mesh is None:
         mesh = mesh_of(flats[0].layout.grid, "plan") if flats else current_mesh()
     parameters = mark(recorder, given)
-    gc.freeze()  # objects of a step are many, and looking through all others each time takes long
-    try:
+    with _without_collector():
         step(*args, **kwargs)
+        gc.collect()
         before = {block: block.nbytes for block in recorder.blocks.values()}
         with recorder.listening():
             result = step(*args, **kwargs)
-    finally:
-        gc.unfreeze()
     returned = {recorder.find(x) for x in optree.tree_leaves(result) if isinstance(x, Tensor)}
     course = course_of(recorder.events, before, returned, len(recorder.works) - 1)
     streams = dict.fromkeys([recorder.default, *(draft.stream for draft in recorder.works if draft.stream != HOST)])
@@ -142,6 +146,18 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
         parameters=parameters,
         allocator=course.allocator,
     )
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """A context in which only what nothing refers to is freed: when the garbage collector runs is a matter of luck."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _named(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -197,11 +198,14 @@ def measured(cases: list[tuple[str, str]], ranks: int, rank: int, path: str) -> 
             with Tracker(device.name) as tracker:
                 step, args = program(strategy, variant, ranks, device.name, scratch)
                 step(*args)
+                gc.collect()
+                gc.disable()
                 tracker.look(())
                 tracker.most = tracker.rounded = 0
                 with sf.ledger() as log:
                     result = step(*args)
                 del result
+                gc.enable()
             found.append((tracker.most, tracker.rounded, sent(log.records)))
             del step, args
     return found
