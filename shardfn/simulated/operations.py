@@ -35,6 +35,7 @@ _BETWEEN = (*_TOOLS, str(modes.__file__), str(weakref.__file__))
 ELSEWHERE = tuple(str(pathlib.Path(str(module.__file__)).parent) + "/" for module in (torch, optree))
 
 _pinned: ByStorage[bool] = ByStorage()
+second: ByStorage[bool] = ByStorage()  # storages whose memory is another's
 _shadows: ByStorage[Any] = ByStorage()  # values of tensors on the device, some of which caches keep
 
 
@@ -253,6 +254,7 @@ def twin(x: Tensor) -> Tensor | None:
         return None
     with modes.unseen(), device.fake_mode:  # it is no memory of its own
         made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    second[made] = True
     if device.values:
         shadow(x)
         _shadows[made] = _shadows[x]
