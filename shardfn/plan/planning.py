@@ -67,7 +67,7 @@ def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device
         recorder.device = device
         _open.append((recorder, per_node))
         attention.pretended.add(device.name)
-        functional = torch.nn.functional
+        functional: Any = torch.nn.functional
         before, functional.scaled_dot_product_attention = functional.scaled_dot_product_attention, attention.torchs_own
         try:
             with torch.device(device.name):
@@ -90,11 +90,11 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
     buffers that further ones use again. What ranks compare in a first call is left out.
 
     Whose memory it is, is told by where it was made. That of arguments goes by their names: `params` and the like are
-    `"parameters"`, `state` and the like are `"optimizer"`; of other names, the first with flat shards are
-    `"parameters"`, further ones of the same stages `"optimizer"`, and the rest has its own name. What a stage's
-    schedule makes for parameters is `"gathered"`, and for gradients `"reducing"`. What comes from a forward pass and is
-    there when a backward pass has begun is `"activations"`, also if that pass was a recomputation; what comes from a
-    backward pass and outlives it, `"gradients"`. All else is `"transients"`.
+    `"parameters"`, `state` and the like are `"optimizer"`; of other names, the first with flat shards is
+    `"parameters"`, and the rest has its own name. What a stage's schedule makes for parameters is `"gathered"`, and for
+    gradients `"reducing"`. What comes from a forward pass and is there when a backward pass has begun is
+    `"activations"`, also if that pass was a recomputation; what comes from a backward pass and outlives it,
+    `"gradients"`. All else is `"transients"`.
 
     Args:
         step: the function.

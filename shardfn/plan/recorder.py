@@ -302,4 +302,3 @@ class Recorder:
             if self._changed(x):
                 self._hold(x, Place("forward", "", ""))
             return self.blocks[autograd.storage_of(x)]
-

@@ -95,6 +95,8 @@ class Operations(modes.DispatchMode):
                 self.device.listener.sent(_group_of(func, args, kwargs), HOST)
         if not func.is_view and all(x.device.type == "cpu" for x in tensors):  # those on "meta" have no memory
             self.device.clocks.use(HOST, func.name(), *_used(func, args, kwargs))
+        if self.device.listener is not None and func in _ROOM:  # nothing reads them when a step is planned
+            func = _aten.empty.memory_format
         out = func(*args, **kwargs)
         if self.device.listener is not None and isinstance(out, Tensor) and out.device.type == "cpu":
             self.device.listener.held(out)
@@ -106,6 +108,7 @@ def launches(func: Any) -> bool:
     return not func.is_view and func.namespace != "prim" and func.overloadpacket not in _NO_KERNEL
 
 
+_ROOM = {_aten.zeros.default}
 _QUIET = {torch.ops._c10d_functional.wait_tensor.default}
 _COLLECTIVES = ("c10d", "_c10d_functional")
 
