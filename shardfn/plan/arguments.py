@@ -31,11 +31,11 @@ def mark(recorder: Recorder, given: Sequence[tuple[str, Any]]) -> int:
         given: the arguments, by name.
     """
     numbers: dict[Any, int] = {}
-    stages: set[str] = set()
+    found = False
     for name, tree in given:
-        at = {flat.layout.stage for _, flat in _nodes(tree) if is_flat(flat)}
-        default = "" if not at else "optimizer" if at & stages else "parameters"
-        stages |= at
+        sharded = any(is_flat(node) for _, node in _nodes(tree))
+        default = "parameters" if sharded and not found else ""
+        found |= sharded
         for path, node in _nodes(tree):
             kind = _kind(name, path) or default or name
             for x in optree.tree_leaves(node):

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn.compat import process_groups
-from shardfn.compat.attention import planned_on
+from shardfn.compat import attention, process_groups
 from shardfn.mesh.axes import sizes
 from shardfn.mesh.planned import planning_on
 from shardfn.mesh.scope import current_mesh, mesh_of
@@ -64,14 +63,18 @@ def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device
             f"{dist.get_backend()}, and cannot be another: plan in a process of its own, or before the first make_mesh"
         )
     recorder = Recorder()
-    pretending = simulated(ranks, rank, listener=recorder, races=False)
-    with pretending as device, planning_on(device.name), planned_on(device.name):
+    with simulated(ranks, rank, listener=recorder, races=False) as device, planning_on(device.name):
         recorder.device = device
         _open.append((recorder, per_node))
+        attention.pretended.add(device.name)
+        functional: Any = torch.nn.functional
+        before, functional.scaled_dot_product_attention = functional.scaled_dot_product_attention, attention.torchs_own
         try:
             with torch.device(device.name):
                 yield device
         finally:
+            functional.scaled_dot_product_attention = before
+            attention.pretended.discard(device.name)
             _open.clear()
 
 
@@ -87,11 +90,11 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
     buffers that further ones use again. What ranks compare in a first call is left out.
 
     Whose memory it is, is told by where it was made. That of arguments goes by their names: `params` and the like are
-    `"parameters"`, `state` and the like are `"optimizer"`; of other names, the first with flat shards are
-    `"parameters"`, further ones of the same stages `"optimizer"`, and the rest has its own name. What a stage's
-    schedule makes for parameters is `"gathered"`, and for gradients `"reducing"`. What comes from a forward pass and is
-    there when a backward pass has begun is `"activations"`, also if that pass was a recomputation; what comes from a
-    backward pass and outlives it, `"gradients"`. All else is `"transients"`.
+    `"parameters"`, `state` and the like are `"optimizer"`; of other names, the first with flat shards is
+    `"parameters"`, and the rest has its own name. What a stage's schedule makes for parameters is `"gathered"`, and for
+    gradients `"reducing"`. What comes from a forward pass and is there when a backward pass has begun is
+    `"activations"`, also if that pass was a recomputation; what comes from a backward pass and outlives it,
+    `"gradients"`. All else is `"transients"`.
 
     Args:
         step: the function.
@@ -133,14 +136,12 @@ def planned_by(
     if mesh is None:
         mesh = mesh_of(flats[0].layout.grid, "plan") if flats else current_mesh()
     parameters = mark(recorder, given)
-    gc.freeze()  # objects of a step are many, and looking through all others each time takes long
-    try:
+    with _without_collector():
         step(*args, **kwargs)
+        gc.collect()
         before = {block: block.nbytes for block in recorder.blocks.values()}
         with recorder.listening():
             result = step(*args, **kwargs)
-    finally:
-        gc.unfreeze()
     returned = {recorder.find(x) for x in optree.tree_leaves(result) if isinstance(x, Tensor)}
     course = course_of(recorder.events, before, returned, len(recorder.works) - 1)
     streams = dict.fromkeys([recorder.default, *(draft.stream for draft in recorder.works if draft.stream != HOST)])
@@ -158,6 +159,18 @@ def planned_by(
         allocator=course.allocator,
     )
     return found, result
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """A context in which only what nothing refers to is freed: when the garbage collector runs is a matter of luck."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _named(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
