@@ -33,6 +33,9 @@ from shardfn.mesh.make import make_mesh
 from shardfn.mesh.spec import P, by_path, global_shape, local_shape
 from shardfn.optim.norms import vdot
 from shardfn.plan.memory import Memory, memory
+from shardfn.plan.plan import Plan
+from shardfn.plan.planning import plan, planning
+from shardfn.plan.profiling import Profile, profile_step
 from shardfn.plan.showing import show
 from shardfn.shards.init import init, init_sharded
 from shardfn.shards.layout import FlatShard, Layout, local_parameters
@@ -78,6 +81,8 @@ __all__ = [
     "Memory",
     "P",
     "Placement",
+    "Plan",
+    "Profile",
     "Record",
     "Strategy",
     "VaryingError",
@@ -121,10 +126,13 @@ __all__ = [
     "optim",
     "parallel",
     "partition",
+    "plan",
+    "planning",
     "pmax",
     "pmean",
     "pmin",
     "ppermute",
+    "profile_step",
     "pruned",
     "psum",
     "psum_scatter",

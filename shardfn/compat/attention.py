@@ -63,6 +63,8 @@ def attention_backward(
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Kernel:
     kind = q.device.type
+    if kind in pretended and min(q.numel(), k.numel()):
+        return FLASH if _fits_flash(q) and FLASH.there else EFFICIENT
     if min(q.numel(), k.numel()) == 0 or kind not in ("cpu", "cuda"):
         return PLAIN
     if kind == "cpu":
@@ -93,8 +95,11 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Kern
 
 def _has_flash(q: Tensor) -> bool:
     """Whether both torch and the device have the flash kernels, for tensors like this."""
-    narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
-    return narrow and FLASH.there and _flash_on(q.device)
+    return _fits_flash(q) and FLASH.there and _flash_on(q.device)
+
+
+def _fits_flash(q: Tensor) -> bool:
+    return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
 
 
 @functools.cache
@@ -128,6 +133,46 @@ def _differs(kernel: Kernel, like: Tensor, heads: int, causal: bool) -> str:
         if not error < most:
             return f"{name} is wrong by {error:.2g}"
     return ""
+
+
+pretended: set[str] = set()
+"""Kinds of devices without kernels that are taken to have CUDA's."""
+
+
+def torchs_own(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`scaled_dot_product_attention` as on CUDA, for tensors of pretended devices."""
+    if query.device.type not in pretended or query.ndim != 4:
+        return _sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    query, key, value = map(_even_rows, (query, key, value))
+    if attn_mask is None and _fits_flash(query):
+        flash: Tensor = _aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+        return flash
+    if enable_gqa:
+        key, value = _repeated(query, key, value)
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    needs = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    out: Tensor = _aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, needs, dropout_p, is_causal, scale=scale
+    )[0]
+    return out
+
+
+_sdpa = torch.nn.functional.scaled_dot_product_attention
 
 
 # --- the plain formulas ---

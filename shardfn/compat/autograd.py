@@ -60,8 +60,14 @@ def weak_storage(x: torch.Tensor) -> Any:
 _NAMEABLE = ("cpu", "cuda", "xpu")  # devices whose memory DLPack can share
 
 
+twins: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {}
+"""For kinds of devices that share memory in a way of their own."""
+
+
 def second_storage(x: torch.Tensor) -> torch.Tensor | None:
     """Returns the same memory with a storage of its own; None if that is not possible."""
+    if x.device.type in twins:
+        return twins[x.device.type](x)
     if type(x) is not torch.Tensor or x.device.type not in _NAMEABLE:  # DLPack would read even a fake tensor's memory
         return None
     return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x))  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ from shardfn.compat import devices
 from shardfn.mesh.axes import device_of, grid_of, per_mesh, row
 from shardfn.mesh.grid import Grid, show
 from shardfn.mesh.groups import connected, group_over
+from shardfn.mesh.planned import planned
 from shardfn.mesh.start import check_device, claim_device, patience, start_distributed
 from shardfn.quoting import short, short_errors
 
@@ -78,7 +79,7 @@ def make_mesh(
         )
     if scratch is not None and not os.fspath(scratch):
         raise ValueError("make_mesh: scratch=''; it is the path of a folder, or None")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or planned() or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
     if device == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import get_ident
 from typing import Any
 
@@ -25,6 +25,7 @@ from shardfn.mesh.deadlock import CALL, SHOWN, State, advised, ranks_named, stan
 from shardfn.mesh.watchdog import arrivals, broken_groups, waits
 
 MOST_KINDS = 4096  # most kinds of waits counted for one group
+ended: list[Callable[[on], None]] = []  # what is told of the end of each wait
 _axes_of: dict[str, str] = {}  # group -> the axes that it runs along
 
 
@@ -86,6 +87,8 @@ class on:
             waits.pop(get_ident(), None)
         else:
             waits[get_ident()] = before
+        for tell in ended:
+            tell(self)
         if isinstance(error, RuntimeError) and (outcome := _failed(self, error)) is not error:
             if self.ranks is None and not self.renewed and watchdog.STAYS not in str(outcome):
                 broken_groups[self.group] = f"{callsites.caller()}, where {outcome}"

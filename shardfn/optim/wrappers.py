@@ -12,6 +12,7 @@ from torch import Tensor
 from shardfn.collectives import functional
 from shardfn.compat import dynamo, functorch
 from shardfn.mesh.axes import device_of
+from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.mesh.selectors import Which, chosen
 from shardfn.optim.differentiable import differentiable, lerped, refuse_overwriting, share_memory
@@ -269,4 +270,4 @@ def finite(tree: Any) -> bool:
             total = total + flag.to(total.device, non_blocking=total.device.type != "cpu")
         with scope(mesh), torch.no_grad():
             bad = [functional.psum(total, tuple(name for name, _ in grid.sizes))]
-    return not any(flag.item() for flag in bad)  # the only wait of the host
+    return not any(flag.item() for flag in bad) or bool(planned())  # the only wait of the host

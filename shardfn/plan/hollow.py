@@ -7,28 +7,18 @@ from typing import TYPE_CHECKING, Any
 import optree
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from shardfn.mesh.selectors import Which
 from shardfn.mesh.spec import dotted, joined
 from shardfn.quant.packed import is_packed
 from shardfn.quoting import listed
+from shardfn.shards.hollow import drawn
 from shardfn.shards.layout import FlatShard, is_flat
 from shardfn.shards.placement import Strategy
 from shardfn.shards.sharding import Rules, Specs
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-class _Shapes(TorchFunctionMode):
-    """A mode in which new tensors have no data, on the meta device, and random ops need no generator."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        arguments = {name: value for name, value in (kwargs or {}).items() if name != "generator"}
-        if arguments.get("device") is not None:
-            arguments["device"] = "meta"
-        return func(*args, **arguments)
 
 
 def made(path: str, node: Any) -> Any:
@@ -55,15 +45,7 @@ def _leaf(name: str, leaf: Any) -> Any:
             f"memory: {name or 'the tree'} is of type {type(leaf).__name__}; parameters are tensors, on the meta "
             f"device too, or makers, as init takes them"
         )
-    try:
-        with torch.device("meta"), _Shapes():
-            drawn = leaf(torch.Generator())
-    except (RuntimeError, NotImplementedError) as error:
-        raise ValueError(
-            f"memory: the maker of {name or 'the tree'} cannot run without numbers ({str(error).partition(chr(10))[0]})"
-            f": pass tensors of the shapes and dtypes that it makes, torch.empty(..., device='meta')"
-        ) from error
-    return made(name, drawn)
+    return made(name, drawn(leaf, name or "the tree", "memory"))
 
 
 def laid_out(

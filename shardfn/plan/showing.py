@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import html
-import io
 import os
-import shutil
-import sys
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from shardfn.plan import holdings, page
+from shardfn.plan.page import Line
+from shardfn.plan.printed import WIDE, Printed, need_matplotlib, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,7 +43,7 @@ def show(tree: Any, mesh: DeviceMesh | None = None) -> Shown:
     return Shown(holdings.sections(tree, mesh))
 
 
-class Shown:
+class Shown(Printed):
     """Who holds what.
 
     Attributes:
@@ -63,41 +60,8 @@ class Shown:
             raise ValueError(f"show: rank {rank} is on none of the meshes")
         return sum(sum(section[rank]) for section in held if rank in section)
 
-    def text(self, width: int | None = None) -> str:
-        """Returns the text, in lines of at most `width` columns if words allow it. Default: the terminal's width."""
-        lines = page.lines(self.sections, width or _columns())
-        return "\n".join("".join(word for word, _ in line).rstrip() for line in lines)
-
-    def __str__(self) -> str:
-        return self.text()
-
-    def __repr__(self) -> str:
-        """The text, in color if standard output is a terminal."""
-        if not sys.stdout.isatty() or "NO_COLOR" in os.environ or find_spec("rich") is None:
-            return self.text()
-        from rich.console import Console
-
-        with io.StringIO() as out:
-            Console(file=out, force_terminal=True, width=_columns()).print(self, end="")
-            return out.getvalue()
-
-    def __rich__(self) -> Any:
-        return self._styled(_columns())
-
-    def _styled(self, width: int) -> Any:
-        from rich.text import Text
-
-        lines = (Text.assemble(*line) for line in page.lines(self.sections, width))
-        return Text("\n", no_wrap=True, overflow="ignore").join(lines)
-
-    def _repr_html_(self) -> str:
-        if find_spec("rich") is None:
-            return f"<pre>{html.escape(self.text(WIDE))}</pre>"
-        from rich.console import Console
-
-        console = Console(file=io.StringIO(), record=True, width=WIDE, force_jupyter=False)
-        console.print(self._styled(WIDE))
-        return console.export_html(inline_styles=True, code_format=f'<pre style="{MONO}">{{code}}</pre>')
+    def _lines(self, width: int) -> Iterator[Line]:
+        return page.lines(self.sections, width)
 
     def figure(self) -> Figure:
         """Returns the picture, which notebooks can show, too.
@@ -105,11 +69,7 @@ class Shown:
         Raises:
             ModuleNotFoundError: matplotlib is missing.
         """
-        if find_spec("matplotlib") is None:
-            raise ModuleNotFoundError(
-                "show: pictures need matplotlib, which is in the extra examples: pip install 'shardfn[examples]'",
-                name="matplotlib",
-            )
+        need_matplotlib("show")
         return _drawn(list(page.lines(self.sections, WIDE)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -119,27 +79,14 @@ class Shown:
             ModuleNotFoundError: matplotlib is missing.
             ValueError: no picture format has this suffix.
         """
-        figure = self.figure()
-        formats = figure.canvas.get_supported_filetypes()
-        ending = Path(path).suffix.removeprefix(".").lower()
-        if ending not in formats:
-            raise ValueError(f"show: {os.fspath(path)!r} names no kind of picture: end it in .svg, .png or .pdf")
-        figure.savefig(path, dpi=150)
-
-
-WIDE = 120  # columns, where there is no terminal
-MONO = "white-space:pre;overflow-x:auto;line-height:1.25;font-family:Menlo,'DejaVu Sans Mono',consolas,monospace"
+        save_figure("show", self.figure(), path)
 
 
 COLUMN, LINE = 0.08, 0.18  # size of a character in inches; whole pixels, as glyphs are rounded to pixels
 INK = {"": "#1c2733", "bold": "#1c2733", "dim": "#66727f"}  # colors by style
 
 
-def _columns() -> int:
-    return shutil.get_terminal_size((WIDE, 24)).columns
-
-
-def _drawn(lines: list[page.Line]) -> Figure:
+def _drawn(lines: list[Line]) -> Figure:
     """Draws lines as a picture, with each word in the columns that it has on a terminal."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle

@@ -12,10 +12,12 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.mesh.planned import planned
 from shardfn.mesh.selectors import Which
 from shardfn.mesh.spec import P, dotted, joined
 from shardfn.quant.packed import is_packed, pack
 from shardfn.quoting import short_errors
+from shardfn.shards import hollow
 from shardfn.shards.placement import Strategy
 from shardfn.shards.random import Drawing, int_seed, mixed
 from shardfn.shards.sharding import Rules, Specs, agreed, refuse_second, refuse_sparse
@@ -142,6 +144,8 @@ def _filled(fill: Fill, name: str, like: Tensor, seed: int) -> Tensor:
 
 def _drawn(make: Make, path: str, seed: int) -> Any:
     """A maker's result at a path; draws without a generator come from the generator that it is given."""
+    if planned():
+        return hollow.drawn(make, path or "the tree", "init_sharded")
     generator = torch.Generator().manual_seed(mixed(int_seed(seed), path))
     with Drawing(generator, f"the maker of {path or 'the tree'}"):
         return make(generator)

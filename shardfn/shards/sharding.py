@@ -18,6 +18,7 @@ from shardfn.collectives.agree import agree, failing_together
 from shardfn.compat import autograd, process_groups
 from shardfn.mesh.axes import check_axes, grid_of, per_mesh
 from shardfn.mesh.grid import Grid
+from shardfn.mesh.planned import planned
 from shardfn.mesh.selectors import Chosen, Which, chosen
 from shardfn.mesh.spec import ByPath, P, dotted, global_shape, is_dtensor, joined, local_shape, sliced
 from shardfn.quant.packed import Packed, is_packed
@@ -276,6 +277,8 @@ class Rules:
 
     def fill(self, flat: FlatShard, number: int, name: str, value: Tensor) -> None:
         """Copies this rank's part of a parameter into its flat shard."""
+        if planned():
+            return
         if value.is_meta:
             raise ValueError(
                 f"{name} is on the meta device, without values: use init_sharded(..., fill=...) or shard_named"

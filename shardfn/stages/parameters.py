@@ -21,6 +21,7 @@ from shardfn.collectives.ledger import unscheduled
 from shardfn.compat import autograd
 from shardfn.mesh.axes import per_mesh
 from shardfn.mesh.lanes import lane
+from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import scope
 from shardfn.shards.layout import Layout
 from shardfn.stages.consistency import callers
@@ -179,6 +180,8 @@ class Reads:
         If no rank has computed the stage, this says nothing of later calls, and is not remembered.
         """
         kind = run.kind
+        if kind not in self.known and planned():  # no other rank says anything
+            self.known[kind] = reads or not run.signature.computes
         if kind not in self.known:
             mesh, signature = self.mesh_of(), run.signature
             with unscheduled(), scope(mesh), torch.no_grad():

@@ -20,6 +20,7 @@ from shardfn.compat.dynamo import one_graph, refuse_in_graph, trace_dicts
 from shardfn.compat.functorch import inside_transform
 from shardfn.mesh.axes import axis_of, known_axes, sizes
 from shardfn.mesh.lanes import lane
+from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import current_mesh, scope
 from shardfn.mesh.spec import Leaf, P, check, check_own, is_dtensor, local_shape, match, places_itself
 from shardfn.quoting import listed
@@ -133,7 +134,7 @@ def shard_map(
             entered = _enter(function, args, kwargs, in_specs, on, inputs, seen, look, when)
             if inside is not None:
                 claim(inside, f"shard_map({name_of(function)})", "in_specs", entered.leaves, entered.pieces, on)
-            elif when != "off" and entered.new and on.size() > 1 and not traced():
+            elif when != "off" and entered.new and on.size() > 1 and not traced() and not planned():
                 return _check(function, entered, out_specs, on, seen, _differentiated((args, kwargs)))
             result = _called(function, entered, on)
             leaves = _leave(function, result, out_specs, on, seen, inside is not None)

@@ -24,7 +24,7 @@ import shardfn as sf
 import shardfn.optim as so
 from shardfn import P, interop, quant
 from shardfn.mesh.scope import scope
-from shardfn.plan import holdings, page
+from shardfn.plan import holdings, page, printed
 from shardfn.testing import World, world
 from tests.models import STRATEGIES
 from tests.refusals import refused
@@ -356,7 +356,7 @@ def test_lines_are_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_notebook_gets_the_text_in_colors(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = sf.show({"<w>": torch.ones(3)})
     assert re.sub(r"</?(pre|span)[^>]*>", "", shown._repr_html_()).strip() == html.escape(shown.text(120))
-    monkeypatch.setattr("shardfn.plan.showing.find_spec", lambda name: None)
+    monkeypatch.setattr(printed, "find_spec", lambda name: None)
     assert shown._repr_html_() == f"<pre>{html.escape(shown.text(120))}</pre>"
     assert refused(shown.figure, ModuleNotFoundError).endswith("pip install 'shardfn[examples]'")
 

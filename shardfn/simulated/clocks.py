@@ -144,10 +144,12 @@ class Clocks:
     Attributes:
         races: found so far: the later use, the earlier one, and the bytes' name.
         launched: number of operations launched on the device.
+        marked: streams of which a point was taken since they last launched something.
     """
 
-    def __init__(self, where: Callable[[], str]) -> None:
-        self.where = where
+    def __init__(self, where: Callable[[], str], watches: bool = True) -> None:
+        self.where, self.watches = where, watches
+        self.marked: set[int] = set()
         self.races: list[tuple[str, str]] = []
         self.launched = 0
         self._lock = threading.RLock()
@@ -167,6 +169,7 @@ class Clocks:
     def now(self, stream: int) -> Point:
         """The point that the stream's work has reached, as launched."""
         with self._lock:
+            self.marked.add(stream)
             capture = self._capture if stream in self._captured else 0
             return Point(dict(self._clocks[stream]), self.launched, capture)
 
@@ -232,12 +235,23 @@ class Clocks:
                 _merge(known, point.clock)
             return True
 
+    def known(self, stream: int) -> Clock:
+        """How far each stream's work comes before what this stream is given next."""
+        with self._lock:
+            return self._clocks[stream]
+
+    def all(self) -> dict[int, Clock]:
+        """The clock of each stream, by its number."""
+        with self._lock:
+            return dict(self._clocks)
+
     # --- uses ---
 
     def use(self, stream: int, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
         """Enters an operation of a stream, and notes what it races with."""
         with self._lock:
-            self.look()
+            if self.watches:
+                self.look()
             clock = self._clocks[stream]
             if stream != HOST:
                 if self._captured and stream not in self._captured:
@@ -245,6 +259,8 @@ class Clocks:
                 _merge(clock, self._clocks[HOST])  # launched after all that the host has waited for
                 self.launched += 1
             time = clock[stream] = clock.get(stream, 0) + 1
+            if not self.watches:
+                return
             label = f"{what} at {self.where()}"
             for tensors, writing in ((reads, False), (writes, True)):
                 for x in tensors:
@@ -277,7 +293,7 @@ class Clocks:
     def allocated(self, stream: int, x: Tensor) -> None:
         """Enters memory that a stream has allocated."""
         with self._lock:
-            if x not in self._storages:
+            if self.watches and x not in self._storages:
                 self._new(stream, x)
 
     def record(self, x: Tensor, stream: int) -> None:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from shardfn.compat import autograd, process_groups
-from shardfn.testing.simulated_ops import NAME, line, shadow
+from shardfn.simulated.operations import NAME, line, shadow
 
 if TYPE_CHECKING:
-    from shardfn.testing.simulated import Device
+    from shardfn.simulated.device import Device
 
 
 class Graph:

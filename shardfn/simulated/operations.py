@@ -18,22 +18,24 @@ from torch import Tensor
 
 from shardfn.collectives import ops
 from shardfn.compat import dispatch, dynamo, modes, process_groups
-from shardfn.testing.clocks import HOST, ByStorage, device_index
+from shardfn.simulated import shapes
+from shardfn.simulated.clocks import HOST, ByStorage, device_index
 
 if TYPE_CHECKING:
-    from shardfn.testing.simulated import Device
+    from shardfn.simulated.device import Device
 
 NAME = "sim"
 """The device's name: `torch.device("sim")`."""
 
 _aten: Any = torch.ops.aten
-_HERE = pathlib.Path(__file__).resolve()
-_PACKAGE = str(_HERE.parent.parent) + "/"
-_TESTING = str(_HERE.parent) + "/"
-_BETWEEN = (_TESTING, str(modes.__file__), str(weakref.__file__))
-_ELSEWHERE = tuple(str(pathlib.Path(str(module.__file__)).parent) + "/" for module in (torch, optree))
+_HERE = pathlib.Path(__file__).resolve().parent
+_PACKAGE = f"{_HERE.parent}/"
+_TOOLS = (f"{_HERE}/", f"{_HERE.parent}/testing/")
+_BETWEEN = (*_TOOLS, str(modes.__file__), str(weakref.__file__))
+ELSEWHERE = tuple(str(pathlib.Path(str(module.__file__)).parent) + "/" for module in (torch, optree))
 
 _pinned: ByStorage[bool] = ByStorage()
+second: ByStorage[bool] = ByStorage()  # storages whose memory is another's
 _shadows: ByStorage[Any] = ByStorage()  # values of tensors on the device, some of which caches keep
 
 
@@ -67,10 +69,13 @@ class Operations(modes.DispatchMode):
         if dispatch.composite(func):  # such ops come here whole below autograd
             with self:
                 return func.decompose(*args, **kwargs)
-        if not func.is_view and func.namespace != "prim" and func.overloadpacket not in _NO_KERNEL:
+        if launches(func):
             device.operations[func.name()] += 1
         answer = _ANSWERS.get(func)
-        return answer(device, func, args, kwargs) if answer else _run(device, func, args, kwargs)
+        out = answer(device, func, args, kwargs) if answer else _run(device, func, args, kwargs)
+        if device.listener is not None:
+            device.listener.ran(func, args, kwargs, out)
+        return out
 
     def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         if func is _aten._pin_memory.default or kwargs.get("pin_memory"):
@@ -79,16 +84,31 @@ class Operations(modes.DispatchMode):
             pins = func is _aten._pin_memory.default
             pinned = args[0].clone() if pins else func(*args, **kwargs | {"pin_memory": False})
             _pinned[pinned] = True
+            if self.device.listener is not None:
+                self.device.listener.held(pinned)
             return pinned
         if func is _aten.is_pinned.default:
             return args[0] in _pinned
         if func.namespace in _COLLECTIVES and dist.get_world_size() > 1 and func not in _QUIET:
             self.device._waited("cpu collective")
+            if self.device.listener is not None:
+                self.device.listener.sent(_group_of(func, args, kwargs), HOST)
         if not func.is_view and all(x.device.type == "cpu" for x in tensors):  # those on "meta" have no memory
             self.device.clocks.use(HOST, func.name(), *_used(func, args, kwargs))
-        return func(*args, **kwargs)
+        if self.device.listener is not None and func in _ROOM:  # nothing reads them when a step is planned
+            func = _aten.empty.memory_format
+        out = func(*args, **kwargs)
+        if self.device.listener is not None and isinstance(out, Tensor) and out.device.type == "cpu":
+            self.device.listener.held(out)
+        return out
 
 
+def launches(func: Any) -> bool:
+    """Whether an operation launches something on the device: it is neither a view nor an allocation."""
+    return not func.is_view and func.namespace != "prim" and func.overloadpacket not in _NO_KERNEL
+
+
+_ROOM = {_aten.zeros.default}
 _QUIET = {torch.ops._c10d_functional.wait_tensor.default}
 _COLLECTIVES = ("c10d", "_c10d_functional")
 
@@ -132,7 +152,21 @@ def _result(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _pretended(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    """The result, without values."""
+    """The result, without values: as it was the last time that the operation got such arguments."""
+    key = shapes.key_of(func, args, kwargs)
+    if key is None:
+        return _found(device, func, args, kwargs)
+    known = shapes.known.get(key)
+    if known is None:
+        out = _found(device, func, args, kwargs)
+        if key == shapes.key_of(func, args, kwargs):
+            shapes.known[key] = shapes.results(out, args, kwargs)
+        return out
+    return shapes.again(known, args, kwargs)
+
+
+def _found(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """The result, without values, as torch finds its shape."""
     mode = device.fake_mode
     args, kwargs = optree.tree_map(lambda x: _fake(x, mode), (args, kwargs))
     kwargs.pop("generator", None)
@@ -215,6 +249,21 @@ def _wrapped(device: Device, x: Any, index: int) -> Any:
     return made
 
 
+def twin(x: Tensor) -> Tensor | None:
+    """The same memory with a storage of its own; None if uses of memory are checked, which go by storages."""
+    module = torch.get_device_module(NAME)
+    device = module.simulation()
+    if device is None or device.clocks.watches:
+        return None
+    with modes.unseen(), device.fake_mode:  # it is no memory of its own
+        made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    second[made] = True
+    if device.values:
+        shadow(x)
+        _shadows[made] = _shadows[x]
+    return made
+
+
 # --- collectives ---
 
 
@@ -265,6 +314,10 @@ def _collective(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
             handle = process_groups.handle_of(work)
             # The handle lives, so that the caller gets this one.
             device.works[id(handle)] = handle, point, (*held, *made), number
+    if device.listener is not None:
+        device.listener.sent(group.partition(" ")[0], stream)
+        for x in made:
+            device.listener.held(x)
     return out
 
 
@@ -349,14 +402,16 @@ def _copied_into(device: Device, into: Tensor, x: Tensor, non_blocking: bool) ->
     if device.graph is not None and host.device.type == "cpu":
         device.graph.refuse(f"copy {x.device.type}->{into.device.type}")
     device.clocks.use(device.stream(), "copy", (x,), (into,))
+    if device.listener is not None:
+        device.listener.copied(into, x)
     alone = host.numel() <= 1 and host is x  # travels with the kernel's arguments
     if host.device.type == "cpu" and not (non_blocking and (host in _pinned or alone)):
         device._waited(f"copy {x.device.type}->{into.device.type}")
     if device.values:
         target, source = (shadow(y) if y.device.type == NAME else y for y in (into, x))
         target.copy_(source)
-    elif into.device.type == "cpu":
-        into.fill_(1)
+    elif into.device.type == "cpu" and (device.listener is None or into.numel() <= 1024):
+        into.fill_(1)  # when a step is planned, what is large on the host has room, but no pages
     return into
 
 
@@ -464,7 +519,7 @@ def line() -> str:
         file = frame.f_code.co_filename
         if file.startswith(_PACKAGE) and not file.startswith(_BETWEEN):
             return f"shardfn/{file.removeprefix(_PACKAGE)}:{frame.f_lineno}"
-        if own is None and not file.startswith((*_BETWEEN, *_ELSEWHERE, "<")):
+        if own is None and not file.startswith((*_BETWEEN, *ELSEWHERE, "<")):
             own = f"{pathlib.PurePath(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return own or "?"

@@ -1,0 +1,167 @@
+"""How long collectives take on the links between ranks: tables of bytes and seconds, for each number of ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from bisect import bisect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardfn.quoting import listed, short
+
+Curve = tuple[tuple[float, float], ...]
+"""Pairs of bytes that a rank sends and seconds, with bytes growing."""
+OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
+_ALSO = {"ppermute": "send", "broadcast": "send"}
+
+
+@dataclass(frozen=True)
+class Links:
+    """Measured or stated times of collectives.
+
+    Attributes:
+        name: of the machine.
+        source: where the figures are from.
+        curves: for each operation, by `(nodes, ranks on each node)` that take part: times by the bytes that a rank
+            sends, each piece counted once, as the ledger counts them.
+        copying: bytes a second between a device and its host, in one direction.
+    """
+
+    name: str
+    source: str
+    curves: dict[str, dict[tuple[int, int], Curve]]
+    copying: float
+
+    def __post_init__(self) -> None:
+        for operation, tables in self.curves.items():
+            for spread, curve in tables.items():
+                _check(f"Links {self.name!r}: {operation} of {spread}", curve)
+
+    def seconds(self, operation: str, sent: float, ranks: int, nodes: int = 1) -> float:
+        """Returns the time of one collective that has its links to itself.
+
+        Times between table entries are interpolated between their logarithms: over bytes, over the ranks on a node, and
+        over nodes. Fewer bytes than any entry take as long as the least, and more take longer in proportion. More ranks
+        or nodes than any entry follow the slope of the last two entries.
+
+        Args:
+            operation: as the ledger names it.
+            sent: bytes that this rank sends.
+            ranks: that take part.
+            nodes: over which these are spread evenly.
+
+        Raises:
+            ValueError: no table has this operation, within a node or between nodes, as asked.
+        """
+        if operation == "copy":
+            return sent / self.copying
+        if ranks < 2:
+            return 0.0
+        tables = self.curves.get(_ALSO.get(operation, operation))
+        known = [] if tables is None else [spread for spread in tables if (spread[0] > 1) == (nodes > 1)]
+        if tables is None or not known:
+            where = "between nodes" if nodes > 1 else "within a node"
+            have = listed(f"{name} {spread[0]} x {spread[1]}" for name, each in self.curves.items() for spread in each)
+            raise ValueError(
+                f"links {self.name!r} have no times of {short(repr(operation))} {where}; they have (nodes x ranks on "
+                f"each): {have or 'none'}. Measure them with measure_links on a mesh with such an axis"
+            )
+        sizes = [sent]
+        if nodes > max(known)[0]:  # fewer bytes take no longer than more, to which they could be padded
+            sizes += [size for size, _ in tables[max(known)] if size > sent]
+        return min(_spread_over(tables, known, size, max(1.0, ranks / nodes), nodes) for size in sizes)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the tables as JSON, which `load` reads."""
+        curves = {
+            operation: {f"{nodes}x{own}": curve for (nodes, own), curve in tables.items()}
+            for operation, tables in self.curves.items()
+        }
+        told = {"name": self.name, "source": self.source, "copying": self.copying, "curves": curves}
+        Path(path).write_text(json.dumps(told, indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Links:
+        """Reads what `save` wrote.
+
+        Raises:
+            OSError: there is no such file.
+            ValueError: it holds something else.
+        """
+        try:
+            told = json.loads(Path(path).read_text())
+            curves = {
+                operation: {_spread(key): tuple(map(tuple, curve)) for key, curve in tables.items()}
+                for operation, tables in told.pop("curves").items()
+            }
+            return Links(curves=curves, **told)
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise ValueError(
+                f"Links.load: {path} holds no tables of links ({error}): Links.save writes them"
+            ) from error
+
+
+def _spread_over(
+    tables: dict[tuple[int, int], Curve], known: list[tuple[int, int]], sent: float, ranks: float, nodes: int
+) -> float:
+    """Returns the time on so many nodes with so many ranks on each."""
+    by_ranks = []
+    for own in sorted({own for _, own in known}):
+        over = [(n, _at(tables[n, own], sent)) for n, each in sorted(known) if each == own]
+        by_ranks.append((own, _between(over, nodes)))
+    return _between(by_ranks, ranks)
+
+
+def _spread(key: str) -> tuple[int, int]:
+    nodes, _, own = key.partition("x")
+    return int(nodes), int(own)
+
+
+def _check(name: str, curve: Curve) -> None:
+    sizes = [size for size, _ in curve]
+    if not curve or sizes != sorted(set(sizes)) or min(min(pair) for pair in curve) <= 0:
+        raise ValueError(
+            f"{name}: a table is pairs of bytes and seconds, all positive, with bytes growing; it is {short(curve)}"
+        )
+
+
+def _at(curve: Curve, sent: float) -> float:
+    """Returns the time of so many bytes."""
+    (least, shortest), (most, longest) = curve[0], curve[-1]
+    if sent <= least:
+        return shortest
+    return longest * sent / most if sent >= most else _between(curve, sent)
+
+
+def _between(points: Sequence[tuple[float, float]], x: float) -> float:
+    """Interpolates between the logarithms of points; beyond the last one with the last slope, if that rises."""
+    if x <= points[0][0] or len(points) == 1:
+        return points[0][1]
+    k = min(bisect([at for at, _ in points], x), len(points) - 1)
+    (a, low), (b, high) = points[k - 1], points[k]
+    slope = math.log(high / low) / math.log(b / a)
+    if x > b:
+        return high * (x / b) ** max(slope, 0.0)
+    return low * (x / a) ** slope
+
+
+def nodes_of(mesh: dict[str, int], rank: int, axis: Iterable[str], per_node: int) -> int:
+    """Returns over how many nodes those ranks are spread that differ from this one along some axes only.
+
+    Args:
+        mesh: sizes of the axes, by name, in order; ranks are numbered row-major.
+        rank: one of the ranks.
+        axis: names of the axes.
+        per_node: ranks on a node, numbered one after another.
+    """
+    strides, stride = dict[str, int](), 1
+    for name, size in reversed(mesh.items()):
+        strides[name] = stride
+        stride *= size
+    members = [rank - sum(rank // strides[name] % mesh[name] * strides[name] for name in axis)]
+    for name in axis:
+        members = [first + k * strides[name] for first in members for k in range(mesh[name])]
+    return len({member // per_node for member in members})

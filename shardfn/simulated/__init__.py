@@ -1,0 +1,4 @@
+"""A pretended accelerator: what programs launch on it, what memory they hold, and where the host waits for it.
+
+It imports `collectives`, `mesh` and `compat`.
+"""

@@ -1,0 +1,458 @@
+"""A simulated accelerator: programs run on it without one, and whatever would make the host wait for it is counted.
+
+Autograd runs backward on a thread of its own, as on CUDA. Every use of memory is checked: two uses on different streams
+of which one is a write must be ordered by events or waits, or they are a race.
+
+By default tensors have shapes, dtypes and strides, but no values, the process group transfers nothing, and a tensor
+copied to the host is full of ones there: this is for counting, at any size. With `values=True` tensors have values, and
+with a `store` the ranks are processes between which they are sent.
+
+with simulated(ranks=8) as device:
+    mesh = sf.make_mesh(shard=8, device=device.name)
+    ...
+    step()
+    device.forget()
+    step()
+    assert device.synchronisations == []
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pathlib
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardfn.collectives.late_checks import LateChecks
+from shardfn.compat import autograd, dynamo, process_groups
+from shardfn.simulated.capture import Capture, Graph
+from shardfn.simulated.clocks import HOST, ByStorage, Clocks, Current, Point, device_index
+from shardfn.simulated.operations import NAME, Operations, line, twin, waits_for
+
+
+class Wait(NamedTuple):
+    """Waits of the host of one kind at one line.
+
+    Attributes:
+        kind: `"item"`, `"copy sim->cpu"`, `"copy cpu->sim"`, `"synchronize"`, `"cpu collective"`, or the name of an
+            operation whose result's size depends on values.
+        where: `file:line` in this package, or otherwise in the caller's own code.
+        times: how often.
+    """
+
+    kind: str
+    where: str
+    times: int
+
+
+class Listener(Protocol):
+    """What is told of everything that a program does on the device."""
+
+    def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """An operation was launched, or made a view or room without launching anything."""
+
+    def copied(self, into: Tensor, x: Tensor) -> None:
+        """A copy between the host and the device was launched."""
+
+    def sent(self, group: str, stream: int) -> None:
+        """A collective of a group was launched on a stream."""
+
+    def held(self, x: Tensor) -> None:
+        """A tensor has memory, on the host or on the device."""
+
+
+class Device:
+    """The simulated accelerator, as a test sees it.
+
+    Attributes:
+        name: for `torch.device` and `make_mesh(device=...)`.
+        values: whether tensors have values.
+        clocks: the order of the work on all streams.
+        generators: counts of calls that read or wrote the state of its random generators, by name.
+        threads: identities of the threads on which its operations ran.
+        operations: counts of operations by name, without views and pure allocations. Each is at least one kernel on a
+            real device.
+        collectives: those of each group, in order: operation, and bytes where they are the same on all ranks.
+        listener: what is told of all of it, if anything is.
+    """
+
+    name = NAME
+
+    def __init__(
+        self, values: bool = False, count: int = 1, listener: Listener | None = None, races: bool = True
+    ) -> None:
+        self.listener = listener
+        self._lock = threading.Lock()
+        self._waits: Counter[tuple[str, str]] = Counter()
+        self.values, self.count = values, count
+        self.clocks = Clocks(line, watches=races)
+        self.current = Current()
+        self.defaults = [self.clocks.stream() for _ in range(count)]
+        # By id of a handle: itself, its end, what it holds, and its number in a graph.
+        self.works: dict[int, tuple[Any, Point, Any, int]] = {}
+        self.graph: Graph | None = None  # the one that is being captured
+        self.results: ByStorage[tuple[Point, Any]] = ByStorage()  # end and what is held, by what is filled
+        self.streams: dict[str, int] = {}  # of collectives, by group
+        self.collectives: dict[str, list[tuple[str, int]]] = {}
+        self.fake_mode = dynamo.fake_mode()
+        self.generators: Counter[str] = Counter()
+        self.threads: set[int] = set()
+        self.operations: Counter[str] = Counter()
+
+    @property
+    def synchronisations(self) -> list[Wait]:
+        """The waits of the host since `forget`."""
+        return [Wait(*key, count) for key, count in sorted(self._waits.items())]
+
+    @property
+    def races(self) -> list[str]:
+        """Uses of memory, since `forget`, that no event or wait orders: the later one, and the earlier one."""
+        self.clocks.look()
+        return [f"{later}, with {earlier}" for later, earlier in dict.fromkeys(self.clocks.races)]
+
+    def forget(self) -> None:
+        """Starts all counts afresh."""
+        with self._lock:
+            for counter in (self._waits, self.generators, self.threads, self.operations, self.clocks.races):
+                counter.clear()
+
+    def stream(self, index: int | None = None) -> int:
+        """The number of the stream that is current in this thread."""
+        index = self.current.device if index is None else index
+        stream = self.current.streams.get(index)
+        return self.defaults[index] if stream is None else int(stream.stream_id)
+
+    def _waited(self, kind: str) -> None:
+        """The host waits for the current stream."""
+        if self.graph is not None:
+            self.graph.refuse(kind)
+        self.clocks.synchronize(self.stream())
+        with self._lock:
+            self._waits[kind, line()] += 1
+
+
+@contextlib.contextmanager
+def simulated(
+    ranks: int = 1,
+    rank: int = 0,
+    backend: str = "simulated",
+    *,
+    values: bool = False,
+    store: Any = None,
+    count: int = 1,
+    listener: Listener | None = None,
+    races: bool = True,
+) -> Iterator[Device]:
+    """Makes this process one rank of a simulated world with simulated accelerators, while the block runs.
+
+    Registering the device cannot be undone, so tests do it in processes of their own, `world(n, "alone")`.
+
+    Args:
+        ranks: the number of ranks in the world.
+        rank: this process's rank.
+        backend: of the process group. None transfers anything: `"simulated"`, for both devices, is checked like a real
+            one; `"cpu:fake,sim:fake"` and the like are torch's own, which shardfn recognises as fake.
+        values: whether tensors have values. They are computed on the CPU, at once. Without a store nothing is
+            sent, and collectives of several ranks leave what this rank has.
+        store: one of torch.distributed, through which the ranks, each a process, meet; then tensors have values and are
+            sent, by gloo.
+        count: the number of devices that this process sees.
+        listener: is told of all that happens.
+        races: whether uses of memory are checked.
+
+    Raises:
+        RuntimeError: the process has a process group already, or an accelerator; or such a block is open.
+        ValueError: there is no such rank, or no device.
+        TypeError: the store is none of torch.distributed.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            "simulated() makes the default process group of this process, and there is one already: backend "
+            f"{dist.get_backend()}, rank {dist.get_rank()} of {dist.get_world_size()}"
+        )
+    if _current:
+        raise RuntimeError("simulated() is open already in this process")
+    if not 0 <= rank < ranks:
+        raise ValueError(f"simulated: rank={rank} of ranks={ranks}: ranks are numbered from 0 to ranks - 1")
+    if count < 1:
+        raise ValueError(f"simulated: count={count}; a process sees 1 device or more")
+    if isinstance(store, (str, pathlib.Path)):
+        raise TypeError(
+            f"simulated: store is of type {type(store).__name__}; it is a store of torch.distributed, such as "
+            f"FileStore(path, {ranks}), which all ranks pass"
+        )
+    _register()
+    device = Device(values or store is not None, count, listener, races)
+    if store is not None:
+        backend = "cpu:gloo,sim:sent"
+    _current.append(device)
+    try:
+        dist.init_process_group(backend, store=store or process_groups.fake_store(), rank=rank, world_size=ranks)
+        with _patched(device), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            with Operations(device):
+                yield device
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _current.clear()
+
+
+_current: list[Device] = []
+
+
+@functools.cache
+def _register() -> None:
+    if torch.accelerator.is_available():
+        raise RuntimeError(
+            f"this process has an accelerator, {torch.accelerator.current_accelerator()}, next to which torch cannot "
+            f"pretend another: hide it, by CUDA_VISIBLE_DEVICES= say"
+        )
+    process_groups.register_python_device(NAME, _Module())
+    autograd.twins[NAME] = twin
+    process_groups.register_fake_backend("simulated", ["cpu", NAME])
+    process_groups.register_fake_backend("sent", [NAME], made_up=False)
+
+
+@contextlib.contextmanager
+def _patched(device: Device) -> Iterator[None]:
+    """Patches what torch does without an operation that modes see; and threads, each of which has modes of its own."""
+    fake: Any = dynamo.fake_tensors()
+    patches: list[tuple[Any, str, Any]] = [(torch, "Generator", _Generator)]
+    patches += [(fake, "tolist", lambda x: x.cpu().tolist())]
+    patches += [(torch, name, _copied(getattr(torch, name))) for name in ("tensor", "as_tensor")]
+    patches += [(threading.Thread, "run", _beside(device, threading.Thread.run))]
+    handles = [kind for kind in process_groups.kinds_of_handles() if "wait" in vars(kind)]
+    patches += [(kind, "wait", waits_for(device, kind.wait)) for kind in handles]
+    if not device.values:  # what arrives on the host is ones, which no check would accept
+        add = LateChecks.add
+        patches.append((LateChecks, "add", lambda checks, x, wrong: add(checks, x, lambda _: None)))
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
+    try:
+        for owner, name, value in patches:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in originals:
+            setattr(owner, name, value)
+
+
+def _beside(device: Device, run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+    """A thread's `run` under the device's mode, as modes apply to one thread only."""
+
+    @functools.wraps(run)
+    def on_device(thread: threading.Thread) -> None:
+        with Operations(device):
+            run(thread)
+
+    return on_device
+
+
+def _copied(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A constructor of tensors from host data, which copies its result to the device if that is asked for."""
+
+    @functools.wraps(make)
+    def made(data: Any, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Tensor:
+        if device is None or torch.device(device).type != NAME:
+            return make(data, dtype=dtype, device=device, **options)
+        return make(data, dtype=dtype, **options).to(device)
+
+    return made
+
+
+class _Generator(torch.Generator):
+    """A generator for a device that draws nothing."""
+
+    def __new__(cls, device: Any = "cpu") -> _Generator:
+        return super().__new__(cls, "cpu" if torch.device(device).type == NAME else device)  # type: ignore[call-arg]
+
+
+# --- what torch asks the module of a device ---
+
+
+class _Stream(torch.Stream):
+    """A queue of work."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, *, number: int | None = None) -> _Stream:
+        on = _device()
+        index = device_index(device, on.current.device)
+        number = on.clocks.stream() if number is None else number
+        kind = torch._C._autograd.DeviceType.PrivateUse1.value
+        return super().__new__(cls, stream_id=number, device_index=index, device_type=kind)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        _refuse_in_graph("synchronize")
+        _device().clocks.synchronize(self.stream_id)
+        _synchronize()
+
+    def query(self) -> bool:
+        _refuse_in_graph("query")
+        on = _device().clocks
+        return on.happened(on.now(self.stream_id))
+
+    def wait_stream(self, other: Any) -> None:
+        on = _device().clocks
+        on.wait(self.stream_id, on.now(other.stream_id))
+
+    def wait_event(self, event: Any) -> None:
+        event.wait(self)
+
+    def record_event(self, event: Any = None) -> Any:
+        event = event or _Event()
+        event.record(self)
+        return event
+
+
+class _Event:
+    """A point in such a queue."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.point: Point | None = None
+
+    def synchronize(self) -> None:
+        _refuse_in_graph("synchronize")
+        if self.point is not None:
+            _device().clocks.wait(HOST, self.point)
+        _synchronize()
+
+    def query(self) -> bool:
+        _refuse_in_graph("query")
+        return self.point is None or _device().clocks.happened(self.point)
+
+    def record(self, stream: Any = None) -> None:
+        on = _device()
+        self.point = on.clocks.now(on.stream() if stream is None else stream.stream_id)
+
+    def wait(self, stream: Any = None) -> None:
+        on = _device()
+        if self.point is not None:  # torch waits for nothing if nothing was recorded
+            on.clocks.wait(on.stream() if stream is None else stream.stream_id, self.point)
+
+
+class _Within:
+    """A context in which a stream is current, and its device."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            current, index = _device().current, self.stream.device.index
+            self.before = current.device, index, current.streams.get(index)
+            current.device, current.streams[index] = index, self.stream
+
+    def __exit__(self, *_: object) -> None:
+        if self.stream is not None:
+            current = _device().current
+            current.device, index, stream = self.before
+            current.streams[index] = stream
+
+
+class _Module:
+    """`torch.sim`."""
+
+    Stream = _Stream
+    Event = _Event
+    CUDAGraph = Graph
+    graph = Capture
+
+    def is_available(self) -> bool:
+        return bool(_current)
+
+    def is_initialized(self) -> bool:
+        return bool(_current)
+
+    def current_device(self) -> int:
+        return _device().current.device if _current else 0
+
+    def device_count(self) -> int:
+        return _device().count if _current else 1
+
+    def set_device(self, device: Any) -> None:
+        on = _device()
+        on.current.device = device_index(device, on.current.device)
+
+    def simulation(self) -> Device:
+        return _device()
+
+    def is_current_stream_capturing(self) -> bool:
+        return bool(_current) and _device().clocks.captured(_device().stream())
+
+    def graph_pool_handle(self) -> tuple[int, int]:
+        return 0, 1
+
+    def synchronize(self, device: Any = None) -> None:
+        _refuse_in_graph("synchronize")
+        _device().clocks.synchronize_all()
+        _synchronize()
+
+    def empty_cache(self) -> None:
+        pass  # there is no cache
+
+    def current_stream(self, device: Any = None) -> Any:
+        on = _device()
+        index = device_index(device, on.current.device)
+        return on.current.streams.get(index) or self.default_stream(index)
+
+    def default_stream(self, device: Any = None) -> _Stream:
+        on = _device()
+        index = device_index(device, on.current.device)
+        return _Stream(index, number=on.defaults[index])
+
+    def stream(self, stream: Any) -> Any:
+        return _Within(stream)
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return _of_generators("get_rng_state", torch.zeros(16, dtype=torch.uint8, device="cpu"))
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
+        _of_generators("set_rng_state")
+
+    def manual_seed(self, seed: int) -> None:
+        _of_generators("manual_seed")
+
+    def manual_seed_all(self, seed: int) -> None:
+        _of_generators("manual_seed_all")
+
+    def initial_seed(self) -> int:
+        return int(_of_generators("initial_seed", 0))
+
+
+def _device() -> Device:
+    return _current[0]
+
+
+def _synchronize() -> None:
+    for device in _current:
+        with device._lock:
+            device._waits["synchronize", line()] += 1
+
+
+def _refuse_in_graph(what: str) -> None:
+    for device in _current:
+        if device.graph is not None:
+            device.graph.refuse(what)
+
+
+def _of_generators(name: str, answer: Any = None) -> Any:
+    _refuse_in_graph(name)
+    for device in _current:
+        device.generators[name] += 1
+    return answer

@@ -1,0 +1,226 @@
+"""Programs for tests of plans, run on CPU processes, on a simulated device with values, and planned."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardfn as sf
+import shardfn.optim as so
+from shardfn import quant
+from shardfn.simulated.operations import second
+from shardfn.testing import simulated
+from tests.models import STRATEGIES
+
+WIDTH, HIDDEN, VOCABULARY, LAYERS, ROWS = 16, 24, 32, 3, 4
+
+VARIANTS = ("plain", "remat", "accumulate", "bf16", "tensor", "host", "disk", "adapters", "few bits")
+
+
+def makers(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Parameters of a small language model."""
+
+    def draw(*shape: int) -> Callable[[torch.Generator], Tensor]:
+        return lambda generator: torch.randn(shape, generator=generator, dtype=dtype) / 4
+
+    block = {"up": draw(WIDTH, HIDDEN), "b": draw(HIDDEN), "down": draw(HIDDEN, WIDTH)}
+    head = {"norm": draw(WIDTH), "out": draw(WIDTH, VOCABULARY)}
+    return {"embed": {"table": draw(VOCABULARY, WIDTH)}, "blocks": [block] * LAYERS, "head": head}
+
+
+def whole_loss(params: Any, tokens: Tensor) -> Tensor:
+    """A loss without a collective of its own."""
+    x = sf.stage(embed)(params["embed"], tokens)
+    for p in sf.layers(params["blocks"]):
+        x = sf.stage(block)(p, x)
+    return sf.stage(head)(params["head"], x, tokens)
+
+
+def low_rank() -> list[Any]:
+    """Adapters for each block."""
+
+    def draw(*shape: int) -> Callable[[torch.Generator], Tensor]:
+        return lambda generator: torch.randn(shape, generator=generator) / 4
+
+    return [{"a": draw(WIDTH, 2), "b": draw(2, HIDDEN)}] * LAYERS
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "remat": {"remat": True},
+    "few bits": {"gather": quant.int8(), "reduce": quant.int8()},
+    "bf16": {"reduce_dtype": torch.float32},
+}
+
+
+def embed(p: Any, tokens: Tensor) -> Tensor:
+    return p["table"][tokens]
+
+
+def block(p: Any, x: Tensor) -> Tensor:
+    return x + torch.tanh(x @ p["up"] + p["b"]) @ p["down"]
+
+
+def cut_block(p: Any, x: Tensor) -> Tensor:
+    return x + sf.psum(torch.tanh(sf.pvary(x, "tensor") @ p["up"] + p["b"]) @ p["down"], "tensor")
+
+
+def head(p: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    logits = F.rms_norm(x, x.shape[-1:], p["norm"].to(x.dtype)) @ p["out"]
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+
+def mesh_sizes(ranks: int, variant: str) -> dict[str, int]:
+    shard = {1: 1, 2: 2, 4: 2}[ranks]
+    if variant == "tensor":
+        return {"replica": 1, "shard": max(1, ranks // 2), "tensor": min(2, ranks)}
+    return {"replica": ranks // shard, "shard": shard}
+
+
+def program(strategy: str, variant: str, ranks: int, device: str | None, scratch: str) -> tuple[Any, tuple[Any, ...]]:
+    """A training step and its arguments."""
+    sizes = mesh_sizes(ranks, variant)
+    mesh = sf.make_mesh(device=device, scratch=scratch, **sizes)
+    place = STRATEGIES[strategy]
+    if variant in ("host", "disk"):
+        place = place.on(params=variant, grads=variant, state=variant)  # type: ignore[arg-type]
+    narrow = torch.bfloat16 if variant == "bf16" else torch.float32
+    specs: Any = sf.P()
+    if variant == "tensor":
+        specs = sf.by_path(
+            [(r"blocks\..*\.up", sf.P(None, "tensor")), (r"blocks\..*\.b", sf.P("tensor")),
+             (r"blocks\..*\.down", sf.P("tensor"))], strict=False,
+        )  # fmt: skip
+    params = sf.init_sharded(makers(narrow), 0, mesh, place, specs=specs)
+    adapters = sf.init_sharded(low_rank(), 1, mesh, sf.ddp(tuple(sizes))) if variant == "adapters" else None
+    staged = functools.partial(sf.stage, **OPTIONS.get(variant, {}))
+    first, each, last = staged(embed), staged(cut_block if variant == "tensor" else block), staged(head)
+    adapted = sf.stage(lambda p, x: block({**p[0], "up": p[0]["up"] + p[1]["a"] @ p[1]["b"]}, x))
+
+    def loss(params: Any, base: Any, tokens: Tensor) -> Tensor:
+        whole = params if base is None else base
+        x = first(whole["embed"], tokens)
+        for p in sf.layers(whole["blocks"] if base is None else list(zip(base["blocks"], params, strict=True))):
+            x = (each if base is None else adapted)(p, x)
+        return sf.pmean(last(whole["head"], x, tokens), tuple(name for name in sizes if name != "tensor"))
+
+    opt = so.adamw(1e-2)
+
+    @sf.shard_map(mesh=mesh, in_specs=..., out_specs=..., check=False)
+    def step(params: Any, state: Any, base: Any, tokens: Tensor) -> Any:
+        if variant == "accumulate":
+            value, grads = sf.accumulate(lambda ps, x: loss(ps, base, x), tokens, micro=2)(params)
+        else:
+            value, grads = sf.value_and_grad(loss)(params, base, tokens)
+        params, state = opt.step(params, grads, state)
+        return params, state, value
+
+    trained, base = (params, None) if adapters is None else (adapters, params)
+    tokens = torch.zeros(ROWS, 8, dtype=torch.int64, device=mesh.device_type)
+    return step, (trained, opt.init(trained), base, tokens)
+
+
+# --- an independent measure ---
+
+
+class Tracker(TorchDispatchMode):
+    """Measures the device's memory after each operation, by asking of each memory whether it is still there."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device, self.live = device, dict[int, tuple[Any, int]]()
+        self.most = self.rounded = 0
+
+    def look(self, tree: Any) -> None:
+        for x in optree.tree_leaves(tree):
+            if isinstance(x, Tensor) and x.device.type == self.device and x not in second:
+                storage = x.untyped_storage()
+                self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.live = {key: value for key, value in self.live.items() if not value[0].expired()}
+        sizes = [nbytes for _, nbytes in self.live.values()]
+        self.most = max(self.most, sum(sizes))
+        self.rounded = max(self.rounded, sum(-(-n // 512) * 512 for n in sizes))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.look(() if func.is_view else (args, out))
+        return out
+
+
+# --- the same programs, run and planned ---
+
+Sent = tuple[str, tuple[str, ...], str, str, int, bool, bool]
+
+
+def sent(entries: Any) -> list[Sent]:
+    """What the ledger, or a plan, knows of each collective."""
+    return [
+        (e.op, e.axis, e.stage, str(e.dtype).removeprefix("torch."), e.bytes, e.scheduled, e.backward) for e in entries
+    ]
+
+
+def sent_by(plan: sf.Plan) -> list[Sent]:
+    """The collectives of a plan."""
+    return [
+        (w.kind, w.axis, w.stage, w.dtype, w.sent, w.scheduled, w.phase in ("backward", "recompute"))
+        for w in plan.collectives
+    ]
+
+
+@sf.debug(memory=False)
+def ran(cases: list[tuple[str, str]], ranks: int) -> list[list[Sent]]:
+    """The collectives of the second step of each program, on CPU processes."""
+    found = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for strategy, variant in cases:
+            step, args = program(strategy, variant, ranks, "cpu", scratch)
+            step(*args)
+            with sf.ledger() as log:
+                step(*args)
+            found.append(sent(log.records))
+    return found
+
+
+@sf.debug(memory=False)
+def measured(cases: list[tuple[str, str]], ranks: int, rank: int, path: str) -> list[tuple[int, int, list[Sent]]]:
+    """The most memory in the second step, as it is and in whole 512 bytes, and its collectives, on the device."""
+    found = []
+    for number, (strategy, variant) in enumerate(cases):
+        store = dist.FileStore(f"{path}/{number}", ranks)
+        with simulated(ranks, rank, store=store, races=False) as device, tempfile.TemporaryDirectory() as scratch:
+            with Tracker(device.name) as tracker:
+                step, args = program(strategy, variant, ranks, device.name, scratch)
+                step(*args)
+                gc.collect()
+                gc.disable()
+                tracker.look(())
+                tracker.most = tracker.rounded = 0
+                with sf.ledger() as log:
+                    result = step(*args)
+                del result
+                gc.enable()
+            found.append((tracker.most, tracker.rounded, sent(log.records)))
+            del step, args
+    return found
+
+
+@sf.debug(memory=False)
+def planned(cases: list[tuple[str, str]], ranks: int, rank: int) -> list[sf.Plan]:
+    """The plans of the programs."""
+    found = []
+    for strategy, variant in cases:
+        with sf.planning(ranks, rank), tempfile.TemporaryDirectory() as scratch:
+            step, args = program(strategy, variant, ranks, None, scratch)
+            found.append(sf.plan(step, *args))
+            del step, args
+    return found
