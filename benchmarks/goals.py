@@ -73,6 +73,7 @@ TIMED = [
     Command("strategies --rounds 3", 600, NOISE),
     Command("parallel --peers", 400, NOISE),
     Command("checkpoint", 300, NOISE),
+    Command("plan", 300, NOISE),
     Command("loop --rounds 8", 300, NOISE),
     Command("data", 200, NOISE),
     Command("check", 400, NOISE),

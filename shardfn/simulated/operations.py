@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import pathlib
 import sys
 import threading
@@ -78,6 +79,9 @@ class Operations(modes.DispatchMode):
         return out
 
     def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+        if self.device.listener is not None and func in _ROOM:
+            size = args[0].numel() if isinstance(args[0], Tensor) else math.prod(args[0])
+            func = _ROOM[func] if size > _SMALL else func  # what is large has room, but no pages
         if func is _aten._pin_memory.default or kwargs.get("pin_memory"):
             if self.device.graph is not None:
                 self.device.graph.refuse("pinning memory")
@@ -94,9 +98,11 @@ class Operations(modes.DispatchMode):
             if self.device.listener is not None:
                 self.device.listener.sent(_group_of(func, args, kwargs), HOST)
         if not func.is_view and all(x.device.type == "cpu" for x in tensors):  # those on "meta" have no memory
-            self.device.clocks.use(HOST, func.name(), *_used(func, args, kwargs))
-        if self.device.listener is not None and func in _ROOM:  # nothing reads them when a step is planned
-            func = _aten.empty.memory_format
+            reads, writes = _used(func, args, kwargs)
+            self.device.clocks.use(HOST, func.name(), reads, writes)
+            large = bool(writes) and min(x.numel() for x in writes) > _SMALL and func.overloadpacket not in _SHAPES
+            if large and self.device.listener is not None:  # when a step is planned, nothing reads what it would write
+                return writes[0] if len(func._schema.returns) == 1 else None
         out = func(*args, **kwargs)
         if self.device.listener is not None and isinstance(out, Tensor) and out.device.type == "cpu":
             self.device.listener.held(out)
@@ -108,7 +114,8 @@ def launches(func: Any) -> bool:
     return not func.is_view and func.namespace != "prim" and func.overloadpacket not in _NO_KERNEL
 
 
-_ROOM = {_aten.zeros.default}
+_SMALL = 1024  # elements
+_ROOM = {_aten.zeros.default: _aten.empty.memory_format, _aten.zeros_like.default: _aten.empty_like.default}
 _QUIET = {torch.ops._c10d_functional.wait_tensor.default}
 _COLLECTIVES = ("c10d", "_c10d_functional")
 
@@ -410,7 +417,7 @@ def _copied_into(device: Device, into: Tensor, x: Tensor, non_blocking: bool) ->
     if device.values:
         target, source = (shadow(y) if y.device.type == NAME else y for y in (into, x))
         target.copy_(source)
-    elif into.device.type == "cpu" and (device.listener is None or into.numel() <= 1024):
+    elif into.device.type == "cpu" and (device.listener is None or into.numel() <= _SMALL):
         into.fill_(1)  # when a step is planned, what is large on the host has room, but no pages
     return into
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import optree
 import torch
-import torch.distributed as dist
+import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -196,7 +196,7 @@ def measured(cases: list[tuple[str, str]], ranks: int, rank: int, path: str) -> 
     """The most memory in the second step, as it is and in whole 512 bytes, and its collectives, on the device."""
     found = []
     for number, (strategy, variant) in enumerate(cases):
-        store = dist.FileStore(f"{path}/{number}", ranks)
+        store = torch.distributed.FileStore(f"{path}/{number}", ranks)
         with simulated(ranks, rank, store=store, races=False) as device, tempfile.TemporaryDirectory() as scratch:
             with Tracker(device.name) as tracker:
                 step, args = program(strategy, variant, ranks, device.name, scratch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import resource
 import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import shardfn as sf
+import shardfn.optim as so
 from shardfn.plan.schedule import Held
 from shardfn.testing import World, WorldError, world
 from tests.models import STRATEGIES
@@ -170,3 +172,34 @@ def test_plans_need_a_place() -> None:
         sf.plan(lambda: None)
     with pytest.raises(WorldError, match="rank 0 of 2 already, on gloo"):
         world(2, "processes").run(lambda: sf.planning(4).__enter__())
+
+
+def on_the_host() -> tuple[dict[str, int], int]:
+    """The planned bytes on the host, and how much larger the process is for them."""
+    wide = 2**13
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with sf.planning(ranks=4):
+        mesh = sf.make_mesh(shard=4)
+        place = sf.full_shard("shard").on(params="host", state="host")
+        maker = functools.partial(torch.randn, wide, wide)
+        params = sf.init_sharded([{"w": lambda generator: maker(generator=generator)}] * 4, 0, mesh, place)
+        stage, opt = sf.stage(lambda p, x: x @ p["w"]), so.adamw(1e-3)
+
+        def loss(params: Any) -> Any:
+            x = torch.ones(4, wide)
+            for p in sf.layers(params):
+                x = stage(p, x)
+            return x.square().sum()
+
+        def step(params: Any, state: Any) -> Any:
+            return opt.step(params, sf.grad(loss)(params), state)
+
+        plan = sf.plan(step, params, opt.init(params))
+    return plan.host, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+
+
+def test_what_is_on_the_host_is_planned_without_memory() -> None:
+    [(host, grown)] = world(1, "alone").run(on_the_host)
+    assert host["parameters"] >= 2**28
+    assert host["optimizer"] == 2 * host["parameters"]
+    assert grown < 2**28
