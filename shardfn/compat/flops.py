@@ -37,8 +37,8 @@ def operation_number(backward: bool) -> int:
     """
     try:
         if not backward:
-            return int(torch.autograd._get_sequence_nr()) - 1
+            return int(torch.autograd._get_sequence_nr()) - 1  # type: ignore[attr-defined]
         node = torch._C._current_autograd_node()
-        return -1 if node is None else int(node._sequence_nr())  # type: ignore[attr-defined]
+        return -1 if node is None else int(node._sequence_nr())
     except AttributeError:
         return -1
