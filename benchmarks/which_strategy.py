@@ -2,7 +2,7 @@
 
     python -m benchmarks.which_strategy
 
-Both tables are made of plans alone, on one CPU, of a model's shallow depths (`shapes.extrapolating`). Devices are H100s
+Both tables are made of plans alone, on one CPU, of a model's shallow depths (`shapes.extrapolating`). Devices are H100
 with 80 GiB, eight on a node, unless a row says otherwise; see `plan.presets` for the sources of their speeds. In the
 first table each cell is the cheapest of the strategies tried, with sequences of 8,192 tokens, one for each rank or group
 of ranks that share matrices, in bfloat16 with parameters and AdamW's state in float32.
@@ -37,7 +37,7 @@ PUBLISHED: list[tuple[str, str, Any, str, Setting, float]] = [
     ("torchtitan 2024-12, table 3", "llama-8b", TITAN, "h100", Setting({"shard": 128}, remat="on", batch=2), 6514),
     ("torchtitan 2024-07", "llama-8b", "a100", "a100", Setting({"shard": 64}, remat="on"), 2904),
     ("torchtitan 2024-07", "llama-70b", "a100", "a100", Setting({"shard": 64}, remat="on"), 331),
-    ("lightning-thunder issue 2144", "llama-8b", "h100", "h100", Setting({"shard": 8}, strategy="shard_grad_op"), 10219),
+    ("lightning-thunder 2144", "llama-8b", "h100", "h100", Setting({"shard": 8}, strategy="shard_grad_op"), 10219),
     ("KempnerForge 2026", "llama-7b", "h200", "h200", Setting({"shard": 1}, remat="on", sequence=4096), 10471),
 ]
 

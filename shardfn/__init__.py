@@ -32,6 +32,9 @@ from shardfn.mesh.grid import AxisName
 from shardfn.mesh.make import make_mesh
 from shardfn.mesh.spec import P, by_path, global_shape, local_shape
 from shardfn.optim.norms import vdot
+from shardfn.plan.chips import Chip
+from shardfn.plan.links import Links
+from shardfn.plan.measuring import measure_chip, measure_links
 from shardfn.plan.memory import Memory, memory
 from shardfn.plan.plan import Plan
 from shardfn.plan.planning import plan, planning
@@ -74,10 +77,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AxisName",
+    "Chip",
     "Finding",
     "FlatShard",
     "Layout",
     "Ledger",
+    "Links",
     "Memory",
     "P",
     "Placement",
@@ -120,6 +125,8 @@ __all__ = [
     "local_slice",
     "lora",
     "make_mesh",
+    "measure_chip",
+    "measure_links",
     "memory",
     "mics",
     "offload",

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
     "quoting", "compat", "debugging", "mesh", "quant", "check", "collectives", "tiers", "simulated", "shards",
     "testing", "transforms", "optim", "checkpoint", "stages", "plan",
-    "parallel", "interop", "lora", "run", "translate", "cli",
+    "parallel", "interop", "lora", "run", "translate", "shapes", "cli",
 ]  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from shardfn.quoting import short_errors
 from shardfn.shards.layout import is_flat
 from shardfn.simulated.clocks import HOST
 from shardfn.simulated.device import Device, simulated
+from shardfn.stages.ring import forget_tags
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -63,6 +64,7 @@ def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device
             f"{dist.get_backend()}, and cannot be another: plan in a process of its own, or before the first make_mesh"
         )
     recorder = Recorder()
+    forget_tags()  # of another device of this name, whose memory would not be seen here
     with simulated(ranks, rank, listener=recorder, races=False) as device, planning_on(device.name):
         recorder.device = device
         _open.append((recorder, per_node))

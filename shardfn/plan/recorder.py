@@ -149,7 +149,8 @@ class Recorder:
             return
         with self._lock:
             outs = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor) and x.device.type == self.kind]
-            given = [x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.device.type == self.kind]
+            leaves = optree.tree_leaves((args, kwargs))
+            given = [x for x in leaves if isinstance(x, Tensor) and x.device.type == self.kind]
             new = [x for x in (*outs, *given) if self._changed(x)]
             counts = self._on and launches(func)
             if not counts and not new:

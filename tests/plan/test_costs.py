@@ -117,8 +117,8 @@ def test_how_ranks_are_spread_over_nodes_follows_from_the_axes() -> None:
     assert spread == {("tensor",): 1, ("shard",): 2, ("replica",): 4, ("replica", "shard"): 8}
     works = replace(gather(1), axis=("replica",), ranks=2)
     assert plan(works, mesh={"replica": 2, "shard": 2}).timed(LINKS, CHIP, per_node=2).seconds == 1
+    far = replace(LINKS, curves={"all_gather": {(2, 1): TABLE}})
     with pytest.raises(ValueError, match=r"no times of 'all_gather' within a node; they have .*all_gather 2 x 1"):
-        far = replace(LINKS, curves={"all_gather": {(2, 1): TABLE}})
         plan(works, mesh={"replica": 2, "shard": 2}).timed(far, CHIP, per_node=4)
 
 
@@ -189,7 +189,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 
 
 def links_measured(axes: dict[str, int], per_node: int) -> Links:
-    mesh = sf.make_mesh(device="cpu", **axes)  # type: ignore[arg-type]
+    mesh = sf.make_mesh(device="cpu", **axes)
     return measure_links(mesh, sent=[2**12, 2**16], repeats=2, per_node=per_node)
 
 
