@@ -83,11 +83,18 @@ def fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+@functools.cache
 def fake_tensors() -> Any:
     """Returns the class of such tensors."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return FakeTensor
+
+
+def fake_of(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns a tensor on the device meta as one of such tensors, on this device."""
+    made: torch.Tensor = fake_tensors()(fake_mode(), x, device)
+    return made
 
 
 def depends_on_numbers() -> tuple[type[Exception], ...]:

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
 
 
 class DispatchMode(TorchDispatchMode):
@@ -40,6 +40,11 @@ class Watching(DispatchMode):
 
     def __exit__(self, *_: Any) -> None:
         _pop_mode()
+
+
+def unseen() -> Any:
+    """Returns a context in which no mode sees an op."""
+    return _disable_current_modes()
 
 
 def innermost() -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from shardfn.plan.recorder import Block, Event
@@ -39,22 +39,19 @@ def kind_of(block: Block, returned: bool) -> str:
 
 
 def course_of(
-    events: Sequence[Event], before: dict[Block, int], left: Iterable[Block], returned: set[Block], last: int
+    events: Sequence[Event], before: dict[Block, int], returned: Container[Block | None], last: int
 ) -> Course:
     """Returns the course of a step.
 
     Args:
         events: in order.
         before: what was held before, with its bytes.
-        left: what the step made and left behind, which is there from the beginning of the next step.
         returned: what is part of the step's result.
         last: the position of the last work.
     """
-    start = before | {block: block.nbytes for block in left}
-    changes = [event for event in events if event[2] not in start or event[2] in before]
-    kinds = {block: kind_of(block, block in returned) for block in [*start, *(event[2] for event in changes)]}
+    kinds = {block: kind_of(block, block in returned) for block in [*before, *(event[2] for event in events)]}
     device, host = (
-        _Side({block: n for block, n in start.items() if block.host is side}, [e for e in changes if e[2].host is side])
+        _Side({block: n for block, n in before.items() if block.host is side}, [e for e in events if e[2].host is side])
         for side in (False, True)
     )
     held, peak_after = device.course(kinds, max(last, 0))
@@ -82,20 +79,21 @@ class _Side:
         now = Counter[str]()
         for block, nbytes in self.start.items():
             now[kinds[block]] += nbytes
-        total, most, after = sum(now.values()), sum(now.values()), 0
+        total = most = sum(now.values())
+        after = 0
         held: dict[int, Held] = {}
         largest: dict[int, int] = {}
         for number, (position, change, block) in enumerate(self.events):
             at = min(max(position, 0), last)
             if at not in held:
-                held[at], largest[at] = Held(at, +now), total
+                held[at], largest[at] = Held(at, dict(+now)), total
             now[kinds[block]] += change
             total += change
             if total > largest[at]:
-                held[at], largest[at] = Held(at, +now), total
+                held[at], largest[at] = Held(at, dict(+now)), total
             if total > most:
                 most, after = total, number + 1
-        return tuple(held.values()) or (Held(0, +now),), after
+        return tuple(held.values()) or (Held(0, dict(+now)),), after
 
     def allocations(self, kinds: dict[Block, str], after: int) -> tuple[Allocation, ...]:
         """Returns what is held after this many events, by the line that made it, largest first."""

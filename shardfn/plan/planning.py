@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn.collectives.ledger import ledger
 from shardfn.compat import process_groups
 from shardfn.compat.attention import planned_on
 from shardfn.mesh.axes import sizes
@@ -21,7 +21,7 @@ from shardfn.mesh.scope import current_mesh, mesh_of
 from shardfn.plan.arguments import mark
 from shardfn.plan.course import course_of
 from shardfn.plan.plan import Plan
-from shardfn.plan.recorder import Recorder
+from shardfn.plan.recorder import Block, Recorder
 from shardfn.quoting import short_errors
 from shardfn.shards.layout import is_flat
 from shardfn.simulated.clocks import HOST
@@ -64,11 +64,7 @@ def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device
             f"{dist.get_backend()}, and cannot be another: plan in a process of its own, or before the first make_mesh"
         )
     recorder = Recorder()
-    with (
-        simulated(ranks, rank, listener=recorder, races=False) as device,
-        planning_on(device.name),
-        planned_on(device.name),
-    ):
+    with simulated(ranks, rank, listener=recorder, races=False) as device, planning_on(device.name), planned_on(device.name):
         recorder.device = device
         _open.append((recorder, per_node))
         try:
@@ -86,9 +82,8 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
     """Plans a step inside `planning`: all that a rank computes, sends and holds, without running it on numbers.
 
     The step is any function: under `shard_map`, of a module, with micro-batches, a pipeline, adapters, or a product
-    with a Hessian. It is called once, as it is, on shapes. What the plan says is so from the second step on: buffers
-    that the first step makes and leaves are there from the beginning, and what ranks compare in a first call only is
-    left out. Arguments that the step donates are taken.
+    with a Hessian. It is called twice, as it is, on shapes, and the second call is what is planned: the first makes the
+    buffers that further ones use again. What ranks compare in a first call is left out.
 
     Whose memory it is, is told by where it was made. That of arguments goes by their names: `params` and the like are
     `"parameters"`, `state` and the like are `"optimizer"`; of other names, the first with flat shards are
@@ -120,37 +115,53 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
             "shardfn.planning(ranks=...):`, in a process without ranks of its own, and plan the step there"
         )
     recorder, per_node = _open[-1]
-    return planned_by(recorder, per_node, step, args, kwargs, mesh)[0]
+    given = named(step, args, kwargs)
+    parameters = mark(recorder, given)
+    gc.freeze()  # objects of a step are many, and looking through all others each time takes long
+    try:
+        step(*args, **kwargs)
+        before = {block: block.nbytes for block in recorder.blocks.values()}
+        with recorder.listening():
+            result = step(*args, **kwargs)
+    finally:
+        gc.unfreeze()
+    return plan_of(recorder, per_node, step, mesh_for("plan", mesh, given), parameters, before, result)
 
 
-def planned_by(
+def mesh_for(what: str, mesh: DeviceMesh | None, given: Any) -> DeviceMesh | None:
+    """Returns the mesh that a step is about: the one passed, or that of the flat shards among its arguments."""
+    flats = (leaf for leaf in optree.tree_leaves(given, is_leaf=is_flat) if is_flat(leaf))
+    first = next(flats, None)
+    if mesh is not None or first is None:
+        return mesh if mesh is not None else current_mesh()
+    return mesh_of(first.layout.grid, what)
+
+
+def plan_of(
     recorder: Recorder,
     per_node: int,
     step: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
     mesh: DeviceMesh | None,
-) -> tuple[Plan, Any]:
-    """Calls a step; returns what the recorder noted of it, and its result."""
-    given = _named(step, args, kwargs)
-    flats = [leaf for _, tree in given for leaf in optree.tree_leaves(tree, is_leaf=is_flat) if is_flat(leaf)]
-    if mesh is None:
-        mesh = mesh_of(flats[0].layout.grid, "plan") if flats else current_mesh()
-    parameters = mark(recorder, given)
-    before = {block: block.nbytes for block in recorder.blocks.values()}
-    log = recorder.begin()
-    with ledger() as heard:
-        heard.records = log.records
-        result = step(*args, **kwargs)
-    recorder.end()
+    parameters: int,
+    before: dict[Block, int],
+    result: Any,
+) -> Plan:
+    """Returns what a recorder noted of a step.
+
+    Args:
+        recorder: which listened to it.
+        per_node: how many ranks a node has.
+        step: the function.
+        mesh: whose axes are named.
+        parameters: the number of elements of all parameters.
+        before: the memory that was held before, with its bytes.
+        result: what the step returned.
+    """
     returned = {recorder.find(x) for x in optree.tree_leaves(result) if isinstance(x, Tensor)}
-    del heard, log
-    left = [block for block in recorder.blocks.values() if block not in before and block not in returned]
-    known = {block for block in returned if block is not None}
-    course = course_of(recorder.events, before, left, known, len(recorder.works) - 1)
+    course = course_of(recorder.events, before, returned, len(recorder.works) - 1)
     streams = dict.fromkeys([recorder.default, *(draft.stream for draft in recorder.works if draft.stream != HOST)])
     order = {stream: number for number, stream in enumerate(streams)}
-    found = Plan(
+    return Plan(
         name=getattr(step, "__qualname__", type(step).__name__),
         mesh={} if mesh is None else sizes(mesh),
         rank=process_groups.global_rank(),
@@ -162,10 +173,9 @@ def planned_by(
         parameters=parameters,
         allocator=course.allocator,
     )
-    return found, result
 
 
-def _named(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+def named(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
     """The arguments, by the names of the step's parameters."""
     try:
         bound = inspect.signature(step).bind(*args, **kwargs)

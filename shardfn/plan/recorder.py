@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import threading
 import weakref
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +15,7 @@ import optree
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn.collectives.ledger import Ledger, Record, attribution
+from shardfn.collectives.ledger import Record, attribution, ledger
 from shardfn.compat import autograd, process_groups
 from shardfn.compat.flops import flops_of
 from shardfn.plan.places import Place, Places
@@ -94,8 +96,8 @@ class Recorder:
 
     Attributes:
         kind: the kind of device whose memory is told from the host's.
-        works: what was launched since `begin`.
-        events: how the memory changed since `begin`, in order.
+        works: what was launched while it listened.
+        events: how the memory changed meanwhile, in order.
         blocks: all memory that is held now, by the number of its storage.
     """
 
@@ -109,28 +111,29 @@ class Recorder:
         self._lock = threading.RLock()
         self._on = False
         self.device: Device | None = None
-        self.begin()
-        self._on = False
+        self._begin()
 
-    def begin(self) -> Ledger:
-        """Forgets all works; returns the ledger that is to be open while others are noted."""
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """A context: what is launched inside is noted, and nothing that came before."""
+        self._begin()
+        with ledger() as log:
+            log.records = _Records(self)
+            self._on = True
+            try:
+                yield
+            finally:
+                self._on = False
+                self.works += self._announced
+
+    def _begin(self) -> None:
         self.works, self.events, self.places = [], [], Places()
         self._announced: deque[Draft] = deque()
         self._known: defaultdict[int, dict[int, int]] = defaultdict(dict)  # of each stream, when its last work began
         self._times: defaultdict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
         self._groups: dict[str, tuple[int, ...]] = {}
         if self.device is not None:
-            for stream in list(self.device.clocks._clocks):
-                self._known[stream] = dict(self.device.clocks.known(stream))
-        self._on = True
-        log = Ledger()
-        log.records = _Records(self)
-        return log
-
-    def end(self) -> None:
-        """Notes no more works."""
-        self._on = False
-        self.works += self._announced
+            self._known |= {stream: dict(clock) for stream, clock in self.device.clocks.all().items()}
 
     @property
     def default(self) -> int:

@@ -240,6 +240,11 @@ class Clocks:
         with self._lock:
             return self._clocks[stream]
 
+    def all(self) -> dict[int, Clock]:
+        """The clock of each stream, by its number."""
+        with self._lock:
+            return dict(self._clocks)
+
     # --- uses ---
 
     def use(self, stream: int, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:

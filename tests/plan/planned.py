@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -20,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardfn as sf
 import shardfn.optim as so
-from shardfn import lora, parallel, quant
+from shardfn import quant
 from shardfn.testing import simulated
 from tests.models import STRATEGIES
 
@@ -38,6 +35,14 @@ def makers(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     block = {"up": draw(WIDTH, HIDDEN), "b": draw(HIDDEN), "down": draw(HIDDEN, WIDTH)}
     head = {"norm": draw(WIDTH), "out": draw(WIDTH, VOCABULARY)}
     return {"embed": {"table": draw(VOCABULARY, WIDTH)}, "blocks": [block] * LAYERS, "head": head}
+
+
+def whole_loss(params: Any, tokens: Tensor) -> Tensor:
+    """A loss without a collective of its own."""
+    x = sf.stage(embed)(params["embed"], tokens)
+    for p in sf.layers(params["blocks"]):
+        x = sf.stage(block)(p, x)
+    return sf.stage(head)(params["head"], x, tokens)
 
 
 def low_rank() -> list[Any]:
@@ -146,7 +151,7 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.look(out)
+        self.look(() if func.is_view else out)
         return out
 
 
@@ -157,7 +162,17 @@ Sent = tuple[str, tuple[str, ...], str, str, int, bool, bool]
 
 def sent(entries: Any) -> list[Sent]:
     """What the ledger, or a plan, knows of each collective."""
-    return [(e.op, e.axis, e.stage, str(e.dtype).removeprefix("torch."), e.bytes, e.scheduled, e.backward) for e in entries]
+    return [
+        (e.op, e.axis, e.stage, str(e.dtype).removeprefix("torch."), e.bytes, e.scheduled, e.backward) for e in entries
+    ]
+
+
+def sent_by(plan: sf.Plan) -> list[Sent]:
+    """The collectives of a plan."""
+    return [
+        (w.kind, w.axis, w.stage, w.dtype, w.sent, w.scheduled, w.phase in ("backward", "recompute"))
+        for w in plan.collectives
+    ]
 
 
 def ran(cases: list[tuple[str, str]], ranks: int) -> list[list[Sent]]:

@@ -1,0 +1,160 @@
+"""What is planned is what is run: every collective and every byte, of the device's memory too."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tempfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardfn as sf
+from shardfn.plan.schedule import Held
+from shardfn.testing import World, WorldError, world
+from tests.models import STRATEGIES
+from tests.plan import planned as programs
+
+CASES = [
+    (strategy, variant)
+    for i, strategy in enumerate(STRATEGIES)
+    for j, variant in enumerate(programs.VARIANTS)
+    if strategy in ("full_shard", "hybrid_shard") or (i + j) % 4 == 0 or variant == "plain"
+]
+
+
+@functools.cache
+def plans(ranks: int) -> list[sf.Plan]:
+    found: list[sf.Plan] = world(1, "alone").run(programs.planned, CASES, ranks, 0)[0]
+    return found
+
+
+@functools.cache
+def runs(ranks: int) -> list[list[programs.Sent]]:
+    found: list[list[programs.Sent]] = world(ranks, "processes").run(programs.ran, CASES, ranks)[0]
+    return found
+
+
+@functools.cache
+def measures(ranks: int) -> list[tuple[int, int, list[programs.Sent]]]:
+    """Of each program on the simulated device with values, one process a rank, as rank 0 sees it."""
+
+    def measured(rank: int) -> Any:
+        with World(1, kind="alone", deadline=300) as alone:
+            return alone.run(programs.measured, CASES, ranks, rank, folder)[0]
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(measured, range(ranks)))[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_planned_collectives_are_run(ranks: int) -> None:
+    wrong = []
+    for case, plan, ran in zip(CASES, plans(ranks), runs(ranks), strict=True):
+        if case[1] == "few bits":
+            continue  # ranks on CPUs send few bits in messages of another length
+        if Counter(programs.sent_by(plan)) != Counter(ran):
+            wrong.append(case)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_planned_memory_is_held(ranks: int) -> None:
+    for case, plan, (most, rounded, sent) in zip(CASES, plans(ranks), measures(ranks), strict=True):
+        assert programs.sent_by(plan) == sent, case  # in this order
+        assert (plan.peak.total, plan.allocator) == (most, rounded), case
+
+
+def test_kinds_of_memory() -> None:
+    plan = dict(zip(CASES, plans(2), strict=True))["full_shard", "plain"]
+    parameters, state = plan.peak.kinds["parameters"], plan.peak.kinds["optimizer"]
+    assert state == 2 * parameters  # two moments
+    assert plan.peak.total == max(entry.total for entry in plan.held) == sum(a.bytes for a in plan.allocations)
+    assert {"gathered", "reducing", "activations", "transients", "tokens"} <= plan.peak.kinds.keys()
+    gradients = max(entry.kinds.get("gradients", 0) for entry in plan.held)
+    assert gradients == parameters
+    lines = {a.where for a in plan.allocations if a.kind == "activations"}
+    assert lines and all(line.startswith("planned.py:") for line in lines)
+
+
+def test_works() -> None:
+    plan = dict(zip(CASES, plans(2), strict=True))["full_shard", "remat"]
+    assert {work.phase for work in plan.works} == {"forward", "backward", "recompute", "update"}
+    for position, work in enumerate(plan.works):
+        assert all(other < position and plan.works[other].stream != work.stream for other in work.after)
+    gathers = plan.select(kind="all_gather", stage="blocks.1")
+    assert [work.phase for work in gathers] == ["forward", "backward"]
+    assert all(work.ranks == 2 and work.nodes == 1 and work.scheduled for work in gathers)
+    tokens = programs.ROWS * 8
+    each = 2 * 2 * tokens * programs.WIDTH * programs.HIDDEN
+    assert plan.flops(stage="blocks.1", phase="forward") == plan.flops(stage="blocks.1", phase="recompute") == each
+    assert plan.flops(stage="blocks.1", phase="backward") == 2 * each
+
+
+def test_differences() -> None:
+    found = dict(zip(CASES, plans(2), strict=True))
+    plain, remat = found["full_shard", "plain"], found["full_shard", "remat"]
+    assert str(plain - plain).endswith("no difference")
+    less = remat - plain
+    assert less.peak == remat.peak.total - plain.peak.total == sum(less.kinds.values()) < 0
+    assert less.flops > 0
+    assert "activations" in str(less)
+
+
+def test_a_plan_is_saved_and_read_back(tmp_path: Path) -> None:
+    plan = plans(2)[0]
+    plan.save(tmp_path / "plan.json")
+    assert sf.Plan.load(tmp_path / "plan.json") == plan
+    text = (tmp_path / "plan.json").read_text()
+    for other, told in (
+        (text.replace('"version": 1', '"version": 0'), "version 0"),
+        (text.replace('"peak":', '"top":'), r"differs in \['peak', 'top'\]"),
+        ("nothing", "not JSON"),
+    ):
+        (tmp_path / "other.json").write_text(other)
+        with pytest.raises(ValueError, match=told):
+            sf.Plan.load(tmp_path / "other.json")
+
+
+def test_a_ledger_is_checked_against_a_plan() -> None:
+    plan = plans(2)[0]
+    log = sf.Ledger([_record(work) for work in plan.collectives])
+    plan.check(log)
+    log.records[3] = dataclasses.replace(log.records[3], bytes=7)
+    with pytest.raises(AssertionError, match="planned, but not run: .*run, but not planned: .* of 7 bytes"):
+        plan.check(log)
+
+
+def _record(work: Any) -> sf.Record:
+    backward = work.phase in ("backward", "recompute")
+    dtype = getattr(torch, work.dtype)
+    return sf.Record(work.kind, work.axis, work.stage, dtype, work.sent, "native", work.scheduled, backward)
+
+
+def many_ranks(ranks: int) -> tuple[int, int, Held]:
+    with sf.planning(ranks) as device, tempfile.TemporaryDirectory() as scratch:
+        mesh = sf.make_mesh(replica=ranks // 8, shard=8)
+        params = sf.init_sharded(programs.makers(), 0, mesh, sf.hybrid_shard(shard="shard", replica="replica"))
+        assert params["embed"].values.device.type == device.name and scratch
+        plan = sf.plan(sf.value_and_grad(programs.whole_loss), params, torch.zeros(2, 8, dtype=torch.int64))
+        [gather] = plan.select(kind="all_gather", stage="embed", phase="forward")
+        return plan.parameters, gather.nodes, plan.peak
+
+
+def test_any_number_of_ranks() -> None:
+    [(parameters, nodes, peak)] = world(1, "alone").run(many_ranks, 16384)
+    block = 2 * programs.WIDTH * programs.HIDDEN + programs.HIDDEN
+    assert parameters == 2 * programs.VOCABULARY * programs.WIDTH + programs.WIDTH + programs.LAYERS * block
+    assert nodes == 1
+    assert peak.kinds["gradients"] + peak.kinds["parameters"] > 0
+
+
+def test_plans_need_a_place() -> None:
+    with pytest.raises(RuntimeError, match="inside `with shardfn.planning"):
+        sf.plan(lambda: None)
+    with pytest.raises(WorldError, match="rank 0 of 2 already, on gloo"):
+        world(2, "processes").run(lambda: sf.planning(4).__enter__())
