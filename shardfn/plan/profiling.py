@@ -57,7 +57,7 @@ class Profile(Plan):
     @property
     def told(self) -> str:
         """What pictures call it."""
-        return f"{self.name}, measured"
+        return f"{super().told}, measured"
 
 
 @short_errors

@@ -36,7 +36,7 @@ def test_equal_stages_are_one_row() -> None:
     text = stack(126).table(120)
     assert len(text.splitlines()) < 30
     assert text.count("layers.") == 5  # the peak, two allocations, and the first and last of the row
-    assert re.search(r"\nlayers.0 … layers.125 \(126 alike\) +120 +10 TFLOP +10 TFLOP +20 TFLOP +- +3 +2.4 GB\n", text)
+    assert re.search(r"\nlayers.0 … layers.125 \(126 alike\) +120 +10 TFLOP +10 TFLOP +20 TFLOP +3 +2.4 GB\n", text)
 
 
 def test_stages_that_alternate_are_two_rows_and_one_that_differs_is_a_third() -> None:
