@@ -49,6 +49,8 @@ def _memory(plan: Views) -> Iterator[Line]:
             yield [(f"  {kind:<14}", ""), (f"{byte_count(nbytes):>10}  ", ""), (bar, colors[kind])]
     yield [(f"  {'all':<14}", "bold"), (f"{byte_count(total):>10}", "bold")]
     for kind, nbytes in plan.host.items():
+        if nbytes * 1000 < total:
+            continue
         yield [(f"  {kind:<14}", ""), (f"{byte_count(nbytes):>10}", ""), ("  on the host, at its own peak", "dim")]
 
 
