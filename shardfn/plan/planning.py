@@ -64,7 +64,11 @@ def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device
             f"{dist.get_backend()}, and cannot be another: plan in a process of its own, or before the first make_mesh"
         )
     recorder = Recorder()
-    with simulated(ranks, rank, listener=recorder, races=False) as device, planning_on(device.name), planned_on(device.name):
+    with (
+        simulated(ranks, rank, listener=recorder, races=False) as device,
+        planning_on(device.name),
+        planned_on(device.name),
+    ):
         recorder.device = device
         _open.append((recorder, per_node))
         try:

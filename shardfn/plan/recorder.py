@@ -207,7 +207,8 @@ class Recorder:
 
     def _add(self, func: Any, args: Any, kwargs: Any, out: Any, outs: list[Tensor], place: Place) -> None:
         draft = self._open("compute", place, self._stream())
-        tensors = [x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.device.type == self.kind]
+        given = (x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        tensors = [x for x in given if x.device.type == self.kind]
         draft.moved += sum(x.nbytes for x in {id(x): x for x in (*tensors, *outs)}.values())
         flops = flops_of(func, args, kwargs, out)
         if flops:

@@ -78,9 +78,10 @@ def test_a_plan_prints_as_its_table_with_and_without_rich(monkeypatch: pytest.Mo
     plan = stack(4)
     from rich.console import Console
 
-    console = Console(file=io.StringIO(), width=printed.WIDE, force_terminal=True, color_system="truecolor")
+    out = io.StringIO()
+    console = Console(file=out, width=printed.WIDE, force_terminal=True, color_system="truecolor")
     console.print(plan)
-    colored = console.file.getvalue()
+    colored = out.getvalue()
     assert "\x1b[" in colored
     plain = re.sub(r"\x1b\[[\d;]*m", "", colored)
     assert [line.rstrip() for line in plain.splitlines()] == plan.text(printed.WIDE).splitlines()
@@ -365,7 +366,7 @@ def test_a_trace_has_streams_as_threads_and_memory_as_a_counter(tmp_path: Path) 
     assert [event["ts"] for event in by_kind["X"]] == pytest.approx([t * 1e6 for t in times.begins])
     assert [sum(event["args"].values()) for event in by_kind["C"]] == [one.total for one in plan.held]
     assert {event["pid"] for event in events} == {plan.rank}
-    ends = {}
+    ends: dict[int, float] = {}
     for event in by_kind["X"]:  # a thread's works do not overlap, or viewers would nest them
         assert event["ts"] >= ends.get(event["tid"], 0) - 1e-6
         ends[event["tid"]] = event["ts"] + event["dur"]
