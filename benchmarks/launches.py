@@ -24,9 +24,9 @@ import shardfn.optim as so
 from benchmarks.report import Goal, parser, publish
 from benchmarks.strategies import STRATEGIES
 from shardfn import quant
+from shardfn.simulated.operations import NAME
 from shardfn.testing import World, simulated
 from shardfn.testing.simulated import Device
-from shardfn.simulated.operations import NAME
 
 LAYERS, WIDTH = 16, 256
 MATRICES, ROWS = 4, 256

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardfn.testing.forkserver import preload
 from shardfn.simulated.operations import NAME
+from shardfn.testing.forkserver import preload
 from shardfn.testing.world import close_worlds
 
 # In every test, and in every process that a test starts, memory that nobody should read is filled with nan.

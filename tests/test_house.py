@@ -10,9 +10,9 @@ from benchmarks.structure import circles, code_lines, floors, house
 ROOT = Path(__file__).resolve().parents[1]
 # From below: each imports only what stands before it.
 ORDER = [
-    "quoting", "compat", "debugging", "mesh", "quant", "check", "collectives", "tiers", "shards", "testing",
-    "transforms",
-    "optim", "checkpoint", "stages", "plan", "parallel", "interop", "lora", "run", "translate", "cli",
+    "quoting", "compat", "debugging", "mesh", "quant", "check", "collectives", "tiers", "simulated", "shards",
+    "testing", "transforms", "optim", "checkpoint", "stages", "plan",
+    "parallel", "interop", "lora", "run", "translate", "cli",
 ]  # fmt: skip
 
 

@@ -25,8 +25,8 @@ from shardfn.mesh import callsites, waiting
 from shardfn.mesh.axes import axis_of, sizes
 from shardfn.mesh.deadlock import ranks_named
 from shardfn.mesh.grid import Axis
-from shardfn.mesh.planned import planned
 from shardfn.mesh.groups import cpu_group
+from shardfn.mesh.planned import planned
 from shardfn.quoting import bounded, findings, short
 
 if TYPE_CHECKING:

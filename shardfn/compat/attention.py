@@ -7,9 +7,8 @@ with the plain formulas when a device first uses it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -64,8 +63,8 @@ def attention_backward(
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Kernel:
     kind = q.device.type
-    if kind in _planned and min(q.numel(), k.numel()):
-        return _on_cuda(q)
+    if kind in pretended and min(q.numel(), k.numel()):
+        return FLASH if _fits_flash(q) and FLASH.there else EFFICIENT
     if min(q.numel(), k.numel()) == 0 or kind not in ("cpu", "cuda"):
         return PLAIN
     if kind == "cpu":
@@ -82,60 +81,6 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Kern
     return PLAIN
 
 
-_planned: set[str] = set()  # kinds of devices whose tensors have no numbers, and that stand for CUDA's
-
-
-@contextlib.contextmanager
-def planned_on(kind: str) -> Iterator[None]:
-    """A context in which tensors on a kind of device, which have no numbers, are attended as CUDA's are: by one kernel.
-
-    Torch itself knows no fused kernel for such a device, and would make the whole matrix of scores.
-    """
-    nn, own = torch.nn.functional, torch.nn.functional.scaled_dot_product_attention
-
-    @functools.wraps(own)
-    def attended(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        if query.device.type != kind or query.ndim != 4 or query.shape[-1] != value.shape[-1]:
-            return own(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        if attn_mask is None and _on_cuda(query) is FLASH:
-            rows = map(_even_rows, (query, key, value))
-            out: Tensor = _aten._scaled_dot_product_flash_attention(*rows, dropout_p, is_causal, False, scale=scale)[0]
-            return out[..., : value.shape[-1]]
-        key, value = _repeated(query, key, value)
-        if attn_mask is not None:
-            if attn_mask.dtype == torch.bool:
-                attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
-            attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
-        rest = attn_mask, True, dropout_p, is_causal
-        out = _aten._scaled_dot_product_efficient_attention(query, key, value, *rest, scale=scale)[0]
-        return out
-
-    _planned.add(kind)
-    nn.scaled_dot_product_attention = attended
-    try:
-        yield
-    finally:
-        nn.scaled_dot_product_attention = own
-        _planned.discard(kind)
-
-
-def _on_cuda(q: Tensor) -> Kernel:
-    """The kernel that CUDA has for such tensors: flash for narrow dtypes and heads, else the efficient one."""
-    narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
-    if narrow and FLASH.there:
-        return FLASH
-    return EFFICIENT if q.dtype == torch.float32 and EFFICIENT.there else PLAIN
-
-
 def _chosen(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Kernel:
     """The kernel that torch chooses for such tensors, of those that it has."""
     q, k, v = map(_even_rows, (q, k, v))
@@ -150,8 +95,11 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Kern
 
 def _has_flash(q: Tensor) -> bool:
     """Whether both torch and the device have the flash kernels, for tensors like this."""
-    narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
-    return narrow and FLASH.there and _flash_on(q.device)
+    return _fits_flash(q) and FLASH.there and _flash_on(q.device)
+
+
+def _fits_flash(q: Tensor) -> bool:
+    return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
 
 
 @functools.cache
@@ -185,6 +133,46 @@ def _differs(kernel: Kernel, like: Tensor, heads: int, causal: bool) -> str:
         if not error < most:
             return f"{name} is wrong by {error:.2g}"
     return ""
+
+
+pretended: set[str] = set()
+"""Kinds of devices without kernels that are taken to have CUDA's."""
+
+
+def torchs_own(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`scaled_dot_product_attention` as on CUDA, for tensors of pretended devices."""
+    if query.device.type not in pretended or query.ndim != 4:
+        return _sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    query, key, value = map(_even_rows, (query, key, value))
+    if attn_mask is None and _fits_flash(query):
+        flash: Tensor = _aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+        return flash
+    if enable_gqa:
+        key, value = _repeated(query, key, value)
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    needs = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    out: Tensor = _aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, needs, dropout_p, is_causal, scale=scale
+    )[0]
+    return out
+
+
+_sdpa = torch.nn.functional.scaled_dot_product_attention
 
 
 # --- the plain formulas ---

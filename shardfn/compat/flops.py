@@ -19,8 +19,16 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
         return 0
     key = func.overloadpacket, *(tuple(x.shape) for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     if key not in _known:
+        args, kwargs, out = optree.tree_map(_shape, (args, kwargs, out), none_is_leaf=True)
+        if "attention" in str(func.overloadpacket):  # the formulas want as many heads of keys as of queries
+            heads = max(x[1] for x in args if isinstance(x, torch.Size) and len(x) == 4)
+            args = [torch.Size((x[0], heads, *x[2:])) if isinstance(x, torch.Size) and len(x) == 4 else x for x in args]
         _known[key] = int(formula(*args, **kwargs, out_val=out))
     return _known[key]
+
+
+def _shape(x: Any) -> Any:
+    return x.shape if isinstance(x, Tensor) else x
 
 
 def operation_number(backward: bool) -> int:
@@ -29,7 +37,7 @@ def operation_number(backward: bool) -> int:
     """
     try:
         if not backward:
-            return int(torch.autograd._get_sequence_nr()) - 1  # type: ignore[attr-defined]
+            return int(torch.autograd._get_sequence_nr()) - 1
         node = torch._C._current_autograd_node()
         return -1 if node is None else int(node._sequence_nr())  # type: ignore[attr-defined]
     except AttributeError:

@@ -1,4 +1,4 @@
-"""Whether this process only plans a program: on a device without numbers, as one of many ranks, of which no other runs."""
+"""Whether this process only plans a program: on a device without numbers, as one of many ranks that do not run."""
 
 from __future__ import annotations
 

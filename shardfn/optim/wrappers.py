@@ -270,4 +270,4 @@ def finite(tree: Any) -> bool:
             total = total + flag.to(total.device, non_blocking=total.device.type != "cpu")
         with scope(mesh), torch.no_grad():
             bad = [functional.psum(total, tuple(name for name, _ in grid.sizes))]
-    return not any([flag.item() for flag in bad]) or bool(planned())  # the only wait of the host
+    return not any(flag.item() for flag in bad) or bool(planned())  # the only wait of the host

@@ -1,4 +1,4 @@
-"""Predicts the memory that a step will take, and shows what the ranks of a mesh hold.
+"""Plans what a step computes, sends and holds, and shows what the ranks of a mesh hold.
 
-It imports `stages`, `optim`, `tiers`, `shards`, `quant`, `mesh` and `compat`.
+It imports `stages`, `optim`, `tiers`, `shards`, `simulated`, `collectives`, `quant`, `mesh` and `compat`.
 """

@@ -31,11 +31,11 @@ def mark(recorder: Recorder, given: Sequence[tuple[str, Any]]) -> int:
         given: the arguments, by name.
     """
     numbers: dict[Any, int] = {}
-    stages: set[str] = set()
+    found = False
     for name, tree in given:
-        at = {flat.layout.stage for _, flat in _nodes(tree) if is_flat(flat)}
-        default = "" if not at else "optimizer" if at & stages else "parameters"
-        stages |= at
+        sharded = any(is_flat(node) for _, node in _nodes(tree))
+        default = "parameters" if sharded and not found else ""
+        found |= sharded
         for path, node in _nodes(tree):
             kind = _kind(name, path) or default or name
             for x in optree.tree_leaves(node):
@@ -70,9 +70,7 @@ def _numbers(node: Any) -> dict[Any, int]:
     """The number of elements of each parameter of a node, on all ranks."""
     if is_flat(node):
         layout = node.layout
-        return {
-            (layout.stage, entry.path): math.prod(layout.meant_shape(i)) for i, entry in enumerate(layout.entries)
-        }
+        return {(layout.stage, entry.path): math.prod(layout.meant_shape(i)) for i, entry in enumerate(layout.entries)}
     if is_packed(node):
         return {id(node): math.prod(node.shape)}
     return {id(node): node.numel()} if isinstance(node, Tensor) else {}

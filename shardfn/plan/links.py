@@ -69,11 +69,10 @@ class Links:
                 f"links {self.name!r} have no times of {short(repr(operation))} {where}; they have (nodes x ranks on "
                 f"each): {have or 'none'}. Measure them with measure_links on a mesh with such an axis"
             )
-        by_ranks = []
-        for own in sorted({own for _, own in known}):
-            over = [(n, _at(tables[n, own], sent)) for n, each in sorted(known) if each == own]
-            by_ranks.append((own, _between(over, nodes)))
-        return _between(by_ranks, max(1.0, ranks / nodes))
+        sizes = [sent]
+        if nodes > max(known)[0]:  # fewer bytes take no longer than more, to which they could be padded
+            sizes += [size for size, _ in tables[max(known)] if size > sent]
+        return min(_spread_over(tables, known, size, max(1.0, ranks / nodes), nodes) for size in sizes)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the tables as JSON, which `load` reads."""
@@ -103,6 +102,17 @@ class Links:
             raise ValueError(
                 f"Links.load: {path} holds no tables of links ({error}): Links.save writes them"
             ) from error
+
+
+def _spread_over(
+    tables: dict[tuple[int, int], Curve], known: list[tuple[int, int]], sent: float, ranks: float, nodes: int
+) -> float:
+    """Returns the time on so many nodes with so many ranks on each."""
+    by_ranks = []
+    for own in sorted({own for _, own in known}):
+        over = [(n, _at(tables[n, own], sent)) for n, each in sorted(known) if each == own]
+        by_ranks.append((own, _between(over, nodes)))
+    return _between(by_ranks, ranks)
 
 
 def _spread(key: str) -> tuple[int, int]:

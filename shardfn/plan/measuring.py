@@ -59,6 +59,7 @@ def measure_links(
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if per_node is None else per_node
     told = [f"sent: {list(sent)}", f"repeats: {repeats}", f"per_node: {per_node}"]
     wrong = _wrong(mesh, sent, repeats, per_node)
+    told = told if wrong is None else [str(wrong)]
     agree(told, mesh, "measure_links", wrong)
     if wrong is not None:  # of one rank alone
         raise wrong

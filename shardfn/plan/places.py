@@ -1,8 +1,7 @@
-"""Where in a program an operation is issued: for which pass, by which part of the package, and at which line of the
-user's.
+"""Where in a program an operation is issued: in which pass, by which part of the package, and at which line.
 
-It is read from the stack of calls. On autograd's threads the stack begins where a stage's backward does, and the line is
-that of the operation whose derivative is computed.
+It is read from the stack of calls. On autograd's threads the stack begins where a stage's backward does, and the line
+is that of the operation whose derivative is computed.
 """
 
 from __future__ import annotations

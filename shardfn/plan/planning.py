@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn.compat import process_groups
-from shardfn.compat.attention import planned_on
+from shardfn.compat import attention, process_groups
 from shardfn.mesh.axes import sizes
 from shardfn.mesh.planned import planning_on
 from shardfn.mesh.scope import current_mesh, mesh_of
@@ -26,6 +25,7 @@ from shardfn.quoting import short_errors
 from shardfn.shards.layout import is_flat
 from shardfn.simulated.clocks import HOST
 from shardfn.simulated.device import Device, simulated
+from shardfn.stages.ring import forget_tags
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -64,17 +64,19 @@ def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device
             f"{dist.get_backend()}, and cannot be another: plan in a process of its own, or before the first make_mesh"
         )
     recorder = Recorder()
-    with (
-        simulated(ranks, rank, listener=recorder, races=False) as device,
-        planning_on(device.name),
-        planned_on(device.name),
-    ):
+    forget_tags()  # of another device of this name, whose memory would not be seen here
+    with simulated(ranks, rank, listener=recorder, races=False) as device, planning_on(device.name):
         recorder.device = device
         _open.append((recorder, per_node))
+        attention.pretended.add(device.name)
+        functional: Any = torch.nn.functional
+        before, functional.scaled_dot_product_attention = functional.scaled_dot_product_attention, attention.torchs_own
         try:
             with torch.device(device.name):
                 yield device
         finally:
+            functional.scaled_dot_product_attention = before
+            attention.pretended.discard(device.name)
             _open.clear()
 
 
@@ -90,11 +92,11 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
     buffers that further ones use again. What ranks compare in a first call is left out.
 
     Whose memory it is, is told by where it was made. That of arguments goes by their names: `params` and the like are
-    `"parameters"`, `state` and the like are `"optimizer"`; of other names, the first with flat shards are
-    `"parameters"`, further ones of the same stages `"optimizer"`, and the rest has its own name. What a stage's
-    schedule makes for parameters is `"gathered"`, and for gradients `"reducing"`. What comes from a forward pass and is
-    there when a backward pass has begun is `"activations"`, also if that pass was a recomputation; what comes from a
-    backward pass and outlives it, `"gradients"`. All else is `"transients"`.
+    `"parameters"`, `state` and the like are `"optimizer"`; of other names, the first with flat shards is
+    `"parameters"`, and the rest has its own name. What a stage's schedule makes for parameters is `"gathered"`, and for
+    gradients `"reducing"`. What comes from a forward pass and is there when a backward pass has begun is
+    `"activations"`, also if that pass was a recomputation; what comes from a backward pass and outlives it,
+    `"gradients"`. All else is `"transients"`.
 
     Args:
         step: the function.
@@ -121,14 +123,12 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
     recorder, per_node = _open[-1]
     given = named(step, args, kwargs)
     parameters = mark(recorder, given)
-    gc.freeze()  # objects of a step are many, and looking through all others each time takes long
-    try:
+    with _without_collector():
         step(*args, **kwargs)
+        gc.collect()
         before = {block: block.nbytes for block in recorder.blocks.values()}
         with recorder.listening():
             result = step(*args, **kwargs)
-    finally:
-        gc.unfreeze()
     return plan_of(recorder, per_node, step, mesh_for("plan", mesh, given), parameters, before, result)
 
 
@@ -177,6 +177,18 @@ def plan_of(
         parameters=parameters,
         allocator=course.allocator,
     )
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """A context in which only what nothing refers to is freed: when the garbage collector runs is a matter of luck."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def named(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:

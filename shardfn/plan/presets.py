@@ -17,8 +17,8 @@ from shardfn.quoting import listed, short
 T = TypeVar("T")
 MEASURED = (
     "bandwidths: nccl-tests on 8 x H100 SXM with NVSwitch and 400 Gb/s of RoCE for each, on 1 to 32 nodes, as "
-    "published by AutoParallel (meta-pytorch/autoparallel, cost_models/h100_nvswitch_roce_400g.py, 2026); latencies: by "
-    "the formula and the constants with which NCCL chooses an algorithm (NVIDIA/nccl, src/graph/tuning.cc, 2.27)"
+    "published by AutoParallel (meta-pytorch/autoparallel, cost_models/h100_nvswitch_roce_400g.py, 2026); latencies: "
+    "by the formula and the constants with which NCCL chooses an algorithm (NVIDIA/nccl, src/graph/tuning.cc, 2.27)"
 )
 
 _OF_RANKS = (1, 2), (1, 4), (1, 8), *((nodes, own) for nodes in (2, 4, 8, 16, 32) for own in (1, 2, 4, 8))

@@ -22,7 +22,7 @@ from shardfn.plan.places import Place, Places
 from shardfn.plan.schedule import Work
 from shardfn.simulated.clocks import HOST
 from shardfn.simulated.device import Device
-from shardfn.simulated.operations import NAME, launches
+from shardfn.simulated.operations import NAME, launches, second
 
 
 @dataclass(eq=False)
@@ -149,13 +149,15 @@ class Recorder:
             return
         with self._lock:
             outs = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor) and x.device.type == self.kind]
-            new = [x for x in outs if self._changed(x)]
+            leaves = optree.tree_leaves((args, kwargs))
+            given = [x for x in leaves if isinstance(x, Tensor) and x.device.type == self.kind]
+            new = [x for x in (*outs, *given) if self._changed(x)]
             counts = self._on and launches(func)
             if not counts and not new:
                 return
             place = self.places.here(attribution.stage)
             if counts:
-                self._add(func, args, kwargs, out, outs, place)
+                self._add(func, args, kwargs, out, given, outs, place)
             for x in new:
                 self._hold(x, place)
 
@@ -205,14 +207,14 @@ class Recorder:
         assert self.device is not None, "a device tells of itself"
         return self.device.stream()
 
-    def _add(self, func: Any, args: Any, kwargs: Any, out: Any, outs: list[Tensor], place: Place) -> None:
+    def _add(
+        self, func: Any, args: Any, kwargs: Any, out: Any, given: list[Tensor], outs: list[Tensor], place: Place
+    ) -> None:
         draft = self._open("compute", place, self._stream())
-        given = (x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-        tensors = [x for x in given if x.device.type == self.kind]
-        draft.moved += sum(x.nbytes for x in {id(x): x for x in (*tensors, *outs)}.values())
+        draft.moved += sum(x.nbytes for x in {id(x): x for x in (*given, *outs)}.values())
         flops = flops_of(func, args, kwargs, out)
         if flops:
-            draft.flops[str(tensors[0].dtype).removeprefix("torch.")] += flops
+            draft.flops[str(given[0].dtype).removeprefix("torch.")] += flops
 
     def _open(self, kind: str, place: Place, stream: int, sent: int = 0) -> Draft:
         """The work to which an operation belongs: the last one if nothing comes between, or a new one."""
@@ -266,9 +268,11 @@ class Recorder:
     # --- memory ---
 
     def _changed(self, x: Tensor) -> bool:
-        """Whether a tensor's memory is new, or has grown."""
+        """Whether a tensor's memory is new, or has grown. What caches kept from before is new when it is used."""
         block = self.blocks.get(autograd.storage_of(x))
-        return block is None or block.nbytes != x.untyped_storage().nbytes()
+        if block is None:
+            return x not in second
+        return block.nbytes != x.untyped_storage().nbytes()
 
     def _hold(self, x: Tensor, place: Place) -> None:
         number, storage = autograd.storage_of(x), x.untyped_storage()
@@ -302,4 +306,3 @@ class Recorder:
             if self._changed(x):
                 self._hold(x, Place("forward", "", ""))
             return self.blocks[autograd.storage_of(x)]
-

@@ -62,6 +62,7 @@ class Held:
 
     @property
     def total(self) -> int:
+        """Bytes of all kinds."""
         return sum(self.kinds.values())
 
 

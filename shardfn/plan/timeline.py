@@ -87,7 +87,9 @@ def _duration(seconds: float) -> str:
 
 
 @short_errors
-def timed(plan: Plan, links: Links | str, chip: Chip | str, per_node: int | None = None, tokens: float | None = None) -> Timeline:
+def timed(
+    plan: Plan, links: Links | str, chip: Chip | str, per_node: int | None = None, tokens: float | None = None
+) -> Timeline:
     """Computes when each work of a plan begins and ends.
 
     Works of a stream run one after another. A work begins when its stream is free, those that it comes after have
@@ -110,7 +112,13 @@ def timed(plan: Plan, links: Links | str, chip: Chip | str, per_node: int | None
     for name, number in (("per_node", per_node), ("tokens", tokens)):
         if number is not None and number <= 0:
             raise ValueError(f"timed: {name}={number}; it is a positive number")
-    jobs = [_job(plan, work, links, chip, per_node) for work in plan.works]
+    known: dict[tuple[object, ...], _Job] = {}  # most works are like others
+    jobs = []
+    for work in plan.works:
+        like = work.kind, work.sent, work.ranks, work.nodes, work.axis, work.moved, work.launches, *work.flops.items()
+        if like not in known:
+            known[like] = _job(plan, work, links, chip, per_node)
+        jobs.append(known[like])
     begins, ends = _run(plan.works, jobs, chip.host)
     spans = _Spans(plan.works, begins, ends)
     total = max(ends, default=0.0)

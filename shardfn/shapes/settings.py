@@ -82,8 +82,8 @@ class Setting:
         """
         if not self.data or not set(self.mesh) <= {"replica", "shard", "tensor"}:
             raise ValueError(
-                f"a mesh with axes {listed(map(repr, self.mesh))}: known models are cut over 'replica' and 'shard', and "
-                f"over 'tensor' besides, such as replica=128,shard=8"
+                f"a mesh with axes {listed(map(repr, self.mesh))}: known models are cut over 'replica' and 'shard', "
+                f"and over 'tensor' besides, such as replica=128,shard=8"
             )
         both = {"shard": "shard", "replica": "replica"}
         chosen = strategy(self.strategy, **({"shard": self.data[0]} if len(self.data) == 1 else both))
@@ -111,14 +111,13 @@ def planned(shape: Shape, setting: Setting, rank: int = 0) -> Plan:
     specs = transformer.SPECS if tensor else P()
     _divides(shape, setting)
     with planning(setting.ranks, rank, per_node=setting.per_node):
-        mesh = make_mesh(**setting.mesh)
+        axes: dict[str, Any] = dict(setting.mesh)
+        mesh = make_mesh(**axes)
         params = shard(transformer.tree(shape, kept), mesh, placement, specs=specs)
         state = optimizer.init(params)
         remat: Any = {"off": False, "on": True, "offload": "offload"}[setting.remat]
         dtype = dtype_of(setting.dtype)
-        loss = transformer.loss_of(
-            shape, tensor, setting.data, remat=remat, gather_dtype=dtype, input_dtype=dtype
-        )
+        loss = transformer.loss_of(shape, tensor, setting.data, remat=remat, gather_dtype=dtype, input_dtype=dtype)
         step = stepping(loss, optimizer, mesh, setting)
         tokens = torch.zeros(setting.batch, length, dtype=torch.int64)
         return replace(plan(step, params, state, tokens, tokens.clone()), name=shape.name)
@@ -127,7 +126,6 @@ def planned(shape: Shape, setting: Setting, rank: int = 0) -> Plan:
 def stepping(loss: Any, optimizer: Optimizer, mesh: Any, setting: Setting) -> Any:
     """Returns a step that trains with a loss `(params, *batch)`."""
 
-    @shard_map(mesh=mesh, in_specs=(..., ..., P(setting.data), P(setting.data)), out_specs=..., check="off")
     def step(params: Any, state: Any, tokens: Tensor, targets: Tensor) -> Any:
         if setting.micro > 1:
             value, grads = accumulate(loss, (tokens, targets), micro=setting.micro)(params)
@@ -135,7 +133,8 @@ def stepping(loss: Any, optimizer: Optimizer, mesh: Any, setting: Setting) -> An
             value, grads = value_and_grad(loss)(params, tokens, targets)
         return value, *optimizer.step(params, grads, state)
 
-    return step
+    batch = P(setting.data)
+    return shard_map(step, mesh=mesh, in_specs=(..., ..., batch, batch), out_specs=..., check=False)
 
 
 def _length(shape: Shape, setting: Setting) -> int:

@@ -59,9 +59,7 @@ class Shape:
 
 
 def _gpt(name: str, width: int, layers: int, heads: int, context: int = 1024) -> Shape:
-    return Shape(
-        name, 50257, width, layers, heads, heads, 4 * width, context, width // heads, gpt=True, tied=True
-    )
+    return Shape(name, 50257, width, layers, heads, heads, 4 * width, context, width // heads, gpt=True, tied=True)
 
 
 def _llama(

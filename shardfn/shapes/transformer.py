@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardfn import parallel
-from shardfn.collectives.functional import axis_size, psum, pvary
+from shardfn.collectives.functional import axis_size, local_slice, psum, pvary
 from shardfn.mesh.grid import AxisName
 from shardfn.mesh.spec import P, by_path
 from shardfn.shapes.sizes import Shape
@@ -38,7 +38,7 @@ def tree(shape: Shape, dtype: torch.dtype) -> Params:
     first, last = {"table": (shape.vocabulary, d)}, {"norm": (d,)}
     if shape.gpt:
         biases = {"q_bias": (1, q), "k_bias": (1, k), "v_bias": (1, k), "o_bias": (d,)}
-        norms = {name: (d,) for name in ("norm1", "shift1", "norm2", "shift2")}
+        norms = dict.fromkeys(("norm1", "shift1", "norm2", "shift2"), (d,))
         block = attention | biases | norms | {"up": (d, f), "up_bias": (1, f), "down": (f, d), "down_bias": (d,)}
         first, last = first | {"places": (shape.context, d)}, last | {"shift": (d,)}
     else:
@@ -99,8 +99,6 @@ def _own(rows: Tensor, tensor: AxisName) -> Tensor:
     """This rank's rows of what is the same on all ranks along an axis."""
     if not tensor:
         return rows
-    from shardfn.collectives.functional import local_slice
-
     return local_slice(rows, tensor, dim=0)
 
 

@@ -35,6 +35,7 @@ _BETWEEN = (*_TOOLS, str(modes.__file__), str(weakref.__file__))
 ELSEWHERE = tuple(str(pathlib.Path(str(module.__file__)).parent) + "/" for module in (torch, optree))
 
 _pinned: ByStorage[bool] = ByStorage()
+second: ByStorage[bool] = ByStorage()  # storages whose memory is another's
 _shadows: ByStorage[Any] = ByStorage()  # values of tensors on the device, some of which caches keep
 
 
@@ -94,6 +95,8 @@ class Operations(modes.DispatchMode):
                 self.device.listener.sent(_group_of(func, args, kwargs), HOST)
         if not func.is_view and all(x.device.type == "cpu" for x in tensors):  # those on "meta" have no memory
             self.device.clocks.use(HOST, func.name(), *_used(func, args, kwargs))
+        if self.device.listener is not None and func in _ROOM:  # nothing reads them when a step is planned
+            func = _aten.empty.memory_format
         out = func(*args, **kwargs)
         if self.device.listener is not None and isinstance(out, Tensor) and out.device.type == "cpu":
             self.device.listener.held(out)
@@ -105,6 +108,7 @@ def launches(func: Any) -> bool:
     return not func.is_view and func.namespace != "prim" and func.overloadpacket not in _NO_KERNEL
 
 
+_ROOM = {_aten.zeros.default}
 _QUIET = {torch.ops._c10d_functional.wait_tensor.default}
 _COLLECTIVES = ("c10d", "_c10d_functional")
 
@@ -253,6 +257,7 @@ def twin(x: Tensor) -> Tensor | None:
         return None
     with modes.unseen(), device.fake_mode:  # it is no memory of its own
         made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    second[made] = True
     if device.values:
         shadow(x)
         _shadows[made] = _shadows[x]

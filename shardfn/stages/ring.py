@@ -318,6 +318,11 @@ def _tag(gather: Gather, device: torch.device) -> Tensor:
     return gather.tag.to(device)
 
 
+def forget_tags() -> None:
+    """Drops the tags that are kept on devices."""
+    _tag.cache_clear()
+
+
 class _Arrival:
     """A gather that checks, when it arrives, whether ranks gathered the same stage."""
 

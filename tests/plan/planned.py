@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardfn as sf
 import shardfn.optim as so
 from shardfn import quant
+from shardfn.simulated.operations import second
 from shardfn.testing import simulated
 from tests.models import STRATEGIES
 
@@ -141,7 +143,7 @@ class Tracker(TorchDispatchMode):
 
     def look(self, tree: Any) -> None:
         for x in optree.tree_leaves(tree):
-            if isinstance(x, Tensor) and x.device.type == self.device:
+            if isinstance(x, Tensor) and x.device.type == self.device and x not in second:
                 storage = x.untyped_storage()
                 self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.live = {key: value for key, value in self.live.items() if not value[0].expired()}
@@ -151,7 +153,7 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.look(() if func.is_view else out)
+        self.look(() if func.is_view else (args, out))
         return out
 
 
@@ -175,6 +177,7 @@ def sent_by(plan: sf.Plan) -> list[Sent]:
     ]
 
 
+@sf.debug(memory=False)
 def ran(cases: list[tuple[str, str]], ranks: int) -> list[list[Sent]]:
     """The collectives of the second step of each program, on CPU processes."""
     found = []
@@ -188,6 +191,7 @@ def ran(cases: list[tuple[str, str]], ranks: int) -> list[list[Sent]]:
     return found
 
 
+@sf.debug(memory=False)
 def measured(cases: list[tuple[str, str]], ranks: int, rank: int, path: str) -> list[tuple[int, int, list[Sent]]]:
     """The most memory in the second step, as it is and in whole 512 bytes, and its collectives, on the device."""
     found = []
@@ -197,16 +201,20 @@ def measured(cases: list[tuple[str, str]], ranks: int, rank: int, path: str) -> 
             with Tracker(device.name) as tracker:
                 step, args = program(strategy, variant, ranks, device.name, scratch)
                 step(*args)
+                gc.collect()
+                gc.disable()
                 tracker.look(())
                 tracker.most = tracker.rounded = 0
                 with sf.ledger() as log:
                     result = step(*args)
                 del result
+                gc.enable()
             found.append((tracker.most, tracker.rounded, sent(log.records)))
             del step, args
     return found
 
 
+@sf.debug(memory=False)
 def planned(cases: list[tuple[str, str]], ranks: int, rank: int) -> list[sf.Plan]:
     """The plans of the programs."""
     found = []

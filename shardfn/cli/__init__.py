@@ -1,16 +1,13 @@
-"""The command line: `shardfn checkpoint inspect | verify | consolidate | reshard | diff`, `shardfn translate`."""
+"""The command line: `shardfn checkpoint inspect | verify | consolidate | reshard | diff`, `translate`, `plan`."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import json
-import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +17,8 @@ from shardfn.checkpoint.converting import Written
 from shardfn.checkpoint.folders import found_at, is_checkpoint, restored, source_of
 from shardfn.checkpoint.reading import Report
 from shardfn.checkpoint.team import CheckpointError
+from shardfn.cli import planning
+from shardfn.cli.printing import count, plain, print_json, print_table, size
 from shardfn.translate import TranslateError, translate
 
 SAME, DIFFERENT, WRONG = 0, 1, 2
@@ -32,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: its arguments; default: this process's.
 
     Returns:
-        The exit status: 0; 1 for a damaged checkpoint, two that differ, or keys without a translation; 2 if the command
-        failed; 130 if it was interrupted; 141 if its output was closed.
+        The exit status: 0; 1 for a damaged checkpoint, two that differ, keys without a translation, or a plan that does
+        not fit; 2 if the command failed; 130 if it was interrupted; 141 if its output was closed.
     """
     try:
         args = _parser().parse_args(argv)
@@ -82,6 +81,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("file", type=Path, metavar="FILE", help=about)
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=_translate)
+    about = "what a training step computes, sends and holds on many ranks, and whether it fits, without running it"
+    codes = "Exit status: 0 planned, 1 it does not fit, or nothing does, 2 could not be planned."
+    command = commands.add_parser("plan", help=about, description=f"{about.capitalize()}. {codes}")
+    planning.arguments(command)
     return parser
 
 
@@ -118,7 +121,7 @@ def _checkpoint(parser: argparse.ArgumentParser) -> None:
     sub = command("reshard", _reshard, about, "SRC is also one of torch's own, DST always one of shardfn.")
     sub.add_argument("src", type=Path, metavar="SRC")
     sub.add_argument("dst", type=Path, metavar="DST")
-    sub.add_argument("--ranks", type=_count, metavar="N", required=True)
+    sub.add_argument("--ranks", type=count, metavar="N", required=True)
 
     codes = "Exit status: 0 the same, 1 different, 2 could not be done."
     sub = command("diff", _diff, "compare two checkpoints, written by any number of ranks", codes)
@@ -137,16 +140,16 @@ def _inspect(args: argparse.Namespace) -> int:
     tensors = tools.entries(source, names)
     numbers = {name: source.numbers[name] for name in names if name in source.numbers}
     if args.json:
-        return _print_json({**_plain(about), "by_rank": source.by_rank, "entries": tensors, "numbers": numbers})
+        return print_json({**plain(about), "by_rank": source.by_rank, "entries": tensors, "numbers": numbers})
     if tensors:
-        cells = [(entry.name, entry.dtype, list(entry.shape), _size(entry.bytes), entry.parts) for entry in tensors]
-        _print_table(["tensor", "dtype", "shape", "bytes", "parts"], cells, right=(3, 4))
+        cells = [(entry.name, entry.dtype, list(entry.shape), size(entry.bytes), entry.parts) for entry in tensors]
+        print_table(["tensor", "dtype", "shape", "bytes", "parts"], cells, right=(3, 4))
     if numbers:
         rows = [(name, type(value).__name__, repr(value)) for name, value in numbers.items()]
-        _print_table(["number", "type", "value"], rows)
+        print_table(["number", "type", "value"], rows)
     for name, ranks in source.by_rank.items():
         print(f"{name} is that of {ranks} ranks, each its own")
-    _print_table(["", ""], [(key, value) for key, value in _columns(about).items()])
+    print_table(["", ""], [(key, value) for key, value in _columns(about).items()])
     if not about.whole:
         print(f"Files are gone or cut off: see shardfn checkpoint verify {args.path}")
     return SAME
@@ -157,15 +160,15 @@ def _inspect_folder(args: argparse.Namespace) -> int:
     if args.entries is not None:
         raise CheckpointError(f"{args.path} is a folder of checkpoints: --entries is for one of them")
     if args.json:
-        return _print_json({"path": args.path, "checkpoints": summaries})
+        return print_json({"path": args.path, "checkpoints": summaries})
     rows = [(entry.path.name, *_columns(entry).values(), "latest" if entry.latest else "") for entry in summaries]
-    _print_table(["checkpoint", *_columns(summaries[0]), ""], rows, right=(5, 6, 7))
+    print_table(["checkpoint", *_columns(summaries[0]), ""], rows, right=(5, 6, 7))
     return SAME
 
 
 def _columns(entry: tools.Summary) -> dict[str, Any]:
     state = {"state": "whole" if entry.whole else "torn", "format": entry.format, "made": entry.made}
-    columns = {**state, "ranks": entry.ranks, "number": entry.number, "bytes": _size(entry.bytes), "files": entry.files}
+    columns = {**state, "ranks": entry.ranks, "number": entry.number, "bytes": size(entry.bytes), "files": entry.files}
     return {key: "-" if value is None else value for key, value in columns.items()}
 
 
@@ -179,16 +182,16 @@ def _verify(args: argparse.Namespace) -> int:
         if not args.json:
             _print_verdict(verdicts[-1])
     if args.json:
-        _print_json([{**_plain(verdict), "whole": not verdict.damage} for verdict in verdicts])
+        print_json([{**plain(verdict), "whole": not verdict.damage} for verdict in verdicts])
     return DIFFERENT if any(verdict.damage for verdict in verdicts) else SAME
 
 
 def _print_verdict(verdict: verifying.Verdict) -> None:
-    content = f"{verdict.entries} entries, {_size(verdict.bytes)} in {verdict.files} files"
+    content = f"{verdict.entries} entries, {size(verdict.bytes)} in {verdict.files} files"
     if verdict.damage:
         print(f"{verdict.path}: damaged in {len(verdict.damage)} place{'s' * (len(verdict.damage) > 1)}; {content}")
         rows = [(bad.file, f"{bad.start}-{bad.stop}", ", ".join(bad.entries), bad.what) for bad in verdict.damage]
-        _print_table(["file", "bytes", "entries", "what is wrong"], rows)
+        print_table(["file", "bytes", "entries", "what is wrong"], rows)
     else:
         print(f"{verdict.path}: whole; {content}")
     if verdict.format == "torch":
@@ -213,7 +216,7 @@ def _reshard(args: argparse.Namespace) -> int:
 
 
 def _print_written(written: Written) -> int:
-    print(f"{written.path}: {written.tensors} tensors, {written.numbers} numbers, {_size(written.bytes)}")
+    print(f"{written.path}: {written.tensors} tensors, {written.numbers} numbers, {size(written.bytes)}")
     if written.left_out:
         print(f"left out, because it cannot hold them: {', '.join(written.left_out)}")
     return SAME
@@ -223,7 +226,7 @@ def _diff(args: argparse.Namespace) -> int:
     with _bar(f"diff {args.a} {args.b}") as report:
         difference = tools.diff(args.a, args.b, tolerance=args.tolerance, report=report)
     if args.json:
-        _print_json({"same": not difference, **_plain(difference)})
+        print_json({"same": not difference, **plain(difference)})
         return DIFFERENT if difference else SAME
     if not difference:
         print("the same")
@@ -236,7 +239,7 @@ def _diff(args: argparse.Namespace) -> int:
         (name, "other values", f"{differ} of {numel}, by up to {largest:.3g}")
         for name, (differ, numel, largest) in difference.values.items()
     ]
-    _print_table(["entry", "is", "A; B"], rows)
+    print_table(["entry", "is", "A; B"], rows)
     return DIFFERENT
 
 
@@ -244,11 +247,11 @@ def _translate(args: argparse.Namespace) -> int:
     translation = translate(args.file)
     status = SAME if translation.complete else DIFFERENT
     if args.json:
-        _print_json({**_plain(translation), "complete": translation.complete})
+        print_json({**plain(translation), "complete": translation.complete})
         return status
     print(translation.program)
     rows = [(row.key, row.value, row.status, row.text) for row in translation.rows]
-    _print_table([f"key of {translation.system}", "value", "is", "what it becomes, or why it has no meaning"], rows)
+    print_table([f"key of {translation.system}", "value", "is", "what it becomes, or why it has no meaning"], rows)
     return status
 
 
@@ -258,12 +261,6 @@ def _pattern(text: str) -> str:
     except re.error as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from error
     return text
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: a whole number, 1 or more")
-    return int(text)
 
 
 def _tolerance(text: str) -> float:
@@ -284,44 +281,3 @@ def _bar(title: str) -> Iterator[Report]:
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not shown, transient=True) as progress:
         task = progress.add_task(title, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
-def _print_table(names: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[int] = ()) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE, show_header=any(names), pad_edge=False)
-    for i, name in enumerate(names):
-        table.add_column(name, justify="right" if i in right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(str(value)) for value in row))
-    # Output that does not go to a terminal is not wrapped.
-    Console(width=None if sys.stdout.isatty() else 100_000, highlight=False).print(table)
-
-
-def _print_json(value: Any) -> int:
-    print(json.dumps(_plain(value), indent=2))
-    return SAME
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON has it; paths and non-finite numbers as strings."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, complex):
-        return [_plain(value.real), _plain(value.imag)]
-    if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)):
-        return str(value)
-    return value
-
-
-def _size(count: int) -> str:
-    from rich.filesize import decimal
-
-    return decimal(count)

@@ -1,0 +1,222 @@
+"""`shardfn plan`: a step of one's own, of a configuration or of a known model; or what of many ways fits."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+from shardfn.cli.printing import count, plain, print_table, size
+from shardfn.mesh.make import make_mesh
+from shardfn.plan import presets
+from shardfn.plan.chips import Chip
+from shardfn.plan.fits import RESERVE
+from shardfn.plan.links import Links
+from shardfn.plan.plan import Plan
+from shardfn.plan.planning import plan, planning
+from shardfn.shapes.configs import planned_config
+from shardfn.shapes.searching import Found, search
+from shardfn.shapes.settings import OPTIMIZERS, Setting, planned
+from shardfn.shapes.sizes import SHAPES, shape
+from shardfn.shards.placement import Tier
+
+FITS, DOES_NOT = 0, 1
+
+
+def arguments(command: argparse.ArgumentParser) -> None:
+    """Gives the command its arguments."""
+    about = (
+        "MODULE:FUNCTION, a function of the mesh that returns a step and its arguments, in a tuple; or a config.json "
+        "of Hugging Face, or its folder"
+    )
+    command.add_argument("what", nargs="?", metavar="STEP", help=about)
+    command.add_argument("--model", metavar="NAME", help=f"in place of STEP: {', '.join(SHAPES)}")
+    command.add_argument("--mesh", type=_mesh, metavar="AXES", help="sizes of axes, such as replica=128,shard=8")
+    command.add_argument("--ranks", type=count, metavar="N", help="in place of --mesh: list what fits on N ranks")
+    command.add_argument("--rank", type=int, default=0, metavar="R", help="whose plan; default: 0")
+    command.add_argument("--strategy", default="full_shard", metavar="NAME", help="default: %(default)s")
+    command.add_argument("--remat", choices=("off", "on", "offload"), default="off", help="default: %(default)s")
+    command.add_argument("--batch", type=count, default=1, metavar="N", help="sequences for a rank; default: 1")
+    command.add_argument("--micro", type=count, default=1, metavar="N", help="micro-batches; default: 1")
+    command.add_argument("--sequence", type=count, default=0, metavar="N", help="tokens; default: the model's most")
+    command.add_argument("--dtype", default="bfloat16", help="of computing and gathering; default: %(default)s")
+    command.add_argument(
+        "--kept", default="float32", metavar="DTYPE", help="of parameters, gradients and state; default: %(default)s"
+    )
+    command.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="default: %(default)s")
+    for kind in ("params", "grads", "state"):
+        command.add_argument(f"--{kind}-on", choices=get_args(Tier), default="device", help="default: %(default)s")
+    command.add_argument("--fit", metavar="SIZE", help="the memory of a device, such as 80GiB; default: the chip's")
+    command.add_argument("--reserve", default=RESERVE, metavar="SIZE", help="of it, left free; default: %(default)s")
+    command.add_argument(
+        "--chip",
+        default="h100",
+        metavar="NAME",
+        help=f"{', '.join(presets.CHIPS)}, or a file that Chip.save wrote; default: %(default)s",
+    )
+    command.add_argument(
+        "--links", metavar="NAME", help="as --chip, or a file that Links.save wrote; default: the chip's"
+    )
+    command.add_argument("--per-node", type=count, default=8, metavar="N", help="ranks on a node; default: 8")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the plan, or the list, as JSON")
+    command.add_argument("--html", type=Path, metavar="FILE", help="write a page with its timeline and its memory")
+    command.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for chrome://tracing or Perfetto")
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ValueError: arguments contradict each other; or as `planned`.
+    """
+    if (args.what is None) == (args.model is None):
+        raise ValueError("plan: pass one of STEP and --model NAME; see shardfn plan --help")
+    if (args.mesh is None) == (args.ranks is None):
+        raise ValueError("plan: pass one of --mesh AXES, for one plan, and --ranks N, for a list of what fits")
+    chip = _read(args.chip, Chip.load, presets.chip)
+    links = _read(args.links or args.chip, Links.load, presets.links)
+    if args.ranks is not None:
+        return _listed(args, links, chip)
+    made, tokens = _made(args)
+    timeline = made.timed(links, chip, tokens=tokens)
+    verdict = made.fits(args.fit or chip.memory, args.reserve)
+    print(made.table())
+    print()
+    print(timeline)
+    print(verdict)
+    if args.json:
+        made.save(args.json)
+    if args.html:
+        made.html(args.html, timeline)
+    if args.trace:
+        made.trace(args.trace, timeline)
+    return FITS if verdict or not args.fit else DOES_NOT
+
+
+def _made(args: argparse.Namespace) -> tuple[Plan, int | None]:
+    """Returns the plan, and the tokens that a rank processes, if they are known."""
+    setting = _setting(args, args.mesh)
+    if args.model is not None:
+        known = shape(args.model)
+        each = args.batch * (args.sequence or known.context)
+        return planned(known, setting, args.rank), each // args.mesh.get("tensor", 1)
+    if ":" in args.what and not Path(args.what).exists():
+        return _own(args), None
+    tokens = args.batch * args.sequence or None
+    return planned_config(Path(args.what), setting, args.rank), tokens
+
+
+def _own(args: argparse.Namespace) -> Plan:
+    """Returns the plan of the user's own step."""
+    module, _, name = args.what.partition(":")
+    sys.path.insert(0, os.getcwd())
+    found = getattr(importlib.import_module(module), name, None)
+    if not callable(found):
+        raise ValueError(f"plan: {module} has no function {name!r}")
+    with planning(math.prod(args.mesh.values()), args.rank, per_node=args.per_node):
+        made = found(make_mesh(**args.mesh))
+        if not isinstance(made, tuple) or not made or not callable(made[0]):
+            raise ValueError(
+                f"plan: {args.what} returned {type(made).__name__}; it returns a tuple, of a step and its arguments: "
+                f"return step, params, state, tokens"
+            )
+        return plan(*made)
+
+
+def _setting(args: argparse.Namespace, mesh: dict[str, int]) -> Setting:
+    tiers: dict[str, Tier] = {kind: getattr(args, f"{kind}_on") for kind in ("params", "grads", "state")}
+    return Setting(
+        mesh=mesh,
+        strategy=args.strategy,
+        remat=args.remat,
+        batch=args.batch,
+        micro=args.micro,
+        sequence=args.sequence,
+        dtype=args.dtype,
+        kept=args.kept,
+        optimizer=args.optimizer,
+        tiers={kind: tier for kind, tier in tiers.items() if tier != "device"},
+        per_node=args.per_node,
+    )
+
+
+def _listed(args: argparse.Namespace, links: Links, chip: Chip) -> int:
+    """Lists what fits, cheapest first."""
+    if args.model is None:
+        raise ValueError("plan: --ranks lists ways to train a known model: pass --model NAME, or --mesh AXES for STEP")
+
+    def told(each: Found) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{each.setting}"[:100].ljust(100), end="", file=sys.stderr)
+
+    memory = args.fit or chip.memory
+    found = search(
+        shape(args.model), args.ranks, memory, _setting(args, {"shard": args.ranks}), links, chip,
+        reserve=args.reserve, told=told,
+    )  # fmt: skip
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    if args.json:
+        args.json.write_text(json_of(found))
+    fitting = [each for each in found if each.fits]
+    if not fitting:
+        nearest = max(found, key=lambda each: each.spare)
+        missing = size(-nearest.spare)
+        print(f"nothing of {len(found)} fits into {memory}; nearest: {nearest.setting}, with {missing} missing")
+        return DOES_NOT
+    names = [
+        "strategy",
+        "mesh",
+        "remat",
+        "batch",
+        "on the host",
+        "needs",
+        "s a step",
+        "exposed",
+        "MFU",
+        "tokens/s",
+        "GPU h / 1e9 tokens",
+    ]
+    print_table(names, map(_row, fitting), right=(3, 5, 6, 7, 8, 9, 10))
+    of = f"{len(fitting)} of {len(found)} fit into {memory if args.fit else size(chip.memory)}"
+    print(f"{of}, of which {args.reserve} are left free; on {chip.name}, {links.name}")
+    return FITS
+
+
+def _row(each: Found) -> tuple[Any, ...]:
+    figures, setting = each.figures, each.setting
+    assert figures is not None, "what fits was planned"
+    mesh = ",".join(f"{name}={number}" for name, number in setting.mesh.items())
+    return (
+        setting.strategy, mesh, setting.remat, setting.batch, ", ".join(setting.tiers), size(figures.needed),
+        f"{figures.seconds:.3g}", f"{100 * figures.exposed / figures.seconds:.0f} %",
+        f"{100 * figures.utilization:.1f} %", f"{each.tokens:,.0f}", f"{each.cost:,.0f}",
+    )  # fmt: skip
+
+
+def json_of(found: list[Found]) -> str:
+    """Returns a list of ways as JSON."""
+    return json.dumps([plain(each) | {"fits": each.fits} for each in found], indent=1) + "\n"
+
+
+def _mesh(text: str) -> dict[str, int]:
+    parts = [re.fullmatch(r"([A-Za-z_]\w*)=([1-9]\d*)", part.strip()) for part in text.split(",")]
+    axes = {part[1]: int(part[2]) for part in parts if part}
+    if len(axes) != len(parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no mesh: write axes and sizes, such as replica=128,shard=8")
+    return axes
+
+
+def _read(name: str, load: Callable[[Any], Any], known: Callable[[str], Any]) -> Any:
+    return load(name) if name.endswith(".json") else known(name)

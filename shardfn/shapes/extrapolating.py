@@ -1,0 +1,142 @@
+"""The figures of a deep model's plan, from plans of shallow ones that differ in two layers.
+
+All blocks of a model are alike, so that from some depth on every two further ones add the same. What is held at a
+moment is linear in the number of blocks, and linear in which block it is: over the blocks between, it is largest at one
+of their ends. So the largest of what is held near the ends, each extrapolated, is the peak of the deep model.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from shardfn.plan.chips import Chip
+from shardfn.plan.links import Links
+from shardfn.plan.plan import Plan
+from shardfn.plan.timeline import Timeline
+from shardfn.shapes.settings import Setting, planned
+from shardfn.shapes.sizes import Shape
+
+ENDS = 4  # blocks at each end that need not be like those between: gathers run ahead, and gradients leave later
+SHALLOW = 2 * ENDS
+PERIOD = 2  # blocks after which all is as before: those of a ring take turns with its two buffers
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a plan comes to.
+
+    Attributes:
+        peak: bytes on the device at the peak, by kind.
+        host: the most bytes on the host.
+        seconds: of a step.
+        exposed: seconds in which only collectives run.
+        utilization: MFU.
+        sent: bytes that a rank sends.
+    """
+
+    peak: dict[str, int]
+    host: int
+    seconds: float
+    exposed: float
+    utilization: float
+    sent: int
+
+    @property
+    def needed(self) -> int:
+        """Bytes at the peak."""
+        return sum(self.peak.values())
+
+
+def figures(plan: Plan, timeline: Timeline) -> Figures:
+    """Returns the figures of a plan."""
+    return Figures(
+        peak={kind: count for kind, count in plan.peak.kinds.items() if count},
+        host=sum(plan.host.values()),
+        seconds=timeline.seconds,
+        exposed=timeline.exposed,
+        utilization=timeline.utilization,
+        sent=sum(work.sent for work in plan.works if work.ranks > 1),
+    )
+
+
+def extrapolated(shape: Shape, setting: Setting, links: Links | str, chip: Chip | str) -> Figures:
+    """Returns the figures of a model's plan without planning all of its blocks.
+
+    Bytes are those of the whole plan; seconds too, as far as each block takes as long as the one before it.
+
+    Raises:
+        ValueError, RuntimeError: as `planned` and `Plan.timed`.
+    """
+    low = SHALLOW + (shape.layers - SHALLOW) % PERIOD
+    if shape.layers <= low + PERIOD:
+        plan = planned(shape, setting)
+        return figures(plan, plan.timed(links, chip))
+    plans = [_shallow(shape, setting, layers) for layers in (low, low + PERIOD)]
+    less, more = (figures(plan, plan.timed(links, chip)) for plan in plans)
+    times = (shape.layers - low) // PERIOD
+
+    def further(low: float, high: float) -> float:
+        return low + times * (high - low)
+
+    peaks = [_peaks(plan) for plan in plans]
+    candidates = [
+        {kind: round(further(peaks[0][at][kind], peaks[1][at][kind])) for kind in peaks[0][at] | peaks[1][at]}
+        for at in peaks[0].keys() & peaks[1].keys()
+    ]
+    peak = max(candidates, key=lambda kinds: sum(kinds.values()))
+    seconds = further(less.seconds, more.seconds)
+    used = further(less.utilization * less.seconds, more.utilization * more.seconds)
+    return Figures(
+        peak={kind: count for kind, count in peak.items() if count},
+        host=round(further(less.host, more.host)),
+        seconds=seconds,
+        exposed=max(0.0, further(less.exposed, more.exposed)),
+        utilization=used / seconds,
+        sent=round(further(less.sent, more.sent)),
+    )
+
+
+@functools.lru_cache(64)
+def _memo(shape: Shape, key: str, setting: _Same) -> Plan:
+    return planned(shape, setting.value)
+
+
+class _Same:
+    """A setting, equal to others by its text alone, as it holds dicts."""
+
+    def __init__(self, value: Setting) -> None:
+        self.value, self.key = value, repr(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+def _shallow(shape: Shape, setting: Setting, layers: int) -> Plan:
+    return _memo(replace(shape, layers=layers), shape.name, _Same(setting))
+
+
+def _peaks(plan: Plan) -> dict[tuple[object, ...], Counter[str]]:
+    """Returns the largest of what is held, by place: the phase, and the stage by its distance from an end."""
+    numbers = [int(match[1]) for work in plan.works if (match := re.search(r"blocks\.(\d+)", work.stage))]
+    depth, found = max(numbers) + 1, dict[tuple[object, ...], Counter[str]]()
+    nth: Counter[tuple[object, ...]] = Counter()
+    for entry in plan.held:
+        work = plan.works[entry.at]
+        match = re.search(r"blocks\.(\d+)", work.stage)
+        stage: object = work.stage
+        if match:
+            k = int(match[1])
+            stage = ("blocks", k if k < ENDS else k - depth)
+            if ENDS <= k < depth - ENDS:
+                continue
+        place = (work.kind, work.phase, stage)
+        nth[place] += 1
+        if place not in found or entry.total > found[place].total():
+            found[place] = Counter(entry.kinds)
+    return found
