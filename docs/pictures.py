@@ -13,6 +13,7 @@ from /proc every half millisecond. Each phase is drawn equally long. glibc gives
 the variable above.
 schedule.png: one step of two ranks in time. When each collective was issued is read from the ledger, when each stage
 computed from hooks around it, on rank 0; the fastest of twenty steps.
+plan.png: the plan of the step on how-to/will-it-fit.md, with the times of the cost model for H100 GPUs.
 loop.png: a run of `sf.run.loop` on two ranks, of which one gets a signal.
 fitting.png: one step of two ranks with `accumulate(micro="auto")`, of which one runs out of memory, in time: when each
 micro-batch began and ended, by hooks around its forward and backward; the fastest of five steps.
@@ -52,7 +53,7 @@ from shardfn.mesh.make import across
 from shardfn.mesh.scope import scope
 from shardfn.mesh.spec import Leaf
 from shardfn.run.order import Order
-from shardfn.testing import World
+from shardfn.testing import World, world
 from shardfn.transforms.checking import Checked
 from shardfn.transforms.fitting import recall
 
@@ -727,6 +728,23 @@ def draw_fitting(path: Path) -> None:
     figure.savefig(path)
 
 
+# --- the plan ---
+
+
+def planned_on_the_page() -> tuple[Any, Any]:
+    """The plan of the page's step, and the times of its works on H100 GPUs."""
+    code = (HERE / "how-to/will-it-fit.md").read_text().split("```python\n")[1].split("```")[0]
+    page: dict[str, Any] = {}
+    exec(compile(code, "will-it-fit.md", "exec"), page)
+    plan = page["planned"]()
+    return plan, plan.timed("h100", "h100")
+
+
+def draw_plan(path: Path) -> None:
+    plan, times = world(1, "alone").run(planned_on_the_page)[0]
+    plan.save_picture(path, times)
+
+
 # --- strategies ---
 
 
@@ -758,6 +776,7 @@ DRAWN = {
     "nodes": draw_nodes,
     "memory": draw_memory,
     "modules": draw_modules,
+    "plan": draw_plan,
     "schedule": draw_schedule,
     "show": draw_show,
     "strategies": draw_strategies,

@@ -20,7 +20,7 @@ from shardfn.mesh.scope import current_mesh, mesh_of
 from shardfn.plan.arguments import mark
 from shardfn.plan.course import course_of
 from shardfn.plan.plan import Plan
-from shardfn.plan.recorder import Recorder
+from shardfn.plan.recorder import Block, Recorder
 from shardfn.quoting import short_errors
 from shardfn.shards.layout import is_flat
 from shardfn.simulated.clocks import HOST
@@ -121,22 +121,7 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
             "shardfn.planning(ranks=...):`, in a process without ranks of its own, and plan the step there"
         )
     recorder, per_node = _open[-1]
-    return planned_by(recorder, per_node, step, args, kwargs, mesh)[0]
-
-
-def planned_by(
-    recorder: Recorder,
-    per_node: int,
-    step: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    mesh: DeviceMesh | None,
-) -> tuple[Plan, Any]:
-    """Calls a step; returns what the recorder noted of it, and its result."""
-    given = _named(step, args, kwargs)
-    flats = [leaf for _, tree in given for leaf in optree.tree_leaves(tree, is_leaf=is_flat) if is_flat(leaf)]
-    if mesh is None:
-        mesh = mesh_of(flats[0].layout.grid, "plan") if flats else current_mesh()
+    given = named(step, args, kwargs)
     parameters = mark(recorder, given)
     with _without_collector():
         step(*args, **kwargs)
@@ -144,11 +129,43 @@ def planned_by(
         before = {block: block.nbytes for block in recorder.blocks.values()}
         with recorder.listening():
             result = step(*args, **kwargs)
+    return plan_of(recorder, per_node, step, mesh_for("plan", mesh, given), parameters, before, result)
+
+
+def mesh_for(what: str, mesh: DeviceMesh | None, given: Any) -> DeviceMesh | None:
+    """Returns the mesh that a step is about: the one passed, or that of the flat shards among its arguments."""
+    flats = (leaf for leaf in optree.tree_leaves(given, is_leaf=is_flat) if is_flat(leaf))
+    first = next(flats, None)
+    if mesh is not None or first is None:
+        return mesh if mesh is not None else current_mesh()
+    return mesh_of(first.layout.grid, what)
+
+
+def plan_of(
+    recorder: Recorder,
+    per_node: int,
+    step: Callable[..., Any],
+    mesh: DeviceMesh | None,
+    parameters: int,
+    before: dict[Block, int],
+    result: Any,
+) -> Plan:
+    """Returns what a recorder noted of a step.
+
+    Args:
+        recorder: which listened to it.
+        per_node: how many ranks a node has.
+        step: the function.
+        mesh: whose axes are named.
+        parameters: the number of elements of all parameters.
+        before: the memory that was held before, with its bytes.
+        result: what the step returned.
+    """
     returned = {recorder.find(x) for x in optree.tree_leaves(result) if isinstance(x, Tensor)}
     course = course_of(recorder.events, before, returned, len(recorder.works) - 1)
     streams = dict.fromkeys([recorder.default, *(draft.stream for draft in recorder.works if draft.stream != HOST)])
     order = {stream: number for number, stream in enumerate(streams)}
-    found = Plan(
+    return Plan(
         name=getattr(step, "__qualname__", type(step).__name__),
         mesh={} if mesh is None else sizes(mesh),
         rank=process_groups.global_rank(),
@@ -160,7 +177,6 @@ def planned_by(
         parameters=parameters,
         allocator=course.allocator,
     )
-    return found, result
 
 
 @contextlib.contextmanager
@@ -175,7 +191,7 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _named(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+def named(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
     """The arguments, by the names of the step's parameters."""
     try:
         bound = inspect.signature(step).bind(*args, **kwargs)

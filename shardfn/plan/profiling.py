@@ -25,14 +25,13 @@ from shardfn.compat import modes
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import device_of
 from shardfn.mesh.planned import planned
-from shardfn.mesh.scope import current_mesh, mesh_of
+from shardfn.plan.arguments import mark
 from shardfn.plan.drawing import lane_of
 from shardfn.plan.plan import Plan
-from shardfn.plan.planning import planned_by
-from shardfn.plan.recorder import Draft, Recorder
+from shardfn.plan.planning import mesh_for, named, plan_of
+from shardfn.plan.recorder import Block, Draft, Recorder
 from shardfn.plan.schedule import Work
 from shardfn.quoting import short_errors
-from shardfn.shards.layout import is_flat
 from shardfn.simulated.device import Device
 from shardfn.simulated.operations import launches
 
@@ -58,7 +57,7 @@ class Profile(Plan):
     @property
     def told(self) -> str:
         """What pictures call it."""
-        return f"{self.name}, measured"
+        return f"{super().told}, measured"
 
 
 @short_errors
@@ -99,20 +98,16 @@ def profile_step(
         raise RuntimeError("profile_step: inside planning(...) nothing runs: use plan(step, ...) there")
     if waiting.ended:
         raise RuntimeError("profile_step: another profile is being made in this process: let it end first")
-    mesh = _mesh(mesh, (args, kwargs))
+    given = named(step, args, kwargs)
+    mesh = mesh_for("profile_step", mesh, given)
     timer = _Timer(torch.device("cpu") if mesh is None else device_of(mesh))
+    parameters = mark(timer, given)
+    before = {block: block.nbytes for block in timer.blocks.values()}
     with timer.listening():
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size() if dist.is_initialized() else 1))
-        plan, result = planned_by(timer, per_node, step, args, kwargs, mesh)
-    return timer.profile(plan), result
-
-
-def _mesh(mesh: DeviceMesh | None, trees: Any) -> DeviceMesh | None:
-    flats = (leaf for leaf in optree.tree_leaves(trees, is_leaf=is_flat) if is_flat(leaf))
-    first = next(flats, None)
-    if mesh is not None or first is None:
-        return mesh if mesh is not None else current_mesh()
-    return mesh_of(first.layout.grid, "profile_step")
+        result = step(*args, **kwargs)
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size() if dist.is_initialized() else 1))
+    kept = timer.kept(before, result)
+    return timer.profile(plan_of(timer, per_node, step, mesh, parameters, before | kept, result)), result
 
 
 class HostClock:
@@ -160,16 +155,16 @@ class _Timer(Recorder):
         self.clock = HostClock() if device.type == "cpu" else DeviceClock(device)
         self.spans: dict[Draft, list[Any]] = {}
         self.under_way: list[Draft] = []
-        clocks = SimpleNamespace(_clocks={}, known=lambda stream: {}, marked=set())
+        clocks = SimpleNamespace(all=dict, known=lambda stream: {}, marked=set())
         own = SimpleNamespace(clocks=clocks, defaults=[_STREAM], stream=self.clock.stream)
         self.device = cast(Device, own)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """A context in which it is told of operations and of waits."""
+        """A context in which it is told of operations, of what the ledger hears, and of waits."""
         waiting.ended.append(self.waited)
         try:
-            with _Seen(self):
+            with super().listening(), _Seen(self):
                 yield
         finally:
             waiting.ended.remove(self.waited)
@@ -213,6 +208,16 @@ class _Timer(Recorder):
                 self.copied(out, moved)
             if self._on and self.works and (moved is not None or launches(func)):
                 self.spans.setdefault(self.works[-1], [begin, end])[1] = end
+
+    def kept(self, before: dict[Block, int], result: Any) -> dict[Block, int]:
+        """Returns buffers of earlier steps, with their bytes: those that the step used and neither took nor returned.
+
+        They were first heard of when the step wrote to them, and are taken to be there from the beginning.
+        """
+        returned = {self.find(x) for x in optree.tree_leaves(result) if isinstance(x, Tensor)}
+        kept = {block: block.nbytes for block in self.blocks.values() if block not in before and block not in returned}
+        self.events = [event for event in self.events if event[2] not in kept]
+        return kept
 
     def profile(self, plan: Plan) -> Profile:
         """Returns a plan with the times of its works."""

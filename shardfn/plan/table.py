@@ -49,6 +49,8 @@ def _memory(plan: Views) -> Iterator[Line]:
             yield [(f"  {kind:<14}", ""), (f"{byte_count(nbytes):>10}  ", ""), (bar, colors[kind])]
     yield [(f"  {'all':<14}", "bold"), (f"{byte_count(total):>10}", "bold")]
     for kind, nbytes in plan.host.items():
+        if nbytes * 1000 < total:
+            continue
         yield [(f"  {kind:<14}", ""), (f"{byte_count(nbytes):>10}", ""), ("  on the host, at its own peak", "dim")]
 
 
@@ -80,7 +82,7 @@ def _stages(plan: Views) -> Iterator[Line]:
     for stage, works in of_stage.items():
         alike.setdefault((re.sub(r"\d+", "*", stage), *_row(works)), []).append(stage or "(outside of stages)")
     rows = [(_joined(stages), *key[1:]) for key, stages in alike.items()]
-    head = ("stage", "operations", "forward", "recompute", "backward", "update", "sent, calls", "bytes")
+    head = ("stage", "operations", "forward", "recompute", "backward", "update", "calls", "sent")
     yield from table(head, rows, "lrrrrrrr", ROWS)
 
 
@@ -110,6 +112,9 @@ def _flops(works: Iterable[Work]) -> dict[str, int]:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str, most: int) -> Iterator[Line]:
     """Yields a heading and at most `most` rows, in columns aligned to the left (l) or right (r)."""
+    used = [i for i in range(len(head)) if any(row[i] != "-" for row in rows)]  # a column of nothing is left out
+    head, align = [head[i] for i in used], "".join(align[i] for i in used)
+    rows = [[row[i] for i in used] for row in rows]
     shown = rows if len(rows) <= most else rows[: most - 1]
     widths = [max(map(len, column)) for column in zip(head, *shown, strict=True)]
     for i, row in enumerate((head, *shown)):

@@ -25,7 +25,7 @@ def write(path: str | os.PathLike[str], plan: Views, times: Times | None) -> Non
 def _events(plan: Views, drawing: Drawing) -> Iterator[dict[str, Any]]:
     unit = MICRO if drawing.seconds else 1.0
     process = {"pid": plan.rank}
-    yield {"ph": "M", "name": "process_name", **process, "args": {"name": f"{plan.name}, rank {plan.rank}"}}
+    yield {"ph": "M", "name": "process_name", **process, "args": {"name": f"{plan.told}, rank {plan.rank}"}}
     for lane, name in enumerate(drawing.lanes):
         yield {"ph": "M", "name": "thread_name", **process, "tid": lane, "args": {"name": name}}
         yield {"ph": "M", "name": "thread_sort_index", **process, "tid": lane, "args": {"sort_index": lane}}

@@ -33,7 +33,7 @@ class Views(Printed):
     @property
     def told(self) -> str:
         """What pictures call it."""
-        return self.name
+        return self.name.rpartition("<locals>.")[2]
 
     def _lines(self, width: int) -> Iterator[Line]:
         return table.lines(self, width)

@@ -24,7 +24,7 @@ def write(path: str | os.PathLike[str], shown: Sequence[tuple[Views, Times | Non
     panels = [_panel(plan, times) for plan, times in shown]
     data = json.dumps(panels, separators=(",", ":")).replace("<", "\\u003c")  # nothing in it may end the script
     text = files("shardfn.plan").joinpath("webpage.html").read_text(encoding="utf-8")
-    title = html.escape(" and ".join(dict.fromkeys(plan.name for plan, _ in shown)))
+    title = html.escape(" and ".join(dict.fromkeys(plan.told for plan, _ in shown)))
     Path(path).write_text(text.replace("{{title}}", title).replace("{{data}}", data), encoding="utf-8")
 
 

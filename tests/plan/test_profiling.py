@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,13 +15,11 @@ from torch import Tensor
 import shardfn as sf
 import shardfn.optim as so
 from shardfn.mesh import waiting
-from shardfn.plan import profiling
 from shardfn.plan.profiling import DeviceClock, Profile
 from shardfn.testing import World, world
 from tests.refusals import refused
 
 WIDTH, LAYERS = 32, 4
-FOUR = {"replica": 2, "shard": 2}
 
 
 def program(remat: bool, device: str | None = None) -> tuple[Any, ...]:
@@ -35,7 +34,7 @@ def program(remat: bool, device: str | None = None) -> tuple[Any, ...]:
             x = block(p, x)
         return x.square().mean()
 
-    mesh = sf.make_mesh(**FOUR) if device is None else sf.make_mesh(**FOUR, device=device)
+    mesh = sf.make_mesh(device=device, replica=2, shard=2) if device else sf.make_mesh(replica=2, shard=2)
 
     def make(generator: torch.Generator) -> Any:
         return {name: torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH for name in ("up", "down")}
@@ -151,7 +150,7 @@ def test_each_rank_writes_its_own_views(measured: Any) -> None:
 
 
 def test_what_is_no_step_is_an_error() -> None:
-    told = refused(lambda: sf.profile_step(torch.ones(1)), TypeError)
+    told = refused(partial(sf.profile_step, cast(Any, torch.ones(1))), TypeError)
     assert told.startswith("profile_step: the step is of type Tensor, and cannot be called")
 
 
@@ -200,7 +199,7 @@ class Event:
 def test_an_accelerator_is_timed_by_events_on_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = SimpleNamespace(stream_id=7)
     module = SimpleNamespace(Event=Event, current_stream=lambda device: stream, synchronize=lambda device: None)
-    monkeypatch.setattr(profiling.torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     clock = DeviceClock(torch.device("cuda", 0))
     marks = [clock.now() for _ in range(3)]
     assert clock.seconds(marks) == pytest.approx([0, 1e-3, 2e-3])

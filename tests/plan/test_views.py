@@ -36,7 +36,7 @@ def test_equal_stages_are_one_row() -> None:
     text = stack(126).table(120)
     assert len(text.splitlines()) < 30
     assert text.count("layers.") == 5  # the peak, two allocations, and the first and last of the row
-    assert re.search(r"\nlayers.0 … layers.125 \(126 alike\) +120 +10 TFLOP +10 TFLOP +20 TFLOP +- +3 +2.4 GB\n", text)
+    assert re.search(r"\nlayers.0 … layers.125 \(126 alike\) +120 +10 TFLOP +10 TFLOP +20 TFLOP +3 +2.4 GB\n", text)
 
 
 def test_stages_that_alternate_are_two_rows_and_one_that_differs_is_a_third() -> None:
@@ -78,9 +78,10 @@ def test_a_plan_prints_as_its_table_with_and_without_rich(monkeypatch: pytest.Mo
     plan = stack(4)
     from rich.console import Console
 
-    console = Console(file=io.StringIO(), width=printed.WIDE, force_terminal=True, color_system="truecolor")
+    out = io.StringIO()
+    console = Console(file=out, width=printed.WIDE, force_terminal=True, color_system="truecolor")
     console.print(plan)
-    colored = console.file.getvalue()
+    colored = out.getvalue()
     assert "\x1b[" in colored
     plain = re.sub(r"\x1b\[[\d;]*m", "", colored)
     assert [line.rstrip() for line in plain.splitlines()] == plan.text(printed.WIDE).splitlines()
@@ -365,7 +366,7 @@ def test_a_trace_has_streams_as_threads_and_memory_as_a_counter(tmp_path: Path) 
     assert [event["ts"] for event in by_kind["X"]] == pytest.approx([t * 1e6 for t in times.begins])
     assert [sum(event["args"].values()) for event in by_kind["C"]] == [one.total for one in plan.held]
     assert {event["pid"] for event in events} == {plan.rank}
-    ends = {}
+    ends: dict[int, float] = {}
     for event in by_kind["X"]:  # a thread's works do not overlap, or viewers would nest them
         assert event["ts"] >= ends.get(event["tid"], 0) - 1e-6
         ends[event["tid"]] = event["ts"] + event["dur"]
