@@ -4,7 +4,7 @@
 
 Both tables are made of plans alone, on one CPU, of a model's shallow depths (`shapes.extrapolating`). Devices are H100
 with 80 GiB, eight on a node, unless a row says otherwise; see `plan.presets` for the sources of their speeds. In the
-first table each cell is the cheapest of the strategies tried, with sequences of 8,192 tokens, one for each rank or group
+first table each cell is the cheapest of the strategies tried, with sequences of 8,192 tokens, one for each rank or set
 of ranks that share matrices, in bfloat16 with parameters and AdamW's state in float32.
 
 The second table has runs whose setting is published as far as a plan needs it. Their kernels are not ours: the figure

@@ -59,7 +59,7 @@ def planned_config(path: Path, setting: Setting, rank: int = 0) -> Plan:
         module: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype_of(setting.kept))
     remat: Any = {"off": False, "on": True, "offload": "offload"}[setting.remat]
     dtype = dtype_of(setting.dtype)
-    with planning(setting.ranks, rank, per_node=setting.per_node):
+    with planning(setting.ranks, rank, per_node=setting.per_node) as device:
         axes: dict[str, Any] = dict(setting.mesh)
         mesh = make_mesh(**axes)
         model = interop.functional(module, remat=remat, gather_dtype=dtype, input_dtype=dtype)
@@ -73,6 +73,6 @@ def planned_config(path: Path, setting: Setting, rank: int = 0) -> Plan:
             return total
 
         step = stepping(loss, optimizer, mesh, setting)
-        tokens = torch.zeros(setting.batch, length, dtype=torch.int64)
+        tokens = torch.zeros(setting.batch, length, dtype=torch.int64, device=device.name)
         name = short(getattr(config, "_name_or_path", "") or str(path), 60)
         return replace(plan(step, params, state, tokens, tokens.clone()), name=name)

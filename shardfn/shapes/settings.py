@@ -110,7 +110,7 @@ def planned(shape: Shape, setting: Setting, rank: int = 0) -> Plan:
     tensor = "tensor" if setting.mesh.get("tensor", 1) > 1 else ()
     specs = transformer.SPECS if tensor else P()
     _divides(shape, setting)
-    with planning(setting.ranks, rank, per_node=setting.per_node):
+    with planning(setting.ranks, rank, per_node=setting.per_node) as device:
         axes: dict[str, Any] = dict(setting.mesh)
         mesh = make_mesh(**axes)
         params = shard(transformer.tree(shape, kept), mesh, placement, specs=specs)
@@ -119,7 +119,7 @@ def planned(shape: Shape, setting: Setting, rank: int = 0) -> Plan:
         dtype = dtype_of(setting.dtype)
         loss = transformer.loss_of(shape, tensor, setting.data, remat=remat, gather_dtype=dtype, input_dtype=dtype)
         step = stepping(loss, optimizer, mesh, setting)
-        tokens = torch.zeros(setting.batch, length, dtype=torch.int64)
+        tokens = torch.zeros(setting.batch, length, dtype=torch.int64, device=device.name)
         return replace(plan(step, params, state, tokens, tokens.clone()), name=shape.name)
 
 

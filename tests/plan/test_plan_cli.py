@@ -132,7 +132,8 @@ def test_what_fits_is_listed_cheapest_first_and_else_what_is_nearest() -> None:
 def test_a_known_model_is_planned_with_its_views(tmp_path: Path) -> None:
     out = ran(
         "--model", "gpt-124m", "--mesh", "replica=2,shard=8", "--strategy", "hsdp", "--remat", "on",
-        "--sequence", "128", "--fit", "80GiB", "--json", "p.json", "--html", "p.html", "--trace", "t.json", cwd=tmp_path,
+        "--sequence", "128", "--fit", "80GiB", "--json", "p.json", "--html", "p.html", "--trace", "t.json",
+        cwd=tmp_path,
     )  # fmt: skip
     assert "124,439,808 parameters on all ranks" in out
     assert "tokens/s a rank" in out
