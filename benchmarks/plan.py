@@ -81,7 +81,11 @@ def head(p: Any, x: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
 
-embed = sf.stage(lambda p, tokens: p["table"][tokens])
+def table(p: Any, tokens: Tensor) -> Tensor:
+    return p["table"][tokens]
+
+
+embed = sf.stage(table)
 blocks, last = sf.stage(block, remat=True), sf.stage(head)
 
 

@@ -196,7 +196,7 @@ def measured(cases: list[tuple[str, str]], ranks: int, rank: int, path: str) -> 
     """The most memory in the second step, as it is and in whole 512 bytes, and its collectives, on the device."""
     found = []
     for number, (strategy, variant) in enumerate(cases):
-        store = torch.distributed.FileStore(f"{path}/{number}", ranks)
+        store = torch.distributed.FileStore(f"{path}/{number}", ranks)  # type: ignore[attr-defined]
         with simulated(ranks, rank, store=store, races=False) as device, tempfile.TemporaryDirectory() as scratch:
             with Tracker(device.name) as tracker:
                 step, args = program(strategy, variant, ranks, device.name, scratch)
