@@ -609,7 +609,7 @@ def test_wrong_uses_are_one_line(made: dict[Any, Path], tmp_path: Path, capsys: 
     assert "nothing is left" in refused(capsys, *words, "--strip", "numbers.step")
     words = ["checkpoint", "reshard", here, tmp_path / "x"]
     assert "--ranks" in refused(capsys, *words)
-    assert "not a number of ranks" in refused(capsys, *words, "--ranks", 0)
+    assert "'0' is not a whole number that is 1 or more" in refused(capsys, *words, "--ranks", 0)
     assert "exists" in refused(capsys, "checkpoint", "reshard", here, made[2], "--ranks", 2)
     assert "there is no folder" in refused(capsys, "checkpoint", "diff", here, none)
     assert "not negative" in refused(capsys, "checkpoint", "diff", here, here, "--tolerance", "-1")
