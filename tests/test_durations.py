@@ -36,6 +36,8 @@ def tiers(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> dict[st
     record = pytester.path / "durations.json"
     record.write_text(json.dumps(RECORD))
     monkeypatch.setattr(durations, "RECORD", record)
+    monkeypatch.setattr(durations, "LONG", 2.0)
+    monkeypatch.setattr(durations, "SLOW", 2.0)
     pytester.makepyfile(test_one=TESTS, test_two="def test_slow(): pass")
 
     def chosen(*options: str) -> set[str]:

@@ -10,8 +10,10 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.compat import loaders
 from shardfn.quoting import findings, listed
 from shardfn.run.async_metrics import checked
+from shardfn.run.feeding import without_frames
 from shardfn.run.randomness import Generators, seed_all
 
 
@@ -92,6 +94,15 @@ class Rows(Iterator[Any]):
         self._generators.restore()
         try:
             return next(self.iterator)
+        except StopIteration as end:
+            if loaders.failed(end):
+                raise RuntimeError(
+                    "sf.run.loop: a row of the loader's data set, or its collate_fn, raised StopIteration"
+                ) from without_frames(end)
+            raise
+        except Exception as error:
+            without_frames(error)
+            raise
         finally:
             self._generators = Generators.now()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.collectives.capturing import written_by_graphs
+from shardfn.collectives.capturing import capturing, written_by_graphs
 from shardfn.collectives.into_buffers import (
     Communicator,
     Handle,
@@ -51,6 +52,18 @@ class Saved:
 
     def __init__(self) -> None:
         self.copy: Tensor | None = None
+
+
+_left: deque[tuple[GatherStream, list[Handle], tuple[Tensor, ...]]] = deque()
+"""Transfers that nobody waited for before their slot was collected, and their memory."""
+
+
+def _free_left() -> None:
+    """Frees such memory, for the allocator to use again only after the transfers."""
+    while _left and capturing() is None:
+        stream, _, memory = _left.popleft()
+        for x in memory:
+            x.record_stream(stream.stream)
 
 
 class Slot:
@@ -104,11 +117,8 @@ class Slot:
         self.free: Any = None
 
     def __del__(self) -> None:
-        if (
-            self.works and self.stream is not None
-        ):  # nobody has waited, and nobody may wait inside of garbage collection
-            for x in (self.buffer, *self.sources):
-                x.record_stream(self.stream.stream)
+        if self.works and self.stream is not None:
+            _left.append((self.stream, self.works, (self.buffer, *self.sources)))
 
     def save(self) -> Saved:
         """Notes that a call will read what the slot holds now."""
@@ -144,6 +154,7 @@ class Slot:
     ) -> None:
         """Starts to gather shards into the slot, after waiting for what is under way; if there is one, on `stream`."""
         self.give_back()
+        _free_left()
         position = self.position() if self.position is not None else None
         if position is not None and position.slot is not self:
             position.slot.give_back()

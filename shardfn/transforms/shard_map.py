@@ -98,7 +98,7 @@ def shard_map(
         ValueError: specs that do not fit the arguments or the result, and ranks that differ; each names the tree path,
             the shapes, the mesh sizes and the fix. `VaryingError` is one: a value that is declared to be the same on
             all ranks is not, or is reduced twice. `VaryingWarning` warns of what is probably a mistake.
-        TypeError: something that is not a spec.
+        TypeError: something that is not a spec; `check` is not a bool.
         NameError: there is no mesh, neither passed nor in scope.
 
     Example:
@@ -106,6 +106,8 @@ def shard_map(
     """
     if inputs not in ("local", "global"):
         raise ValueError(f'shard_map: inputs={inputs!r}; it is "local" or "global"')
+    if not isinstance(check, bool):
+        raise TypeError(f"shard_map: check={check!r}; it is True or False")
     if f is None:
         return functools.partial(
             shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, inputs=inputs, check=check

@@ -138,7 +138,7 @@ def ended_early(reshard: Any, marks: bool = True) -> list[str]:
                     x = layer(p, x)
                 return x.sum()
 
-            run = sf.shard_map(loss, mesh=mesh, in_specs=..., out_specs=..., check="off")
+            run = sf.shard_map(loss, mesh=mesh, in_specs=..., out_specs=..., check=False)
             run(params, x, LAYERS)
             run(params, x, 1)
             del mesh, params, run, layer, loss

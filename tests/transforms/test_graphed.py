@@ -559,7 +559,8 @@ def beside_eager_calls(reshard: Any) -> Any:
 
         @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
         def pulled(params: Any, x: Tensor) -> Any:
-            value, pull = torch.func.vjp(loss, params, x)
+            result: Any = torch.func.vjp(loss, params, x)
+            value, pull = result
             graph(others, x)
             return pull(torch.ones_like(value))
 
@@ -569,9 +570,9 @@ def beside_eager_calls(reshard: Any) -> Any:
 
 @pytest.mark.parametrize("reshard", [None, False, "step"])
 def test_a_graph_may_run_between_forward_and_backward_of_an_eager_call(reshard: Any) -> None:
-    (first, *others), replays, races = world(1, "alone").within(60).run(beside_eager_calls, reshard)[0]
+    found, replays, races = world(1, "alone").within(60).run(beside_eager_calls, reshard)[0]
     assert (replays, races) == (STEPS - WARM_UP, [])
-    assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
+    assert all(torch.equal(x, y) for other in found for x, y in zip(found[0], other, strict=True))
 
 
 @plainly

@@ -660,6 +660,8 @@ def test_only_local_and_global_inputs_exist() -> None:
     wrong: Any = "whole"
     with pytest.raises(ValueError, match='inputs=\'whole\'; it is "local" or "global"'):
         sf.shard_map(lambda x: x, in_specs=P(), out_specs=P(), inputs=wrong)
+    with pytest.raises(TypeError, match="check='whole'; it is True or False"):
+        sf.shard_map(lambda x: x, in_specs=P(), out_specs=P(), check=wrong)
 
 
 class Placed:
