@@ -44,7 +44,7 @@ def without_frames(error: BaseException) -> BaseException:
     """Clears the variables of torch's and this package's functions that an error and its causes came through.
 
     They are in circles with it, and hold a loader's workers: those would live on until the garbage collector came by,
-    which then waits for each, or crashes a process that was forked in between.
+    which then waits for each.
     """
     causes: list[BaseException] = []
     cause: BaseException | None = error
