@@ -59,7 +59,7 @@ COUNTED = [
     Command("peak", 200),
     Command("messages", 200),
     Command("imports", 200),
-    Command("stage_overhead --calls", 200),
+    Command("stage_overhead --calls", 200, 0.01),
 ]
 NOISE = 0.1
 TIMED = [

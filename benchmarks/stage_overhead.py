@@ -72,8 +72,8 @@ def calls(run: Callable[[], Any]) -> float:
     return sum(entry.callcount for entry in profile.getstats())
 
 
-def measure(repeats: int, inner: int) -> dict[str, float]:
-    """Seconds of a run of each kind; without repeats, calls."""
+def measure(repeats: int | None, inner: int) -> dict[str, float]:
+    """Seconds of a run of each kind, or, if `repeats` is None, calls."""
     torch.set_num_threads(1)
     mesh = sf.make_mesh(data=RANKS, device="cpu")
     makers, x = [layer] * LAYERS, torch.randn(4, WIDTH)
@@ -87,11 +87,11 @@ def measure(repeats: int, inner: int) -> dict[str, float]:
 
     @sf.shard_map(mesh=mesh, in_specs=(), out_specs=...)
     def steps() -> dict[str, float]:
-        if not times:
+        if times is None:
             return {name: calls(run) for name, run in runs.items()}
         return interleaved(runs, repeats=times, inner=inner, clock=time.process_time)
 
-    times = 2
+    times: int | None = 2
     steps()  # the first call is checked
     times = repeats
     return dict(steps())
@@ -102,7 +102,7 @@ def main() -> None:
     options.add_argument("--repeats", type=int, default=21)
     options.add_argument("--calls", action="store_true", help="count calls of functions in place of time")
     args = options.parse_args()
-    (took,) = World(RANKS, kind="fake", deadline=600).run(measure, 0 if args.calls else args.repeats, 3)
+    (took,) = World(RANKS, kind="fake", deadline=600).run(measure, None if args.calls else args.repeats, 3)
     unit, scale = ("calls", 1.0) if args.calls else ("us", 1e6)
     each = {name: of_all / LAYERS * scale for name, of_all in took.items()}
     rows = [

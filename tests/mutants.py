@@ -137,8 +137,8 @@ MUTANTS = [
     Mutant(
         "a slot is filled before what comes has come",
         "stages/ring.py",
-        "        self.give_back()\n        position =",
-        "        position =",
+        "        self.give_back()\n        if _left:",
+        "        if _left:",
         TWO,
     ),
     Mutant(

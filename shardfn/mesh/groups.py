@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -38,6 +40,10 @@ class World:
     agreed: dict[str, Any] = field(default_factory=dict)
     made: dict[tuple[str | int, ...], Future[dist.ProcessGroup]] = field(default_factory=dict)
 
+
+# A forked process, such as a loader's worker, has a group's objects but not its threads, and crashes if the garbage
+# collector frees one. So it leaves alone whatever it got from the process before.
+os.register_at_fork(after_in_child=gc.freeze)
 
 # The uses of groups in steps; background saves use others.
 OF_STEPS = ("", "gather", "reduce", "compare", "notes", "finish")

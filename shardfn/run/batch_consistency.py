@@ -19,13 +19,14 @@ from torch import Tensor
 
 from shardfn.collectives.agree import agree, gathered
 from shardfn.compat import process_groups
+from shardfn.compat.loaders import without_frames
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import check_axes, grid_of, per_mesh, sizes
 from shardfn.mesh.grid import as_names
 from shardfn.mesh.groups import cpu_group
 from shardfn.quoting import listed, short
 from shardfn.run.collating import SIZES, Lengths, kinds_but_sizes, sizes_of
-from shardfn.run.feeding import Copier, Copy, without_frames
+from shardfn.run.feeding import Copier, Copy
 from shardfn.run.fingerprints import TELLING, digest, kinds, rows_of
 
 if TYPE_CHECKING:

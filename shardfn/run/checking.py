@@ -117,8 +117,7 @@ def _to_its_end(loader: Iterable[Any]) -> Generator[Any]:
     while True:
         try:
             batch = next(batches)
-        except StopIteration as error:
-            if loaders.failed(error):
-                raise RuntimeError(f"{NAME}: a row of the loader's data set, or its collate_fn, raised it") from error
+        except StopIteration as end:
+            loaders.refuse_failed(end, NAME)
             return
         yield batch

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import copy
 import dataclasses
-import os
 import queue
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Generator, Iterator, MutableMapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
-import shardfn
 from shardfn.compat import devices
+from shardfn.compat.loaders import without_frames
 
 LOOK = 1.0  # seconds between checks whether the thread is alive
 PATIENCE = 10.0  # seconds to wait for the reading thread to end
@@ -120,27 +116,6 @@ def _read(open_: Callable[[], Iterator[Any]], shared: _Ahead, device: torch.devi
             shared.put(_End())
     except BaseException as error:
         shared.put(_End(without_frames(error)))
-
-
-def without_frames(error: BaseException) -> BaseException:
-    """Clears the variables of torch's and this package's functions that an error and its causes came through.
-
-    They are in circles with it, and hold a loader's workers: those would live on until the garbage collector came by,
-    which then waits for each, or crashes a process that was forked in between.
-    """
-    causes: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in causes:
-        for frame, _ in traceback.walk_tb(cause.__traceback__):
-            if frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-                with contextlib.suppress(RuntimeError):  # it is still running
-                    frame.clear()
-        causes.append(cause)
-        cause = cause.__cause__ or cause.__context__
-    return error
-
-
-_NOT_THE_USERS = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, shardfn.__file__))
 
 
 def locked(batch: Any, device: torch.device) -> Any:

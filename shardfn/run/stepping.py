@@ -13,7 +13,6 @@ from torch import Tensor
 from shardfn.compat import loaders
 from shardfn.quoting import findings, listed
 from shardfn.run.async_metrics import checked
-from shardfn.run.feeding import without_frames
 from shardfn.run.randomness import Generators, seed_all
 
 
@@ -95,13 +94,10 @@ class Rows(Iterator[Any]):
         try:
             return next(self.iterator)
         except StopIteration as end:
-            if loaders.failed(end):
-                raise RuntimeError(
-                    "sf.run.loop: a row of the loader's data set, or its collate_fn, raised StopIteration"
-                ) from without_frames(end)
+            loaders.refuse_failed(end, "sf.run.loop")
             raise
         except Exception as error:
-            without_frames(error)
+            loaders.without_frames(error)
             raise
         finally:
             self._generators = Generators.now()

@@ -154,7 +154,8 @@ class Slot:
     ) -> None:
         """Starts to gather shards into the slot, after waiting for what is under way; if there is one, on `stream`."""
         self.give_back()
-        _free_left()
+        if _left:
+            _free_left()
         position = self.position() if self.position is not None else None
         if position is not None and position.slot is not self:
             position.slot.give_back()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import multiprocessing
 import os
 import re
 import socket
@@ -452,3 +454,22 @@ def test_direct_messages_are_refused_where_they_may_wait_for_ever(backend: str) 
                     pass
 
     world(2).run(body)
+
+
+def forked_with_garbage(path: str) -> int:
+    """How a forked process ends whose garbage collector finds a group of the process before."""
+    dist.init_process_group("gloo", store=dist.FileStore(path, 1), rank=0, world_size=1)  # type: ignore[attr-defined]
+    gc.disable()
+    circle: list[Any] = [dist.group.WORLD]
+    circle.append(circle)
+    dist.destroy_process_group()
+    del circle
+    child = multiprocessing.get_context("fork").Process(target=gc.collect, daemon=True)
+    child.start()
+    child.join(30)
+    assert child.exitcode is not None
+    return child.exitcode
+
+
+def test_a_forked_process_leaves_the_groups_of_the_one_before_alone(tmp_path: Path) -> None:
+    assert world(1, "alone").run(forked_with_garbage, str(tmp_path / "store")) == [0]
