@@ -7,7 +7,7 @@ import io
 import os
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,11 +43,11 @@ class Printed:
         from rich.console import Console
 
         with io.StringIO() as out:
-            Console(file=out, force_terminal=True, width=_columns()).print(self, end="")
-            return out.getvalue()
+            Console(file=out, force_terminal=True, width=_columns()).print(self)
+            return out.getvalue().removesuffix("\n")
 
-    def __rich__(self) -> Any:
-        return self._styled(_columns())
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        yield self._styled(options.max_width)
 
     def _styled(self, width: int) -> Any:
         from rich.text import Text
