@@ -32,14 +32,14 @@ from shardfn.mesh.grid import AxisName
 from shardfn.mesh.make import make_mesh
 from shardfn.mesh.spec import P, by_path, global_shape, local_shape
 from shardfn.optim.norms import vdot
-from shardfn.plan.chips import Chip
-from shardfn.plan.links import Links
-from shardfn.plan.measuring import measure_chip, measure_links
-from shardfn.plan.memory import Memory, memory
-from shardfn.plan.plan import Plan
-from shardfn.plan.planning import plan, planning
-from shardfn.plan.profiling import Profile, profile_step
-from shardfn.plan.showing import show
+from shardfn.plans.chips import Chip
+from shardfn.plans.links import Links
+from shardfn.plans.measuring import measure_chip, measure_links
+from shardfn.plans.memory import Memory, memory
+from shardfn.plans.plan import Plan
+from shardfn.plans.planning import plan, planning
+from shardfn.plans.profiling import Profile, profile_step
+from shardfn.plans.showing import show
 from shardfn.shards.init import init, init_sharded
 from shardfn.shards.layout import FlatShard, Layout, local_parameters
 from shardfn.shards.partition import combine, partition, pruned

@@ -15,12 +15,12 @@ from typing import Any, get_args
 
 from shardfn.cli.printing import count, plain, print_table, size
 from shardfn.mesh.make import make_mesh
-from shardfn.plan import presets
-from shardfn.plan.chips import Chip
-from shardfn.plan.fits import RESERVE
-from shardfn.plan.links import Links
-from shardfn.plan.plan import Plan
-from shardfn.plan.planning import plan, planning
+from shardfn.plans import presets
+from shardfn.plans.chips import Chip
+from shardfn.plans.fits import RESERVE
+from shardfn.plans.links import Links
+from shardfn.plans.plan import Plan
+from shardfn.plans.planning import plan, planning
 from shardfn.shapes.configs import planned_config
 from shardfn.shapes.searching import Found, search
 from shardfn.shapes.settings import OPTIMIZERS, Setting, planned

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
-from torch.utils import flop_counter
 
 _known: dict[Any, int] = {}
 
 
+@functools.cache
+def _formulas() -> dict[Any, Any]:
+    from torch.utils import flop_counter  # which imports triton
+
+    return flop_counter.flop_registry
+
+
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Returns how many floating-point operations an operation takes; 0 for those that torch does not count."""
-    formula = flop_counter.flop_registry.get(func.overloadpacket)
+    formula = _formulas().get(func.overloadpacket)
     if formula is None:
         return 0
     key = func.overloadpacket, *(tuple(x.shape) for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))

@@ -13,8 +13,8 @@ import torch
 from shardfn import interop
 from shardfn.collectives.functional import psum
 from shardfn.mesh.make import make_mesh
-from shardfn.plan.plan import Plan
-from shardfn.plan.planning import plan, planning
+from shardfn.plans.plan import Plan
+from shardfn.plans.planning import plan, planning
 from shardfn.quoting import short
 from shardfn.shapes.settings import Setting, dtype_of, optimizer_of, stepping
 

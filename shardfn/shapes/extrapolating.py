@@ -12,10 +12,10 @@ import re
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from shardfn.plan.chips import Chip
-from shardfn.plan.links import Links
-from shardfn.plan.plan import Plan
-from shardfn.plan.timeline import Timeline
+from shardfn.plans.chips import Chip
+from shardfn.plans.links import Links
+from shardfn.plans.plan import Plan
+from shardfn.plans.timeline import Timeline
 from shardfn.shapes.settings import Setting, planned
 from shardfn.shapes.sizes import Shape
 

@@ -13,8 +13,8 @@ from shardfn import optim
 from shardfn.mesh.make import make_mesh
 from shardfn.mesh.spec import P
 from shardfn.optim.optimizer import Optimizer
-from shardfn.plan.plan import Plan
-from shardfn.plan.planning import plan, planning
+from shardfn.plans.plan import Plan
+from shardfn.plans.planning import plan, planning
 from shardfn.quoting import listed, short
 from shardfn.shapes import transformer
 from shardfn.shapes.sizes import Shape

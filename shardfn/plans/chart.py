@@ -1,0 +1,77 @@
+"""A plan in time as a picture: lanes of works, and the memory beneath."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardfn.plans.drawing import Drawing, Times, duration, kind_colors, peak_told, stage_colors
+from shardfn.quoting import byte_count
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from shardfn.plans.views import Views
+
+INK, DIM, RED = "#1c2733", "#66727f", "#c0504d"
+WIDTH, LANE, CURVE = 11.0, 0.28, 1.7  # inches
+
+
+def drawn(shown: Sequence[tuple[Views, Times | None]]) -> Figure:
+    """Draws plans one above the other; on one axis of time, if the times of all are known."""
+    from matplotlib.figure import Figure
+
+    drawings = [plan.drawing(times) for plan, times in shown]
+    heights = [size for drawing in drawings for size in (LANE * len(drawing.lanes) + 0.1, CURVE)]
+    figure = Figure(figsize=(WIDTH, sum(heights) + 0.75 * len(shown)), dpi=100, facecolor="white", layout="constrained")
+    axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    together = all(drawing.seconds for drawing in drawings)
+    longest, most = max(drawing.whole for drawing in drawings), max(plan.peak.total for plan, _ in shown)
+    for i, ((plan, _), drawing) in enumerate(zip(shown, drawings, strict=True)):
+        lanes, curve = axes[2 * i], axes[2 * i + 1]
+        for one in (lanes, curve):
+            one.set_xlim(0, max(longest if together else drawing.whole, 1e-12))
+            one.spines[["top", "right"]].set_visible(False)
+        _draw_lanes(lanes, plan, drawing)
+        _draw_memory(curve, plan, drawing, most)
+    return figure
+
+
+def _draw_lanes(axes: Any, plan: Views, drawing: Drawing) -> None:
+    colors = stage_colors(plan.works)
+    for number in range(len(drawing.lanes)):
+        mine = [i for i, lane in enumerate(drawing.lane) if lane == number]
+        axes.broken_barh(
+            [(drawing.begin[i], drawing.end[i] - drawing.begin[i]) for i in mine],
+            (number - 0.42, 0.84),
+            facecolors=[colors[plan.works[i].stage, plan.works[i].phase] for i in mine],
+            edgecolors="white",
+            linewidth=0.3 if len(mine) < 200 else 0.0,
+        )
+    axes.set_yticks(range(len(drawing.lanes)), drawing.lanes)
+    axes.set_ylim(len(drawing.lanes) - 0.45, -0.55)
+    axes.tick_params(bottom=False, labelbottom=False)
+    took = f", {duration(drawing.whole)}" if drawing.seconds else ""
+    axes.set_title(f"{plan.told}, rank {plan.rank}{took}", loc="left", fontsize=10, color=INK, parse_math=False)
+
+
+def _draw_memory(axes: Any, plan: Views, drawing: Drawing, most: int) -> None:
+    colors = kind_colors(plan.held)
+    if plan.held:
+        moments = [*drawing.held, drawing.whole]
+        rows = [[one.kinds.get(kind, 0) / 1e9 for one in (*plan.held, plan.held[-1])] for kind in colors]
+        unit, name = (1.0, "GB") if most >= 1e9 else (1e3, "MB")
+        rows = [[value * unit for value in row] for row in rows]
+        axes.stackplot(moments, rows, colors=list(colors.values()), labels=list(colors), step="post", linewidth=0)
+        at = drawing.peak
+        axes.axvline(at, color=RED, linewidth=1, linestyle="--")
+        left = at < drawing.whole / 2
+        axes.annotate(
+            f" peak {byte_count(plan.peak.total)}: {peak_told(plan.works, plan.peak)} ",
+            (at, 1.0), xycoords=("data", "axes fraction"), ha="left" if left else "right", va="top", fontsize=8,
+            color=INK, parse_math=False,
+        )  # fmt: skip
+        axes.set_ylim(0, 1.18 * most / 1e9 * unit)
+        axes.set_ylabel(name)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False, reverse=True)
+    axes.set_xlabel("seconds" if drawing.seconds else "works, in the order in which they are issued", color=DIM)

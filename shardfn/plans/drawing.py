@@ -1,0 +1,149 @@
+"""When each work of a plan runs, and in which lane: what its pictures draw."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol, runtime_checkable
+
+from shardfn.plans.colors import OTHER, hue, mixed
+from shardfn.plans.schedule import Held, Work
+
+PALER = {"forward": 0.5, "recompute": 0.25, "backward": 0.0, "update": 0.0}
+KINDS = {
+    "parameters": "#38618c",
+    "optimizer": "#7b5ea7",
+    "gathered": "#4f9d69",
+    "reducing": "#e08e45",
+    "gradients": "#c0504d",
+    "activations": "#3d9db3",
+    "transients": "#b08a2e",
+}
+MORE = ("#c2679b", "#66727f", "#8c6d46", "#5a7d3a")  # for arguments with names of their own
+
+
+@runtime_checkable
+class Times(Protocol):
+    """When each work begins and ends, in seconds since the step began; in the order of a plan's works."""
+
+    @property
+    def begins(self) -> Sequence[float]: ...  # noqa: D102
+
+    @property
+    def ends(self) -> Sequence[float]: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A plan's works and memory, placed in time.
+
+    Attributes:
+        lanes: the names of the streams, from the top of a picture.
+        lane: of each work, its stream's position among them.
+        begin: of each work: in seconds, or its position if no times are known.
+        end: likewise.
+        held: the moment of each entry of the plan's `held`.
+        peak: the moment of the largest of them.
+        seconds: whether times are known.
+    """
+
+    lanes: tuple[str, ...]
+    lane: tuple[int, ...]
+    begin: tuple[float, ...]
+    end: tuple[float, ...]
+    held: tuple[float, ...]
+    peak: float
+    seconds: bool
+
+    @property
+    def whole(self) -> float:
+        """When the last work ends."""
+        return max(self.end, default=0.0)
+
+
+def drawing(works: Sequence[Work], held: Sequence[Held], times: Times | None) -> Drawing:
+    """Places works in time; without times, each takes as long as any other, in the order in which they are issued.
+
+    Memory is drawn where the host is: at the work of the first stream that is issued last by then, as the allocator
+    gives out memory in that order.
+
+    Raises:
+        ValueError: there are times for more works, or for fewer.
+    """
+    streams = sorted({work.stream for work in works})
+    names = _named([[work for work in works if work.stream == stream] for stream in streams])
+    lane = tuple(streams.index(work.stream) for work in works)
+    if times is None:
+        begin, end = tuple(map(float, range(len(works)))), tuple(map(float, range(1, len(works) + 1)))
+        host: Sequence[float] = begin
+    else:
+        begin, end = tuple(times.begins), tuple(times.ends)
+        if not len(begin) == len(end) == len(works):
+            raise ValueError(f"plan: times of {len(begin)} works, but it has {len(works)}: pass those of this plan")
+        host = list(accumulate((t if i == 0 else 0.0 for t, i in zip(begin, lane, strict=True)), max))
+    moments = tuple(host[one.at] if i and works else 0.0 for i, one in enumerate(held))  # arguments from the start
+    peak = max(range(len(held)), key=lambda i: held[i].total, default=None)
+    return Drawing(names, lane, begin, end, moments, 0.0 if peak is None else moments[peak], times is not None)
+
+
+def _named(by_stream: Sequence[Sequence[Work]]) -> tuple[str, ...]:
+    """Names the first stream `"compute"`, and each other one by what most of its works are of those not computed."""
+    names = ["compute"] if by_stream else []
+    for works in by_stream[1:]:
+        sent = [work for work in works if work.kind != "compute"]
+        names.append(Counter(map(lane_of, sent)).most_common(1)[0][0] if sent else "side")
+    axes = [{" x ".join(work.axis) for work in works if work.axis} for works in by_stream]
+    one = [f" {next(iter(some))}" if len(some) == 1 else "" for some in axes]
+    names = [f"{name}{axis}" if names.count(name) > 1 else name for name, axis in zip(names, one, strict=True)]
+    return tuple(
+        f"{name} {names[:i].count(name) + 1}" if names.count(name) > 1 else name for i, name in enumerate(names)
+    )
+
+
+def lane_of(work: Work) -> str:
+    """Says what a work is that is not computed."""
+    return {
+        "all_gather": "gathers", "reduce_scatter": "reductions", "all_reduce": "reductions", "copy": "copies",
+    }.get(work.kind, "sends")  # fmt: skip
+
+
+def stage_colors(works: Sequence[Work]) -> dict[tuple[str, str], str]:
+    """Returns (stage, phase) -> color: a hue by stage in their order, and its forward paler; grey outside of stages."""
+    stages = [stage for stage in dict.fromkeys(work.stage for work in works) if stage]
+    hues = {stage: hue(i, len(stages)) for i, stage in enumerate(stages)} | {"": OTHER}
+    return {(work.stage, work.phase): mixed(hues[work.stage], "#ffffff", PALER.get(work.phase, 0.0)) for work in works}
+
+
+def kind_colors(held: Sequence[Held]) -> dict[str, str]:
+    """Returns a color for each kind of memory, in the order in which they are stacked."""
+    found = dict.fromkeys(kind for one in held for kind in one.kinds)
+    own = [kind for kind in found if kind not in KINDS]
+    return {kind: color for kind, color in KINDS.items() if kind in found} | {
+        kind: MORE[i % len(MORE)] for i, kind in enumerate(own)
+    }
+
+
+def amount(n: float, unit: str = "") -> str:
+    """Returns a number with four digits, with the prefix that makes it at least 1: `1.234 TFLOP`."""
+    for prefix in ("", "k", "M", "G", "T", "P", "E"):
+        if n < 1000 or prefix == "E":
+            return f"{n:.4g} {prefix}{unit}".rstrip()
+        n /= 1000
+    raise AssertionError("every number has a prefix")
+
+
+def duration(seconds: float) -> str:
+    """Returns a time with four digits, in seconds or the smaller unit that makes it at least 1."""
+    unit, size = next((one for one in (("s", 1.0), ("ms", 1e-3)) if seconds >= one[1]), ("µs", 1e-6))
+    return f"{seconds / size:.4g} {unit}"
+
+
+def peak_told(works: Sequence[Work], peak: Held) -> str:
+    """Says during which work the peak is."""
+    if not works:
+        return "before the first work"
+    work = works[peak.at]
+    what = f"{work.phase}{f' of {work.stage}' if work.stage else ''}"
+    return f"{what}{f', {work.where}' if work.where else ''}"

@@ -1,0 +1,152 @@
+"""Whether a plan fits into a device's memory, why not, and what would make it fit."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardfn.quoting import short, short_errors
+
+if TYPE_CHECKING:
+    from shardfn.plans.plan import Plan
+
+RESERVE = "2GiB"
+"""Bytes of a device that no tensor gets: its context, and the buffers of communicators. An assumption."""
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{infix}b": base**power
+    for power, prefix in enumerate("kmgt", 1)
+    for infix, base in (("", 1000), ("i", 1024))
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something to do otherwise.
+
+    Attributes:
+        what: it is.
+        saves: bytes at the peak that it makes unnecessary, about. Plan the changed step to know them exactly.
+        enough: whether the plan would then fit.
+    """
+
+    what: str
+    saves: int
+    enough: bool
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether a plan fits; true if it does.
+
+    Attributes:
+        memory: bytes of the device.
+        reserve: of these, bytes that are left for other things.
+        needed: bytes at the peak.
+        spare: bytes left over; negative: missing.
+        largest: kinds of what is held at the peak, with bytes, largest first.
+        where: the line at which most of the largest kind was made.
+        changes: what would help: first those that are enough, and of these those that save least.
+    """
+
+    memory: int
+    reserve: int
+    needed: int
+    spare: int
+    largest: tuple[tuple[str, int], ...]
+    where: str
+    changes: tuple[Change, ...]
+
+    def __bool__(self) -> bool:
+        return self.spare >= 0
+
+    @property
+    def reason(self) -> str:
+        """A sentence that says by how much it fits or not, what is largest, and the nearest change that fits."""
+        room = f"{_size(self.needed)} of {_size(self.memory)}, of which {_size(self.reserve)} are left free"
+        if self:
+            return f"it fits: {room}; {_size(self.spare)} are spare"
+        kinds = ", ".join(f"{kind} {_size(count)}" for kind, count in self.largest[:3])
+        advice = next((f"; nearest: {each.what} (saves about {_size(each.saves)})" for each in self.changes), "")
+        if self.changes and not self.changes[0].enough:
+            advice = f"; no one change is enough; most saves: {self.changes[0].what} ({_size(self.changes[0].saves)})"
+        at = f" (at {self.where})" if self.where else ""
+        return f"it does not fit: {room}; {_size(-self.spare)} are missing. Largest are {kinds}{at}{advice}"
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+@short_errors
+def fits(plan: Plan, memory: str | int, reserve: str | int = RESERVE) -> Fit:
+    """Compares a plan's peak with a device's memory.
+
+    Args:
+        plan: the plan of a rank.
+        memory: of the device: bytes, or a text such as `"80GiB"` or `"80 GB"`.
+        reserve: what is left for other things than tensors, in the same way. Default: 2 GiB, an assumption.
+
+    Returns:
+        A value that is true if the plan fits, and says why not.
+
+    Raises:
+        ValueError: a text is no size, or a number is negative.
+
+    Example:
+        >>> size_of("80GiB") == 80 * 2**30
+        True
+    """
+    total, kept = size_of(memory), size_of(reserve)
+    spare = total - kept - plan.peak.total
+    largest = tuple(sorted(((k, n) for k, n in plan.peak.kinds.items() if n), key=lambda pair: -pair[1]))
+    first = next((each for each in plan.allocations if largest and each.kind == largest[0][0]), None)
+    changes = () if spare >= 0 else _changes(plan, -spare)
+    return Fit(total, kept, plan.peak.total, spare, largest, first.where if first else "", changes)
+
+
+def _changes(plan: Plan, missing: int) -> tuple[Change, ...]:
+    """Returns what would help, the nearest first."""
+    kinds = plan.peak.kinds
+    kept = sum(kinds.get(kind, 0) for kind in ("parameters", "optimizer", "gradients"))
+    recomputes = any(work.phase == "recompute" for work in plan.works)
+    savings = {
+        'keep the optimizer\'s state on the host, strategy.on(state="host")': kinds.get("optimizer", 0),
+        "compute activations again in backward, stage(remat=True)": 0 if recomputes else kinds.get("activations", 0),
+        'keep parameters, gradients and state on the host, .on(params="host", grads="host", state="host")': kept,
+    }
+    half = _shards(plan)
+    if half:
+        savings[f"twice as many ranks along {half!r}"] = kept // 2
+    working = kinds.get("activations", 0) + kinds.get("transients", 0)
+    times = 2 ** max(1, math.ceil(math.log2(working / (working - missing)))) if working > missing else 2
+    savings[f"micro-batches {times} times as small, accumulate(micro={times})"] = working - working // times
+    changes = [Change(what, saves, saves >= missing) for what, saves in savings.items() if saves]
+    return tuple(sorted(changes, key=lambda each: (not each.enough, each.saves if each.enough else -each.saves)))
+
+
+def _shards(plan: Plan) -> str:
+    """Returns the axis along which most bytes are gathered; empty if none are."""
+    sent: dict[str, int] = {}
+    for work in plan.works:
+        if work.kind == "all_gather" and work.axis:
+            sent[work.axis[-1]] = sent.get(work.axis[-1], 0) + work.sent
+    return max(sent, key=lambda name: sent[name], default="")
+
+
+def size_of(text: str | int) -> int:
+    """Returns a number of bytes, such as that of `"80GiB"`.
+
+    Raises:
+        ValueError: the text is no size, or the number is negative.
+    """
+    if isinstance(text, int) and text >= 0:
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(text).lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"{short(repr(text))} is no size of memory: write bytes, or a text like '80GiB' or '80 GB'")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:.2f} MiB"

@@ -1,0 +1,230 @@
+"""Measures links and chips: how long the ranks at hand take for collectives, arithmetic and copies."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardfn.collectives import into_buffers, kernels
+from shardfn.collectives.agree import agree
+from shardfn.collectives.into_buffers import Communicator, communicator_of
+from shardfn.collectives.ledger import unrecorded
+from shardfn.compat import process_groups
+from shardfn.mesh.axes import device_of, sizes
+from shardfn.mesh.grid import show
+from shardfn.plans.chips import Chip
+from shardfn.plans.links import OPERATIONS, Curve, Links, nodes_of
+from shardfn.quoting import short, short_errors
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+SIZES = tuple(2**k for k in range(12, 25, 2))  # 4 KiB to 16 MiB
+_BUDGET = 0.2  # seconds for the repetitions of one entry, after the first
+
+
+@short_errors
+def measure_links(
+    mesh: DeviceMesh, *, sent: Sequence[int] = SIZES, repeats: int = 5, per_node: int | None = None
+) -> Links:
+    """Measures how long collectives take along each axis of a mesh, and along all axes together.
+
+    All ranks call it together, with the same arguments, and get the same tables: of each entry, the median over
+    repetitions of the slowest rank's time. It measures the collectives of shardfn on this mesh's devices and groups,
+    while nothing else runs; it takes some seconds for each axis.
+
+    Args:
+        mesh: the ranks.
+        sent: bytes that a rank sends in each entry of the tables.
+        repeats: of each entry, at most; fewer where one takes long.
+        per_node: ranks on a node, numbered one after another. Default: `LOCAL_WORLD_SIZE`, which launchers set, or else
+            all.
+
+    Returns:
+        The tables, which `Plan.timed` takes and `Links.save` writes.
+
+    Raises:
+        ValueError: no axis has two ranks; sizes or numbers that are not positive; ranks pass different ones.
+
+    Example:
+        ``measure_links(mesh).save("links.json")``
+    """
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if per_node is None else per_node
+    told = [f"sent: {list(sent)}", f"repeats: {repeats}", f"per_node: {per_node}"]
+    wrong = _wrong(mesh, sent, repeats, per_node)
+    told = told if wrong is None else [str(wrong)]
+    agree(told, mesh, "measure_links", wrong)
+    if wrong is not None:  # of one rank alone
+        raise wrong
+    names_of_axes = [name for name, size in sizes(mesh).items() if size > 1]
+    everyone = communicator_of(mesh, tuple(names_of_axes))
+    along = dict.fromkeys([*((name,) for name in names_of_axes), everyone.names])
+    curves: dict[str, dict[tuple[int, int], Curve]] = {}
+    for names in along:
+        comm = communicator_of(mesh, names)
+        nodes = nodes_of(sizes(mesh), dist.get_rank(), names, per_node)
+        spread = nodes, comm.axis.size // nodes
+        for operation in OPERATIONS:
+            if spread not in curves.setdefault(operation, {}):  # axes that are spread alike have one table
+                curves[operation][spread] = _measured(operation, comm, everyone, sent, repeats)
+    device = device_of(mesh)
+    name = f"{device.type}, {process_groups.backend_of(everyone.group, device.type)}"
+    copying = 1 / _together([1 / _copying(device)], everyone)[0]
+    return Links(name, f"measured on a mesh of {show(sizes(mesh))}", curves, copying)
+
+
+def _wrong(mesh: DeviceMesh, sent: Sequence[int], repeats: int, per_node: int) -> Exception | None:
+    """Returns what is wrong with the arguments."""
+    if math.prod(sizes(mesh).values()) < 2:
+        return ValueError(f"measure_links: the mesh ({show(sizes(mesh))}) has one rank, which has no link to another")
+    if not sent or list(sent) != sorted(set(sent)) or sent[0] < 1:
+        return ValueError(f"measure_links: sent={short(list(sent))}; they are numbers of bytes, growing from 1 or more")
+    if repeats < 1 or per_node < 1:
+        return ValueError(f"measure_links: repeats={repeats} and per_node={per_node}; both are 1 or more")
+    return None
+
+
+def _measured(operation: str, comm: Communicator, everyone: Communicator, sent: Sequence[int], repeats: int) -> Curve:
+    """Returns the table of one operation along some axes, which all rows of ranks run at the same time."""
+    curve = []
+    for wanted in sent:
+        run, really = _operation(operation, comm, wanted)
+        with unrecorded():
+            curve.append((float(really), _median(run, everyone, repeats)))
+    return tuple(dict(curve).items())
+
+
+def _operation(operation: str, comm: Communicator, sent: int) -> tuple[Callable[[], Any], int]:
+    """Returns a function that runs a collective, and the bytes that a rank then sends: about `sent`."""
+    size, group, device = comm.axis.size, comm.axis.group, comm.device
+    width = 4  # float32, in which all backends reduce
+    share = {"all_reduce": 2 * (1 - 1 / size), "send": 1.0}.get(operation, 1 - 1 / size)
+    piece = max(1, round(sent / share / width / size))
+    whole = torch.zeros(size * piece, device=device)
+    bytes_sent = round(whole.nbytes * share)
+    if operation == "all_gather":
+        buffer = whole.view(torch.uint8)
+        own = buffer.view(size, -1)[comm.axis.index]
+        return lambda: into_buffers.all_gather(buffer, comm, whole.dtype, own).wait(), bytes_sent
+    if operation == "reduce_scatter":
+        out = torch.zeros(piece, device=device)
+        scratch = torch.zeros(2 * size * piece, device=device)
+        return lambda: into_buffers.reduce_scatter(whole, out, comm, lambda n: scratch[:n]).wait(), bytes_sent
+    if operation == "all_reduce":
+        return lambda: into_buffers.all_reduce(whole, comm).wait(), bytes_sent
+    if operation == "all_to_all":
+        return lambda: kernels.all_to_all(whole, 0, 0, size, group), bytes_sent
+    source = [(rank - 1) % size for rank in range(size)]
+    return lambda: kernels.permute(whole, source, comm.axis.index, group), bytes_sent
+
+
+def _median(run: Callable[[], Any], everyone: Communicator, repeats: int) -> float:
+    """Returns the median over repetitions of the slowest rank's seconds."""
+    spent: list[float] = []
+    run()  # connects, and fills caches
+    started = time.perf_counter()
+    while len(spent) < repeats:
+        _meet(everyone)
+        began = time.perf_counter()
+        run()
+        _finish(everyone.device)
+        spent.append(time.perf_counter() - began)
+        if _together([time.perf_counter() - started], everyone)[0] > _BUDGET:  # all ranks stop alike
+            break
+    return statistics.median(_together(spent, everyone))
+
+
+def _meet(everyone: Communicator) -> None:
+    """Lets ranks begin at the same time."""
+    _finish(everyone.device)
+    _together([0.0], everyone)
+
+
+def _together(values: Sequence[float], everyone: Communicator) -> list[float]:
+    """Returns the largest value of all ranks, for each."""
+    with unrecorded():
+        row = torch.tensor(values, dtype=torch.float64, device=everyone.device)
+        largest: list[float] = kernels.all_reduce(row, "max", everyone.axis.group).tolist()
+    return largest
+
+
+def _finish(device: torch.device) -> None:
+    """Waits until the device has nothing left to do."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+# --- one device ---
+
+
+@short_errors
+def measure_chip(device: torch.device | str = "cpu", *, dtypes: Sequence[torch.dtype] = (), side: int = 0) -> Chip:
+    """Measures how fast a device multiplies matrices and moves memory.
+
+    Its rates and bandwidth are what was reached, so `efficiency` and `reach` are 1.
+
+    Args:
+        device: the device.
+        dtypes: those whose rate is measured. Default: float32, and bfloat16 on an accelerator.
+        side: of the square matrices. Default: 1,024 on a CPU, and 8,192 elsewhere.
+
+    Raises:
+        ValueError: the side is negative.
+
+    Example:
+        ``measure_chip("cuda").save("chip.json")``
+    """
+    device = torch.device(device)
+    on_cpu = device.type == "cpu"
+    if side < 0:
+        raise ValueError(f"measure_chip: side={side}; the side of a matrix is positive")
+    side = side or (1024 if on_cpu else 8192)
+    dtypes = dtypes or ((torch.float32,) if on_cpu else (torch.float32, torch.bfloat16))
+    rates = {str(dtype).removeprefix("torch."): 2 * side**3 / _multiplying(device, dtype, side) for dtype in dtypes}
+    a = torch.zeros(2**22 if on_cpu else 2**28, device=device)
+    b = torch.zeros_like(a)
+    bandwidth = 2 * a.nbytes / _fastest(lambda: b.copy_(a), device)
+    one = torch.zeros(1, device=device)
+    name = "cpu" if on_cpu else str(torch.get_device_module(device).get_device_name(device))
+    memory = _memory(device)
+    launch = _fastest(lambda: [one.add_(1) for _ in range(100)], device) / 100
+    return Chip(name, "measured", rates, bandwidth, memory, efficiency=1.0, reach=1.0, launch=launch)
+
+
+def _multiplying(device: torch.device, dtype: torch.dtype, side: int) -> float:
+    a = torch.ones(side, side, dtype=dtype, device=device)
+    out = torch.empty_like(a)
+    return _fastest(lambda: torch.mm(a, a, out=out), device)
+
+
+def _fastest(run: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
+    """Returns the median seconds of a few runs."""
+    run()
+    spent = []
+    for _ in range(repeats):
+        _finish(device)
+        began = time.perf_counter()
+        run()
+        _finish(device)
+        spent.append(time.perf_counter() - began)
+    return statistics.median(spent)
+
+
+def _memory(device: torch.device) -> int:
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(torch.get_device_module(device).get_device_properties(device).total_memory)
+
+
+def _copying(device: torch.device) -> float:
+    """Returns bytes a second between the device and its host."""
+    there = torch.zeros(2**22, device=device)
+    here = torch.zeros(2**22, device="cpu", pin_memory=device.type != "cpu")
+    return there.nbytes / _fastest(lambda: there.copy_(here, non_blocking=True), device)

@@ -1,0 +1,280 @@
+"""Predicts a step's memory on each tier, from layouts and from an optimizer state without data."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn.compat import autograd, process_groups
+from shardfn.mesh.scope import current_mesh, mesh_of
+from shardfn.mesh.selectors import Which
+from shardfn.mesh.spec import P
+from shardfn.optim.optimizer import Optimizer, must_be_optimizer
+from shardfn.optim.torch import comes_later
+from shardfn.plans import buffers, hollow
+from shardfn.quant.formats import Format
+from shardfn.quoting import short_errors
+from shardfn.shards.blocks import Blocks
+from shardfn.shards.layout import Layout, is_flat
+from shardfn.shards.pieces import is_unit
+from shardfn.shards.placement import Strategy
+from shardfn.shards.sharding import Specs
+from shardfn.stages.options import Options
+from shardfn.stages.stage import stage
+from shardfn.tiers import placing
+from shardfn.tiers.files import ALIGNMENT
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes that a rank has on each tier.
+
+    Attributes:
+        device: on the device that computes; on a mesh of CPUs, the host's memory is counted here.
+        host: in the host's memory, if that is separate.
+        disk: in files, in whole blocks of 4096 bytes.
+    """
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(self.device + other.device, self.host + other.host, self.disk + other.disk)
+
+    @property
+    def total(self) -> int:
+        """Bytes on all tiers."""
+        return self.device + self.host + self.disk
+
+
+def together(parts: Iterable[Bytes]) -> Bytes:
+    """Returns the sum."""
+    return sum(parts, Bytes())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that one rank has during a step, by kind and tier, as `memory` counts them.
+
+    The first three exist from the first step to the last, and are exact. Each other figure is a maximum over time:
+    `gathered` is exact if the backward of every stage reads its parameters, the others are upper bounds.
+
+    Attributes:
+        parameters: this rank's pieces, padding included: elements that its layouts hold, times bytes per element.
+        gradients: of trained parameters, as `value_and_grad` returns them, in the parameters' dtype: elements that the
+            layouts of the state hold, times bytes per element. One set: a loop that keeps the previous gradients while
+            it computes new ones has two.
+        state: the tensors of `optimizer.init(params)`.
+        gathered: the ring of `1 + prefetch` buffers (or one for each stage, if there are fewer) of the size of the
+            largest stage; in addition the whole size of each stage that is kept after forward; and the copies that
+            `hpz` leaves for backward. The size of a stage is the sum over its buffers, each rounded up to 512 bytes; a
+            buffer that need not be gathered, because it is whole here and in its own dtype, counts 0.
+        decoded: what parameters in few bits are decoded to: the largest stage's, in the dtype in which it computes.
+        reducing: buffers for gradients: for each of a stage's buffers two send and two receive buffers of the largest
+            stage's size; and if gradients go to another tier, three pieces of the largest one.
+        moving: buffers for disk transfers, in whole MiB: for parameters, those of `1 + 2 prefetch` stages; for
+            gradients, three; for an optimizer's step, five chunks of 2^19 elements of each column on disk, possibly
+            several for each size of the last chunk; and 9 MiB through which values were put there.
+    """
+
+    parameters: Bytes = Bytes()
+    gradients: Bytes = Bytes()
+    state: Bytes = Bytes()
+    gathered: Bytes = Bytes()
+    decoded: Bytes = Bytes()
+    reducing: Bytes = Bytes()
+    moving: Bytes = Bytes()
+
+    @property
+    def total(self) -> Bytes:
+        """All kinds together, by tier: a step's memory except for activations and what functions compute with."""
+        return together(getattr(self, kind.name) for kind in fields(self))
+
+    def __str__(self) -> str:
+        rows = {field.name: getattr(self, field.name) for field in fields(self)} | {"total": self.total}
+        unit, name = (1e9, "GB") if self.total.total >= 1e10 else (1e6, "MB")
+        lines = [f"{name + ' a rank':<12}" + "".join(f"{tier:>12}" for tier in ("device", "host", "disk"))]
+        for kind, nbytes in rows.items():
+            cells = (f"{n / unit:.3f}" if n else "-" for n in (nbytes.device, nbytes.host, nbytes.disk))
+            lines.append(f"{kind:<12}" + "".join(f"{cell:>12}" for cell in cells))
+        return "\n".join(lines)
+
+
+@short_errors
+def memory(
+    params: Any,
+    optimizer: Optimizer | None = None,
+    strategy: Strategy | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    stages: Which | None = None,
+    frozen: Which = (),
+    specs: Specs = P(),  # noqa: B008
+    reshard: bool | Literal["step"] | None = None,
+    prefetch: int = 1,
+    gather_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    gather: Format | None = None,
+) -> Memory:
+    """Predicts the bytes that this rank will have during a step, by kind and tier, before any of them is allocated.
+
+    Allocates nothing, moves nothing and asks no other rank. Stages are counted as `shard` makes them, with one call of
+    each at a time. Not counted are activations, memory that a stage's function computes with, and an optimizer's
+    temporaries.
+
+    Args:
+        params: what `shard` returned; or, with a strategy, what it will be given: a tree of tensors, possibly on the
+            meta device, as in a module built inside `interop.meta()`, or of makers, as for `init`. Without a strategy,
+            plain tensors count as they are, on the device.
+        optimizer: the optimizer whose state is counted. Default: none.
+        strategy: as for `shard`, if the parameters are not sharded yet.
+        mesh: as for `shard`. Default: the mesh in scope.
+        stages: as for `shard`.
+        frozen: as for `shard`.
+        specs: as for `shard`.
+        reshard: what the stages are asked for, as in `stage`.
+        prefetch: as in `stage`.
+        gather_dtype: as in `stage`.
+        reduce_dtype: as in `stage`.
+        gather: as in `stage`.
+
+    Returns:
+        The figures, which print as a table. `Memory` says how each is counted.
+
+    Raises:
+        ValueError: a strategy without a mesh, or a mesh without a strategy, or a strategy for parameters that are
+            sharded already; a state that depends on data or on the first step; anything that `shard` would refuse.
+        TypeError: the optimizer is none; a leaf is neither a tensor nor a maker.
+
+    Example:
+        ``print(memory(init_makers, adamw(3e-4), full_shard("shard").on(state="disk"), mesh=mesh))``
+    """
+    # Making a stage checks the options.
+    stage(lambda: None, reshard=reshard, prefetch=prefetch, gather_dtype=gather_dtype, gather=gather)
+    options = Options(
+        reshard=reshard, prefetch=prefetch, gather_dtype=gather_dtype, reduce_dtype=reduce_dtype, gather=gather
+    )
+    if optimizer is not None:
+        must_be_optimizer("memory", optimizer)
+    tree = hollow.without_numbers(_laid_out(params, strategy, mesh, stages, frozen, specs))
+    all_leaves = optree.tree_leaves(tree, is_leaf=is_flat)
+    leaves = {id(leaf.values if is_flat(leaf) else leaf): leaf for leaf in all_leaves}.values()  # shared tensors once
+    state = [] if optimizer is None else _state(optimizer, tree)
+    meshes = buffers.planned(tree, options)
+    moving = buffers.moving([*itertools.chain(*meshes)], options, state)  # in the host's memory, where that is another
+    return Memory(
+        parameters=together(_parameter(leaf) for leaf in leaves),
+        gradients=together(_gradient(leaf) for leaf in leaves),
+        state=together(on(tier, x, layout) for x, tier, layout in state),
+        gathered=Bytes(sum(buffers.gathered(planned, options) for planned in meshes)),
+        decoded=Bytes(sum(buffers.decoded(planned, options) for planned in meshes)),
+        reducing=Bytes(sum(buffers.reducing(planned, options) for planned in meshes)),
+        moving=Bytes(host=moving) if any(_apart(leaf.layout) for leaf in leaves if is_flat(leaf)) else Bytes(moving),
+    )
+
+
+def _laid_out(
+    params: Any, strategy: Strategy | None, mesh: DeviceMesh | None, stages: Which | None, frozen: Which, specs: Specs
+) -> Any:
+    """Returns the parameters as they are sharded, or would be."""
+    is_sharded = any(map(is_flat, optree.tree_leaves(params, is_leaf=is_flat)))
+    if is_sharded and strategy is not None:
+        raise ValueError(
+            "memory: the parameters are sharded already, each by its own strategy: leave strategy= out, or "
+            "pass what shard() is to get"
+        )
+    if strategy is None:
+        if mesh is not None and not is_sharded:
+            raise ValueError(
+                'memory: a mesh, but no strategy: pass what shard() is to get, full_shard("shard") say; without both, '
+                "parameters count as whole ones of one process"
+            )
+        return hollow.made("", params)
+    mesh = current_mesh() if mesh is None else mesh
+    if mesh is None:
+        raise ValueError("memory: a strategy, but no mesh to cut over: pass mesh=make_mesh(...)")
+    return hollow.laid_out(params, mesh, strategy, stages, frozen, specs)
+
+
+# --- one tensor ---
+
+
+def on(tier: str, x: Tensor | int, layout: Layout | None) -> Bytes:
+    """Returns what a tensor takes on a tier of the layout's mesh."""
+    nbytes = x if isinstance(x, int) else x.untyped_storage().nbytes()
+    if tier == "disk":
+        return Bytes(disk=-(-nbytes // ALIGNMENT) * ALIGNMENT)
+    return Bytes(host=nbytes) if tier == "host" and _apart(layout) else Bytes(nbytes)
+
+
+def _apart(layout: Layout | None) -> bool:
+    """Whether the host's memory is separate from the device's."""
+    return layout is not None and mesh_of(layout.grid, f"stage {layout.stage!r}").device_type != "cpu"
+
+
+def _parameter(leaf: Any) -> Bytes:
+    if is_flat(leaf):
+        return on(leaf.layout.placement.tiers.params, leaf.values.nbytes, leaf.layout)
+    return on("device", leaf.nbytes, None)
+
+
+def _gradient(leaf: Any) -> Bytes:
+    if not is_flat(leaf):
+        return Bytes(leaf.nbytes) if leaf.is_floating_point() or leaf.is_complex() else Bytes()
+    layout = leaf.layout
+    if not layout.trainable:
+        return Bytes()
+    held = layout.state_layout.held(process_groups.global_rank())
+    return on(layout.placement.tiers.grads, held * leaf.values.itemsize, layout)
+
+
+# --- an optimizer's state ---
+
+
+def _state(optimizer: Optimizer, tree: Any) -> list[tuple[Tensor, str, Layout | None]]:
+    """Returns the tensors of a state, each with its tier and the layout that it follows."""
+    try:
+        state = optimizer.init(tree)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ValueError(
+            f"memory: the optimizer's init cannot run without numbers ({str(error).partition(chr(10))[0]}): what it "
+            f"remembers cannot be known beforehand; leave the optimizer out"
+        ) from error
+    if comes_later(state):
+        raise ValueError(
+            "memory: from_torch's optimizers make their state in the first step, and it cannot be known beforehand: "
+            "leave the optimizer out, and count what its documentation says"
+        )
+    seen = {autograd.storage_of(x) for x in optree.tree_leaves(tree) if isinstance(x, Tensor)}
+    flats = [leaf for leaf in optree.tree_leaves(tree, is_leaf=is_flat) if is_flat(leaf)]
+    offloaded = [flat.layout.placement.tiers.params != "device" for flat in flats]
+    tensors = []
+    for x, layout in _tensors(state):
+        if autograd.storage_of(x) in seen:
+            continue
+        seen.add(autograd.storage_of(x))
+        default_tier = "host" if offloaded and all(offloaded) else "device"
+        tensors.append((x, placing.intended(x) or (layout.placement.tiers.state if layout else default_tier), layout))
+    return tensors
+
+
+def _tensors(state: Any) -> Iterator[tuple[Tensor, Layout | None]]:
+    """Yields each tensor with the layout of the node that contains it."""
+    for node in optree.tree_leaves(state, is_leaf=_has_layout):
+        for x in optree.tree_leaves(node):
+            if isinstance(x, Tensor):
+                yield x, node.layout if _has_layout(node) else None
+
+
+def _has_layout(node: Any) -> bool:
+    return is_unit(node) or type(node) is Blocks

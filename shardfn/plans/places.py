@@ -1,0 +1,127 @@
+"""Where in a program an operation is issued: in which pass, by which part of the package, and at which line.
+
+It is read from the stack of calls. On autograd's threads the stack begins where a stage's backward does, and the line
+is that of the operation whose derivative is computed.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+import torch
+
+import shardfn
+from shardfn.compat import autograd
+from shardfn.compat.flops import operation_number
+from shardfn.simulated.operations import ELSEWHERE
+
+_PACKAGE = str(pathlib.Path(shardfn.__file__).resolve().parent) + "/"
+_UNSEEN = ("simulated/", "plans/", "testing/", "compat/modes.py")
+_LIBRARY = (*ELSEWHERE, str(pathlib.Path(os.__file__).parent) + "/", "<")
+# What part of the package makes memory for what; a folder or a file of it. The first that is on the stack decides.
+_PARTS = {
+    "stages/ring.py": "gathered",
+    "stages/residency.py": "gathered",
+    "stages/gather_stream.py": "gathered",
+    "stages/decoding.py": "gathered",
+    "stages/reduction.py": "reducing",
+    "stages/compressed.py": "reducing",
+    "stages/activation_offload.py": "activations",
+    "optim/": "update",
+}
+
+
+class Place(NamedTuple):
+    """Where an operation is issued.
+
+    Attributes:
+        phase: `"forward"`, `"backward"`, `"recompute"` or `"update"`.
+        part: `"gathered"`, `"reducing"`, `"activations"` or `"update"` if the package's stages or optimizers issue it
+            for themselves; otherwise empty.
+        where: `file:line` of the user's code.
+    """
+
+    phase: str
+    part: str
+    where: str
+
+
+class _Code(NamedTuple):
+    """What a frame's code is."""
+
+    kind: str  # "user", "package" or "library"
+    part: str
+    name: str
+
+
+class Places:
+    """Finds the places of operations.
+
+    Attributes:
+        differentiated: whether a backward pass has run since the step began.
+    """
+
+    def __init__(self) -> None:
+        self.differentiated = False
+        self._codes: dict[CodeType, _Code] = {}
+        self._lines: dict[int, str] = {}  # by the number of the operation that autograd records
+
+    def here(self, stage: str) -> Place:
+        """Returns the place of the operation that is issued now, for this stage."""
+        part, where, again, phase = "", "", False, ""
+        user = False
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            code = self._codes.get(frame.f_code) or self._seen(frame.f_code)
+            if code.kind == "user":
+                if not user:
+                    where, user = f"{code.name}:{frame.f_lineno}", True
+            elif code.kind == "package":
+                if not user and not part:
+                    part = code.part
+                if code.part == "update":
+                    phase = "update"
+                elif code.name == "stages/engine.py _run":
+                    again = True
+                elif code.name == "stages/engine.py backward":
+                    phase = phase or ("recompute" if again else "backward")
+            elif code.name == "unpack_hook":  # of torch.utils.checkpoint
+                phase = phase or "recompute"
+            frame = frame.f_back
+        inside = autograd.inside_backward()
+        self.differentiated |= inside
+        return Place(phase or self._phase(inside, stage), part, self._line(where, inside, phase))
+
+    def _phase(self, inside: bool, stage: str) -> str:
+        if inside:
+            return "backward"
+        # What is neither recorded nor a stage's, after a backward pass, uses the gradients.
+        return "update" if self.differentiated and not stage and not torch.is_grad_enabled() else "forward"
+
+    def _line(self, where: str, inside: bool, phase: str) -> str:
+        backward = inside and phase != "recompute"
+        number = operation_number(backward)
+        if backward:
+            return self._lines.get(number, where)
+        if where and number >= 0:
+            self._lines[number] = where
+        return where
+
+    def _seen(self, code: CodeType) -> _Code:
+        file = code.co_filename
+        if file.startswith(_PACKAGE):
+            name = file.removeprefix(_PACKAGE)
+            parts = [part for start, part in _PARTS.items() if name.startswith(start)]
+            kind = "library" if name.startswith(_UNSEEN) else "package"
+            found = _Code(kind, parts[0] if parts else "", f"{name} {code.co_name}")
+        elif file.startswith(_LIBRARY):
+            name = code.co_name if file.endswith("utils/checkpoint.py") else ""
+            found = _Code("library", "", name)
+        else:
+            found = _Code("user", "", pathlib.PurePath(file).name)
+        self._codes[code] = found
+        return found

@@ -1,0 +1,236 @@
+"""The plan of a step: what it computes, sends and holds, on one rank, before it is run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from shardfn.collectives.ledger import Ledger
+from shardfn.plans import fits, timeline
+from shardfn.plans.chips import Chip
+from shardfn.plans.fits import RESERVE, Fit
+from shardfn.plans.links import Links
+from shardfn.plans.schedule import Allocation, Held, Work
+from shardfn.plans.timeline import Timeline
+from shardfn.plans.views import Views
+
+VERSION = 1  # of the files
+
+
+@dataclass(frozen=True, repr=False)
+class Plan(Views):
+    """What one rank does and holds in a step.
+
+    Attributes:
+        name: of the step's function.
+        mesh: the sizes of the mesh's axes, by name, in order.
+        rank: whose plan it is.
+        works: in the order in which the host issues them.
+        held: the course of the memory on the device: an entry for each work during which it changed.
+        host: the most bytes held on the host, pinned or not, by kind.
+        peak: the largest entry of `held`.
+        allocations: what is held at the peak, largest first.
+        parameters: number of elements of all parameters on all ranks.
+        allocator: the most bytes on the device as CUDA's caching allocator counts them: each tensor has whole 512.
+    """
+
+    name: str
+    mesh: dict[str, int]
+    rank: int
+    works: tuple[Work, ...]
+    held: tuple[Held, ...]
+    host: dict[str, int]
+    peak: Held
+    allocations: tuple[Allocation, ...]
+    parameters: int
+    allocator: int = 0
+
+    def timed(
+        self, links: Links | str, chip: Chip | str, per_node: int | None = None, tokens: float | None = None
+    ) -> Timeline:
+        """Computes when each work begins and ends: see `shardfn.plans.timeline.timed`."""
+        return timeline.timed(self, links, chip, per_node, tokens)
+
+    def fits(self, memory: str | int, reserve: str | int = RESERVE) -> Fit:
+        """Compares the peak with a device's memory, `"80GiB"` say: see `shardfn.plans.fits.fits`."""
+        return fits.fits(self, memory, reserve)
+
+    @property
+    def collectives(self) -> list[Work]:
+        """The collectives, in the order in which they are launched."""
+        return [work for work in self.works if work.axis]
+
+    def select(self, **wanted: object) -> list[Work]:
+        """Returns the works with these attributes: `plan.select(kind="all_gather", phase="backward")`."""
+        return [work for work in self.works if all(getattr(work, key) == value for key, value in wanted.items())]
+
+    def count(self, **wanted: object) -> int:
+        """Returns the number of works with these attributes."""
+        return len(self.select(**wanted))
+
+    def sent(self, **wanted: object) -> int:
+        """Returns the bytes that this rank sends in collectives with these attributes."""
+        return sum(work.sent for work in self.select(**wanted) if work.axis)
+
+    def flops(self, **wanted: object) -> int:
+        """Returns the floating-point operations of works with these attributes."""
+        return sum(sum(work.flops.values()) for work in self.select(**wanted))
+
+    def __sub__(self, other: Plan) -> Difference:
+        """What this plan takes beyond another."""
+        return Difference(
+            self.name if self.name == other.name else f"{self.name} - {other.name}",
+            _less(self.peak.kinds, other.peak.kinds),
+            self.peak.total - other.peak.total,
+            _less(self.host, other.host),
+            _less(_by_kind(self.works, "launches"), _by_kind(other.works, "launches")),
+            _less(_by_kind(self.collectives, ""), _by_kind(other.collectives, "")),
+            _less(_by_kind(self.collectives, "sent"), _by_kind(other.collectives, "sent")),
+            self.flops() - other.flops(),
+        )
+
+    def check(self, log: Ledger) -> None:
+        """Compares the plan with the ledger of a step that was run: the same collectives, with the same bytes.
+
+        Their order is not compared: ranks on CPUs launch what a former one brings when it has come.
+
+        Args:
+            log: of one step, not the first, on a rank at the same place: `with ledger() as log: step(...)`.
+
+        Raises:
+            AssertionError: they differ; the message names the first collective that only one of them has.
+
+        Example:
+            ``plan.check(log)``
+        """
+        planned, ran = list(map(_planned, self.collectives)), list(map(_ran, log.records))
+        missing, more = Counter(planned) - Counter(ran), Counter(ran) - Counter(planned)
+        if not missing and not more:
+            return
+        first = next((f"planned, but not run: {_told(entry)}" for entry in planned if entry in missing), "")
+        second = next((f"run, but not planned: {_told(entry)}" for entry in ran if entry in more), "")
+        raise AssertionError(
+            f"plan of {self.name}, rank {self.rank}: {len(planned)} collectives and {sum(e[4] for e in planned)} bytes "
+            f"are planned, and {len(ran)} and {sum(e[4] for e in ran)} were run; "
+            f"{'; '.join(filter(None, (first, second)))}. Compare a step after the first, on the same shapes and mesh"
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON, which `load` reads."""
+        Path(path).write_text(json.dumps({"version": VERSION, **asdict(self)}) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Reads what `save` wrote.
+
+        Raises:
+            ValueError: the file is no plan, or one of another version, or has unknown or missing fields.
+            OSError: it cannot be read.
+        """
+        where = f"the plan {os.fspath(path)!r}"
+        try:
+            found = json.loads(Path(path).read_text())
+        except ValueError as error:
+            raise ValueError(f"{where} is not JSON: {error}") from error
+        version = found.pop("version", None) if isinstance(found, dict) else None
+        if version != VERSION:
+            raise ValueError(f"{where} has version {version!r}, and this shardfn reads {VERSION}: plan the step again")
+        values = _checked(cls, found, where)
+        values["works"] = tuple(
+            Work(**_checked(Work, work, where) | {key: tuple(work[key]) for key in ("after", "axis")})
+            for work in values["works"]
+        )
+        values["held"] = tuple(Held(**_checked(Held, entry, where)) for entry in values["held"])
+        values["peak"] = Held(**_checked(Held, values["peak"], where))
+        values["allocations"] = tuple(
+            Allocation(**_checked(Allocation, entry, where)) for entry in values["allocations"]
+        )
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What one plan takes beyond another; negative where it takes less.
+
+    Attributes:
+        name: of the step.
+        kinds: bytes at the peak, by kind.
+        peak: bytes at the peak, all together.
+        host: bytes on the host, by kind.
+        launches: operations on the device, by kind of work.
+        collectives: numbers of collectives, by kind.
+        sent: bytes sent, by kind of collective.
+        flops: floating-point operations.
+    """
+
+    name: str
+    kinds: dict[str, int]
+    peak: int
+    host: dict[str, int]
+    launches: dict[str, int]
+    collectives: dict[str, int]
+    sent: dict[str, int]
+    flops: int
+
+    def __str__(self) -> str:
+        rows = [("peak, bytes", "all", self.peak), ("floating-point operations", "all", self.flops)]
+        for what, parts in (
+            ("peak, bytes", self.kinds),
+            ("host, bytes", self.host),
+            ("launches", self.launches),
+            ("collectives", self.collectives),
+            ("sent, bytes", self.sent),
+        ):
+            rows += [(what, kind, n) for kind, n in parts.items()]
+        changed = [(what, kind, f"{n:+,}") for what, kind, n in rows if n]
+        if not changed:
+            return f"{self.name}: no difference"
+        widths = [max(len(row[i]) for row in changed) for i in range(3)]
+        lines = (f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}" for a, b, c in changed)
+        return "\n".join([self.name, *lines])
+
+
+_Known = tuple[str, tuple[str, ...], str, str, int, bool, bool]
+"""What a plan and a ledger both know of a collective."""
+
+
+def _planned(work: Work) -> _Known:
+    backward = work.phase in ("backward", "recompute")
+    return work.kind, work.axis, work.stage, work.dtype, work.sent, work.scheduled, backward
+
+
+def _ran(entry: Any) -> _Known:
+    dtype = str(entry.dtype).removeprefix("torch.")
+    return entry.op, entry.axis, entry.stage, dtype, entry.bytes, entry.scheduled, entry.backward
+
+
+def _told(entry: _Known) -> str:
+    kind, axis, stage, dtype, sent, scheduled, backward = entry
+    when = f"{'scheduled' if scheduled else 'unscheduled'} in {'backward' if backward else 'forward'}"
+    return f"{kind} of {sent} bytes of {dtype} over {' x '.join(axis)} for stage {stage!r}, {when}"
+
+
+def _less(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
+    return {key: a.get(key, 0) - b.get(key, 0) for key in dict.fromkeys([*a, *b])}
+
+
+def _by_kind(works: Iterable[Work], attribute: str) -> dict[str, int]:
+    """Sums of an attribute, or numbers of works, by kind."""
+    sums = Counter[str]()
+    for work in works:
+        sums[work.kind] += getattr(work, attribute) if attribute else 1
+    return dict(sums)
+
+
+def _checked(kind: type, found: Any, where: str) -> dict[str, Any]:
+    """The fields of a value in a file, all of which are there and known."""
+    names = {field.name for field in fields(kind)}
+    if not isinstance(found, dict) or found.keys() != names:
+        differs = sorted(names ^ found.keys()) if isinstance(found, dict) else [str(found)[:40]]
+        raise ValueError(f"{where}: {kind.__name__} has the fields {sorted(names)}; it differs in {differs[:4]}")
+    return dict(found)

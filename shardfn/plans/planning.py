@@ -1,0 +1,209 @@
+"""Plans a step: the user's own, run on a simulated device as one of many ranks, without memory and without numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import optree
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardfn.compat import attention, process_groups
+from shardfn.mesh.axes import sizes
+from shardfn.mesh.planned import planning_on
+from shardfn.mesh.scope import current_mesh, mesh_of
+from shardfn.plans.arguments import mark
+from shardfn.plans.course import course_of
+from shardfn.plans.plan import Plan
+from shardfn.plans.recorder import Block, Recorder
+from shardfn.quoting import short_errors
+from shardfn.shards.layout import is_flat
+from shardfn.simulated.clocks import HOST
+from shardfn.simulated.device import Device, simulated
+from shardfn.stages.ring import forget_tags
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@contextlib.contextmanager
+def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device]:
+    """Inside the block this process is one of many ranks that do not run, with a device that has no numbers.
+
+    The program is the same as the one that runs: `make_mesh`, `init_sharded`, `shard` or `interop.functional`, an
+    optimizer's `init`, and the step. Nothing has memory, nothing is sent and nothing computed, so that a model of any
+    size on any number of ranks fits on a laptop. New tensors are on the planned device, and `device.name` names it.
+    Parameters may be on the device meta, and makers are not run on numbers.
+
+    Args:
+        ranks: the number of ranks in the world.
+        rank: as which of them the program runs.
+        per_node: how many ranks a node has, in order.
+
+    Yields:
+        The device.
+
+    Raises:
+        RuntimeError: this process has ranks already, or an accelerator; or such a block is open. Plan in a process of
+            its own, before the one that trains.
+        ValueError: there is no such rank; a node has no ranks.
+
+    Example:
+        ``with sf.planning(ranks=1024): mesh = sf.make_mesh(replica=128, shard=8); ...; print(sf.plan(step, params))``
+    """
+    if per_node < 1:
+        raise ValueError(f"planning: per_node={per_node}; a node has 1 rank or more")
+    if dist.is_initialized():
+        raise RuntimeError(
+            f"planning: this process is rank {dist.get_rank()} of {dist.get_world_size()} already, on "
+            f"{dist.get_backend()}, and cannot be another: plan in a process of its own, or before the first make_mesh"
+        )
+    recorder = Recorder()
+    forget_tags()  # of another device of this name, whose memory would not be seen here
+    with simulated(ranks, rank, listener=recorder, races=False) as device, planning_on(device.name):
+        recorder.device = device
+        _open.append((recorder, per_node))
+        attention.pretended.add(device.name)
+        functional: Any = torch.nn.functional
+        before, functional.scaled_dot_product_attention = functional.scaled_dot_product_attention, attention.torchs_own
+        try:
+            with torch.device(device.name):
+                yield device
+        finally:
+            functional.scaled_dot_product_attention = before
+            attention.pretended.discard(device.name)
+            _open.clear()
+
+
+_open: list[tuple[Recorder, int]] = []
+
+
+@short_errors
+def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, **kwargs: Any) -> Plan:
+    """Plans a step inside `planning`: all that a rank computes, sends and holds, without running it on numbers.
+
+    The step is any function: under `shard_map`, of a module, with micro-batches, a pipeline, adapters, or a product
+    with a Hessian. It is called twice, as it is, on shapes, and the second call is what is planned: the first makes the
+    buffers that further ones use again. What ranks compare in a first call is left out.
+
+    Whose memory it is, is told by where it was made. That of arguments goes by their names: `params` and the like are
+    `"parameters"`, `state` and the like are `"optimizer"`; of other names, the first with flat shards is
+    `"parameters"`, and the rest has its own name. What a stage's schedule makes for parameters is `"gathered"`, and for
+    gradients `"reducing"`. What comes from a forward pass and is there when a backward pass has begun is
+    `"activations"`, also if that pass was a recomputation; what comes from a backward pass and outlives it,
+    `"gradients"`. All else is `"transients"`.
+
+    Args:
+        step: the function.
+        *args: its arguments: hollow ones, made inside the block.
+        mesh: whose axes the plan names. Default: that of the flat shards among the arguments.
+        **kwargs: further arguments.
+
+    Returns:
+        The plan.
+
+    Raises:
+        RuntimeError: no `planning` block is open.
+        NotImplementedError: the step decides by numbers.
+        Exception: what the step itself raises.
+
+    Example:
+        ``plan = sf.plan(step, params, state, tokens)``, then ``print(plan)`` or ``plan.peak``
+    """
+    if not _open:
+        raise RuntimeError(
+            "plan: nothing is planned here: make the mesh, the parameters and the step inside `with "
+            "shardfn.planning(ranks=...):`, in a process without ranks of its own, and plan the step there"
+        )
+    recorder, per_node = _open[-1]
+    given = named(step, args, kwargs)
+    parameters = mark(recorder, given)
+    with _without_collector():
+        step(*args, **kwargs)
+        gc.collect()
+        before = {block: block.nbytes for block in recorder.blocks.values()}
+        with recorder.listening():
+            result = step(*args, **kwargs)
+    return plan_of(recorder, per_node, step, mesh_for("plan", mesh, given), parameters, before, result)
+
+
+def mesh_for(what: str, mesh: DeviceMesh | None, given: Any) -> DeviceMesh | None:
+    """Returns the mesh that a step is about: the one passed, or that of the flat shards among its arguments."""
+    flats = (leaf for leaf in optree.tree_leaves(given, is_leaf=is_flat) if is_flat(leaf))
+    first = next(flats, None)
+    if mesh is not None or first is None:
+        return mesh if mesh is not None else current_mesh()
+    return mesh_of(first.layout.grid, what)
+
+
+def plan_of(
+    recorder: Recorder,
+    per_node: int,
+    step: Callable[..., Any],
+    mesh: DeviceMesh | None,
+    parameters: int,
+    before: dict[Block, int],
+    result: Any,
+) -> Plan:
+    """Returns what a recorder noted of a step.
+
+    Args:
+        recorder: which listened to it.
+        per_node: how many ranks a node has.
+        step: the function.
+        mesh: whose axes are named.
+        parameters: the number of elements of all parameters.
+        before: the memory that was held before, with its bytes.
+        result: what the step returned.
+    """
+    returned = {recorder.find(x) for x in optree.tree_leaves(result) if isinstance(x, Tensor)}
+    course = course_of(recorder.events, before, returned, len(recorder.works) - 1)
+    streams = dict.fromkeys([recorder.default, *(draft.stream for draft in recorder.works if draft.stream != HOST)])
+    order = {stream: number for number, stream in enumerate(streams)}
+    return Plan(
+        name=getattr(step, "__qualname__", type(step).__name__),
+        mesh={} if mesh is None else sizes(mesh),
+        rank=process_groups.global_rank(),
+        works=tuple(draft.work(per_node, order) for draft in recorder.works),
+        held=course.held,
+        host=course.host,
+        peak=course.peak,
+        allocations=course.allocations,
+        parameters=parameters,
+        allocator=course.allocator,
+    )
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """A context in which only what nothing refers to is freed: when the garbage collector runs is a matter of luck."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def named(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The arguments, by the names of the step's parameters."""
+    try:
+        bound = inspect.signature(step).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # it has no signature, or does not take these, as the call will tell
+        return [(f"argument {i}", x) for i, x in enumerate(args)] + list(kwargs.items())
+    found: list[tuple[str, Any]] = []
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            found += [(f"{name}[{i}]", x) for i, x in enumerate(value)]
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            found += list(value.items())
+        else:
+            found.append((name, value))
+    return found

@@ -1,0 +1,275 @@
+"""Profiles a step: it runs once, on its ranks and with its numbers, and when each work begins and ends is noted.
+
+What is noted is the same as in a plan, by the same code. A collective lasts from when it is issued until something has
+waited for it, so it is seen how far ahead of need it is issued.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import optree
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardfn.collectives.ledger import Record
+from shardfn.compat import modes
+from shardfn.mesh import waiting
+from shardfn.mesh.axes import device_of
+from shardfn.mesh.planned import planned
+from shardfn.plans.arguments import mark
+from shardfn.plans.drawing import lane_of
+from shardfn.plans.plan import Plan
+from shardfn.plans.planning import mesh_for, named, plan_of
+from shardfn.plans.recorder import Block, Draft, Recorder
+from shardfn.plans.schedule import Work
+from shardfn.quoting import short_errors
+from shardfn.simulated.device import Device
+from shardfn.simulated.operations import launches
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_COLLECTIVES = ("c10d", "_c10d_functional")
+_STREAM = 1  # the number of the device's own stream among drafts, where 0 is the host
+
+
+@dataclass(frozen=True, repr=False)
+class Profile(Plan):
+    """What one rank did and held in a step that ran, with the attributes of a `Plan`.
+
+    Attributes:
+        begins: seconds from the start of the step at which each work began, by its position.
+        ends: and at which it ended.
+    """
+
+    begins: tuple[float, ...] = ()
+    ends: tuple[float, ...] = ()
+
+    @property
+    def told(self) -> str:
+        """What pictures call it."""
+        return f"{super().told}, measured"
+
+
+@short_errors
+def profile_step(
+    step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, **kwargs: Any
+) -> tuple[Profile, Any]:
+    """Runs a step once, for real, and measures its works, collectives and memory on this rank.
+
+    Every rank that the step needs calls it, with the arguments that it would pass to the step. What a first step does
+    once, such as connecting to others, is measured too, so run some steps before. On an accelerator the times are those
+    of the device, by events, and on the CPU those of the calling thread. To note an operation takes the host some
+    microseconds, during which the device may idle; code that torch.compile made is not looked into.
+
+    Args:
+        step: the function.
+        *args: its arguments; what it donates is gone afterwards.
+        mesh: whose axes and device it is about. Default: that of the flat shards among the arguments.
+        **kwargs: further arguments.
+
+    Returns:
+        The profile, which has the views of a plan; and what the step returned.
+
+    Raises:
+        TypeError: the step cannot be called.
+        RuntimeError: inside `planning`, where nothing runs; or another profile is being made.
+        Exception: what the step itself raises.
+
+    Example:
+        ``profile, (params, state, loss) = sf.profile_step(step, params, state, tokens)``, then
+        ``plan.html("step.html", beside=profile)``
+    """
+    if not callable(step):
+        raise TypeError(
+            f"profile_step: the step is of type {type(step).__name__}, and cannot be called: pass the function itself, "
+            "then its arguments, as in profile_step(step, params, batch)"
+        )
+    if planned():
+        raise RuntimeError("profile_step: inside planning(...) nothing runs: use plan(step, ...) there")
+    if waiting.ended:
+        raise RuntimeError("profile_step: another profile is being made in this process: let it end first")
+    given = named(step, args, kwargs)
+    mesh = mesh_for("profile_step", mesh, given)
+    timer = _Timer(torch.device("cpu") if mesh is None else device_of(mesh))
+    parameters = mark(timer, given)
+    before = {block: block.nbytes for block in timer.blocks.values()}
+    with timer.listening():
+        result = step(*args, **kwargs)
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size() if dist.is_initialized() else 1))
+    kept = timer.kept(before, result)
+    return timer.profile(plan_of(timer, per_node, step, mesh, parameters, before | kept, result)), result
+
+
+class HostClock:
+    """Marks moments of the host."""
+
+    now = staticmethod(time.perf_counter)
+
+    def stream(self) -> int:
+        """Returns the number of the current stream."""
+        return _STREAM
+
+    def seconds(self, marks: Sequence[float]) -> list[float]:
+        """Returns the time of each since the first."""
+        return [mark - marks[0] for mark in marks]
+
+
+class DeviceClock:
+    """Marks moments of an accelerator, by events on its current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.module, self.device = torch.get_device_module(device), device
+
+    def now(self) -> Any:
+        """Marks when the current stream comes here."""
+        event = self.module.Event(enable_timing=True)
+        event.record(self.module.current_stream(self.device))
+        return event
+
+    def stream(self) -> int:
+        """Returns the number of the current stream."""
+        return int(self.module.current_stream(self.device).stream_id) + _STREAM
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        """Returns the time of each since the first."""
+        self.module.synchronize(self.device)
+        return [marks[0].elapsed_time(mark) / 1e3 for mark in marks]
+
+
+class _Timer(Recorder):
+    """A recorder of what runs, which also notes when each work began and ended."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.kind = device.type
+        self.clock = HostClock() if device.type == "cpu" else DeviceClock(device)
+        self.spans: dict[Draft, list[Any]] = {}
+        self.under_way: list[Draft] = []
+        clocks = SimpleNamespace(all=dict, known=lambda stream: {}, marked=set())
+        own = SimpleNamespace(clocks=clocks, defaults=[_STREAM], stream=self.clock.stream)
+        self.device = cast(Device, own)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """A context in which it is told of operations, of what the ledger hears, and of waits."""
+        waiting.ended.append(self.waited)
+        try:
+            with super().listening(), _Seen(self):
+                yield
+        finally:
+            waiting.ended.remove(self.waited)
+
+    def recorded(self, entry: Record) -> None:
+        """Notes a collective, which is issued now."""
+        with self._lock:
+            super().recorded(entry)
+            draft = self._announced.pop()
+            self.works.append(draft)
+            self.under_way.append(draft)
+            begin = self.clock.now()
+            self.spans[draft] = [begin, begin]
+
+    def waited(self, wait: waiting.on) -> None:
+        """Ends the collectives that were waited for: all that the program issued in its order, or those of a stage."""
+        with self._lock:
+            for draft in list(self.under_way):
+                record = draft.record
+                assert record is not None, "what is under way is a collective"
+                if not record.scheduled or (record.op == wait.what and wait.of in ("", record.stage)):
+                    self.spans[draft][1] = self.clock.now()
+                    self.under_way.remove(draft)
+
+    def happened(self, func: Any, args: Any, kwargs: Any, out: Any, begin: Any) -> None:
+        """Notes an operation that began then, and ends now."""
+        with self._lock:
+            end = self.clock.now()
+            if func.namespace in _COLLECTIVES:
+                if self.works and self.works[-1].record is not None:  # others compare ranks, or connect them
+                    self.works[-1].launches += 1
+                    self.spans[self.works[-1]][1] = end
+                for x in optree.tree_leaves(args):
+                    if isinstance(x, Tensor):
+                        self.held(x)
+                return
+            moved = _moved(args, out)
+            if moved is None:
+                self.ran(func, args, kwargs, out)
+            else:
+                self.copied(out, moved)
+            if self._on and self.works and (moved is not None or launches(func)):
+                self.spans.setdefault(self.works[-1], [begin, end])[1] = end
+
+    def kept(self, before: dict[Block, int], result: Any) -> dict[Block, int]:
+        """Returns buffers of earlier steps, with their bytes: those that the step used and neither took nor returned.
+
+        They were first heard of when the step wrote to them, and are taken to be there from the beginning.
+        """
+        returned = {self.find(x) for x in optree.tree_leaves(result) if isinstance(x, Tensor)}
+        kept = {block: block.nbytes for block in self.blocks.values() if block not in before and block not in returned}
+        self.events = [event for event in self.events if event[2] not in kept]
+        return kept
+
+    def profile(self, plan: Plan) -> Profile:
+        """Returns a plan with the times of its works."""
+        spans = [self.spans[draft] for draft in self.works]
+        seconds = self.clock.seconds([mark for span in spans for mark in span]) if spans else []
+        begins, ends = _since_first(seconds[::2], seconds[1::2])
+        works = tuple(_apart(plan.works, begins, ends))
+        facts = {one.name: getattr(plan, one.name) for one in dataclasses.fields(plan)}
+        return Profile(**facts | {"works": works, "begins": begins, "ends": ends})
+
+
+class _Seen(modes.Watching):
+    """Tells a timer of each operation that runs."""
+
+    def __init__(self, timer: _Timer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.timer = timer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, begin = kwargs or {}, self.timer.clock.now()
+        out = func(*args, **kwargs)
+        self.timer.happened(func, args, kwargs, out, begin)
+        return out
+
+
+def _moved(args: Any, out: Any) -> Tensor | None:
+    """The tensor that an operation copied to a device of another kind; None if it copied none."""
+    given = [x for x in args if isinstance(x, Tensor)]
+    if not isinstance(out, Tensor) or not given or given[-1].device.type == out.device.type:
+        return None
+    return given[-1]
+
+
+def _since_first(begins: Sequence[float], ends: Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Times since the earliest."""
+    first = min(begins, default=0.0)
+    return tuple(t - first for t in begins), tuple(t - first for t in ends)
+
+
+def _apart(works: Sequence[Work], begins: Sequence[float], ends: Sequence[float]) -> Iterator[Work]:
+    """Gives collectives of a kind that are under way at the same time streams of their own."""
+    first = max((work.stream for work in works), default=0) + 1
+    streams: dict[str, list[int]] = {}  # of each kind
+    free: dict[int, float] = {}
+    for work, begin, end in zip(works, begins, ends, strict=True):
+        if work.kind in ("compute", "copy"):
+            yield work
+            continue
+        mine = streams.setdefault(lane_of(work), [])
+        stream = next((one for one in mine if free[one] <= begin), None)
+        if stream is None:
+            stream = first + len(free)
+            mine.append(stream)
+        free[stream] = end
+        yield dataclasses.replace(work, stream=stream)

@@ -1,0 +1,308 @@
+"""Records what a program does on a simulated device: its works in order, and the memory that is held meanwhile."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import threading
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import optree
+import torch.distributed as dist
+from torch import Tensor
+
+from shardfn.collectives.ledger import Record, attribution, ledger
+from shardfn.compat import autograd, process_groups
+from shardfn.compat.flops import flops_of
+from shardfn.plans.places import Place, Places
+from shardfn.plans.schedule import Work
+from shardfn.simulated.clocks import HOST
+from shardfn.simulated.device import Device
+from shardfn.simulated.operations import NAME, launches, second
+
+
+@dataclass(eq=False)
+class Block:
+    """The memory of one tensor, with all its views.
+
+    Attributes:
+        nbytes: its size.
+        host: whether it is the host's.
+        place: where it was made.
+        stage: the stage for which it was made.
+        kind: of the arguments of a step: their kind; otherwise empty.
+        ended: the pass that had come when it was freed; empty while it is not.
+    """
+
+    nbytes: int
+    host: bool
+    place: Place
+    stage: str
+    kind: str = ""
+    ended: str = ""
+
+
+@dataclass(eq=False)
+class Draft:
+    """A work that may still grow."""
+
+    kind: str
+    stage: str
+    phase: str
+    stream: int
+    where: str
+    after: set[int] = field(default_factory=set)
+    launches: int = 0
+    flops: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    moved: int = 0
+    sent: int = 0
+    record: Record | None = None
+    ranks: tuple[int, ...] = ()
+
+    def work(self, per_node: int, order: dict[int, int]) -> Work:
+        """Returns it as it is in a plan; `order` numbers the streams."""
+        record = self.record
+        return Work(
+            self.kind, self.stage, self.phase, order.get(self.stream, 0), tuple(sorted(self.after)), self.launches,
+            dict(self.flops), self.moved, () if record is None else record.axis, max(1, len(self.ranks)),
+            max(1, len({rank // per_node for rank in self.ranks})),
+            "" if record is None else str(record.dtype).removeprefix("torch."),
+            self.sent, record is not None and record.scheduled, self.where,
+        )  # fmt: skip
+
+
+Event = tuple[int, int, Block]
+"""A change of the memory: the position of the work during which it came, the change in bytes, and of what."""
+
+
+class _Records(list[Record]):
+    """A ledger's records, each of which is told to a recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def append(self, entry: Record) -> None:
+        super().append(entry)
+        self._recorder.recorded(entry)
+
+
+class Recorder:
+    """Is told by the device what a program does.
+
+    Attributes:
+        kind: the kind of device whose memory is told from the host's.
+        works: what was launched while it listened.
+        events: how the memory changed meanwhile, in order.
+        blocks: all memory that is held now, by the number of its storage.
+    """
+
+    kind = NAME
+
+    def __init__(self) -> None:
+        self.works: list[Draft] = []
+        self.events: list[Event] = []
+        self.blocks: dict[int, Block] = {}
+        self._references: dict[int, Any] = {}
+        self._lock = threading.RLock()
+        self._on = False
+        self.device: Device | None = None
+        self._begin()
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """A context: what is launched inside is noted, and nothing that came before."""
+        self._begin()
+        with ledger() as log:
+            log.records = _Records(self)
+            self._on = True
+            try:
+                yield
+            finally:
+                self._on = False
+                self.works += self._announced
+
+    def _begin(self) -> None:
+        self.works, self.events, self.places = [], [], Places()
+        self._announced: deque[Draft] = deque()
+        self._known: defaultdict[int, dict[int, int]] = defaultdict(dict)  # of each stream, when its last work began
+        self._times: defaultdict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+        self._groups: dict[str, tuple[int, ...]] = {}
+        if self.device is not None:
+            self._known |= {stream: dict(clock) for stream, clock in self.device.clocks.all().items()}
+
+    @property
+    def default(self) -> int:
+        """The number of the device's own stream."""
+        assert self.device is not None, "a device tells of itself"
+        return self.device.defaults[0]
+
+    # --- what the device tells ---
+
+    def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Notes an operation, and the memory of its results."""
+        if func.is_view:
+            return
+        with self._lock:
+            outs = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor) and x.device.type == self.kind]
+            leaves = optree.tree_leaves((args, kwargs))
+            given = [x for x in leaves if isinstance(x, Tensor) and x.device.type == self.kind]
+            new = [x for x in (*outs, *given) if self._changed(x)]
+            counts = self._on and launches(func)
+            if not counts and not new:
+                return
+            place = self.places.here(attribution.stage)
+            if counts:
+                self._add(func, args, kwargs, out, given, outs, place)
+            for x in new:
+                self._hold(x, place)
+
+    def copied(self, into: Tensor, x: Tensor) -> None:
+        """Notes a copy between the host and the device."""
+        with self._lock:
+            if self._on:
+                place, stream = self.places.here(attribution.stage), self._stream()
+                self._open("copy", place, stream, into.nbytes)
+            self.held(into)
+
+    def sent(self, group: str, stream: int) -> None:
+        """Notes that a collective was launched: the first of those that the ledger has heard of."""
+        with self._lock:
+            if not self._on:
+                return
+            if self._announced:
+                draft = self._announced.popleft()
+                draft.stream, draft.ranks = stream, self._ranks(group)
+                self.works.append(draft)
+                position = len(self.works) - 1
+            else:  # several may make up one that the ledger knows
+                found = (i for i in range(len(self.works) - 1, -1, -1) if self.works[i].record is not None)
+                position = next((i for i in found if self.works[i].stream == stream), -1)
+                if position < 0:
+                    return  # it connects ranks, or compares them: it is no part of the program
+            self.works[position].launches += 1
+            self._date(stream, position)
+
+    def held(self, x: Tensor) -> None:
+        """Notes memory."""
+        with self._lock:
+            if self._changed(x):
+                self._hold(x, self.places.here(attribution.stage))
+
+    def recorded(self, entry: Record) -> None:
+        """Notes what the ledger has heard of."""
+        with self._lock:
+            place = self.places.here(entry.stage)
+            phase = place.phase if place.phase == "update" else "backward" if entry.backward else place.phase
+            draft = Draft(entry.op, entry.stage, phase, HOST, place.where, sent=entry.bytes, record=entry)
+            self._announced.append(draft)
+
+    # --- works ---
+
+    def _stream(self) -> int:
+        assert self.device is not None, "a device tells of itself"
+        return self.device.stream()
+
+    def _add(
+        self, func: Any, args: Any, kwargs: Any, out: Any, given: list[Tensor], outs: list[Tensor], place: Place
+    ) -> None:
+        draft = self._open("compute", place, self._stream())
+        draft.moved += sum(x.nbytes for x in {id(x): x for x in (*given, *outs)}.values())
+        flops = flops_of(func, args, kwargs, out)
+        if flops:
+            draft.flops[str(given[0].dtype).removeprefix("torch.")] += flops
+
+    def _open(self, kind: str, place: Place, stream: int, sent: int = 0) -> Draft:
+        """The work to which an operation belongs: the last one if nothing comes between, or a new one."""
+        assert self.device is not None, "a device tells of itself"
+        clocks, stage = self.device.clocks, attribution.stage
+        waits = self._waits(stream)
+        last = self.works[-1] if self.works else None
+        if (
+            last is None
+            or kind != "compute"
+            or (last.kind, last.stage, last.phase, last.stream) != (kind, stage, place.phase, stream)
+            or waits
+            or stream in clocks.marked
+        ):
+            last = Draft(kind, stage, place.phase, stream, place.where, set(waits))
+            self.works.append(last)
+            self._date(stream, len(self.works) - 1, waits=False)
+        last.launches += 1
+        last.sent += sent
+        return last
+
+    def _date(self, stream: int, position: int, waits: bool = True) -> None:
+        """Notes when, by its stream's clock, a work began."""
+        assert self.device is not None, "a device tells of itself"
+        if waits:
+            self.works[position].after |= self._waits(stream)
+        times, positions = self._times[stream]
+        times.append(self.device.clocks.known(stream).get(stream, 0))
+        positions.append(position)
+        self.device.clocks.marked.discard(stream)
+
+    def _waits(self, stream: int) -> set[int]:
+        """The works of other streams that came to be before what this stream does next since its last work."""
+        assert self.device is not None, "a device tells of itself"
+        known, found = self._known[stream], set()
+        for other, time in self.device.clocks.known(stream).items():
+            if other in (stream, HOST) or known.get(other, 0) >= time:
+                continue
+            known[other] = time
+            times, positions = self._times[other]
+            at = bisect.bisect_right(times, time) - 1
+            if at >= 0:
+                found.add(positions[at])
+        return found
+
+    def _ranks(self, group: str) -> tuple[int, ...]:
+        if group not in self._groups:
+            self._groups[group] = tuple(dist.get_process_group_ranks(process_groups.group_of(group)))
+        return self._groups[group]
+
+    # --- memory ---
+
+    def _changed(self, x: Tensor) -> bool:
+        """Whether a tensor's memory is new, or has grown. What caches kept from before is new when it is used."""
+        block = self.blocks.get(autograd.storage_of(x))
+        if block is None:
+            return x not in second
+        return block.nbytes != x.untyped_storage().nbytes()
+
+    def _hold(self, x: Tensor, place: Place) -> None:
+        number, storage = autograd.storage_of(x), x.untyped_storage()
+        nbytes, block = int(storage.nbytes()), self.blocks.get(number)
+        if block is not None:
+            self._happens(nbytes - block.nbytes, block)
+            block.nbytes = nbytes
+            return
+        block = self.blocks[number] = Block(nbytes, x.device.type != self.kind, place, attribution.stage)
+        self._happens(nbytes, block)
+        # Torch keeps the object of a storage that a weak reference names as long as the storage.
+        self._references[number] = weakref.ref(storage, lambda _: self._freed(number))
+
+    def _freed(self, number: int) -> None:
+        with self._lock:
+            self._references.pop(number, None)
+            block = self.blocks.pop(number, None)
+            if block is not None:
+                block.ended = self.works[-1].phase if self.works else "forward"
+                self._happens(-block.nbytes, block)
+
+    def _happens(self, change: int, block: Block) -> None:
+        if self._on:
+            self.events.append((len(self.works) - 1, change, block))
+
+    def find(self, x: Tensor) -> Block | None:
+        """The memory of a tensor of the device, or of the host's, which is noted if it was not yet."""
+        if x.device.type not in (self.kind, "cpu"):
+            return None
+        with self._lock:
+            if self._changed(x):
+                self._hold(x, Place("forward", "", ""))
+            return self.blocks[autograd.storage_of(x)]

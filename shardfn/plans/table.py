@@ -1,0 +1,137 @@
+"""A plan as lines of text: what is held at the peak, what is sent, and what each stage does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from shardfn.plans.drawing import amount, kind_colors, peak_told
+from shardfn.plans.page import Line
+from shardfn.plans.schedule import Work
+from shardfn.quoting import byte_count
+
+if TYPE_CHECKING:
+    from shardfn.plans.views import Views
+
+BAR = 32  # columns of the whole peak
+LARGEST = 6  # allocations that are shown
+ROWS = 14  # most rows of a table, of which the rest is one row
+
+
+def lines(plan: Views, width: int) -> Iterator[Line]:
+    """Yields all lines; equal stages are one."""
+    parts = (_head(plan), _memory(plan), _largest(plan), _collectives(plan), _stages(plan))
+    for number, part in enumerate(filter(None, map(list, parts))):
+        if number:
+            yield []
+        yield from (cut(line, width) for line in part)
+
+
+def _head(plan: Views) -> Iterator[Line]:
+    ranks = 1
+    for size in plan.mesh.values():
+        ranks *= size
+    mesh = ", ".join(f"{name}={size}" for name, size in plan.mesh.items())
+    yield [(plan.told, "bold"), (f" on {mesh or 'no mesh'}: rank {plan.rank} of {ranks:,}", "")]
+    launches, flops = sum(work.launches for work in plan.works), _flops(plan.works)
+    by_dtype = ", ".join(f"{amount(n, 'FLOP')} in {dtype}" for dtype, n in flops.items() if n)
+    numbers = f"{plan.parameters:,} parameters on all ranks; " if plan.parameters else ""
+    yield [(f"{numbers}here {launches:,} operations{f', {by_dtype}' if by_dtype else ''}", "")]
+
+
+def _memory(plan: Views) -> Iterator[Line]:
+    total, colors = plan.peak.total, kind_colors([plan.peak])
+    yield [("memory at the peak", "bold"), (f"  {peak_told(plan.works, plan.peak)}", "dim")]
+    for kind in colors:
+        if nbytes := plan.peak.kinds[kind]:
+            bar = "━" * max(1, round(BAR * nbytes / total))
+            yield [(f"  {kind:<14}", ""), (f"{byte_count(nbytes):>10}  ", ""), (bar, colors[kind])]
+    yield [(f"  {'all':<14}", "bold"), (f"{byte_count(total):>10}", "bold")]
+    for kind, nbytes in plan.host.items():
+        if nbytes * 1000 < total:
+            continue
+        yield [(f"  {kind:<14}", ""), (f"{byte_count(nbytes):>10}", ""), ("  on the host, at its own peak", "dim")]
+
+
+def _largest(plan: Views) -> Iterator[Line]:
+    if plan.allocations:
+        found = sorted(plan.allocations, key=lambda one: -one.bytes)
+        rows = [
+            (one.kind, byte_count(one.bytes), f"{one.count:,}", one.stage or "-", one.where or "-") for one in found
+        ]
+        yield from table(("largest then", "bytes", "tensors", "stage", "made at"), rows, "lrrll", LARGEST)
+
+
+def _collectives(plan: Views) -> Iterator[Line]:
+    sums: dict[tuple[str, ...], list[int]] = {}
+    for work in plan.works:
+        if work.kind != "compute":
+            key = (work.kind, " x ".join(work.axis) or "-", work.dtype or "-", work.phase)
+            sums.setdefault(key, []).append(work.sent)
+    if sums:
+        rows = [(*key, f"{len(sent):,}", byte_count(sum(sent))) for key, sent in sums.items()]
+        yield from table(("sent", "axis", "dtype", "pass", "calls", "bytes"), rows, "llllrr", ROWS)
+
+
+def _stages(plan: Views) -> Iterator[Line]:
+    of_stage: dict[str, list[Work]] = {}
+    for work in plan.works:
+        of_stage.setdefault(work.stage, []).append(work)
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for stage, works in of_stage.items():
+        alike.setdefault((re.sub(r"\d+", "*", stage), *_row(works)), []).append(stage or "(outside of stages)")
+    rows = [(_joined(stages), *key[1:]) for key, stages in alike.items()]
+    head = ("stage", "operations", "forward", "recompute", "backward", "update", "calls", "sent")
+    yield from table(head, rows, "lrrrrrrr", ROWS)
+
+
+def _row(works: Sequence[Work]) -> tuple[str, ...]:
+    """Counts a stage's operations, FLOP by phase, and collectives."""
+    flops = {
+        phase: sum(_flops(work for work in works if work.phase == phase).values())
+        for phase in ("forward", "recompute", "backward", "update")
+    }
+    sent = [work.sent for work in works if work.kind != "compute"]
+    counts = (f"{len(sent):,}", byte_count(sum(sent))) if sent else ("-", "-")
+    launches = sum(work.launches for work in works)
+    return (f"{launches:,}", *(amount(n, "FLOP") if n else "-" for n in flops.values()), *counts)
+
+
+def _joined(stages: Sequence[str]) -> str:
+    return stages[0] if len(stages) == 1 else f"{stages[0]} … {stages[-1]} ({len(stages)} alike)"
+
+
+def _flops(works: Iterable[Work]) -> dict[str, int]:
+    flops: dict[str, int] = {}
+    for work in works:
+        for dtype, n in work.flops.items():
+            flops[dtype] = flops.get(dtype, 0) + n
+    return flops
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str, most: int) -> Iterator[Line]:
+    """Yields a heading and at most `most` rows, in columns aligned to the left (l) or right (r)."""
+    used = [i for i in range(len(head)) if any(row[i] != "-" for row in rows)]  # a column of nothing is left out
+    head, align = [head[i] for i in used], "".join(align[i] for i in used)
+    rows = [[row[i] for i in used] for row in rows]
+    shown = rows if len(rows) <= most else rows[: most - 1]
+    widths = [max(map(len, column)) for column in zip(head, *shown, strict=True)]
+    for i, row in enumerate((head, *shown)):
+        cells = (
+            f"{word:<{n}}" if side == "l" else f"{word:>{n}}" for word, n, side in zip(row, widths, align, strict=True)
+        )
+        yield [("  ".join(cells).rstrip(), "" if i else "bold")]
+    if len(shown) < len(rows):
+        yield [(f"… {len(rows) - len(shown):,} more rows", "dim")]
+
+
+def cut(line: Line, width: int) -> Line:
+    """Shortens a line to a width, without the words that do not fit."""
+    short: Line = []
+    for word, style in line:
+        if len(word) > width:
+            return [*short, (word[: max(width - 1, 0)] + "…"[:width], style)]
+        short.append((word, style))
+        width -= len(word)
+    return short

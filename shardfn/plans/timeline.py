@@ -1,0 +1,253 @@
+"""When each work of a plan runs, on links and a chip whose speeds are given."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from shardfn.plans import presets
+from shardfn.plans.chips import Chip
+from shardfn.plans.links import Links, nodes_of
+from shardfn.plans.schedule import Work
+from shardfn.quoting import short_errors
+
+if TYPE_CHECKING:
+    from shardfn.plans.plan import Plan
+
+COMPUTE, COPY = "compute", "copy"
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of one stage.
+
+    Attributes:
+        computing: while its operations run.
+        communicating: while its collectives run, alone or not.
+        exposed: while its collectives run and nothing is computed.
+    """
+
+    computing: float = 0.0
+    communicating: float = 0.0
+    exposed: float = 0.0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The times of a plan's works on one rank. It takes the other ranks to be as far as this one.
+
+    Attributes:
+        links: name of the links.
+        chip: name of the chip.
+        begins: seconds from the start of the step at which each work begins, by its position in the plan.
+        ends: and at which it ends.
+        seconds: of the whole step.
+        computing: seconds in which something is computed.
+        communicating: seconds in which a collective runs.
+        exposed: seconds in which a collective runs and nothing is computed.
+        copying: seconds in which only copies between host and device run.
+        waiting: seconds in which nothing runs on the device, as the host is late.
+        stages: the same by stage.
+        utilization: MFU: the arithmetic of forward, backward and update, without what is computed again, over what the
+            chip could do at its peak in the same time.
+        tokens: tokens a second on this rank; None if their number was not given.
+    """
+
+    links: str
+    chip: str
+    begins: tuple[float, ...]
+    ends: tuple[float, ...]
+    seconds: float
+    computing: float
+    communicating: float
+    exposed: float
+    copying: float
+    waiting: float
+    stages: dict[str, Spent]
+    utilization: float
+    tokens: float | None = None
+
+    def __str__(self) -> str:
+        parts = {"computing": self.computing, "exposed": self.exposed, "copying": self.copying, "waiting": self.waiting}
+        shares = ", ".join(f"{name} {100 * part / self.seconds:.1f} %" for name, part in parts.items() if part)
+        speed = "" if self.tokens is None else f", {self.tokens:,.0f} tokens/s a rank"
+        head = f"{_duration(self.seconds)} a step on {self.chip}, {self.links}: {shares or 'nothing'}"
+        return f"{head}; MFU {100 * self.utilization:.1f} %{speed}"
+
+
+def _duration(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.4g} {unit}"
+    return f"{seconds * 1e6:.4g} us"
+
+
+@short_errors
+def timed(
+    plan: Plan, links: Links | str, chip: Chip | str, per_node: int | None = None, tokens: float | None = None
+) -> Timeline:
+    """Computes when each work of a plan begins and ends.
+
+    Works of a stream run one after another. A work begins when its stream is free, those that it comes after have
+    ended, and the host has issued it. Collectives that use a network at the same time have equal parts of its
+    bandwidth, and so have those within a node, and copies: each of `n` takes `n` times as long meanwhile.
+
+    Args:
+        plan: the plan of a rank.
+        links: times of collectives, or the name of a common machine, `"h100"` say.
+        chip: times of computing, or the name of a common GPU.
+        per_node: ranks on a node, which are numbered one after another. Default: as in the plan.
+        tokens: that a rank processes in a step.
+
+    Raises:
+        ValueError: the links or the chip lack a figure; works wait for each other in a circle; `per_node` or `tokens`
+            is not positive.
+    """
+    links = presets.links(links) if isinstance(links, str) else links
+    chip = presets.chip(chip) if isinstance(chip, str) else chip
+    for name, number in (("per_node", per_node), ("tokens", tokens)):
+        if number is not None and number <= 0:
+            raise ValueError(f"timed: {name}={number}; it is a positive number")
+    known: dict[tuple[object, ...], _Job] = {}  # most works are like others
+    jobs = []
+    for work in plan.works:
+        like = work.kind, work.sent, work.ranks, work.nodes, work.axis, work.moved, work.launches, *work.flops.items()
+        if like not in known:
+            known[like] = _job(plan, work, links, chip, per_node)
+        jobs.append(known[like])
+    begins, ends = _run(plan.works, jobs, chip.host)
+    spans = _Spans(plan.works, begins, ends)
+    total = max(ends, default=0.0)
+    peak = sum(
+        count / chip.rate(dtype)
+        for work in plan.works
+        if work.phase != "recompute"
+        for dtype, count in work.flops.items()
+        if count
+    )
+    return Timeline(
+        links=links.name,
+        chip=chip.name,
+        begins=tuple(begins),
+        ends=tuple(ends),
+        seconds=total,
+        computing=spans.total[COMPUTE],
+        communicating=spans.communicating,
+        exposed=spans.total["exposed"],
+        copying=spans.total[COPY],
+        waiting=spans.total["waiting"],
+        stages=spans.by_stage(),
+        utilization=peak / total if total else 0.0,
+        tokens=tokens / total if tokens is not None and total else None,
+    )
+
+
+@dataclass
+class _Job:
+    """A work's seconds if it is alone, and the link that it needs."""
+
+    seconds: float
+    link: str
+
+
+def _job(plan: Plan, work: Work, links: Links, chip: Chip, per_node: int | None) -> _Job:
+    if work.kind == COMPUTE:
+        return _Job(chip.seconds(work), "")
+    if work.kind == COPY:
+        return _Job(links.seconds(COPY, work.sent, 1), "host")
+    nodes = work.nodes
+    if per_node is not None and work.axis and all(name in plan.mesh for name in work.axis):
+        nodes = nodes_of(plan.mesh, plan.rank, work.axis, per_node)
+    return _Job(links.seconds(work.kind, work.sent, work.ranks, nodes), "network" if nodes > 1 else "node")
+
+
+def _run(works: tuple[Work, ...], jobs: list[_Job], host: float) -> tuple[list[float], list[float]]:
+    """Returns when works begin and end."""
+    streams: dict[int, deque[int]] = {}
+    issued, at = [], 0.0
+    for i, work in enumerate(works):
+        streams.setdefault(work.stream, deque()).append(i)
+        at += work.launches * host
+        issued.append(at)
+    begins, ends = [math.nan] * len(works), [math.nan] * len(works)
+    left: dict[int, float] = {}  # seconds of running works, if alone
+    now = 0.0
+    while any(streams.values()):
+        heads = [queue[0] for queue in streams.values() if queue and queue[0] not in left]
+        ready = [i for i in heads if all(not math.isnan(ends[j]) for j in works[i].after)]
+        for i in ready:
+            if issued[i] <= now:
+                begins[i], left[i] = now, jobs[i].seconds
+        later = [issued[i] - now for i in ready if issued[i] > now]
+        if not left and not later:
+            raise ValueError(f"timed: works {sorted(heads)[:4]} of the plan wait for each other, or for none before")
+        busy = Counter(jobs[i].link for i in left)
+        pace = {i: 1.0 if not jobs[i].link else float(busy[jobs[i].link]) for i in left}
+        step = min([left[i] * pace[i] for i in left] + later)
+        now += step
+        for i in list(left):
+            left[i] -= step / pace[i]
+            if left[i] <= 1e-12:
+                ends[i] = now
+                del left[i]
+                streams[works[i].stream].popleft()
+    return begins, ends
+
+
+def _zeros() -> defaultdict[Any, float]:
+    return defaultdict(float)
+
+
+@dataclass
+class _Spans:
+    """What is going on, over time: computing hides collectives, and these hide copies."""
+
+    works: tuple[Work, ...]
+    begins: list[float]
+    ends: list[float]
+    total: defaultdict[str, float] = field(default_factory=_zeros)
+    stage: defaultdict[tuple[str, str], float] = field(default_factory=_zeros)
+    communicating: float = 0.0
+
+    def __post_init__(self) -> None:
+        for span, running in self._intervals():
+            kinds = {i: _kind_of(self.works[i]) for i in running}
+            collectives = [i for i in running if kinds[i] == "exposed"]
+            self.communicating += span if collectives else 0.0
+            for stage in {self.works[i].stage for i in collectives}:
+                self.stage["communicating", stage] += span
+            what = next((kind for kind in (COMPUTE, "exposed", COPY) if kind in kinds.values()), "waiting")
+            self.total[what] += span
+            first = min((i for i in running if kinds[i] == what), default=None, key=lambda i: (self.begins[i], i))
+            if first is not None:
+                self.stage[what, self.works[first].stage] += span
+
+    def _intervals(self) -> Iterator[tuple[float, set[int]]]:
+        events = sorted({*self.begins, *self.ends, 0.0})
+        starting: dict[float, list[int]] = {}
+        ending: dict[float, list[int]] = {}
+        for i, (begin, end) in enumerate(zip(self.begins, self.ends, strict=True)):
+            if end > begin:
+                starting.setdefault(begin, []).append(i)
+                ending.setdefault(end, []).append(i)
+        running: set[int] = set()
+        for now, following in pairwise(events):
+            running.difference_update(ending.get(now, ()))
+            running.update(starting.get(now, ()))
+            yield following - now, running
+
+    def by_stage(self) -> dict[str, Spent]:
+        names = dict.fromkeys(work.stage for work in self.works)
+        return {
+            name: Spent(self.stage[COMPUTE, name], self.stage["communicating", name], self.stage["exposed", name])
+            for name in names
+        }
+
+
+def _kind_of(work: Work) -> str:
+    """Returns what a work counts as while nothing more important runs."""
+    return work.kind if work.kind in (COMPUTE, COPY) else "exposed"
