@@ -47,6 +47,14 @@ def measured(cases: list[Case], ranks: int) -> list[tuple[int, int, list[program
         return next(iter([*pool.map(on, range(ranks))]))
 
 
+def alike(case: Case, plan: sf.Plan, sent: list[programs.Sent]) -> bool:
+    """Whether a plan has the collectives of a run on CPUs."""
+    calls = programs.sent_by(plan)
+    if case[1] == "few bits":  # what a CPU sends from a thread of its own is of no stage in the ledger
+        return Counter((c[0], c[1], c[3], c[4]) for c in calls) == Counter((c[0], c[1], c[3], c[4]) for c in sent)
+    return Counter(calls) == Counter(sent)
+
+
 def differences(cases: list[Case], ranks: int) -> list[str]:
     """What is not as planned."""
     wrong = []
@@ -55,15 +63,17 @@ def differences(cases: list[Case], ranks: int) -> list[str]:
         cases, planned(cases, ranks), ran, measured(cases, ranks), strict=True
     ):
         calls = programs.sent_by(plan)
-        if case[1] == "few bits":  # what a CPU sends from a thread of its own is of no stage in the ledger
-            differ = Counter((c[0], c[1], c[3], c[4]) for c in calls) != Counter((c[0], c[1], c[3], c[4]) for c in sent)
-        else:
-            differ = Counter(calls) != Counter(sent)
-        if differ or calls != on_device:  # on the device in the same order, too
+        if not alike(case, plan, sent) or calls != on_device:  # on the device in the same order, too
             wrong.append(f"{case}: collectives")
         if (plan.peak.total, plan.allocator) != (most, rounded):
             wrong.append(f"{case}: {plan.peak.total}, {plan.allocator} bytes planned, {most}, {rounded} held")
     return wrong
+
+
+def test_what_is_planned_is_sent() -> None:
+    cases = some(2)[:2]
+    ran = world(2, "processes").run(programs.ran, cases, 2)[0]
+    assert all(alike(*each) for each in zip(cases, planned(cases, 2), ran, strict=True))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
