@@ -342,7 +342,7 @@ def test_what_the_garbage_collector_calls_only_takes_a_note() -> None:
     """It runs on any thread, in the middle of anything: a list or a deque takes a note at once."""
     folder = Path(sf.__file__).parent
     for file in folder.rglob("*.py"):
-        if file.relative_to(folder).parts[0] in ("testing", "simulated", "plan"):
+        if file.relative_to(folder).parts[0] in ("testing", "simulated", "plans"):
             continue  # nothing there runs beside training
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("weakref.finalize", "weakref.ref"):
