@@ -19,7 +19,7 @@ from shardfn.plans.timeline import Timeline
 from shardfn.shapes.settings import Setting, planned
 from shardfn.shapes.sizes import Shape
 
-ENDS = 4  # blocks at each end that need not be like those between: gathers run ahead, and gradients leave later
+ENDS = 2  # blocks at each end that need not be like those between: gathers run ahead, and gradients leave later
 SHALLOW = 2 * ENDS
 PERIOD = 2  # blocks after which all is as before: those of a ring take turns with its two buffers
 
