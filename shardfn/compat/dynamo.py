@@ -80,7 +80,9 @@ def fake_mode() -> Any:
     """Returns the process's mode under which ops make tensors with shapes, dtypes and strides but no data."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # its keys hold storages that are arguments, such as those of `set_`, for ever
+    return mode
 
 
 @functools.cache

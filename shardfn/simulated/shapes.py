@@ -58,12 +58,12 @@ def _described(value: Any) -> Any:
         return tuple([_described(x) for x in value])
     if isinstance(value, dict):
         return tuple([(name, _described(x)) for name, x in value.items()])
-    if isinstance(value, (torch.Generator, torch.ScriptObject)):
-        raise TypeError
-    return kind, value
+    raise TypeError  # a storage, say, whose memory a key would keep
 
 
-_PLAIN = {int, float, bool, type(None), torch.dtype, torch.device, torch.Size, str}
+_PLAIN = {
+    int, float, complex, bool, type(None), str, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format,
+}  # fmt: skip
 
 
 def results(out: Any, args: Any, kwargs: Any) -> Results:
