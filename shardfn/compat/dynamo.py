@@ -80,7 +80,9 @@ def fake_mode() -> Any:
     """Returns the process's mode under which ops make tensors with shapes, dtypes and strides but no data."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # its keys hold storages that are arguments, such as those of `set_`, for ever
+    return mode
 
 
 @functools.cache
@@ -92,9 +94,21 @@ def fake_tensors() -> Any:
 
 
 def fake_of(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a tensor on the device meta as one of such tensors, on this device."""
-    made: torch.Tensor = fake_tensors()(fake_mode(), x, device)
+    """Returns a tensor on the device meta as one of such tensors, on this device.
+
+    It is made as their class makes it, whose own way takes several times as long, and has the attributes of a first.
+    """
+    if device not in _first:
+        _first[device] = dict(vars(fake_tensors()(fake_mode(), torch.empty(0, device="meta"), device)))
+    made: torch.Tensor = torch.Tensor._make_subclass(
+        fake_tensors(), x, x.requires_grad, dispatch_device=True, device_for_backend_keys=device
+    )
+    torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
+    vars(made).update(_first[device])
     return made
+
+
+_first: dict[torch.device, dict[str, Any]] = {}
 
 
 def depends_on_numbers() -> tuple[type[Exception], ...]:

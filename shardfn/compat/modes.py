@@ -47,6 +47,11 @@ def unseen() -> Any:
     return _disable_current_modes()
 
 
+def functions_unseen() -> Any:
+    """Returns a context in which no mode, such as that of a default device, sees calls of torch's functions."""
+    return torch._C.DisableTorchFunction()
+
+
 def innermost() -> Any:
     """Returns the mode that sees ops here first; None if there is none."""
     count = torch._C._len_torch_dispatch_stack()
@@ -64,5 +69,11 @@ def _kept_out(plain: Any, disabled: Any) -> Any:
 
 
 def _compiles() -> bool:
+    """Whether torch.compile may trace here: all of it is loaded, and, if that can be asked, it looks at calls."""
     compiler = sys.modules.get("torch._dynamo")
-    return compiler is not None and not getattr(compiler.__spec__, "_initializing", False)
+    if compiler is None or getattr(compiler.__spec__, "_initializing", False):
+        return False
+    return _looks is None or _looks() is not None
+
+
+_looks = getattr(getattr(torch._C._dynamo, "eval_frame", None), "get_eval_frame_callback", None)

@@ -65,7 +65,11 @@ def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device
         )
     recorder = Recorder()
     forget_tags()  # of another device of this name, whose memory would not be seen here
-    with simulated(ranks, rank, listener=recorder, races=False) as device, planning_on(device.name):
+    with (
+        simulated(ranks, rank, listener=recorder, races=False) as device,
+        planning_on(device.name),
+        _collecting_little(),
+    ):
         recorder.device = device
         _open.append((recorder, per_node))
         attention.pretended.add(device.name)
@@ -81,6 +85,19 @@ def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device
 
 
 _open: list[tuple[Recorder, int]] = []
+
+
+@contextlib.contextmanager
+def _collecting_little() -> Iterator[None]:
+    """A context in which the garbage collector looks only at what is made inside: all of torch takes it long."""
+    if gc.get_freeze_count():  # someone else uses this
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @short_errors

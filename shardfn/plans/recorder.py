@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import optree
 import torch.distributed as dist
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from shardfn.plans.schedule import Work
 from shardfn.simulated.clocks import HOST
 from shardfn.simulated.device import Device
 from shardfn.simulated.operations import NAME, launches, second
+from shardfn.simulated.shapes import tensors_in
 
 
 @dataclass(eq=False)
@@ -148,9 +148,8 @@ class Recorder:
         if func.is_view:
             return
         with self._lock:
-            outs = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor) and x.device.type == self.kind]
-            leaves = optree.tree_leaves((args, kwargs))
-            given = [x for x in leaves if isinstance(x, Tensor) and x.device.type == self.kind]
+            outs = [x for x in tensors_in(out) if x.device.type == self.kind]
+            given = [x for x in tensors_in(args, kwargs) if x.device.type == self.kind]
             new = [x for x in (*outs, *given) if self._changed(x)]
             counts = self._on and launches(func)
             if not counts and not new:

@@ -19,9 +19,14 @@ from shardfn.plans.timeline import Timeline
 from shardfn.shapes.settings import Setting, planned
 from shardfn.shapes.sizes import Shape
 
-ENDS = 4  # blocks at each end that need not be like those between: gathers run ahead, and gradients leave later
-SHALLOW = 2 * ENDS
 PERIOD = 2  # blocks after which all is as before: those of a ring take turns with its two buffers
+
+
+def ends(setting: Setting) -> int:
+    """Returns how many blocks at each end need not be like those between: gathers run ahead, and gradients are reduced
+    later; what leaves the device is there until copies have ended, some operations later.
+    """
+    return 4 if setting.tiers or setting.remat == "offload" else 2
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,8 @@ def extrapolated(shape: Shape, setting: Setting, links: Links | str, chip: Chip 
     Raises:
         ValueError, RuntimeError: as `planned` and `Plan.timed`.
     """
-    low = SHALLOW + (shape.layers - SHALLOW) % PERIOD
+    near = ends(setting)
+    low = 2 * near + shape.layers % PERIOD
     if shape.layers <= low + PERIOD:
         plan = planned(shape, setting)
         return figures(plan, plan.timed(links, chip))
@@ -81,7 +87,7 @@ def extrapolated(shape: Shape, setting: Setting, links: Links | str, chip: Chip 
     def further(low: float, high: float) -> float:
         return low + times * (high - low)
 
-    peaks = [_peaks(plan) for plan in plans]
+    peaks = [_peaks(plan, near) for plan in plans]
     candidates = [
         {kind: round(further(peaks[0][at][kind], peaks[1][at][kind])) for kind in peaks[0][at] | peaks[1][at]}
         for at in peaks[0].keys() & peaks[1].keys()
@@ -121,7 +127,7 @@ def _shallow(shape: Shape, setting: Setting, layers: int) -> Plan:
     return _memo(replace(shape, layers=layers), shape.name, _Same(setting))
 
 
-def _peaks(plan: Plan) -> dict[tuple[object, ...], Counter[str]]:
+def _peaks(plan: Plan, near: int) -> dict[tuple[object, ...], Counter[str]]:
     """Returns the largest of what is held, by place: the phase, and the stage by its distance from an end."""
     numbers = [int(match[1]) for work in plan.works if (match := re.search(r"blocks\.(\d+)", work.stage))]
     depth, found = max(numbers) + 1, dict[tuple[object, ...], Counter[str]]()
@@ -132,8 +138,8 @@ def _peaks(plan: Plan) -> dict[tuple[object, ...], Counter[str]]:
         stage: object = work.stage
         if match:
             k = int(match[1])
-            stage = ("blocks", k if k < ENDS else k - depth)
-            if ENDS <= k < depth - ENDS:
+            stage = ("blocks", k if k < near else k - depth)
+            if near <= k < depth - near:
                 continue
         place = (work.kind, work.phase, stage)
         nth[place] += 1

@@ -21,6 +21,7 @@ from shardfn.collectives import ops
 from shardfn.compat import dispatch, dynamo, modes, process_groups
 from shardfn.simulated import shapes
 from shardfn.simulated.clocks import HOST, ByStorage, device_index
+from shardfn.simulated.shapes import tensors_in
 
 if TYPE_CHECKING:
     from shardfn.simulated.device import Device
@@ -29,6 +30,7 @@ NAME = "sim"
 """The device's name: `torch.device("sim")`."""
 
 _aten: Any = torch.ops.aten
+_DEVICE: Any = torch.ops.prim.device.default
 _HERE = pathlib.Path(__file__).resolve().parent
 _PACKAGE = f"{_HERE.parent}/"
 _TOOLS = (f"{_HERE}/", f"{_HERE.parent}/testing/")
@@ -55,8 +57,10 @@ class Operations(modes.DispatchMode):
         return type(x) is dynamo.fake_tensors() and x.device.type == NAME
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:  # torch asks for the device of a fake tensor more often than for all else
+            return args[0].device
         kwargs = kwargs or {}
-        tensors = [x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = tensors_in(args, kwargs)
         to = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
         if to != NAME and not any(x.device.type == NAME for x in tensors):
             return self._on_host(func, args, kwargs, tensors)
@@ -72,10 +76,10 @@ class Operations(modes.DispatchMode):
                 return func.decompose(*args, **kwargs)
         if launches(func):
             device.operations[func.name()] += 1
-        answer = _ANSWERS.get(func)
-        out = answer(device, func, args, kwargs) if answer else _run(device, func, args, kwargs)
-        if device.listener is not None:
-            device.listener.ran(func, args, kwargs, out)
+        with modes.functions_unseen():
+            out = _ANSWERS.get(func, _run)(device, func, args, kwargs)
+            if device.listener is not None:
+                device.listener.ran(func, args, kwargs, out)
         return out
 
     def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
@@ -124,9 +128,11 @@ def _used(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]
     """The tensors that an operation reads, and those among its arguments into which it writes."""
     reads: list[Tensor] = []
     writes: list[Tensor] = []
+    if not func._schema.is_mutable:
+        return tensors_in(args, kwargs), writes
     for i, argument in enumerate(func._schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(argument.name)
-        found = [x for x in optree.tree_leaves(value) if isinstance(x, Tensor)]
+        found = tensors_in(value)
         written = argument.alias_info is not None and argument.alias_info.is_write
         (writes if written else reads).extend(found)
     return reads, writes
@@ -143,7 +149,7 @@ def _run(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     out = _result(device, func, args, kwargs)
     if device.graph is not None:
         device.graph.use([], [], out) if new else device.graph.record(func, args, kwargs, out, reads, writes)
-    made = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor) and x.device.type == NAME]
+    made = [x for x in tensors_in(out) if x.device.type == NAME]
     for x in made:
         device.clocks.allocated(device.stream(), x)
     if not new:
@@ -206,7 +212,7 @@ _PLAIN = {"generator": "default", "low_generator": "low"}
 
 def _valued(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     """The result, with values: those of the same operation on the CPU."""
-    tensors = [x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.device.type == NAME]
+    tensors = [x for x in tensors_in(args, kwargs) if x.device.type == NAME]
     index = tensors[0].device.index if tensors else device_index(kwargs.get("device"), device.current.device)
     if any(x.device.index != index for x in tensors):
         found = sorted({str(x.device) for x in tensors})
@@ -308,7 +314,7 @@ def _collective(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         launched()
     else:
         number = device.graph.collective(func, args, kwargs, out, launched, reads, writes)
-    made = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor) and x.device.type == NAME]
+    made = [x for x in tensors_in(out) if x.device.type == NAME]
     for x in made:
         device.clocks.allocated(device.stream(), x)
     device.clocks.use(stream, func.name(), (), made)

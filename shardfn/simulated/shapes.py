@@ -58,17 +58,17 @@ def _described(value: Any) -> Any:
         return tuple([_described(x) for x in value])
     if isinstance(value, dict):
         return tuple([(name, _described(x)) for name, x in value.items()])
-    if isinstance(value, (torch.Generator, torch.ScriptObject)):
-        raise TypeError
-    return kind, value
+    raise TypeError  # a storage, say, whose memory a key would keep
 
 
-_PLAIN = {int, float, bool, type(None), torch.dtype, torch.device, torch.Size, str}
+_PLAIN = {
+    int, float, complex, bool, type(None), str, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format,
+}  # fmt: skip
 
 
 def results(out: Any, args: Any, kwargs: Any) -> Results:
     """What is to be remembered of a result."""
-    given = _tensors(args, kwargs)
+    given = tensors_in(args, kwargs)
     numbers = {autograd.storage_of(x): i for i, x in reversed(list(enumerate(given)))}
     leaves, tree = optree.tree_flatten(out, none_is_leaf=True)
     return [_result(x, given, numbers) if isinstance(x, Tensor) else x for x in leaves], tree
@@ -86,7 +86,9 @@ def _result(x: Tensor, given: list[Tensor], numbers: dict[int, int]) -> _Result:
 def again(remembered: Results, args: Any, kwargs: Any) -> Any:
     """The same result for these arguments."""
     leaves, tree = remembered
-    given = _tensors(args, kwargs) if any(type(x) is _Result and x.argument >= 0 for x in leaves) else []
+    if tree.num_nodes == 1 and type(leaves[0]) is _Result:  # one tensor, as of most operations
+        return _made(leaves[0], tensors_in(args, kwargs) if leaves[0].argument >= 0 else [])
+    given = tensors_in(args, kwargs) if any(type(x) is _Result and x.argument >= 0 for x in leaves) else []
     return optree.tree_unflatten(tree, [_made(x, given) if type(x) is _Result else x for x in leaves])
 
 
@@ -103,5 +105,14 @@ def _made(result: _Result, given: list[Tensor]) -> Tensor:
     return dynamo.fake_of(made, result.device)
 
 
-def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
-    return [x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+def tensors_in(*values: Any) -> list[Tensor]:
+    """The tensors among the arguments of an operation, or in its result, which are lists and dicts at most."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += tensors_in(*value)
+        elif isinstance(value, dict):
+            found += tensors_in(*value.values())
+    return found
