@@ -33,6 +33,7 @@ class Plan(Views):
         works: in the order in which the host issues them.
         held: the course of the memory on the device: an entry for each work during which it changed.
         host: the most bytes held on the host, pinned or not, by kind.
+        disk: the most bytes in files, by kind, in whole blocks of 4096.
         peak: the largest entry of `held`.
         allocations: what is held at the peak, largest first.
         parameters: number of elements of all parameters on all ranks.
@@ -45,6 +46,7 @@ class Plan(Views):
     works: tuple[Work, ...]
     held: tuple[Held, ...]
     host: dict[str, int]
+    disk: dict[str, int]
     peak: Held
     allocations: tuple[Allocation, ...]
     parameters: int
@@ -88,6 +90,7 @@ class Plan(Views):
             _less(self.peak.kinds, other.peak.kinds),
             self.peak.total - other.peak.total,
             _less(self.host, other.host),
+            _less(self.disk, other.disk),
             _less(_by_kind(self.works, "launches"), _by_kind(other.works, "launches")),
             _less(_by_kind(self.collectives, ""), _by_kind(other.collectives, "")),
             _less(_by_kind(self.collectives, "sent"), _by_kind(other.collectives, "sent")),
@@ -162,6 +165,7 @@ class Difference:
         kinds: bytes at the peak, by kind.
         peak: bytes at the peak, all together.
         host: bytes on the host, by kind.
+        disk: bytes on disk, by kind.
         launches: operations on the device, by kind of work.
         collectives: numbers of collectives, by kind.
         sent: bytes sent, by kind of collective.
@@ -172,6 +176,7 @@ class Difference:
     kinds: dict[str, int]
     peak: int
     host: dict[str, int]
+    disk: dict[str, int]
     launches: dict[str, int]
     collectives: dict[str, int]
     sent: dict[str, int]
@@ -182,6 +187,7 @@ class Difference:
         for what, parts in (
             ("peak, bytes", self.kinds),
             ("host, bytes", self.host),
+            ("disk, bytes", self.disk),
             ("launches", self.launches),
             ("collectives", self.collectives),
             ("sent, bytes", self.sent),

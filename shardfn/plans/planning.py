@@ -26,6 +26,7 @@ from shardfn.shards.layout import is_flat
 from shardfn.simulated.clocks import HOST
 from shardfn.simulated.device import Device, simulated
 from shardfn.stages.ring import forget_tags
+from shardfn.tiers import transfers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -65,6 +66,7 @@ def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device
         )
     recorder = Recorder()
     forget_tags()  # of another device of this name, whose memory would not be seen here
+    transfers.buffers.forget()
     with simulated(ranks, rank, listener=recorder, races=False) as device, planning_on(device.name):
         recorder.device = device
         _open.append((recorder, per_node))
@@ -172,6 +174,7 @@ def plan_of(
         works=tuple(draft.work(per_node, order) for draft in recorder.works),
         held=course.held,
         host=course.host,
+        disk=course.disk,
         peak=course.peak,
         allocations=course.allocations,
         parameters=parameters,

@@ -23,6 +23,8 @@ from shardfn.plans.schedule import Work
 from shardfn.simulated.clocks import HOST
 from shardfn.simulated.device import Device
 from shardfn.simulated.operations import NAME, launches, second
+from shardfn.tiers.files import ALIGNMENT
+from shardfn.tiers.tensors import on_disk
 
 
 @dataclass(eq=False)
@@ -31,7 +33,7 @@ class Block:
 
     Attributes:
         nbytes: its size.
-        host: whether it is the host's.
+        tier: `"device"`, `"host"` or `"disk"`.
         place: where it was made.
         stage: the stage for which it was made.
         kind: of the arguments of a step: their kind; otherwise empty.
@@ -39,7 +41,7 @@ class Block:
     """
 
     nbytes: int
-    host: bool
+    tier: str
     place: Place
     stage: str
     kind: str = ""
@@ -272,7 +274,7 @@ class Recorder:
         block = self.blocks.get(autograd.storage_of(x))
         if block is None:
             return x not in second
-        return block.nbytes != x.untyped_storage().nbytes()
+        return block.tier != "disk" and block.nbytes != x.untyped_storage().nbytes()
 
     def _hold(self, x: Tensor, place: Place) -> None:
         number, storage = autograd.storage_of(x), x.untyped_storage()
@@ -281,7 +283,10 @@ class Recorder:
             self._happens(nbytes - block.nbytes, block)
             block.nbytes = nbytes
             return
-        block = self.blocks[number] = Block(nbytes, x.device.type != self.kind, place, attribution.stage)
+        tier = "device" if x.device.type == self.kind else "disk" if on_disk(x) else "host"
+        if tier == "disk":
+            nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        block = self.blocks[number] = Block(nbytes, tier, place, attribution.stage)
         self._happens(nbytes, block)
         # Torch keeps the object of a storage that a weak reference names as long as the storage.
         self._references[number] = weakref.ref(storage, lambda _: self._freed(number))

@@ -48,10 +48,10 @@ def _memory(plan: Views) -> Iterator[Line]:
             bar = "━" * max(1, round(BAR * nbytes / total))
             yield [(f"  {kind:<14}", ""), (f"{byte_count(nbytes):>10}  ", ""), (bar, colors[kind])]
     yield [(f"  {'all':<14}", "bold"), (f"{byte_count(total):>10}", "bold")]
-    for kind, nbytes in plan.host.items():
-        if nbytes * 1000 < total:
-            continue
-        yield [(f"  {kind:<14}", ""), (f"{byte_count(nbytes):>10}", ""), ("  on the host, at its own peak", "dim")]
+    for where, held in (("on the host", plan.host), ("on disk", plan.disk)):
+        for kind, nbytes in held.items():
+            if nbytes * 1000 >= total:
+                yield [(f"  {kind:<14}", ""), (f"{byte_count(nbytes):>10}", ""), (f"  {where}, at its own peak", "dim")]
 
 
 def _largest(plan: Views) -> Iterator[Line]:

@@ -25,6 +25,7 @@ class Views(Printed):
     works: tuple[Work, ...]
     held: tuple[Held, ...]
     host: dict[str, int]
+    disk: dict[str, int]
     peak: Held
     allocations: tuple[Allocation, ...]
     parameters: int
