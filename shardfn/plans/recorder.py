@@ -100,6 +100,7 @@ class Recorder:
         kind: the kind of device whose memory is told from the host's.
         works: what was launched while it listened.
         events: how the memory changed meanwhile, in order.
+        assumed: what the user's code read on the host meanwhile, and where.
         blocks: all memory that is held now, by the number of its storage.
     """
 
@@ -108,6 +109,7 @@ class Recorder:
     def __init__(self) -> None:
         self.works: list[Draft] = []
         self.events: list[Event] = []
+        self.assumed: dict[str, None] = {}
         self.blocks: dict[int, Block] = {}
         self._references: dict[int, Any] = {}
         self._lock = threading.RLock()
@@ -129,7 +131,7 @@ class Recorder:
                 self.works += self._announced
 
     def _begin(self) -> None:
-        self.works, self.events, self.places = [], [], Places()
+        self.works, self.events, self.assumed, self.places = [], [], {}, Places()
         self._announced: deque[Draft] = deque()
         self._known: defaultdict[int, dict[int, int]] = defaultdict(dict)  # of each stream, when its last work began
         self._times: defaultdict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
@@ -188,6 +190,14 @@ class Recorder:
                     return  # it connects ranks, or compares them: it is no part of the program
             self.works[position].launches += 1
             self._date(stream, position)
+
+    def asked(self, kind: str) -> None:
+        """Notes that the user's code reads numbers on the host, or a size that depends on them."""
+        with self._lock:
+            if self._on and kind != "cpu collective" and not kind.endswith(f"->{self.kind}"):
+                where = self.places.asks()
+                if where:
+                    self.assumed[f"{kind} at {where}"] = None
 
     def held(self, x: Tensor) -> None:
         """Notes memory."""

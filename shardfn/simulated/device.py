@@ -65,6 +65,9 @@ class Listener(Protocol):
     def sent(self, group: str, stream: int) -> None:
         """A collective of a group was launched on a stream."""
 
+    def asked(self, kind: str) -> None:
+        """The host waited for the device: see `Wait`."""
+
     def held(self, x: Tensor) -> None:
         """A tensor has memory, on the host or on the device."""
 
@@ -137,6 +140,8 @@ class Device:
         self.clocks.synchronize(self.stream())
         with self._lock:
             self._waits[kind, line()] += 1
+        if self.listener is not None:
+            self.listener.asked(kind)
 
 
 @contextlib.contextmanager
@@ -225,6 +230,8 @@ def _register() -> None:
 @contextlib.contextmanager
 def _patched(device: Device) -> Iterator[None]:
     """Patches what torch does without an operation that modes see; and threads, each of which has modes of its own."""
+    with torch.device("cpu"):  # torch remembers from now on which constructors take the default device
+        torch.empty(0)
     fake: Any = dynamo.fake_tensors()
     patches: list[tuple[Any, str, Any]] = [(torch, "Generator", _Generator)]
     patches += [(fake, "tolist", lambda x: x.cpu().tolist())]
@@ -261,9 +268,10 @@ def _copied(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(make)
     def made(data: Any, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Tensor:
-        if device is None or torch.device(device).type != NAME:
+        to = torch.empty(0).device if device is None else torch.device(device)
+        if to.type != NAME:
             return make(data, dtype=dtype, device=device, **options)
-        return make(data, dtype=dtype, **options).to(device)
+        return make(data, dtype=dtype, device=data.device if isinstance(data, Tensor) else "cpu", **options).to(to)
 
     return made
 
