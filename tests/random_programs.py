@@ -1401,6 +1401,12 @@ PLANNED = ("value_and_grad", "backward", "func_grad", "func_vjp", "accumulate", 
            "hvp", "grad_grad", "func_grad_grad", "double", "jvp", "vmap", "per_sample")  # fmt: skip
 
 
+NOT_PLANNED = {
+    "a plan has no numbers": "what it returns depends on numbers",
+    "a device moves what a CPU keeps": "lets nobody take what autograd saves, with a remat that moves it",
+}
+
+
 def to_plan(program: Program) -> Program:
     """The program with those of its actions that a plan knows, on the transports that it assumes.
 
@@ -1465,8 +1471,9 @@ def judged_plan(program: Program, where: World, folder: str) -> Verdict:
     for number, (action, calls, plan) in enumerate(zip(program.actions, ran, plans, strict=False)):
         verdict.kinds.append(f"planned {action.kind}")
         if isinstance(plan, str):
-            if plan.startswith("NotImplementedError: ") and "depends on numbers" in plan:
-                verdict.refusals.append("a plan has no numbers")
+            refusal = next((why for why, text in NOT_PLANNED.items() if text in plan), "")
+            if refusal:
+                verdict.refusals.append(refusal)
                 return verdict
             verdict.finding = f"action {number} ({action.kind}): plan: {plan[:600]}"
             return verdict

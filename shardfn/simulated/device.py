@@ -236,6 +236,7 @@ def _patched(device: Device) -> Iterator[None]:
     patches: list[tuple[Any, str, Any]] = [(torch, "Generator", _Generator)]
     patches += [(fake, "tolist", lambda x: x.cpu().tolist())]
     patches += [(torch, name, _copied(getattr(torch, name))) for name in ("tensor", "as_tensor")]
+    patches += [(torch.utils, "swap_tensors", _swapping(torch.utils.swap_tensors))]
     patches += [(threading.Thread, "run", _beside(device, threading.Thread.run))]
     handles = [kind for kind in process_groups.kinds_of_handles() if "wait" in vars(kind)]
     patches += [(kind, "wait", waits_for(device, kind.wait)) for kind in handles]
@@ -274,6 +275,19 @@ def _copied(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return make(data, dtype=dtype, device=data.device if isinstance(data, Tensor) else "cpu", **options).to(to)
 
     return made
+
+
+def _swapping(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
+    """`swap_tensors`, which `module.to(dtype)` calls, also for tensors that torch itself has weak references to."""
+
+    @functools.wraps(swap)
+    def swapped(a: Tensor, b: Tensor) -> None:
+        if type(a) is type(b) is dynamo.fake_tensors() and a.device == b.device:
+            a.data, b.data = b.data, a.data
+        else:
+            swap(a, b)
+
+    return swapped
 
 
 class _Generator(torch.Generator):

@@ -31,7 +31,7 @@ NAME = "sim"
 _aten: Any = torch.ops.aten
 _HERE = pathlib.Path(__file__).resolve().parent
 _PACKAGE = f"{_HERE.parent}/"
-_TOOLS = tuple(f"{_HERE.parent}/{name}/" for name in ("simulated", "testing", "plans"))
+_TOOLS = (*(f"{_HERE.parent}/{name}/" for name in ("simulated", "testing", "plans")), f"{_HERE.parent}/quoting.py")
 _BETWEEN = (*_TOOLS, str(modes.__file__), str(weakref.__file__))
 ELSEWHERE = tuple(str(pathlib.Path(str(module.__file__)).parent) + "/" for module in (torch, optree))
 
