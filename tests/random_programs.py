@@ -1,8 +1,9 @@
 """Random programs of stages: generated as data, run sharded and on one process, and compared up to rounding.
 
 A program is a model (parameters, functions for stages, and statements that call them), its sharding, and a sequence of
-actions on the same parameters. `python -m tests.random_programs --minutes 60` searches for programs whose results
-differ from those of one process, and prints each of them as JSON, which `--replay` runs again from a file.
+actions on the same parameters. Some are planned too, and the collectives of the plan compared with those of the run.
+`python -m tests.random_programs --minutes 60` searches for programs whose results differ from those of one process, and
+prints each of them as JSON, which `--replay` runs again from a file.
 """
 
 from __future__ import annotations
@@ -288,7 +289,7 @@ class Body:
         """`n` numbers of a parameter, as a view if it has that many."""
         flat = self.leaf(i).reshape(-1)
         if flat.numel() == 0:
-            return flat.sum() + torch.full((n,), 0.5, dtype=flat.dtype)
+            return flat.sum() + torch.full((n,), 0.5, dtype=flat.dtype, device=flat.device)
         return flat[:n] if flat.numel() >= n else flat[torch.arange(n) % flat.numel()]
 
     def v(self, i: int) -> Tensor:
@@ -455,7 +456,7 @@ OUTS: dict[str, Callable[[Body, Out], Any]] = {
     "none": lambda f, o: None,
     "number": lambda f, o: 1.5,
     "tokens": lambda f, o: f.tokens,
-    "constant": lambda f, o: torch.full((1, D), 0.5, dtype=f.r(0).dtype),
+    "constant": lambda f, o: torch.full((1, D), 0.5, dtype=f.r(0).dtype, device=f.r(0).device),
     "parameter": lambda f, o: f.leaves[o.a % len(f.leaves)],
     "parameter_view": lambda f, o: f.v(o.a)[None],
 }
@@ -767,14 +768,14 @@ FURTHER = ("hvp", "grad_grad", "func_grad_grad", "double", "jvp", "vmap", "per_s
 class Sharded:
     """A program on this rank."""
 
-    def __init__(self, program: Program, folder: str) -> None:
-        self.program, self.folder = program, folder
+    def __init__(self, program: Program, folder: str, device: str | None = "cpu") -> None:
+        self.program, self.folder, self.device = program, folder, device
         self.model = Model(program, staged, sf.layers)
         self.settle(program.home, trees_of(program))
         self.state: Any = None
 
     def settle(self, home: Home, trees: Any) -> None:
-        self.mesh = sf.make_mesh(**dict(home.mesh), device="cpu")
+        self.mesh = sf.make_mesh(**dict(home.mesh), device=self.device)
         self.rank, self.axes = self.mesh.get_rank(), tuple(name for name, _ in home.mesh)
         self.placement = placement(home)
         self.params = self.shard(trees)
@@ -1207,6 +1208,7 @@ def zero_or(x: Tensor) -> Tensor:
 
 # --- the comparison ---
 
+PLAN_EACH = 2  # of the programs of a search, each such one is planned
 BROKEN = 1000.0  # more than the number of ranks
 
 
@@ -1264,6 +1266,16 @@ class Verdict:
     trace: str = ""
     refusals: list[str] = dataclasses.field(default_factory=list)
     kinds: list[str] = dataclasses.field(default_factory=list)
+
+
+def judged_twice(program: Program, where: World, folder: str) -> Verdict:
+    """Runs a program and, if nothing is wrong and nothing was refused, plans it too."""
+    verdict = judged(program, where, folder)
+    if verdict.finding or verdict.refusals:
+        return verdict
+    planned = judged_plan(program, where, folder)
+    kinds, refusals = verdict.kinds + planned.kinds, verdict.refusals + planned.refusals
+    return dataclasses.replace(planned, kinds=kinds, refusals=refusals)
 
 
 def judged(program: Program, where: World, folder: str) -> Verdict:
@@ -1380,6 +1392,97 @@ def tolerance(program: Program, number: int) -> float:
     if not changed:
         return 0.0
     return 0.1 if "bfloat16" in dtypes else 2e-4 if "float32" in dtypes else 0.0
+
+
+# --- plans ---
+
+Call = tuple[Any, ...]
+PLANNED = ("value_and_grad", "backward", "func_grad", "func_vjp", "accumulate", "forward", "retain", "two", "optimize",
+           "hvp", "grad_grad", "func_grad_grad", "double", "jvp", "vmap", "per_sample")  # fmt: skip
+
+
+NOT_PLANNED = {
+    "a plan has no numbers": "what it returns depends on numbers",
+    "a device moves what a CPU keeps": "lets nobody take what autograd saves, with a remat that moves it",
+}
+
+
+def to_plan(program: Program) -> Program:
+    """The program with those of its actions that a plan knows, on the transports that it assumes.
+
+    A plan takes a number that the program reads for 1. So it knows no branch that such a number decides otherwise.
+    """
+    branches = has(program, "line branch")
+    known = [
+        action
+        for action in program.actions
+        if action.kind in PLANNED and not (branches and any(one.seed % 2 == 0 for one in steps_of(action)))
+    ]
+    return dataclasses.replace(program, actions=tuple(known), gather="", scatter="")
+
+
+@sf.debug(memory=False)
+def recorded(program: Program, folder: str) -> list[list[Call]]:
+    """The collectives of each action, done for the second time."""
+    machine, found = Sharded(program, folder), []
+    for action in program.actions:
+        machine.act(action)
+        with sf.ledger() as log:
+            machine.act(action)
+        found.append([
+            (e.op, e.axis, str(e.dtype).removeprefix("torch."), e.bytes, e.stage, e.scheduled, e.backward)
+            for e in log.records
+        ])  # fmt: skip
+    return found
+
+
+@sf.debug(memory=False)
+def planned(program: Program, folder: str) -> list[list[Call] | str]:
+    """The collectives of the plan of each action, or why there is none."""
+    found: list[list[Call] | str] = []
+    with sf.planning(program.ranks):
+        machine = Sharded(program, folder, None)
+        for action in program.actions:
+            try:
+                works = sf.plan(machine.act, action, mesh=machine.mesh).collectives
+            except Exception as error:
+                found.append(f"{type(error).__name__}: {error}")
+                break
+            found.append([
+                (w.kind, w.axis, w.dtype, w.sent, w.stage, w.scheduled, w.phase in ("backward", "recompute"))
+                for w in works
+            ])  # fmt: skip
+        del machine
+    return found
+
+
+def judged_plan(program: Program, where: World, folder: str) -> Verdict:
+    """Compares the collectives of a program that runs with those of its plan."""
+    program, verdict = to_plan(program), Verdict()
+    try:
+        ran = where.run(recorded, program, folder)[0]
+    except (WorldTimeout, WorldError) as error:
+        return Verdict(f"plan: the second time, the program fails: {str(error)[:300]}")
+    [plans] = world(1, "alone").within(120).run(planned, program, folder)
+    # What a CPU sends in few bits from a thread of its own is of no stage in the ledger.
+    known = 4 if any(stage.wire != "no" for stage in program.stages) else 7
+    # Ranks compare the arguments of a function that is new, as those of each action are.
+    compared = ("all_gather", (), "int64", 16 * (program.ranks - 1), "")
+    for number, (action, calls, plan) in enumerate(zip(program.actions, ran, plans, strict=False)):
+        verdict.kinds.append(f"planned {action.kind}")
+        if isinstance(plan, str):
+            refusal = next((why for why, text in NOT_PLANNED.items() if text in plan), "")
+            if refusal:
+                verdict.refusals.append(refusal)
+                return verdict
+            verdict.finding = f"action {number} ({action.kind}): plan: {plan[:600]}"
+            return verdict
+        run, said = (collections.Counter(call[:known] for call in one if call[:5] != compared) for one in (calls, plan))
+        if run != said:
+            only = [f"{what}: {list(more.items())[:3]}" for what, more in (("run", run - said), ("plan", said - run))]
+            verdict.finding = f"action {number} ({action.kind}): plan: other collectives, only in the {'; '.join(only)}"
+            return verdict
+    return verdict
 
 
 # --- expected errors ---
@@ -1704,8 +1807,10 @@ def search(tally: Tally, ranks: int, number: int, until: float, kind: Any, folde
     """One round: tries programs until one is wrong, and shrinks it."""
     wrong: list[tuple[Program, Verdict]] = []
 
-    def judge(program: Program) -> Verdict:
-        return judged(program, world(ranks, kind).within(patience), folder)
+    def judge(program: Program, plans: bool = True) -> Verdict:
+        if not plans or kind != "processes":
+            return judged(program, world(ranks, kind).within(patience), folder)
+        return judged_twice(program, world(ranks, kind).within(patience), folder)
 
     @settings(
         max_examples=300, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
@@ -1718,7 +1823,7 @@ def search(tally: Tally, ranks: int, number: int, until: float, kind: Any, folde
         if any(found <= features(program) for found, _, what in tally.findings if "error: " not in what):
             tally.known += 1
             return
-        verdict = judge(program)
+        verdict = judge(program, plans=tally.programs % PLAN_EACH == 0)
         tally.programs += 1
         tally.actions.update(verdict.kinds)
         tally.refusals.update(verdict.refusals)
@@ -1742,7 +1847,8 @@ def search(tally: Tally, ranks: int, number: int, until: float, kind: Any, folde
 def replay(path: str, kind: Any) -> int:
     program = read(Path(path).read_text())
     with tempfile.TemporaryDirectory() as folder:
-        verdict = judged(program, world(program.ranks, kind).within(60), folder)
+        judge = judged_twice if kind == "processes" else judged
+        verdict = judge(program, world(program.ranks, kind).within(60), folder)
     print(f"{verdict.finding or 'nothing is wrong'}\n{verdict.trace}\nrefusals: {verdict.refusals}")
     return int(bool(verdict.finding))
 

@@ -17,7 +17,7 @@ from shardfn.cli.printing import count, plain, print_table, size
 from shardfn.mesh.make import make_mesh
 from shardfn.plans import presets
 from shardfn.plans.chips import Chip
-from shardfn.plans.fits import RESERVE
+from shardfn.plans.fits import RESERVE, size_of
 from shardfn.plans.links import Links
 from shardfn.plans.plan import Plan
 from shardfn.plans.planning import plan, planning
@@ -84,6 +84,12 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("plan: pass one of STEP and --model NAME; see shardfn plan --help")
     if (args.mesh is None) == (args.ranks is None):
         raise ValueError("plan: pass one of --mesh AXES, for one plan, and --ranks N, for a list of what fits")
+    for size_given in (args.fit, args.reserve):
+        if size_given is not None:
+            size_of(size_given)
+    for file in (args.json, args.html, args.trace):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ValueError(f"plan: {file} cannot be written: there is no folder {file.absolute().parent}")
     chip = _read(args.chip, Chip.load, presets.chip)
     links = _read(args.links or args.chip, Links.load, presets.links)
     if args.ranks is not None:
@@ -113,6 +119,8 @@ def _made(args: argparse.Namespace) -> tuple[Plan, int | None]:
         return planned(known, setting, args.rank), each // args.mesh.get("tensor", 1)
     if ":" in args.what and not Path(args.what).exists():
         return _own(args), None
+    if not Path(args.what).exists():
+        raise ValueError(f"plan: there is no file {args.what!r}; for a step of your own write MODULE:FUNCTION")
     tokens = args.batch * args.sequence or None
     return planned_config(Path(args.what), setting, args.rank), tokens
 

@@ -153,12 +153,13 @@ def torchs_own(
     """`scaled_dot_product_attention` as on CUDA, for tensors of pretended devices."""
     if query.device.type not in pretended or query.ndim != 4:
         return _sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    width = value.shape[-1]
     query, key, value = map(_even_rows, (query, key, value))
     if attn_mask is None and _fits_flash(query):
         flash: Tensor = _aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )[0]
-        return flash
+        return flash if flash.shape[-1] == width else flash[..., :width]
     if enable_gqa:
         key, value = _repeated(query, key, value)
     if attn_mask is not None:
@@ -169,7 +170,7 @@ def torchs_own(
     out: Tensor = _aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, needs, dropout_p, is_causal, scale=scale
     )[0]
-    return out
+    return out if out.shape[-1] == width else out[..., :width]
 
 
 _sdpa = torch.nn.functional.scaled_dot_product_attention

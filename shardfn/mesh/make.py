@@ -81,6 +81,11 @@ def make_mesh(
         raise ValueError("make_mesh: scratch=''; it is the path of a folder, or None")
     device = device or planned() or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
+    if planned() and device != planned():
+        raise ValueError(
+            f"make_mesh: device={device!r}, while this process plans for {planned()!r}: leave device= out, or pass the "
+            f"name of what `with planning(...) as device` gives"
+        )
     if device == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(
             f"make_mesh: device='cuda', but torch {torch.__version__} finds no CUDA device: install a build of torch "

@@ -44,6 +44,20 @@ class Chip:
     launch: float = 7e-6
     host: float = 0.0
 
+    def __post_init__(self) -> None:
+        figures = {f"rates[{dtype!r}]": rate for dtype, rate in self.rates.items()}
+        figures |= {name: getattr(self, name) for name in ("bandwidth", "memory", "efficiency", "reach")}
+        for name, figure in figures.items():
+            if not isinstance(figure, (int, float)) or not figure > 0:
+                raise ValueError(
+                    f"Chip {short(repr(self.name))}: {name}={short(repr(figure))}; it is a positive number"
+                )
+        for name, least in (("launch", self.launch), ("host", self.host)):
+            if not isinstance(least, (int, float)) or not least >= 0:
+                raise ValueError(
+                    f"Chip {short(repr(self.name))}: {name}={short(repr(least))}; it is seconds, 0 or more"
+                )
+
     def seconds(self, work: Work) -> float:
         """Returns the time of computing: that of its arithmetic, of its memory traffic or of its launches.
 
@@ -88,7 +102,7 @@ class Chip:
         """
         try:
             return Chip(**json.loads(Path(path).read_text()))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"Chip.load: {path} holds no chip ({error}): Chip.save writes them") from error
 
 

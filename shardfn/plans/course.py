@@ -20,6 +20,7 @@ class Course(NamedTuple):
     allocations: tuple[Allocation, ...]
     allocator: int
     host: dict[str, int]
+    disk: dict[str, int]
 
 
 def kind_of(block: Block, returned: bool) -> str:
@@ -50,24 +51,24 @@ def course_of(
         last: the position of the last work.
     """
     kinds = {block: kind_of(block, block in returned) for block in [*before, *(event[2] for event in events)]}
-    device, host = (
-        _Side({block: n for block, n in before.items() if block.host is side}, [e for e in events if e[2].host is side])
-        for side in (False, True)
+    device, host, disk = (
+        _Side({block: n for block, n in before.items() if block.tier == tier}, [e for e in events if e[2].tier == tier])
+        for tier in ("device", "host", "disk")
     )
     held, peak_after = device.course(kinds, max(last, 0))
     peak = max(held, key=lambda entry: entry.total)
-    host_held, _ = host.course(kinds, max(last, 0))
     return Course(
         held,
         peak,
         device.allocations(kinds, peak_after),
         device.rounded(),
-        {kind: n for kind, n in max(host_held, key=lambda entry: entry.total).kinds.items() if n},
+        host.most(kinds),
+        disk.most(kinds),
     )
 
 
 class _Side:
-    """The memory of the device, or of the host: what there is at the start, and how that changes."""
+    """The memory of a tier: what there is at the start, and how that changes."""
 
     def __init__(self, start: dict[Block, int], events: list[Event]) -> None:
         self.start, self.events = start, events
@@ -94,6 +95,11 @@ class _Side:
             if total > most:
                 most, after = total, number + 1
         return tuple(held.values()) or (Held(0, dict(+now)),), after
+
+    def most(self, kinds: dict[Block, str]) -> dict[str, int]:
+        """Returns the most that is held, by kind."""
+        held, _ = self.course(kinds, 0)
+        return {kind: n for kind, n in max(held, key=lambda entry: entry.total).kinds.items() if n}
 
     def allocations(self, kinds: dict[Block, str], after: int) -> tuple[Allocation, ...]:
         """Returns what is held after this many events, by the line that made it, largest first."""

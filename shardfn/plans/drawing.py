@@ -35,6 +35,12 @@ class Times(Protocol):
     def ends(self) -> Sequence[float]: ...  # noqa: D102
 
 
+def must_be_times(times: object) -> None:
+    """Raises TypeError if these are no times."""
+    if times is not None and not (hasattr(times, "begins") and hasattr(times, "ends")):
+        raise TypeError(f"the times are of type {type(times).__name__}: pass what plan.timed(links, chip) returns")
+
+
 @dataclass(frozen=True)
 class Drawing:
     """A plan's works and memory, placed in time.

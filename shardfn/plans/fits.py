@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 RESERVE = "2GiB"
 """Bytes of a device that no tensor gets: its context, and the buffers of communicators. An assumption."""
-_UNITS = {"": 1, "b": 1} | {
+_UNITS = {"b": 1} | {
     f"{prefix}{infix}b": base**power
     for power, prefix in enumerate("kmgt", 1)
     for infix, base in (("", 1000), ("i", 1024))
@@ -140,12 +140,17 @@ def size_of(text: str | int) -> int:
     Raises:
         ValueError: the text is no size, or the number is negative.
     """
-    if isinstance(text, int) and text >= 0:
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(text).lower())
-    if match is None or match[2] not in _UNITS:
-        raise ValueError(f"{short(repr(text))} is no size of memory: write bytes, or a text like '80GiB' or '80 GB'")
-    return int(float(match[1]) * _UNITS[match[2]])
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text) if isinstance(text, str) else None
+    unit = match[2] if match else ""
+    bits = unit.endswith("b") and not unit.islower()  # 80 Gb are bits
+    if match is None or bits or unit.lower() not in _UNITS:
+        raise ValueError(
+            f"{short(repr(text))} is no size of memory: write a whole number of bytes, or a text with a unit, such as "
+            f"'80GiB' or '80 GB'"
+        )
+    return int(float(match[1]) * _UNITS[unit.lower()])
 
 
 def _size(count: int) -> str:

@@ -36,6 +36,10 @@ class Links:
     copying: float
 
     def __post_init__(self) -> None:
+        if not isinstance(self.copying, (int, float)) or not self.copying > 0:
+            raise ValueError(
+                f"Links {short(repr(self.name))}: copying={short(repr(self.copying))}; it is bytes a second, positive"
+            )
         for operation, tables in self.curves.items():
             for spread, curve in tables.items():
                 _check(f"Links {self.name!r}: {operation} of {spread}", curve)

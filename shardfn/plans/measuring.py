@@ -56,6 +56,7 @@ def measure_links(
     Example:
         ``measure_links(mesh).save("links.json")``
     """
+    sizes(mesh)  # which refuses what is no mesh
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if per_node is None else per_node
     told = [f"sent: {list(sent)}", f"repeats: {repeats}", f"per_node: {per_node}"]
     wrong = _wrong(mesh, sent, repeats, per_node)
@@ -177,14 +178,18 @@ def measure_chip(device: torch.device | str = "cpu", *, dtypes: Sequence[torch.d
 
     Raises:
         ValueError: the side is negative.
+        TypeError: the dtypes are no list of dtypes.
 
     Example:
         ``measure_chip("cuda").save("chip.json")``
     """
     device = torch.device(device)
     on_cpu = device.type == "cpu"
-    if side < 0:
-        raise ValueError(f"measure_chip: side={side}; the side of a matrix is positive")
+    if type(side) is not int or side < 0:
+        raise ValueError(f"measure_chip: side={short(repr(side))}; the side of a matrix is a positive number")
+    given = dtypes if isinstance(dtypes, (list, tuple)) else [dtypes]
+    if not isinstance(dtypes, (list, tuple)) or not all(isinstance(x, torch.dtype) for x in given):
+        raise TypeError(f"measure_chip: dtypes={short(repr(dtypes))}; they are a list, such as [torch.bfloat16]")
     side = side or (1024 if on_cpu else 8192)
     dtypes = dtypes or ((torch.float32,) if on_cpu else (torch.float32, torch.bfloat16))
     rates = {str(dtype).removeprefix("torch."): 2 * side**3 / _multiplying(device, dtype, side) for dtype in dtypes}

@@ -1,14 +1,12 @@
-"""Predicts a step's memory on each tier, from layouts and from an optimizer state without data."""
+"""Says what parameters, gradients and an optimizer's state take on each tier, before there are any."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import optree
-import torch
 from torch import Tensor
 
 from shardfn.compat import autograd, process_groups
@@ -17,16 +15,13 @@ from shardfn.mesh.selectors import Which
 from shardfn.mesh.spec import P
 from shardfn.optim.optimizer import Optimizer, must_be_optimizer
 from shardfn.optim.torch import comes_later
-from shardfn.plans import buffers, hollow
-from shardfn.quant.formats import Format
+from shardfn.plans import hollow
 from shardfn.quoting import short_errors
 from shardfn.shards.blocks import Blocks
 from shardfn.shards.layout import Layout, is_flat
 from shardfn.shards.pieces import is_unit
 from shardfn.shards.placement import Strategy
 from shardfn.shards.sharding import Specs
-from shardfn.stages.options import Options
-from shardfn.stages.stage import stage
 from shardfn.tiers import placing
 from shardfn.tiers.files import ALIGNMENT
 
@@ -64,10 +59,7 @@ def together(parts: Iterable[Bytes]) -> Bytes:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that one rank has during a step, by kind and tier, as `memory` counts them.
-
-    The first three exist from the first step to the last, and are exact. Each other figure is a maximum over time:
-    `gathered` is exact if the backward of every stage reads its parameters, the others are upper bounds.
+    """Bytes that one rank keeps from the first step to the last, by kind and tier, as `memory` counts them: exactly.
 
     Attributes:
         parameters: this rank's pieces, padding included: elements that its layouts hold, times bytes per element.
@@ -75,29 +67,15 @@ class Memory:
             layouts of the state hold, times bytes per element. One set: a loop that keeps the previous gradients while
             it computes new ones has two.
         state: the tensors of `optimizer.init(params)`.
-        gathered: the ring of `1 + prefetch` buffers (or one for each stage, if there are fewer) of the size of the
-            largest stage; in addition the whole size of each stage that is kept after forward; and the copies that
-            `hpz` leaves for backward. The size of a stage is the sum over its buffers, each rounded up to 512 bytes; a
-            buffer that need not be gathered, because it is whole here and in its own dtype, counts 0.
-        decoded: what parameters in few bits are decoded to: the largest stage's, in the dtype in which it computes.
-        reducing: buffers for gradients: for each of a stage's buffers two send and two receive buffers of the largest
-            stage's size; and if gradients go to another tier, three pieces of the largest one.
-        moving: buffers for disk transfers, in whole MiB: for parameters, those of `1 + 2 prefetch` stages; for
-            gradients, three; for an optimizer's step, five chunks of 2^19 elements of each column on disk, possibly
-            several for each size of the last chunk; and 9 MiB through which values were put there.
     """
 
     parameters: Bytes = Bytes()
     gradients: Bytes = Bytes()
     state: Bytes = Bytes()
-    gathered: Bytes = Bytes()
-    decoded: Bytes = Bytes()
-    reducing: Bytes = Bytes()
-    moving: Bytes = Bytes()
 
     @property
     def total(self) -> Bytes:
-        """All kinds together, by tier: a step's memory except for activations and what functions compute with."""
+        """All kinds together, by tier."""
         return together(getattr(self, kind.name) for kind in fields(self))
 
     def __str__(self) -> str:
@@ -120,17 +98,11 @@ def memory(
     stages: Which | None = None,
     frozen: Which = (),
     specs: Specs = P(),  # noqa: B008
-    reshard: bool | Literal["step"] | None = None,
-    prefetch: int = 1,
-    gather_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    gather: Format | None = None,
 ) -> Memory:
-    """Predicts the bytes that this rank will have during a step, by kind and tier, before any of them is allocated.
+    """Returns the bytes of parameters, gradients and an optimizer's state on this rank, before they are allocated.
 
-    Allocates nothing, moves nothing and asks no other rank. Stages are counted as `shard` makes them, with one call of
-    each at a time. Not counted are activations, memory that a stage's function computes with, and an optimizer's
-    temporaries.
+    Allocates nothing, moves nothing and asks no other rank. A step takes more, which depends on its functions: gathered
+    parameters, activations, buffers. `plan` counts all of it.
 
     Args:
         params: what `shard` returned; or, with a strategy, what it will be given: a tree of tensors, possibly on the
@@ -142,11 +114,6 @@ def memory(
         stages: as for `shard`.
         frozen: as for `shard`.
         specs: as for `shard`.
-        reshard: what the stages are asked for, as in `stage`.
-        prefetch: as in `stage`.
-        gather_dtype: as in `stage`.
-        reduce_dtype: as in `stage`.
-        gather: as in `stage`.
 
     Returns:
         The figures, which print as a table. `Memory` says how each is counted.
@@ -159,27 +126,16 @@ def memory(
     Example:
         ``print(memory(init_makers, adamw(3e-4), full_shard("shard").on(state="disk"), mesh=mesh))``
     """
-    # Making a stage checks the options.
-    stage(lambda: None, reshard=reshard, prefetch=prefetch, gather_dtype=gather_dtype, gather=gather)
-    options = Options(
-        reshard=reshard, prefetch=prefetch, gather_dtype=gather_dtype, reduce_dtype=reduce_dtype, gather=gather
-    )
     if optimizer is not None:
         must_be_optimizer("memory", optimizer)
     tree = hollow.without_numbers(_laid_out(params, strategy, mesh, stages, frozen, specs))
     all_leaves = optree.tree_leaves(tree, is_leaf=is_flat)
     leaves = {id(leaf.values if is_flat(leaf) else leaf): leaf for leaf in all_leaves}.values()  # shared tensors once
     state = [] if optimizer is None else _state(optimizer, tree)
-    meshes = buffers.planned(tree, options)
-    moving = buffers.moving([*itertools.chain(*meshes)], options, state)  # in the host's memory, where that is another
     return Memory(
         parameters=together(_parameter(leaf) for leaf in leaves),
         gradients=together(_gradient(leaf) for leaf in leaves),
         state=together(on(tier, x, layout) for x, tier, layout in state),
-        gathered=Bytes(sum(buffers.gathered(planned, options) for planned in meshes)),
-        decoded=Bytes(sum(buffers.decoded(planned, options) for planned in meshes)),
-        reducing=Bytes(sum(buffers.reducing(planned, options) for planned in meshes)),
-        moving=Bytes(host=moving) if any(_apart(leaf.layout) for leaf in leaves if is_flat(leaf)) else Bytes(moving),
     )
 
 

@@ -96,6 +96,16 @@ class Places:
         self.differentiated |= inside
         return Place(phase or self._phase(inside, stage), part, self._line(where, inside, phase))
 
+    def asks(self) -> str:
+        """Returns the line of the user's code that issues this; empty if the package does so for itself."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            code = self._codes.get(frame.f_code) or self._seen(frame.f_code)
+            if code.kind != "library":
+                return f"{code.name}:{frame.f_lineno}" if code.kind == "user" else ""
+            frame = frame.f_back
+        return ""
+
     def _phase(self, inside: bool, stage: str) -> str:
         if inside:
             return "backward"

@@ -18,8 +18,10 @@ from shardfn.plans.links import Links
 from shardfn.plans.schedule import Allocation, Held, Work
 from shardfn.plans.timeline import Timeline
 from shardfn.plans.views import Views
+from shardfn.quoting import listed, short
 
 VERSION = 1  # of the files
+PHASES = ("forward", "backward", "recompute", "update")
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,9 +35,12 @@ class Plan(Views):
         works: in the order in which the host issues them.
         held: the course of the memory on the device: an entry for each work during which it changed.
         host: the most bytes held on the host, pinned or not, by kind.
+        disk: the most bytes in files, by kind, in whole blocks of 4096.
         peak: the largest entry of `held`.
         allocations: what is held at the peak, largest first.
         parameters: number of elements of all parameters on all ranks.
+        assumed: where the step reads numbers on the host, which the plan takes for 1, and masks for true: a step that
+            decides by them is planned for that case.
         allocator: the most bytes on the device as CUDA's caching allocator counts them: each tensor has whole 512.
     """
 
@@ -45,10 +50,12 @@ class Plan(Views):
     works: tuple[Work, ...]
     held: tuple[Held, ...]
     host: dict[str, int]
+    disk: dict[str, int]
     peak: Held
     allocations: tuple[Allocation, ...]
     parameters: int
     allocator: int = 0
+    assumed: tuple[str, ...] = ()
 
     def timed(
         self, links: Links | str, chip: Chip | str, per_node: int | None = None, tokens: float | None = None
@@ -63,10 +70,16 @@ class Plan(Views):
     @property
     def collectives(self) -> list[Work]:
         """The collectives, in the order in which they are launched."""
-        return [work for work in self.works if work.axis]
+        return [work for work in self.works if work.collective]
 
     def select(self, **wanted: object) -> list[Work]:
-        """Returns the works with these attributes: `plan.select(kind="all_gather", phase="backward")`."""
+        """Returns the works with these attributes: `plan.select(kind="all_gather", phase="backward")`.
+
+        Raises:
+            TypeError: works have no such attribute.
+            ValueError: there is no such pass.
+        """
+        _known(wanted)
         return [work for work in self.works if all(getattr(work, key) == value for key, value in wanted.items())]
 
     def count(self, **wanted: object) -> int:
@@ -75,7 +88,7 @@ class Plan(Views):
 
     def sent(self, **wanted: object) -> int:
         """Returns the bytes that this rank sends in collectives with these attributes."""
-        return sum(work.sent for work in self.select(**wanted) if work.axis)
+        return sum(work.sent for work in self.select(**wanted) if work.collective)
 
     def flops(self, **wanted: object) -> int:
         """Returns the floating-point operations of works with these attributes."""
@@ -83,11 +96,14 @@ class Plan(Views):
 
     def __sub__(self, other: Plan) -> Difference:
         """What this plan takes beyond another."""
+        if not isinstance(other, Plan):
+            return NotImplemented
         return Difference(
             self.name if self.name == other.name else f"{self.name} - {other.name}",
             _less(self.peak.kinds, other.peak.kinds),
             self.peak.total - other.peak.total,
             _less(self.host, other.host),
+            _less(self.disk, other.disk),
             _less(_by_kind(self.works, "launches"), _by_kind(other.works, "launches")),
             _less(_by_kind(self.collectives, ""), _by_kind(other.collectives, "")),
             _less(_by_kind(self.collectives, "sent"), _by_kind(other.collectives, "sent")),
@@ -103,11 +119,14 @@ class Plan(Views):
             log: of one step, not the first, on a rank at the same place: `with ledger() as log: step(...)`.
 
         Raises:
+            TypeError: the log is none.
             AssertionError: they differ; the message names the first collective that only one of them has.
 
         Example:
             ``plan.check(log)``
         """
+        if not isinstance(log, Ledger):
+            raise TypeError(f"check: the log is of type {type(log).__name__}, not a Ledger: `with ledger() as log:`")
         planned, ran = list(map(_planned, self.collectives)), list(map(_ran, log.records))
         missing, more = Counter(planned) - Counter(ran), Counter(ran) - Counter(planned)
         if not missing and not more:
@@ -140,17 +159,10 @@ class Plan(Views):
         version = found.pop("version", None) if isinstance(found, dict) else None
         if version != VERSION:
             raise ValueError(f"{where} has version {version!r}, and this shardfn reads {VERSION}: plan the step again")
-        values = _checked(cls, found, where)
-        values["works"] = tuple(
-            Work(**_checked(Work, work, where) | {key: tuple(work[key]) for key in ("after", "axis")})
-            for work in values["works"]
-        )
-        values["held"] = tuple(Held(**_checked(Held, entry, where)) for entry in values["held"])
-        values["peak"] = Held(**_checked(Held, values["peak"], where))
-        values["allocations"] = tuple(
-            Allocation(**_checked(Allocation, entry, where)) for entry in values["allocations"]
-        )
-        return cls(**values)
+        try:
+            return cls(**_read(_checked(cls, found, where), where))
+        except (TypeError, AttributeError, KeyError) as error:
+            raise ValueError(f"{where} is damaged: {error}; save it again") from error
 
 
 @dataclass(frozen=True)
@@ -162,6 +174,7 @@ class Difference:
         kinds: bytes at the peak, by kind.
         peak: bytes at the peak, all together.
         host: bytes on the host, by kind.
+        disk: bytes on disk, by kind.
         launches: operations on the device, by kind of work.
         collectives: numbers of collectives, by kind.
         sent: bytes sent, by kind of collective.
@@ -172,6 +185,7 @@ class Difference:
     kinds: dict[str, int]
     peak: int
     host: dict[str, int]
+    disk: dict[str, int]
     launches: dict[str, int]
     collectives: dict[str, int]
     sent: dict[str, int]
@@ -182,6 +196,7 @@ class Difference:
         for what, parts in (
             ("peak, bytes", self.kinds),
             ("host, bytes", self.host),
+            ("disk, bytes", self.disk),
             ("launches", self.launches),
             ("collectives", self.collectives),
             ("sent, bytes", self.sent),
@@ -193,6 +208,31 @@ class Difference:
         widths = [max(len(row[i]) for row in changed) for i in range(3)]
         lines = (f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}" for a, b, c in changed)
         return "\n".join([self.name, *lines])
+
+
+def _read(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """The fields of a plan in a file, as they are in memory."""
+    works = [
+        Work(**_checked(Work, work, where) | {key: tuple(work[key]) for key in ("after", "axis")})
+        for work in values["works"]
+    ]
+    made = [Allocation(**_checked(Allocation, entry, where)) for entry in values["allocations"]]
+    held = [Held(**_checked(Held, entry, where)) for entry in values["held"]]
+    peak = Held(**_checked(Held, values["peak"], where))
+    numbers = [values["mesh"], values["host"], values["disk"], *(entry.kinds for entry in (*held, peak))]
+    if not all(isinstance(number, int) for each in numbers for number in each.values()):
+        raise TypeError("sizes are numbers")
+    more = {"works": works, "held": held, "allocations": made, "assumed": values["assumed"]}
+    return values | {key: tuple(value) for key, value in more.items()} | {"peak": peak}
+
+
+def _known(wanted: dict[str, object]) -> None:
+    names = [field.name for field in fields(Work)]
+    for name in wanted:
+        if name not in names:
+            raise TypeError(f"works of a plan have no attribute {short(repr(name))}; they have {listed(names, 20)}")
+    if wanted.get("phase", PHASES[0]) not in PHASES:
+        raise ValueError(f"phase={short(repr(wanted['phase']))}; a plan has {listed(PHASES)}")
 
 
 _Known = tuple[str, tuple[str, ...], str, str, int, bool, bool]
@@ -212,7 +252,7 @@ def _ran(entry: Any) -> _Known:
 def _told(entry: _Known) -> str:
     kind, axis, stage, dtype, sent, scheduled, backward = entry
     when = f"{'scheduled' if scheduled else 'unscheduled'} in {'backward' if backward else 'forward'}"
-    return f"{kind} of {sent} bytes of {dtype} over {' x '.join(axis)} for stage {stage!r}, {when}"
+    return f"{kind} of {sent} bytes of {dtype} over {' x '.join(axis) or 'ranks'} for stage {stage!r}, {when}"
 
 
 def _less(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:

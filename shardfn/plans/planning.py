@@ -21,11 +21,12 @@ from shardfn.plans.arguments import mark
 from shardfn.plans.course import course_of
 from shardfn.plans.plan import Plan
 from shardfn.plans.recorder import Block, Recorder
-from shardfn.quoting import short_errors
+from shardfn.quoting import short, short_errors
 from shardfn.shards.layout import is_flat
 from shardfn.simulated.clocks import HOST
 from shardfn.simulated.device import Device, simulated
 from shardfn.stages.ring import forget_tags
+from shardfn.tiers import transfers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -52,12 +53,18 @@ def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device
         RuntimeError: this process has ranks already, or an accelerator; or such a block is open. Plan in a process of
             its own, before the one that trains.
         ValueError: there is no such rank; a node has no ranks.
+        TypeError: a number is not whole.
 
     Example:
         ``with sf.planning(ranks=1024): mesh = sf.make_mesh(replica=128, shard=8); ...; print(sf.plan(step, params))``
     """
+    for name, number in (("ranks", ranks), ("rank", rank), ("per_node", per_node)):
+        if type(number) is not int:
+            raise TypeError(f"planning: {name}={short(repr(number))}; it is a whole number")
     if per_node < 1:
         raise ValueError(f"planning: per_node={per_node}; a node has 1 rank or more")
+    if not 0 <= rank < ranks:
+        raise ValueError(f"planning: rank={rank} of ranks={ranks}; ranks are numbered from 0 to ranks - 1")
     if dist.is_initialized():
         raise RuntimeError(
             f"planning: this process is rank {dist.get_rank()} of {dist.get_world_size()} already, on "
@@ -65,6 +72,7 @@ def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device
         )
     recorder = Recorder()
     forget_tags()  # of another device of this name, whose memory would not be seen here
+    transfers.buffers.forget()
     with (
         simulated(ranks, rank, listener=recorder, races=False) as device,
         planning_on(device.name),
@@ -126,7 +134,8 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
 
     Raises:
         RuntimeError: no `planning` block is open.
-        NotImplementedError: the step decides by numbers.
+        TypeError: the step is no function, or the mesh is none.
+        NotImplementedError: the size of a result depends on numbers, as that of `torch.unique` does.
         Exception: what the step itself raises.
 
     Example:
@@ -138,6 +147,13 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
             "shardfn.planning(ranks=...):`, in a process without ranks of its own, and plan the step there"
         )
     recorder, per_node = _open[-1]
+    if not callable(step):
+        raise TypeError(
+            f"plan: the step is of type {type(step).__name__}, not a function: pass it without calling it, plan(step, "
+            f"params, state, tokens)"
+        )
+    if mesh is not None:
+        sizes(mesh)  # which refuses what is no mesh
     given = named(step, args, kwargs)
     parameters = mark(recorder, given)
     with _without_collector():
@@ -189,10 +205,12 @@ def plan_of(
         works=tuple(draft.work(per_node, order) for draft in recorder.works),
         held=course.held,
         host=course.host,
+        disk=course.disk,
         peak=course.peak,
         allocations=course.allocations,
         parameters=parameters,
         allocator=course.allocator,
+        assumed=tuple(recorder.assumed),
     )
 
 

@@ -23,6 +23,8 @@ from shardfn.simulated.clocks import HOST
 from shardfn.simulated.device import Device
 from shardfn.simulated.operations import NAME, launches, second
 from shardfn.simulated.shapes import tensors_in
+from shardfn.tiers.files import ALIGNMENT
+from shardfn.tiers.tensors import on_disk
 
 
 @dataclass(eq=False)
@@ -31,7 +33,7 @@ class Block:
 
     Attributes:
         nbytes: its size.
-        host: whether it is the host's.
+        tier: `"device"`, `"host"` or `"disk"`.
         place: where it was made.
         stage: the stage for which it was made.
         kind: of the arguments of a step: their kind; otherwise empty.
@@ -39,7 +41,7 @@ class Block:
     """
 
     nbytes: int
-    host: bool
+    tier: str
     place: Place
     stage: str
     kind: str = ""
@@ -98,6 +100,7 @@ class Recorder:
         kind: the kind of device whose memory is told from the host's.
         works: what was launched while it listened.
         events: how the memory changed meanwhile, in order.
+        assumed: what the user's code read on the host meanwhile, and where.
         blocks: all memory that is held now, by the number of its storage.
     """
 
@@ -106,6 +109,7 @@ class Recorder:
     def __init__(self) -> None:
         self.works: list[Draft] = []
         self.events: list[Event] = []
+        self.assumed: dict[str, None] = {}
         self.blocks: dict[int, Block] = {}
         self._references: dict[int, Any] = {}
         self._lock = threading.RLock()
@@ -127,7 +131,7 @@ class Recorder:
                 self.works += self._announced
 
     def _begin(self) -> None:
-        self.works, self.events, self.places = [], [], Places()
+        self.works, self.events, self.assumed, self.places = [], [], {}, Places()
         self._announced: deque[Draft] = deque()
         self._known: defaultdict[int, dict[int, int]] = defaultdict(dict)  # of each stream, when its last work began
         self._times: defaultdict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
@@ -185,6 +189,14 @@ class Recorder:
                     return  # it connects ranks, or compares them: it is no part of the program
             self.works[position].launches += 1
             self._date(stream, position)
+
+    def asked(self, kind: str) -> None:
+        """Notes that the user's code reads numbers on the host, or a size that depends on them."""
+        with self._lock:
+            if self._on and kind != "cpu collective" and not kind.endswith(f"->{self.kind}"):
+                where = self.places.asks()
+                if where:
+                    self.assumed[f"{kind} at {where}"] = None
 
     def held(self, x: Tensor) -> None:
         """Notes memory."""
@@ -271,7 +283,7 @@ class Recorder:
         block = self.blocks.get(autograd.storage_of(x))
         if block is None:
             return x not in second
-        return block.nbytes != x.untyped_storage().nbytes()
+        return block.tier != "disk" and block.nbytes != x.untyped_storage().nbytes()
 
     def _hold(self, x: Tensor, place: Place) -> None:
         number, storage = autograd.storage_of(x), x.untyped_storage()
@@ -280,7 +292,10 @@ class Recorder:
             self._happens(nbytes - block.nbytes, block)
             block.nbytes = nbytes
             return
-        block = self.blocks[number] = Block(nbytes, x.device.type != self.kind, place, attribution.stage)
+        tier = "device" if x.device.type == self.kind else "disk" if on_disk(x) else "host"
+        if tier == "disk":
+            nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        block = self.blocks[number] = Block(nbytes, tier, place, attribution.stage)
         self._happens(nbytes, block)
         # Torch keeps the object of a storage that a weak reference names as long as the storage.
         self._references[number] = weakref.ref(storage, lambda _: self._freed(number))

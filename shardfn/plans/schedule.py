@@ -45,6 +45,11 @@ class Work:
     scheduled: bool = False
     where: str = ""
 
+    @property
+    def collective(self) -> bool:
+        """Whether it is a collective: one of parameters outside of `shard_map` may be along axes without a name."""
+        return self.kind not in ("compute", "copy")
+
 
 @dataclass(frozen=True)
 class Held:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shardfn.plans.drawing import amount, kind_colors, peak_told
 from shardfn.plans.page import Line
 from shardfn.plans.schedule import Work
-from shardfn.quoting import byte_count
+from shardfn.quoting import byte_count, listed
 
 if TYPE_CHECKING:
     from shardfn.plans.views import Views
@@ -37,6 +37,8 @@ def _head(plan: Views) -> Iterator[Line]:
     launches, flops = sum(work.launches for work in plan.works), _flops(plan.works)
     by_dtype = ", ".join(f"{amount(n, 'FLOP')} in {dtype}" for dtype, n in flops.items() if n)
     numbers = f"{plan.parameters:,} parameters on all ranks; " if plan.parameters else ""
+    if plan.assumed:
+        yield [(f"numbers that the host reads are taken for 1: {listed(plan.assumed, 3)}", "bold")]
     yield [(f"{numbers}here {launches:,} operations{f', {by_dtype}' if by_dtype else ''}", "")]
 
 
@@ -48,10 +50,10 @@ def _memory(plan: Views) -> Iterator[Line]:
             bar = "━" * max(1, round(BAR * nbytes / total))
             yield [(f"  {kind:<14}", ""), (f"{byte_count(nbytes):>10}  ", ""), (bar, colors[kind])]
     yield [(f"  {'all':<14}", "bold"), (f"{byte_count(total):>10}", "bold")]
-    for kind, nbytes in plan.host.items():
-        if nbytes * 1000 < total:
-            continue
-        yield [(f"  {kind:<14}", ""), (f"{byte_count(nbytes):>10}", ""), ("  on the host, at its own peak", "dim")]
+    for where, held in (("on the host", plan.host), ("on disk", plan.disk)):
+        for kind, nbytes in held.items():
+            if nbytes * 1000 >= total:
+                yield [(f"  {kind:<14}", ""), (f"{byte_count(nbytes):>10}", ""), (f"  {where}, at its own peak", "dim")]
 
 
 def _largest(plan: Views) -> Iterator[Line]:

@@ -13,7 +13,7 @@ from shardfn.plans import presets
 from shardfn.plans.chips import Chip
 from shardfn.plans.links import Links, nodes_of
 from shardfn.plans.schedule import Work
-from shardfn.quoting import short_errors
+from shardfn.quoting import short, short_errors
 
 if TYPE_CHECKING:
     from shardfn.plans.plan import Plan
@@ -104,14 +104,18 @@ def timed(
         tokens: that a rank processes in a step.
 
     Raises:
+        TypeError: the links or the chip are something else.
         ValueError: the links or the chip lack a figure; works wait for each other in a circle; `per_node` or `tokens`
             is not positive.
     """
     links = presets.links(links) if isinstance(links, str) else links
     chip = presets.chip(chip) if isinstance(chip, str) else chip
+    for name, found, kind in (("links", links, Links), ("chip", chip, Chip)):
+        if not isinstance(found, kind):
+            raise TypeError(f"timed: {name} is of type {type(found).__name__}; it is {kind.__name__}, or a name")
     for name, number in (("per_node", per_node), ("tokens", tokens)):
-        if number is not None and number <= 0:
-            raise ValueError(f"timed: {name}={number}; it is a positive number")
+        if number is not None and (not isinstance(number, (int, float)) or number <= 0):
+            raise ValueError(f"timed: {name}={short(repr(number))}; it is a positive number")
     known: dict[tuple[object, ...], _Job] = {}  # most works are like others
     jobs = []
     for work in plan.works:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from shardfn.plans import chart, table, trace, webpage
-from shardfn.plans.drawing import Drawing, Times, drawing
+from shardfn.plans.drawing import Drawing, Times, drawing, must_be_times
 from shardfn.plans.page import Line
 from shardfn.plans.printed import Printed, need_matplotlib, save_figure
 from shardfn.plans.schedule import Allocation, Held, Work
@@ -25,10 +25,12 @@ class Views(Printed):
     works: tuple[Work, ...]
     held: tuple[Held, ...]
     host: dict[str, int]
+    disk: dict[str, int]
     peak: Held
     allocations: tuple[Allocation, ...]
     parameters: int
     allocator: int
+    assumed: tuple[str, ...]
 
     @property
     def told(self) -> str:
@@ -51,6 +53,7 @@ class Views(Printed):
 
     def drawing(self, times: Times | None = None) -> Drawing:
         """Returns when each work runs, and in which lane; those of a profile have times of their own."""
+        must_be_times(times)
         return drawing(self.works, self.held, self if times is None and isinstance(self, Times) else times)
 
     def html(self, path: str | os.PathLike[str], times: Times | None = None, beside: Views | None = None) -> None:
@@ -68,7 +71,7 @@ class Views(Printed):
         Raises:
             ValueError: the times are those of another plan.
         """
-        webpage.write(path, [(self, times), *([(beside, None)] if beside is not None else [])])
+        webpage.write(path, self._shown(times, beside))
 
     def figure(self, times: Times | None = None, beside: Views | None = None) -> Figure:
         """Returns the picture, which notebooks can show, too: the lanes, and the memory beneath.
@@ -82,7 +85,13 @@ class Views(Printed):
             ValueError: the times are those of another plan.
         """
         need_matplotlib("plan")
-        return chart.drawn([(self, times), *([(beside, None)] if beside is not None else [])])
+        return chart.drawn(self._shown(times, beside))
+
+    def _shown(self, times: Times | None, beside: Views | None) -> list[tuple[Views, Times | None]]:
+        must_be_times(times)
+        if beside is not None and not isinstance(beside, Views):
+            raise TypeError(f"beside is of type {type(beside).__name__}; it is another plan, or a profile")
+        return [(self, times), *([(beside, None)] if beside is not None else [])]
 
     def save_picture(
         self, path: str | os.PathLike[str], times: Times | None = None, beside: Views | None = None

@@ -27,7 +27,10 @@ def config_at(path: Path) -> Path:
         ValueError: it is none of a model.
     """
     file = path / "config.json" if path.is_dir() else path
-    told = json.loads(file.read_text())
+    try:
+        told = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(told, dict) or "model_type" not in told:
         raise ValueError(f"{file} has no model_type: it is no configuration of a model, as Hugging Face writes them")
     return file

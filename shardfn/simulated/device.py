@@ -65,6 +65,9 @@ class Listener(Protocol):
     def sent(self, group: str, stream: int) -> None:
         """A collective of a group was launched on a stream."""
 
+    def asked(self, kind: str) -> None:
+        """The host waited for the device: see `Wait`."""
+
     def held(self, x: Tensor) -> None:
         """A tensor has memory, on the host or on the device."""
 
@@ -137,6 +140,8 @@ class Device:
         self.clocks.synchronize(self.stream())
         with self._lock:
             self._waits[kind, line()] += 1
+        if self.listener is not None:
+            self.listener.asked(kind)
 
 
 @contextlib.contextmanager
@@ -225,10 +230,13 @@ def _register() -> None:
 @contextlib.contextmanager
 def _patched(device: Device) -> Iterator[None]:
     """Patches what torch does without an operation that modes see; and threads, each of which has modes of its own."""
+    with torch.device("cpu"):  # torch remembers from now on which constructors take the default device
+        torch.empty(0)
     fake: Any = dynamo.fake_tensors()
     patches: list[tuple[Any, str, Any]] = [(torch, "Generator", _Generator)]
     patches += [(fake, "tolist", lambda x: x.cpu().tolist())]
     patches += [(torch, name, _copied(getattr(torch, name))) for name in ("tensor", "as_tensor")]
+    patches += [(torch.utils, "swap_tensors", _swapping(torch.utils.swap_tensors))]
     patches += [(threading.Thread, "run", _beside(device, threading.Thread.run))]
     handles = [kind for kind in process_groups.kinds_of_handles() if "wait" in vars(kind)]
     patches += [(kind, "wait", waits_for(device, kind.wait)) for kind in handles]
@@ -261,11 +269,25 @@ def _copied(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(make)
     def made(data: Any, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Tensor:
-        if device is None or torch.device(device).type != NAME:
+        to = torch.empty(0).device if device is None else torch.device(device)
+        if to.type != NAME:
             return make(data, dtype=dtype, device=device, **options)
-        return make(data, dtype=dtype, **options).to(device)
+        return make(data, dtype=dtype, device=data.device if isinstance(data, Tensor) else "cpu", **options).to(to)
 
     return made
+
+
+def _swapping(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
+    """`swap_tensors`, which `module.to(dtype)` calls, also for tensors that torch itself has weak references to."""
+
+    @functools.wraps(swap)
+    def swapped(a: Tensor, b: Tensor) -> None:
+        if type(a) is type(b) is dynamo.fake_tensors() and a.device == b.device:
+            a.data, b.data = b.data, a.data
+        else:
+            swap(a, b)
+
+    return swapped
 
 
 class _Generator(torch.Generator):

@@ -33,7 +33,7 @@ _aten: Any = torch.ops.aten
 _DEVICE: Any = torch.ops.prim.device.default
 _HERE = pathlib.Path(__file__).resolve().parent
 _PACKAGE = f"{_HERE.parent}/"
-_TOOLS = (f"{_HERE}/", f"{_HERE.parent}/testing/")
+_TOOLS = (*(f"{_HERE.parent}/{name}/" for name in ("simulated", "testing", "plans")), f"{_HERE.parent}/quoting.py")
 _BETWEEN = (*_TOOLS, str(modes.__file__), str(weakref.__file__))
 ELSEWHERE = tuple(str(pathlib.Path(str(module.__file__)).parent) + "/" for module in (torch, optree))
 
@@ -166,6 +166,9 @@ def _result(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _pretended(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     """The result, without values: as it was the last time that the operation got such arguments."""
+    if torch.is_inference_mode_enabled():  # torch cannot make a view, which comes from here, an inference tensor
+        with torch.inference_mode(False), torch.no_grad():
+            return _pretended(device, func, args, kwargs)
     key = shapes.key_of(func, args, kwargs)
     if key is None:
         return _found(device, func, args, kwargs)
@@ -190,6 +193,14 @@ def _found(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         device._waited(func.name())
         raise NotImplementedError(
             f"{func.name()} at {line()}: what it returns depends on numbers, and the simulated device has none"
+        ) from error
+    except RuntimeError as error:
+        on = sorted({str(x.device) for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)})
+        if len(on) < 2 or "same device" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{func.name()} at {line()}: tensors are on several devices: {', '.join(on)}. Make them inside the block, "
+            f"or on the device of the others, device=x.device"
         ) from error
 
 

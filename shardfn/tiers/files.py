@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from shardfn.mesh.planned import planned
 from shardfn.tiers import mapping
 
 NAMED = "by make_mesh(..., scratch=folder) or SHARDFN_SCRATCH"
@@ -74,7 +75,7 @@ class Stretch:
 
     def clear(self) -> None:
         """Fills it with zeros through the file: a write to the mapping of a truncated file would kill the process."""
-        if mapping.zeroed(self.file.plain, self.offset, self.nbytes):
+        if planned() or mapping.zeroed(self.file.plain, self.offset, self.nbytes):
             return
         zeros = memoryview(_ZEROS)
         for at in range(0, self.nbytes, len(zeros)):
@@ -144,7 +145,10 @@ class File:
     def _extended(self, nbytes: int) -> int:
         """Extends the file and returns the address of the new bytes."""
         try:
-            os.posix_fallocate(self.plain, self.nbytes, nbytes + ALIGNMENT)
+            if planned():  # nothing is written
+                os.ftruncate(self.plain, self.nbytes + nbytes + ALIGNMENT)
+            else:
+                os.posix_fallocate(self.plain, self.nbytes, nbytes + ALIGNMENT)
             return mapping.mapped(self.plain, self.nbytes, nbytes)
         except OSError:
             os.ftruncate(self.plain, self._length)  # frees what was allocated before the failure

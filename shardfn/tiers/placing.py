@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardfn.compat import functorch
 from shardfn.mesh.axes import device_of, grid_of, per_mesh
+from shardfn.mesh.planned import planned
 from shardfn.tiers import copying, tensors
 from shardfn.tiers.files import File
 from shardfn.tiers.transfers import reading
@@ -35,7 +37,7 @@ def file_of(mesh: DeviceMesh, kind: str) -> File:
 
 def _folder(mesh: DeviceMesh, kind: str) -> str:
     folders = (per_mesh(each, "scratch", str) for each in (mesh, *grid_of(mesh).meshes()))  # or of an equal mesh
-    folder: str = next(filter(None, folders), os.environ.get(SCRATCH, ""))
+    folder: str = next(filter(None, folders), os.environ.get(SCRATCH) or (tempfile.gettempdir() if planned() else ""))
     if not folder:
         raise ValueError(
             f"{kind} are to be on disk, but nobody has said where: pass a folder on a local disk, make_mesh(..., "

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardfn.compat import devices
 from shardfn.debugging import debugging
+from shardfn.mesh.planned import planned
 from shardfn.tiers import mapping
 from shardfn.tiers.files import ALIGNMENT
 from shardfn.tiers.tensors import place_of
@@ -73,6 +74,12 @@ class Buffers:
     def unlock(self) -> None:
         """Gives a forked process a lock of its own: it may inherit one that another thread holds, for ever."""
         self._lock = threading.Lock()
+
+    def forget(self) -> None:
+        """Frees those that are unused."""
+        with self._lock:
+            self.nbytes -= sum(size * len(spare) for size, spare in self._spare.items())
+            self._spare.clear()
 
     def take(self, nbytes: int) -> Buffer:
         """Returns a buffer of at least `nbytes` bytes."""
@@ -286,6 +293,8 @@ def writing(x: Tensor, source: Tensor, room: int = 0, after: Any = None) -> Tran
 
 def _parts(move: Move, offset: int, memory: Tensor, keeps: Any = None, after: Any = None) -> list[Any]:
     """Starts a transfer in parts, which begin at aligned offsets; they keep `keeps` alive."""
+    if planned():  # there are no values
+        return []
     bytes_ = memoryview(mapping.buffer_at(memory.data_ptr(), len(memory))).cast("B")
     parts, at = [], 0
     while at < len(memory):

@@ -31,7 +31,7 @@ CLIP = sets("so.clip_by_global_norm", off="nothing is clipped", name="max_grad_n
 SCRATCH = sets("scratch= of make_mesh", scratch=path)
 OBSERVES = yours("it only looks on: what is printed or logged is yours")
 _AIO = "block_size queue_depth thread_count intra_op_parallelism single_submit overlap_events use_gds"
-_TIER = always("buffers follow from prefetch=, and sf.memory says what they take")
+_TIER = always("buffers follow from prefetch=, and plan.host of sf.plan says what they take")
 _PINNED = always("memory of the host is pinned on CUDA")
 _BUFFER = always("a stage's gradients, and its parameters, of one dtype are one buffer")
 _OFF = "{'ENABLED': FALSE}"

@@ -66,7 +66,7 @@ def stack(layers: int = 126, whole: int = 6_400_000_000, axis: tuple[str, ...] =
     ]  # fmt: skip
     largest = tuple(Allocation(k, where, stage, n, max(1, peak.kinds[k])) for k, where, stage, n in rows)
     return Plan(
-        "step", {"replica": 128, "shard": 8}, 0, tuple(works), tuple(held), {}, peak, largest, layers * whole // 2
+        "step", {"replica": 128, "shard": 8}, 0, tuple(works), tuple(held), {}, {}, peak, largest, layers * whole // 2
     )  # fmt: skip
 
 

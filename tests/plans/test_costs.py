@@ -25,7 +25,7 @@ LINKS = Links("even", "a test", {op: {(1, 2): TABLE, (2, 1): TABLE} for op in OP
 
 def plan(*works: Work, mesh: dict[str, int] | None = None) -> Plan:
     nothing = Held(0, {})
-    return Plan("step", mesh or {"shard": 2}, 0, works, (nothing,), {}, nothing, (), 0)
+    return Plan("step", mesh or {"shard": 2}, 0, works, (nothing,), {}, {}, nothing, (), 0)
 
 
 def compute(seconds: float, **more: Any) -> Work:

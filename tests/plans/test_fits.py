@@ -15,7 +15,7 @@ def plan(*works: Work, **kinds: int) -> Plan:
     peak = Held(0, {kind: count * GIB for kind, count in kinds.items()})
     largest = max(kinds, key=lambda kind: kinds[kind], default="")
     made = (Allocation(largest, "model.py:7", "blocks.0", 3, GIB),)
-    return Plan("step", {"replica": 4, "shard": 8}, 0, works, (peak,), {}, peak, made, 0)
+    return Plan("step", {"replica": 4, "shard": 8}, 0, works, (peak,), {}, {}, peak, made, 0)
 
 
 GATHER = Work("all_gather", axis=("shard",), ranks=8, sent=8)

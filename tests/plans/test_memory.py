@@ -1,4 +1,4 @@
-"""What a step will take, as it is said beforehand, is what is then there."""
+"""What parameters, gradients and states will take, as it is said beforehand, is what is then there."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from shardfn import P, interop, quant
 from shardfn.compat import autograd
 from shardfn.mesh.scope import scope as sf_scope
 from shardfn.plans.memory import Bytes
-from shardfn.stages.engine import engine_of
 from shardfn.testing import world
-from shardfn.tiers import placing, tensors, transfers
+from shardfn.tiers import placing, tensors
 from tests.models import STRATEGIES
 from tests.refusals import told
 
@@ -113,7 +112,7 @@ def test_parameters_and_states_are_as_large_as_was_said(name: str, ranks: int, t
     )
 
 
-# --- gradients, and the buffers of the schedule ---
+# --- gradients ---
 
 
 def model() -> dict[str, Any]:
@@ -139,82 +138,43 @@ def head(p: Any, x: Tensor) -> Tensor:
     return (x.to(p["o"].dtype) @ p["o"] + p["b"]).float().logsumexp(-1).sum()
 
 
-def loss(params: Any, tokens: Tensor, options: dict[str, Any]) -> Tensor:
-    staged = functools.partial(sf.stage, **options)
-    x = staged(embed)(params["embed"], tokens)
-    f = staged(block)
+def loss(params: Any, tokens: Tensor) -> Tensor:
+    x = sf.stage(embed)(params["embed"], tokens)
     for p in sf.layers(params["blocks"]):
-        x = f(p, x)
-    return sf.psum(staged(head)(params["head"], x), ("replica", "shard"))
+        x = sf.stage(block)(p, x)
+    return sf.psum(sf.stage(head)(params["head"], x), ("replica", "shard"))
 
 
-def stepped(
-    strategy: Any, options: dict[str, Any], make: Callable[[], so.Optimizer], ranks: int, folder: str
-) -> tuple[sf.Memory, dict[str, Any]]:
+def stepped(strategy: Any, ranks: int, folder: str) -> tuple[sf.Memory, dict[str, Any]]:
     """What was said of a run, and what there was."""
     mesh = sf.make_mesh(device="cpu", scratch=folder, **sizes(ranks))
-    transfers.buffers = transfers.Buffers()
-    said = sf.memory(model(), make(), strategy, mesh=mesh, frozen=FROZEN, **options)
+    optimizer = OPTIMIZERS["adamw"]()
+    said = sf.memory(model(), optimizer, strategy, mesh=mesh, frozen=FROZEN)
     params = sf.shard(model(), mesh, strategy, frozen=FROZEN)
-    optimizer = make()
     state = optimizer.init(params)
-    tokens = torch.arange(5)
-    scratch: list[int] = []
     found: dict[str, Any] = {}
-
-    def watched(params: Any, tokens: Tensor) -> Tensor:
-        value = loss(params, tokens, options)
-        residency = engine_of(mesh).residency
-        copies = {id(x): x.nbytes for one in residency.secondary.values() for x in one.shards}
-        found["after forward"] = residency.ring.nbytes() + sum(copies.values())
-        return value
 
     @functools.partial(sf.shard_map, mesh=mesh, in_specs=(..., ..., P()), out_specs=(..., ...))
     def step(params: Any, state: Any, tokens: Tensor) -> Any:
-        with sf.ledger() as log:
-            _, grads = sf.value_and_grad(watched)(params, tokens)
-        found["gathered"] = max(found.get("gathered", 0), log.gathered, found["after forward"])
+        _, grads = sf.value_and_grad(loss)(params, tokens)
         found["gradients"] = taken(grads, but=params)
-        scratch.append(sum(len(x) for x in engine_of(mesh).reductions.memories.values()))
-        params, state = optimizer.step(params, grads, state)
-        return params, state
+        return optimizer.step(params, grads, state)
 
     for _ in range(2):
-        params, state = step(params, state, tokens)
-    found |= {"parameters": taken(params), "state": taken(state, but=params)}
+        params, state = step(params, state, torch.arange(5))
     files: Any = {kind: placing.file_of(mesh, kind).nbytes for kind in ("params", "grads", "state")}
-    return said, found | {"reducing": max(scratch), "moving": transfers.buffers.nbytes, "files": files}
+    return said, found | {"parameters": taken(params), "state": taken(state, but=params), "files": files}
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "as it is": {},
-    "two ahead": {"prefetch": 2},
-    "none ahead": {"prefetch": 0},
-    "in bfloat16": {"gather_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
-    "in 8 bits": {"gather": quant.int8(64)},
-    "kept": {"reshard": False},
-    "for the step": {"reshard": "step"},
-}
 RUNS = [
-    *((name, "as it is", tiers) for name in STRATEGIES for tiers in ({}, DISK)),
-    *(("full_shard", how, tiers) for how in OPTIONS for tiers in ({}, DISK) if how != "as it is"),
-    ("hpz", "in 8 bits", {}),
-    ("full_shard", "as it is", {"params": "disk"}),
-    ("full_shard", "as it is", {"grads": "disk"}),
-    ("full_shard", "as it is", {"state": "disk"}),
+    *((name, tiers) for name in STRATEGIES for tiers in ({}, DISK)),
+    *(("full_shard", {kind: "disk"}) for kind in ("params", "grads", "state")),
 ]
-
-
-FEWER = [
-    run for run in RUNS if run[0] in ("zero1", "full_shard", "hybrid_shard", "hfsdp", "hpz") and run[1] == "as it is"
-]
+FEWER = [run for run in RUNS if run[0] in ("zero1", "full_shard", "hybrid_shard", "hfsdp", "hpz")]
 
 
 def runs(mine: list[Any], ranks: int, folder: str) -> list[Any]:
-    return [
-        stepped(STRATEGIES[name].on(**tiers), OPTIONS[how], OPTIMIZERS["adamw"], ranks, folder)
-        for name, how, tiers in mine
-    ]
+    return [stepped(STRATEGIES[name].on(**tiers), ranks, folder) for name, tiers in mine]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -225,60 +185,10 @@ def test_a_step_takes_what_was_said(ranks: int, tmp_path: Path) -> None:
             assert said.parameters == there["parameters"], run
             assert said.state == there["state"], run
             assert said.gradients == there["gradients"], run
-            assert said.gathered == Bytes(there["gathered"]), run
-            assert said.reducing.total >= there["reducing"], run
-            assert said.moving.total >= there["moving"], run
             files = said.parameters.disk, 2 * said.gradients.disk, said.state.disk
             assert files[0] <= there["files"]["params"] <= 2 * files[0], run  # a rank may write what it gets elsewhere
             assert there["files"]["grads"] <= files[1], run
             assert there["files"]["state"] == files[2], run
-
-
-def wide() -> dict[str, Any]:
-    """Stages of some MiB, so that a stream has several stretches."""
-    g = torch.Generator().manual_seed(0)
-    return {
-        "embed": torch.randn(50, WIDTH, generator=g),
-        "blocks": [{"w": torch.randn(WIDTH, n, generator=g), "v": torch.randn(n, WIDTH, generator=g)}
-                   for n in (100_000, 20_000)],
-        "head": {"o": torch.randn(WIDTH, 4, generator=g), "b": torch.zeros(4)},
-    }  # fmt: skip
-
-
-def wide_block(p: Any, x: Tensor) -> Tensor:
-    return torch.tanh(x @ p["w"]) @ p["v"] + x
-
-
-def streamed(names: list[str], folder: str) -> list[tuple[int, int]]:
-    """For each optimizer: bytes of buffers that were said, and those that there were."""
-    found = []
-    for name in names:
-        mesh = sf.make_mesh(device="cpu", scratch=folder, **sizes(2))
-        transfers.buffers = transfers.Buffers()
-        strategy = STRATEGIES["full_shard"].on(**DISK)
-        said = sf.memory(wide(), OPTIMIZERS[name](), strategy, mesh=mesh)
-        params = sf.shard(wide(), mesh, strategy)
-        optimizer, f = OPTIMIZERS[name](), sf.stage(wide_block)
-        state = optimizer.init(params)
-
-        def loss(params: Any, tokens: Tensor, f: Any = f) -> Tensor:
-            x = sf.stage(embed)(params["embed"], tokens)
-            for p in sf.layers(params["blocks"]):
-                x = f(p, x)
-            return sf.psum(sf.stage(head)(params["head"], x), ("replica", "shard"))
-
-        for _ in range(2):
-            with sf_scope(mesh):
-                _, grads = sf.value_and_grad(loss)(params, torch.arange(5))
-                params, state = optimizer.step(params, grads, state)
-        found.append((said.moving.total, transfers.buffers.nbytes))
-    return found
-
-
-def test_disks_are_read_and_written_through_no_more_buffers_than_was_said(tmp_path: Path) -> None:
-    for found in world(2).run(streamed, ["adamw"], str(tmp_path)):
-        for said, there in found:
-            assert 2**20 < there <= said
 
 
 # --- few bits ---
@@ -290,36 +200,29 @@ def packed(depth: int) -> Any:
     return quant.quantize({"blocks": blocks}, quant.nf4(), [r".*\.w"])
 
 
-def decoded_by(folder: str) -> list[Any]:
+def in_few_bits(folder: str) -> list[Any]:
     found = []
-    for dtype in (None, torch.bfloat16):
-        for tiers in ({}, DISK):
-            mesh = sf.make_mesh(device="cpu", scratch=folder, **sizes(2))
-            strategy = STRATEGIES["full_shard"].on(**tiers)
-            said = sf.memory(packed(3), so.adamw(0.1), strategy, mesh=mesh, gather_dtype=dtype)
-            params = sf.shard(packed(3), mesh, strategy)
-            state = so.adamw(0.1).init(params)
-            f = sf.stage(lambda p, x: x @ p["w"] @ p["w"].T @ p["a"] @ p["a"].T, gather_dtype=dtype)
+    for tiers in ({}, DISK):
+        mesh = sf.make_mesh(device="cpu", scratch=folder, **sizes(2))
+        strategy = STRATEGIES["full_shard"].on(**tiers)
+        said = sf.memory(packed(3), so.adamw(0.1), strategy, mesh=mesh)
+        params = sf.shard(packed(3), mesh, strategy)
+        state = so.adamw(0.1).init(params)
+        f = sf.stage(lambda p, x: x @ p["w"] @ p["w"].T @ p["a"] @ p["a"].T)
 
-            def loss(params: Any, x: Tensor, f: Any = f, dtype: Any = dtype) -> Tensor:
-                for p in sf.layers(params["blocks"]):
-                    x = f(p, x.to(dtype))
-                return sf.psum(x.float().sum(), ("replica", "shard"))
+        def loss(params: Any, x: Tensor, f: Any = f) -> Tensor:
+            for p in sf.layers(params["blocks"]):
+                x = f(p, x)
+            return sf.psum(x.sum(), ("replica", "shard"))
 
-            with sf_scope(mesh), sf.ledger() as log:
-                _, grads = sf.value_and_grad(loss)(params, torch.ones(2, 32))
-            memory: Any = engine_of(mesh).memories._latest()
-            there = sf.Memory(
-                parameters=taken(params), gradients=taken(grads, but=params), state=taken(state, but=params),
-                gathered=Bytes(log.gathered), decoded=Bytes(len(memory.buffer)),
-                reducing=said.reducing, moving=said.moving,
-            )  # fmt: skip
-            found.append((said, there))
+        with sf_scope(mesh):
+            _, grads = sf.value_and_grad(loss)(params, torch.ones(2, 32))
+        found.append((said, sf.Memory(taken(params), taken(grads, but=params), taken(state, but=params))))
     return found
 
 
 def test_a_base_in_few_bits_takes_what_was_said(tmp_path: Path) -> None:
-    for rank in world(2).run(decoded_by, str(tmp_path)):
+    for rank in world(2).run(in_few_bits, str(tmp_path)):
         for said, there in rank:
             assert said == there
 
@@ -376,7 +279,6 @@ def test_plain_parameters_are_counted_as_they_are() -> None:
     said = sf.memory(tree, so.adamw(0.1))
     state = so.adamw(0.1).init(tree)
     assert (said.parameters, said.state) == (taken(tree), taken(state))
-    assert said.gathered == said.moving == Bytes()
     assert said.total.total == said.parameters.total + said.gradients.total + said.state.total
 
 
@@ -401,16 +303,12 @@ def test_a_step_afterwards_still_notices_its_arguments_in_each_others_place() ->
 
 
 def test_figures_are_a_table() -> None:
-    said = sf.Memory(Bytes(12_000_000), state=Bytes(disk=24_000_000), moving=Bytes(host=1_000_000))
+    said = sf.Memory(Bytes(12_000_000), Bytes(host=1_000_000), state=Bytes(disk=24_000_000))
     assert str(said).splitlines() == [
         "MB a rank         device        host        disk",
         "parameters        12.000           -           -",
-        "gradients              -           -           -",
+        "gradients              -       1.000           -",
         "state                  -           -      24.000",
-        "gathered               -           -           -",
-        "decoded                -           -           -",
-        "reducing               -           -           -",
-        "moving                 -       1.000           -",
         "total             12.000       1.000      24.000",
     ]
     assert str(sf.Memory(Bytes(20_000_000_000))).startswith("GB a rank")
@@ -445,7 +343,6 @@ def test_what_cannot_be_counted_is_refused() -> None:
             "values": lambda: sf.memory(tree, hungry),
             "later": lambda: sf.memory(tree, so.ema(so.from_torch(torch.optim.RMSprop, lr=0.1), 0.9)),
             "a maker": lambda: sf.memory({"w": reading}),
-            "an option": lambda: sf.memory(tree, prefetch=-1),
         }
         return [f"{name}: {told(call)}" for name, call in calls.items()]
 
@@ -462,6 +359,5 @@ def test_what_cannot_be_counted_is_refused() -> None:
         "values: ValueError: memory: the optimizer's init cannot run without numbers",
         "later: ValueError: memory: from_torch's optimizers make their state in the first step",
         "a maker: ValueError: memory: the maker of w cannot run without numbers",
-        "an option: ValueError: ",
     ]
     assert [one[: len(start)] for one, start in zip(found, wanted, strict=True)] == wanted

@@ -213,3 +213,74 @@ def test_what_is_on_the_host_is_planned_without_memory() -> None:
     assert host["parameters"] >= 2**28
     assert host["optimizer"] == 2 * host["parameters"]
     assert grown < 2**28
+
+
+def with_numbers() -> tuple[sf.Plan, sf.Plan]:
+    def reads(x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            x = x[x > 0]
+        return x * x.mean().item()
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            y: torch.Tensor = sf.stage(lambda p, x: x @ p["w"])(params, x)
+            return y.square().mean()
+
+    with sf.planning(2):
+        mesh = sf.make_mesh(shard=2)
+        params = sf.shard({"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, mesh, sf.full_shard("shard"))
+        return sf.plan(reads, torch.as_tensor([1.0, 2.0])), sf.plan(loss, params, torch.ones(2, 2))
+
+
+def test_numbers_that_a_step_reads_are_named() -> None:
+    [(reads, inference)] = world(1, "alone").run(with_numbers)
+    kinds = [what.split(" at test_plan.py:")[0] for what in reads.assumed]
+    assert kinds == ["item", "mask as index", "item"]
+    assert "numbers that the host reads are taken for 1: item at test_plan.py:" in reads.table(200)
+    assert inference.assumed == ()
+    assert inference.count(kind="all_gather") == 1
+
+
+def second_derivatives() -> tuple[int, int]:
+    """The bytes sent in collectives outside of `shard_map`, in a plan; and how many there are."""
+    with sf.planning(2):
+        mesh = sf.make_mesh(shard=2)
+        params = sf.init_sharded(programs.makers()["head"], 0, mesh, sf.full_shard("shard"))
+
+        def square(params: Any) -> torch.Tensor:
+            y: torch.Tensor = sf.stage(lambda p: p["norm"].square().sum() * p["out"].sum())(params)
+            return y
+
+        def curved(params: Any) -> Any:
+            return torch.func.jvp(sf.grad(square), (params,), (params,))[1]
+
+        plan = sf.plan(curved, params)
+        return plan.sent(), len(plan.collectives)
+
+
+def test_collectives_along_axes_without_a_name_are_counted() -> None:
+    [(sent, count)] = world(1, "alone").run(second_derivatives)
+    assert count > 2
+    assert sent > 0
+
+
+def on_disk() -> tuple[dict[str, int], dict[str, int]]:
+    wide = 2**12
+    with sf.planning(2):
+        mesh = sf.make_mesh(shard=2)
+        place = sf.full_shard("shard").on(params="disk", state="disk")
+        params = sf.init_sharded({"w": lambda g: torch.randn(wide, wide, generator=g)}, 0, mesh, place)
+        said = sf.memory(params, so.adamw(1e-3))
+
+        def step(params: Any, state: Any) -> Any:
+            loss = sf.stage(lambda p: (torch.ones(1, wide) @ p["w"]).sum())
+            return so.adamw(1e-3).step(params, sf.grad(loss)(params), state)
+
+        plan = sf.plan(step, params, so.adamw(1e-3).init(params))
+        return plan.disk, {"parameters": said.parameters.disk, "optimizer": said.state.disk}
+
+
+def test_disks_are_planned_without_a_folder_and_without_room() -> None:
+    [(disk, said)] = world(1, "alone").run(on_disk)
+    assert disk == said
+    assert disk["parameters"] == 2**25

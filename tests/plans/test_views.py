@@ -25,7 +25,7 @@ from tests.plans.plans import At, stack, taking
 from tests.refusals import refused
 
 HERE = Path(__file__).parent
-NOTHING = Plan("step", {}, 0, (), (), {}, Held(0, {}), (), 0)
+NOTHING = Plan("step", {}, 0, (), (), {}, {}, Held(0, {}), (), 0)
 HOSTILE = "</script><b onclick=x>&\"'{{data}}"
 
 

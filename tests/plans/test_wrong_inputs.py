@@ -1,0 +1,145 @@
+"""Wrong inputs of plans are told at once, in one message with what is wrong and what is right."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardfn as sf
+from shardfn.plans.schedule import Held, Work
+from shardfn.testing import world
+from tests.refusals import told
+
+Call = Callable[[], Any]
+WORKS = (Work("compute", flops={"float32": 10}), Work("all_gather", axis=("shard",), ranks=2, sent=8))
+PLAN = sf.Plan("step", {"shard": 2}, 0, WORKS, (Held(0, {"parameters": 8}),), {}, {}, Held(0, {"parameters": 8}), (), 2)
+CHIP = sf.Chip("own", "here", {"float32": 1e12}, 1e12, 2**30)
+ANY: Any = None
+
+
+def refused(calls: dict[str, Call]) -> dict[str, str]:
+    found = {name: told(call) for name, call in calls.items()}
+    assert all(len(message) < 700 for message in found.values())
+    return found
+
+
+def blocks() -> dict[str, str]:
+    def block(*args: Any, **kwargs: Any) -> Call:
+        def opened() -> None:
+            with sf.planning(*args, **kwargs):
+                pass
+
+        return opened
+
+    def inside(act: Call) -> Call:
+        def run() -> Any:
+            with sf.planning(2):
+                return act()
+
+        return run
+
+    host = torch.ones(3, 3, device="cpu")
+    return refused({
+        "no ranks": block(0),
+        "a text": block("8"),
+        "half a rank": block(8.5),
+        "no such rank": block(4, 4),
+        "a rank before the first": block(4, -1),
+        "an empty node": block(4, per_node=0),
+        "a node of text": block(4, per_node="8"),
+        "a mesh of other ranks": inside(lambda: sf.make_mesh(shard=3)),
+        "a mesh of this machine": inside(lambda: sf.make_mesh(shard=2, device="cpu")),
+        "no step": inside(lambda: sf.plan(ANY)),
+        "what a step returned": inside(lambda: sf.plan((1, 2), 3)),  # type: ignore[arg-type]
+        "a mesh of text": inside(lambda: sf.plan(lambda: None, mesh="shard=2")),  # type: ignore[arg-type]
+        "numbers of the host": inside(lambda: sf.plan(lambda x: x @ torch.ones(3, 3), host)),
+        "sizes by numbers": inside(lambda: sf.plan(torch.unique, torch.ones(3))),
+    })  # fmt: skip
+
+
+def test_blocks_and_steps() -> None:
+    [found] = world(1, "alone").run(blocks)
+    wanted = {
+        "no ranks": "ValueError: planning: rank=0 of ranks=0",
+        "a text": "TypeError: planning: ranks='8'; it is a whole number",
+        "half a rank": "TypeError: planning: ranks=8.5",
+        "no such rank": "ValueError: planning: rank=4 of ranks=4",
+        "a rank before the first": "ValueError: planning: rank=-1 of ranks=4",
+        "an empty node": "ValueError: planning: per_node=0",
+        "a node of text": "TypeError: planning: per_node='8'",
+        "a mesh of other ranks": "ValueError: make_mesh(shard=3) needs 3 processes, but the world has 2",
+        "a mesh of this machine": "ValueError: make_mesh: device='cpu', while this process plans for 'sim'",
+        "no step": "TypeError: plan: the step is of type NoneType",
+        "what a step returned": "TypeError: plan: the step is of type tuple, not a function: pass it without calling",
+        "a mesh of text": "TypeError: the mesh is of type str",
+        "numbers of the host": "RuntimeError: aten::mm at test_wrong_inputs.py:",
+        "sizes by numbers": "NotImplementedError: aten::_unique2",
+    }
+    assert {name: found[name][: len(start)] for name, start in wanted.items()} == wanted
+    assert "cpu, sim:0. Make them inside the block" in found["numbers of the host"]
+
+
+CALLS: dict[str, tuple[Call, str]] = {
+    "an attribute": (lambda: PLAN.select(op="all_gather"), "TypeError: works of a plan have no attribute 'op'"),
+    "a count": (lambda: PLAN.count(phases="forward"), "TypeError: works of a plan have no attribute 'phases'"),
+    "sent": (lambda: PLAN.sent(axes="shard"), "TypeError: works of a plan have no attribute 'axes'"),
+    "a pass": (lambda: PLAN.flops(phase="fwd"), "ValueError: phase='fwd'; a plan has forward, backward, recompute"),
+    "a difference": (lambda: PLAN - 5, "TypeError: unsupported operand"),  # type: ignore[operator]
+    "no log": (lambda: PLAN.check(ANY), "TypeError: check: the log is of type NoneType, not a Ledger"),
+    "bits": (lambda: PLAN.fits("80Gib"), "ValueError: '80Gib' is no size of memory"),
+    "no unit": (lambda: PLAN.fits("80"), "ValueError: '80' is no size of memory"),
+    "less than nothing": (lambda: PLAN.fits(-1), "ValueError: -1 is no size of memory"),
+    "half a byte": (lambda: PLAN.fits(2.5), "ValueError: 2.5 is no size of memory"),  # type: ignore[arg-type]
+    "a reserve": (lambda: PLAN.fits("80GiB", "2 gigs"), "ValueError: '2 gigs' is no size of memory"),
+    "unknown links": (lambda: PLAN.timed("h1000", "h100"), "ValueError: links: there is no 'h1000'"),
+    "an unknown chip": (lambda: PLAN.timed("h100", "xpu"), "ValueError: chip: there is no 'xpu'"),
+    "no links": (lambda: PLAN.timed(ANY, "h100"), "TypeError: timed: links is of type NoneType; it is Links"),
+    "a chip for links": (lambda: PLAN.timed(CHIP, "h100"), "TypeError: timed: links is of type Chip"),  # type: ignore[arg-type]
+    "tokens": (lambda: PLAN.timed("h100", "h100", tokens="x"), "ValueError: timed: tokens='x'"),  # type: ignore[arg-type]
+    "nodes": (lambda: PLAN.timed("h100", "h100", per_node=0), "ValueError: timed: per_node=0"),
+    "times of text": (lambda: PLAN.html("a.html", "h100"), "TypeError: the times are of type str"),  # type: ignore[arg-type]
+    "times of a trace": (lambda: PLAN.trace("a.json", 5), "TypeError: the times are of type int"),  # type: ignore[arg-type]
+    "beside": (lambda: PLAN.html("a.html", None, "b"), "TypeError: beside is of type str"),  # type: ignore[arg-type]
+    "a picture": (lambda: PLAN.save_picture("a.xyz"), "ValueError: plan: 'a.xyz' names no kind of picture"),
+    "a rate": (
+        lambda: CHIP.with_rate("bfloat16", -4),
+        "ValueError: Chip 'own': rates['bfloat16']=-4; it is a positive",
+    ),
+    "a dtype": (lambda: CHIP.rate("int4"), "ValueError: the chip 'own' has no rate for 'int4'"),
+    "no bandwidth": (lambda: dataclasses.replace(CHIP, bandwidth=0), "ValueError: Chip 'own': bandwidth=0"),
+    "no efficiency": (lambda: dataclasses.replace(CHIP, efficiency=0), "ValueError: Chip 'own': efficiency=0"),
+    "a launch": (
+        lambda: dataclasses.replace(CHIP, launch=-1),
+        "ValueError: Chip 'own': launch=-1; it is seconds, 0 or more",
+    ),
+    "no copies": (lambda: sf.Links("l", "s", {}, 0), "ValueError: Links 'l': copying=0"),
+    "a side": (lambda: sf.measure_chip("cpu", side=-1), "ValueError: measure_chip: side=-1"),
+    "dtypes of text": (lambda: sf.measure_chip(dtypes=["float32"]), "TypeError: measure_chip: dtypes=['float32']"),  # type: ignore[list-item]
+    "one dtype": (lambda: sf.measure_chip(dtypes=torch.float32), "TypeError: measure_chip: dtypes=torch.float32"),  # type: ignore[arg-type]
+    "no mesh": (lambda: sf.measure_links(ANY), "TypeError: the mesh is of type NoneType"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls(name: str) -> None:
+    call, start = CALLS[name]
+    assert refused({name: call})[name][: len(start)] == start
+
+
+def test_what_a_file_of_a_plan_lacks_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    assert sf.Plan.load(path) == PLAN
+    whole = json.loads(path.read_text())
+    for name, value in {
+        "works": 5, "held": None, "peak": {"at": 0, "kinds": 5}, "mesh": [1], "disk": {"parameters": "x"}
+    }.items():  # fmt: skip
+        path.write_text(json.dumps(whole | {name: value}))
+        with pytest.raises(ValueError, match=r"plan\.json' is damaged: .*; save it again"):
+            sf.Plan.load(path)
