@@ -1,0 +1,222 @@
+"""Plans beside what runs, on two hosts with a slow link between them: bytes over the link, and which strategy is faster.
+
+    python -m benchmarks.plan_hosts
+
+The hosts are those of `benchmarks.hosts`: two network namespaces with two ranks each, here with 250 Mbit/s between them.
+The same program is planned, as each of the four ranks, in a process without ranks, and run by them. Strategies take
+turns, so that a change of the machine's speed affects all.
+
+Bytes that cross are told by three: the plan (works whose ranks span nodes), the ledger of a step that ran, and the
+kernel's counters on the link without the packets' headers. Plan and ledger must be equal. The counters also have gloo's
+header of each message and the traffic of torchrun's agents; they are held to 2 % of the plan.
+
+The times that the plan predicts are those of `measure_links` on the mesh and of `measure_chip` on all ranks at once, as
+four ranks share this machine's cores. Times of four ranks and a network on one small machine are no more than ordered:
+two strategies are in order if the predicted one is faster that is measured as faster. They count as a tie if the middle
+halves of their measured times overlap, because the machine then does not tell which is faster.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardfn as sf
+import shardfn.optim as so
+from benchmarks.hosts import crossing, expected
+from benchmarks.model import SEED, Config, makers, staged
+from benchmarks.report import Goal, parser, publish
+from benchmarks.train_step import timed
+from benchmarks.two_hosts import crossed, hosts, launch
+from shardfn import P
+from shardfn.plans.chips import Chip
+from shardfn.plans.links import Links
+from shardfn.testing import World
+
+BOTH, RANKS, PER_NODE, MEGABITS = ("replica", "shard"), 4, 2, 250
+SIZES = tuple(2**k for k in range(12, 23, 2))  # 4 KiB to 4 MiB
+STRATEGIES = {
+    "ddp": sf.ddp(BOTH),
+    "shard_grad_op": sf.shard_grad_op(BOTH),
+    "full_shard": sf.full_shard(BOTH),
+    "hybrid_shard": sf.hybrid_shard(shard="shard", replica="replica"),
+    "hfsdp": sf.hfsdp(shard="shard", replica="replica"),
+}
+
+
+def program(strategy: sf.Strategy, tiny: bool) -> tuple[Any, tuple[Any, ...]]:
+    """A training step and its arguments."""
+    config = Config(vocabulary=1024, width=256, layers=4, heads=4, hidden=704, batch=1)
+    if tiny:
+        config = Config(vocabulary=64, width=32, layers=2, heads=2, hidden=48, context=8)
+    mesh = sf.make_mesh(replica=2, shard=2)
+    params = sf.init_sharded(makers(config), SEED, mesh, strategy)
+    optimizer, local_loss = so.adamw(1e-3), staged(config)
+
+    def loss_of(params: Any, rows: Tensor) -> Tensor:
+        return sf.pmean(local_loss(params, rows), BOTH)
+
+    @sf.shard_map(mesh=mesh, in_specs=(..., ..., P(BOTH)), out_specs=...)
+    def step(params: Any, state: Any, rows: Tensor) -> Any:
+        value, grads = sf.value_and_grad(loss_of)(params, rows)
+        return *optimizer.step(params, grads, state), value
+
+    words = (torch.arange(config.context + 1, device=mesh.device_type) + dist.get_rank()) % config.vocabulary
+    return step, (params, optimizer.init(params), words[None])
+
+
+# --- on each rank ---
+
+
+class Running:
+    """A program that trains a step each time it is called."""
+
+    def __init__(self, strategy: sf.Strategy, tiny: bool) -> None:
+        self.step, (self.params, self.state, self.rows) = program(strategy, tiny)
+
+    def __call__(self) -> Tensor:
+        self.params, self.state, loss = self.step(self.params, self.state, self.rows)
+        return loss
+
+
+def ranks(folder: Path, tiny: bool, rounds: int) -> None:
+    torch.set_num_threads(1)
+    mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
+    links = sf.measure_links(mesh, sent=SIZES)
+    dist.barrier()
+    chip = sf.measure_chip()
+    running = {name: Running(strategy, tiny) for name, strategy in STRATEGIES.items()}
+    ledgers = {name: ledger_of(one) for name, one in running.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in running}
+    over = dict.fromkeys(running, 0.0)
+    for _ in range(rounds):
+        for name, one in running.items():
+            before = counted()
+            seconds[name] += timed(one, 1)[0]
+            over[name] += counted() - before
+    if dist.get_rank() == 0:
+        links.save(folder / "links.json")
+        chip.save(folder / "chip.json")
+        over = {name: whole / rounds for name, whole in over.items()}
+        (folder / "told.json").write_text(json.dumps([seconds, ledgers, over]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def ledger_of(running: Running) -> float:
+    """Bytes that all ranks' collectives send to the other host in the third step."""
+    timed(running, 2)
+    with sf.ledger() as log:
+        running()
+    meant = torch.tensor(expected(log), dtype=torch.float64)
+    dist.all_reduce(meant)
+    return meant.item()
+
+
+def counted() -> int:
+    """Bytes over this host's end of the link so far, without headers, when no rank sends."""
+    dist.barrier()
+    return crossed()[1]
+
+
+# --- planned ---
+
+
+def planned(name: str, rank: int, tiny: bool) -> sf.Plan:
+    with sf.planning(RANKS, rank, per_node=PER_NODE):
+        step, args = program(STRATEGIES[name], tiny)
+        return sf.plan(step, *args)
+
+
+def crosses(plan: sf.Plan) -> float:
+    """Bytes that this rank sends to the other host."""
+    return sum(work.sent * crossing(work.kind, work.axis) for work in plan.collectives if work.nodes > 1)
+
+
+# --- compared ---
+
+
+def middle(times: list[float]) -> tuple[float, float]:
+    """The quartiles of measured times."""
+    low, _, high = statistics.quantiles(times, n=4)
+    return low, high
+
+
+def inverted(measured: dict[str, list[float]], predicted: dict[str, float]) -> list[tuple[str, str]]:
+    """Pairs of which the first is measured as faster, and predicted as slower."""
+    return [
+        (a, b)
+        for a, b in itertools.permutations(measured, 2)
+        if middle(measured[a])[1] < middle(measured[b])[0] and predicted[a] > predicted[b]
+    ]
+
+
+def main() -> None:
+    options = parser("Plans beside what runs, on two emulated hosts with 250 Mbit/s between them.")
+    options.add_argument("--rounds", type=int, default=9)
+    options.add_argument("--tiny", action="store_true", help="a tiny model, to try the command")
+    options.add_argument("--ranks", type=Path, metavar="FOLDER", help="run as one of the ranks, and write files there")
+    options.add_argument("--keep", type=Path, metavar="FOLDER", help="keep plans and tables there")
+    args = options.parse_args()
+    if args.ranks:
+        ranks(args.ranks, args.tiny, args.rounds)
+        return
+    with tempfile.TemporaryDirectory() as folder, hosts("benchmarks.plan_hosts", MEGABITS):
+        tiny = ["--tiny"] if args.tiny else []
+        launch("benchmarks.plan_hosts", "--ranks", folder, "--rounds", str(args.rounds), *tiny)
+        seconds, ledgers, over = json.loads(Path(folder, "told.json").read_text())
+        links, chip = Links.load(Path(folder, "links.json")), Chip.load(Path(folder, "chip.json"))
+    with World(1, kind="alone", deadline=300) as alone:
+        plans = {
+            name: [alone.run(planned, name, rank, args.tiny)[0] for rank in range(RANKS)] for name in STRATEGIES
+        }
+    times = {name: of_ranks[0].timed(links, chip) for name, of_ranks in plans.items()}
+    if args.keep:
+        args.keep.mkdir(exist_ok=True)
+        links.save(args.keep / "links.json")
+        chip.save(args.keep / "chip.json")
+        for name, of_ranks in plans.items():
+            of_ranks[0].save(args.keep / f"{name}.json")
+        (args.keep / "told.json").write_text(json.dumps([seconds, ledgers, over]))
+    rows = []
+    for name, of_ranks in plans.items():
+        meant, took = sum(map(crosses, of_ranks)), statistics.median(seconds[name])
+        low, high = middle(seconds[name])
+        rows.append(
+            {
+                "strategy": name,
+                "MB planned": meant / 1e6,
+                "MB by the ledger": ledgers[name] / 1e6,
+                "MB over the link": over[name] / 1e6,
+                "link / planned": over[name] / meant,
+                "step ms": took * 1e3,
+                "middle half": f"{low * 1e3:.0f} to {high * 1e3:.0f}",
+                "predicted ms": times[name].seconds * 1e3,
+                "exposed ms": times[name].exposed * 1e3,
+                "predicted / step": times[name].seconds / took,
+            }
+        )
+    wrong = inverted(seconds, {name: one.seconds for name, one in times.items()})
+    for faster, slower in wrong:
+        print(f"{faster} is faster than {slower}, and predicted to be slower")
+    off = max(abs(row["MB planned"] - row["MB by the ledger"]) for row in rows)
+    ratios = [max(row["link / planned"], 1 / row["link / planned"]) for row in rows]
+    goals = [
+        Goal("MB that cross by the plan, off the ledger, largest", off, 0),
+        Goal("bytes over the link and by the plan, largest ratio", max(ratios), 1.02),
+        Goal("pairs of strategies in inverted order", len(wrong), 0),
+    ]
+    publish("planned and run: a step on two hosts of two ranks, 250 Mbit/s between them", rows, goals, args.json)
+
+
+if __name__ == "__main__":
+    main()
