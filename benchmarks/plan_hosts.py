@@ -31,13 +31,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardfn as sf
-import shardfn.optim as so
 from benchmarks.hosts import crossing, expected
-from benchmarks.model import SEED, Config, makers, staged
+from benchmarks.model import Config, training
 from benchmarks.report import Goal, parser, publish
 from benchmarks.train_step import timed
 from benchmarks.two_hosts import crossed, hosts, launch
-from shardfn import P
 from shardfn.plans.chips import Chip
 from shardfn.plans.links import Links
 from shardfn.testing import World
@@ -58,20 +56,7 @@ def program(strategy: sf.Strategy, tiny: bool) -> tuple[Any, tuple[Any, ...]]:
     config = Config(vocabulary=1024, width=256, layers=4, heads=4, hidden=704, batch=1)
     if tiny:
         config = Config(vocabulary=64, width=32, layers=2, heads=2, hidden=48, context=8)
-    mesh = sf.make_mesh(replica=2, shard=2)
-    params = sf.init_sharded(makers(config), SEED, mesh, strategy)
-    optimizer, local_loss = so.adamw(1e-3), staged(config)
-
-    def loss_of(params: Any, rows: Tensor) -> Tensor:
-        return sf.pmean(local_loss(params, rows), BOTH)
-
-    @sf.shard_map(mesh=mesh, in_specs=(..., ..., P(BOTH)), out_specs=...)
-    def step(params: Any, state: Any, rows: Tensor) -> Any:
-        value, grads = sf.value_and_grad(loss_of)(params, rows)
-        return *optimizer.step(params, grads, state), value
-
-    words = (torch.arange(config.context + 1, device=mesh.device_type) + dist.get_rank()) % config.vocabulary
-    return step, (params, optimizer.init(params), words[None])
+    return training(config, sf.make_mesh(replica=2, shard=2), strategy)
 
 
 # --- on each rank ---
