@@ -20,7 +20,7 @@ class Tracker(TorchDispatchMode):
     """Measures the device's memory after each operation, by asking of each memory whether it is still there."""
 
     def __init__(self, device: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.live = device, dict[int, tuple[Any, int]]()
         self.most = self.rounded = 0
 
@@ -42,7 +42,7 @@ class Tracker(TorchDispatchMode):
 
 @contextlib.contextmanager
 def cudas_attention(kind: str) -> Iterator[None]:
-    """A context in which attention on a simulated device takes CUDA's kernel for float32, whose numbers the CPU finds."""
+    """A context in which a simulated device has CUDA's kernel of attention in float32, whose numbers the CPU finds."""
     library = torch.library.Library("aten", "IMPL")
     name = "_scaled_dot_product_efficient_attention"
     library.impl(name, _efficient, "CPU")

@@ -2,12 +2,12 @@
 
     python -m benchmarks.plan_trackers
 
-`FSDPMemTracker` follows a step of FSDP2 on fake tensors and a fake process group; `sf.plan` plans a step of shardfn. Both
-train the same functions (`benchmarks.model`) in float32: each layer is a unit, parameters are gathered for forward and
-again for backward, AdamW is fused, and the layers are computed again in backward or not (`torch.utils.checkpoint`
-inside of FSDP's unit; `remat`). Both tell of their second step. A kind of memory is in both tables what it is for, but
-where one tool draws a line the other may draw another: the tracker's activations contain what a forward pass needs for
-a while, which a plan counts as transients.
+`FSDPMemTracker` follows a step of FSDP2 on fake tensors and a fake process group; `sf.plan` plans a step of shardfn.
+Both train the same functions (`benchmarks.model`) in float32: each layer is a unit, parameters are gathered for forward
+and again for backward, AdamW is fused, and the layers are computed again in backward or not (`torch.utils.checkpoint`
+inside of FSDP's unit; `remat`). Both tell of their second step. A kind of memory is in both what it is for, but where
+one draws a line the other may draw another: the tracker's activations contain what a forward pass needs for a while,
+and its transients the gradients of a unit until they are put together.
 
 For the model that fits here, the step also runs on the simulated device with values, where the bytes of all memories
 are counted after each operation (`benchmarks.held`), with as many processes as ranks.
@@ -104,7 +104,7 @@ def tracked(config: Config, ranks: int, way: str) -> Found:
     (peak,) = tracker.get_tracker_snapshot("peak").values()
     for kind, nbytes in peak.items():
         if kind != "Total":
-            kinds[KINDS[kind.name]] += nbytes
+            kinds[KINDS[getattr(kind, "name", kind)]] += nbytes
     seconds = time.perf_counter() - began
     dist.destroy_process_group()
     return kinds, seconds
@@ -175,25 +175,22 @@ def compared(name: str, config: Config, ranks: int, way: str) -> tuple[list[dict
     (kinds, seconds), allocator = alone(planned, config, ranks, way)
     theirs, their_seconds = alone(tracked, config, ranks, way)
     ours, peer = sum(kinds.values()), sum(theirs.values())
-    about = {"model": f"{name}, {ranks} ranks, {way}"}
-    order = [*dict.fromkeys([*KINDS.values(), *kinds])]
+    found = {kind: (theirs.get(kind, 0), kinds.get(kind, 0)) for kind in (*KINDS.values(), *kinds)} | {
+        "all": (peer, ours)
+    }
+    about, label = {"model": f"{name}, {ranks} ranks, {way}"}, f"{name}, {way}"
     rows: list[dict[str, Any]] = [
-        about | {"kind at the peak": kind, "FSDP2, tracked, MB": theirs.get(kind, 0) / 1e6,
-                 "shardfn, planned, MB": kinds.get(kind, 0) / 1e6}
-        for kind in order
-    ]  # fmt: skip
-    rows.append(
-        about | {"kind at the peak": "all", "FSDP2, tracked, MB": peer / 1e6, "shardfn, planned, MB": ours / 1e6}
-    )
-    label = f"{name}, {way}"
+        about | {"kind at the peak": kind, "FSDP2, tracked, MB": a / 1e6, "shardfn, planned, MB": b / 1e6}
+        for kind, (a, b) in found.items()
+    ]
     goals = [Goal(f"{label}: planned peak / FSDP2's by its tracker", ours / peer, 1.0)]
-    more = {"tracker, s": their_seconds, "plan, s": seconds, "shardfn / FSDP2": ours / peer, "really held, MB": math.nan}
+    most = math.nan
     if name in FITS:
         (most, rounded), *_ = held_by_all(config, ranks, way)
-        more["really held, MB"] = most / 1e6
         goals.append(Goal(f"{label}: planned peak, off what was held", abs(ours / most - 1), 0))
         goals.append(Goal(f"{label}: the same in whole 512 bytes", abs(allocator / rounded - 1), 0))
-    return [*rows, about | more], goals
+    took = {"tracker, s": their_seconds, "plan, s": seconds, "shardfn / FSDP2": ours / peer, "held, MB": most / 1e6}
+    return [*rows, about | took], goals
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-import optree
 import torch
 import torch.distributed
 import torch.nn.functional as F
