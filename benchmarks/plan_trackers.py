@@ -120,7 +120,7 @@ def drawn(makers: Any, seed: int) -> Any:
 
 def planned(config: Config, ranks: int, way: str) -> tuple[Found, int]:
     began = time.perf_counter()
-    with sf.planning(ranks):
+    with sf.debug(memory=False), sf.planning(ranks):
         step, args = training(config, sf.make_mesh(data=ranks), sf.full_shard("data"), **WAYS[way])
         plan = sf.plan(step, *args)
     return (plan.peak.kinds, time.perf_counter() - began), plan.allocator

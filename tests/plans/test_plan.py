@@ -16,6 +16,7 @@ import torch
 
 import shardfn as sf
 import shardfn.optim as so
+from benchmarks import plan_trackers
 from shardfn.plans.schedule import Held
 from shardfn.testing import World, WorldError, world
 from tests.models import STRATEGIES
@@ -74,6 +75,13 @@ def test_what_is_planned_is_sent_and_held(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_variant_of_every_strategy(ranks: int) -> None:
     assert differences(EVERY, ranks) == []
+
+
+@pytest.mark.parametrize("way", ["kept", "remat"])
+def test_attention_holds_what_is_planned(way: str) -> None:
+    config, ranks = plan_trackers.TINY
+    (kinds, _), allocator = plan_trackers.alone(plan_trackers.planned, config, ranks, way)
+    assert (sum(kinds.values()), allocator) == plan_trackers.held_by_all(config, ranks, way)[0]
 
 
 @functools.cache
