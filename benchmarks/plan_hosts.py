@@ -13,9 +13,8 @@ header of each message and the traffic of torchrun's agents; they are held to 2 
 The times that the plan predicts come from `measure_links` on the mesh and from `measure_chip` on all ranks at once, as
 four ranks share this machine's cores. Two strategies are a tie unless the same one is faster in all rounds but one;
 with eleven rounds, chance makes that of two that are equally fast in 1.2 % of all cases. Of those that are no tie, the
-plan must say that the faster one is faster. Times themselves are shown, but have no goal: a plan is that of an
-accelerator, which computes while it sends and starts the second hop of a reduction when the first ends; ranks on a CPU
-share its cores with what they send, and start that hop later.
+plan must say that the faster one is faster. Times themselves are shown, but have no goal: here ranks share cores with
+each other and with what they send, of which a plan knows nothing.
 """
 
 from __future__ import annotations
