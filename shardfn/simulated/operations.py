@@ -223,7 +223,7 @@ def _valued(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         return found
 
     shadows = optree.tree_map(shadowed, (args, kwargs))
-    out = func(*shadows[0], **shadows[1])
+    out = dispatch.on_cpu(func)(*shadows[0], **shadows[1])
     if func.overloadpacket in _NO_KERNEL:  # what memory holds that nothing has written
         for x in optree.tree_leaves(out):
             x.untyped_storage().fill_(255)
