@@ -160,8 +160,10 @@ def run(tiny: bool, rounds: int) -> Ran:
     with tempfile.TemporaryDirectory() as folder, hosts("benchmarks.plan_hosts", MEGABITS):
         more = ["--tiny"] if tiny else []
         launch("benchmarks.plan_hosts", "--ranks", folder, "--rounds", str(rounds), *more)
-        told = json.loads(Path(folder, "told.json").read_text())
-        return Ran(*told, Links.load(Path(folder, "links.json")), Chip.load(Path(folder, "chip.json")))
+        seconds, by_ledger, over_link = json.loads(Path(folder, "told.json").read_text())
+        return Ran(
+            seconds, by_ledger, over_link, Links.load(Path(folder, "links.json")), Chip.load(Path(folder, "chip.json"))
+        )
 
 
 def row_of(name: str, plans: list[sf.Plan], times: Timeline, ran: Ran) -> dict[str, Any]:
