@@ -16,8 +16,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -30,11 +28,9 @@ import shardfn as sf
 from benchmarks.model import Config
 from benchmarks.report import Goal, parser, publish
 from benchmarks.train_step import shardfn_step, timed
-from benchmarks.two_hosts import HOSTS, crossed, environment, hosts, inside
+from benchmarks.two_hosts import crossed, hosts, launch
 from shardfn import quant
-from shardfn.collectives.ledger import Record
 
-PORT = 29413
 BOTH = ("replica", "shard")
 FULL, INT8, INT4 = sf.full_shard(BOTH), quant.int8(256), quant.int4(64)
 STRATEGIES = {
@@ -56,14 +52,15 @@ STRATEGIES = {
 
 def expected(log: sf.Ledger) -> float:
     """Bytes that this rank's collectives send to the other host, for two hosts of two ranks."""
+    return sum(one.bytes * crossing(one.op, one.axis) for one in log.records)
 
-    def share(one: Record) -> float:
-        if one.axis in {("replica",), ("shard",)}:
-            return float(one.axis == ("replica",))
-        # Gloo's ring of four crosses between the hosts in two places; otherwise, two of three pieces go there.
-        return 1 / 2 if one.op == "all_reduce" else 2 / 3
 
-    return sum(one.bytes * share(one) for one in log.records)
+def crossing(op: str, axis: tuple[str, ...]) -> float:
+    """The part of what a rank sends in a collective that goes to the other host, for two hosts of two ranks."""
+    if axis in {("replica",), ("shard",)}:
+        return float(axis == ("replica",))
+    # Gloo's ring of four crosses between the hosts in two places; otherwise, two of three pieces go there.
+    return 1 / 2 if op == "all_reduce" else 2 / 3
 
 
 def ranks(file: Path, tiny: bool, steps: int) -> None:
@@ -112,22 +109,7 @@ def _config(tiny: bool) -> Config:
 def measured(tiny: bool, steps: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder, hosts("benchmarks.hosts"):
         file = Path(folder, "rows.json")
-        started = []
-        for number, name in enumerate(HOSTS):
-            launch = (
-                *inside(name), sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
-                "--nproc-per-node", "2", "--node-rank", str(number), "--master-addr", HOSTS["shardfn-a"],
-                "--master-port", str(PORT), "-m", "benchmarks.hosts", "--ranks", str(file), "--steps", str(steps),
-                *(["--tiny"] if tiny else []),
-            )  # fmt: skip
-            started.append(subprocess.Popen(launch, env=environment()))
-        try:
-            for one in started:
-                if one.wait(timeout=900):
-                    raise SystemExit("the ranks on a host failed")
-        finally:
-            for one in started:
-                one.kill()
+        launch("benchmarks.hosts", "--ranks", str(file), "--steps", str(steps), *(["--tiny"] if tiny else []))
         rows: list[dict[str, Any]] = json.loads(file.read_text())
     return rows
 

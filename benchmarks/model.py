@@ -11,10 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
+import shardfn.optim as so
+from shardfn import P
 
 Params = dict[str, Any]
 SEED = 0
@@ -123,6 +127,21 @@ def staged(config: Config, **options: Any) -> Callable[..., Tensor]:
     return local_loss
 
 
+def training(config: Config, mesh: DeviceMesh, strategy: sf.Strategy, **options: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A step with AdamW that can be run or planned, and its arguments; `options` are those of the blocks' stage."""
+    params = sf.init_sharded(makers(config), SEED, mesh, strategy)
+    optimizer, local_loss = so.adamw(1e-3), staged(config, **options)
+    data = tuple(mesh.mesh_dim_names or ())
+
+    @sf.shard_map(mesh=mesh, in_specs=(..., ..., P(data)), out_specs=...)
+    def step(params: Params, state: Any, rows: Tensor) -> Any:
+        value, grads = sf.value_and_grad(lambda p: sf.pmean(local_loss(p, rows), data))(params)
+        return *optimizer.step(params, grads, state), value
+
+    numbers = torch.arange(config.batch * (config.context + 1), device=mesh.device_type) + dist.get_rank()
+    return step, (params, optimizer.init(params), (numbers % config.vocabulary).view(config.batch, -1))
+
+
 class Stage(nn.Module):
     """A module around a pure function of one stage's parameters."""
 
@@ -139,9 +158,15 @@ class Stage(nn.Module):
 class Whole(nn.Module):
     """The model as a module for peers: one module per stage, wrapped with `wrap(stage, name)` as soon as it is made."""
 
-    def __init__(self, config: Config, wrap: Callable[[nn.Module, str], nn.Module], rope: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        wrap: Callable[[nn.Module, str], nn.Module],
+        rope: Tensor | None = None,
+        init: Callable[..., Params] = sf.init,
+    ) -> None:
         super().__init__()
-        self.stages = nn.ModuleList(wrap(stage, name) for name, stage in stages(config, rope))
+        self.stages = nn.ModuleList(wrap(stage, name) for name, stage in stages(config, rope, init))
 
     def forward(self, rows: Tensor) -> Tensor:
         first, *layers, last = self.stages
@@ -151,16 +176,18 @@ class Whole(nn.Module):
         return last(x, rows[:, 1:])
 
 
-def stages(config: Config, rope: Tensor | None = None) -> Iterator[tuple[str, nn.Module]]:
+def stages(
+    config: Config, rope: Tensor | None = None, init: Callable[..., Params] = sf.init
+) -> Iterator[tuple[str, nn.Module]]:
     """Each stage's kind and module, made one after another, with the initial values of `sf.init_sharded`."""
     made = makers(config)
     layer = ("blocks", _with(block, config.heads, rope))
     kinds: list[tuple[str, Callable[..., Tensor]]] = [("embed", embed), *[layer] * config.layers, ("head", head)]
     for number, (kind, function) in enumerate(kinds):
         if kind == "blocks":
-            (params,) = sf.init({kind: {str(number - 1): made[kind][number - 1]}}, SEED)[kind].values()
+            (params,) = init({kind: {str(number - 1): made[kind][number - 1]}}, SEED)[kind].values()
         else:
-            params = sf.init({kind: made[kind]}, SEED)[kind]
+            params = init({kind: made[kind]}, SEED)[kind]
         yield kind, Stage(function, params)
 
 

@@ -17,12 +17,17 @@ from benchmarks.report import lacks
 
 HOSTS = {"shardfn-a": "10.231.77.1", "shardfn-b": "10.231.77.2"}
 LINK = "shardfn-link"
+PORT = 29413
 HEADERS = 14 + 20 + 32  # bytes of a packet's Ethernet, IPv4 and TCP headers, with TCP timestamps
 
 
 @contextlib.contextmanager
-def hosts(command: str) -> Iterator[None]:
-    """Creates two namespaces with a link of 1 Gbit/s while the block runs; kills their processes afterwards.
+def hosts(command: str, megabits: int = 1000) -> Iterator[None]:
+    """Creates two namespaces with a link while the block runs; kills their processes afterwards.
+
+    Args:
+        command: of the benchmark.
+        megabits: a second, that the link carries in each direction.
 
     Raises:
         SystemExit: this process may not create them, or the tools are missing; the message names `command`.
@@ -37,7 +42,7 @@ def hosts(command: str) -> Iterator[None]:
             _run(*inside(name), "ip", "address", "add", f"{address}/24", "dev", LINK)
             _run(*inside(name), "ip", "link", "set", LINK, "mtu", "9000", "up")
             _run(*inside(name), "ip", "link", "set", "lo", "up")
-            shape = ("root", "tbf", "rate", "1gbit", "burst", "256kb", "latency", "50ms")
+            shape = ("root", "tbf", "rate", f"{megabits}mbit", "burst", "256kb", "limit", "6500kb")
             _run(*inside(name), "tc", "qdisc", "add", "dev", LINK, *shape)
     except (OSError, subprocess.CalledProcessError) as error:
         told = getattr(error, "stderr", "") or str(error)
@@ -58,6 +63,29 @@ def hosts(command: str) -> Iterator[None]:
 def inside(host: str) -> tuple[str, ...]:
     """The prefix of a command that runs on a host."""
     return "ip", "netns", "exec", host
+
+
+def launch(module: str, *words: str) -> None:
+    """Runs a module with `torchrun`, as two ranks on each host, and waits for them.
+
+    Raises:
+        SystemExit: a rank failed.
+    """
+    started = []
+    for number, name in enumerate(HOSTS):
+        line = (
+            *inside(name), sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2",
+            "--node-rank", str(number), "--master-addr", next(iter(HOSTS.values())), "--master-port", str(PORT),
+            "-m", module, *words,
+        )  # fmt: skip
+        started.append(subprocess.Popen(line, env=environment()))
+    try:
+        for one in started:
+            if one.wait(timeout=900):
+                raise SystemExit("the ranks on a host failed")
+    finally:
+        for one in started:
+            one.kill()
 
 
 def link(host: str, state: str) -> None:

@@ -7,8 +7,9 @@ with the plain formulas when a device first uses it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -137,6 +138,19 @@ def _differs(kernel: Kernel, like: Tensor, heads: int, causal: bool) -> str:
 
 pretended: set[str] = set()
 """Kinds of devices without kernels that are taken to have CUDA's."""
+
+
+@contextlib.contextmanager
+def pretending(kind: str) -> Iterator[None]:
+    """A context in which devices of this kind are taken to have CUDA's kernels, also by torch's own function."""
+    functional: Any = torch.nn.functional
+    before, functional.scaled_dot_product_attention = functional.scaled_dot_product_attention, torchs_own
+    pretended.add(kind)
+    try:
+        yield
+    finally:
+        pretended.discard(kind)
+        functional.scaled_dot_product_attention = before
 
 
 def torchs_own(

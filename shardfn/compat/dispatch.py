@@ -109,9 +109,38 @@ def register(
 @functools.cache
 def composite(op: Any) -> bool:
     """Whether an op is defined by other ops, which autograd differentiates in its place."""
-    return op.namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(
-        op.name(), "CompositeImplicitAutograd"
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return (
+        op.namespace == "aten"
+        and has(op.name(), "CompositeImplicitAutograd")
+        and op.overloadpacket.__name__ not in OF_ACCELERATORS
     )
+
+
+OF_ACCELERATORS = ("_fused_rms_norm", "mish_backward", "silu_backward")
+"""Ops for which CUDA has kernels, while devices that have none compose them of others, which take more memory."""
+
+
+@functools.cache
+def own_kernels() -> torch.library.Library:
+    """Makes these ops those of a simulated device, too: a mode answers them, and autograd has formulas for them."""
+    lib = torch.library.Library("aten", "IMPL")
+    for name in OF_ACCELERATORS:
+        lib.impl(name, _answered_by_a_mode, "PrivateUse1")
+    return lib
+
+
+def _answered_by_a_mode(*args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError("a simulated device has no kernels: use its tensors where it is simulated")
+
+
+def on_cpu(op: Any) -> Any:
+    """Returns what computes an op on CPU tensors: itself, or what it is composed of if the CPU has no kernel for it."""
+    if op is not torch.ops.aten._fused_rms_norm_backward.default:
+        return op
+    from torch._decomp import decomposition_table  # which takes a while
+
+    return decomposition_table[op]
 
 
 def in_parts(op: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

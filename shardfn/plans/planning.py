@@ -80,15 +80,10 @@ def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device
     ):
         recorder.device = device
         _open.append((recorder, per_node))
-        attention.pretended.add(device.name)
-        functional: Any = torch.nn.functional
-        before, functional.scaled_dot_product_attention = functional.scaled_dot_product_attention, attention.torchs_own
         try:
-            with torch.device(device.name):
+            with attention.pretending(device.name), torch.device(device.name):
                 yield device
         finally:
-            functional.scaled_dot_product_attention = before
-            attention.pretended.discard(device.name)
             _open.clear()
 
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfn.collectives.late_checks import LateChecks
-from shardfn.compat import autograd, dynamo, process_groups
+from shardfn.compat import autograd, dispatch, dynamo, process_groups
 from shardfn.simulated.capture import Capture, Graph
 from shardfn.simulated.clocks import HOST, ByStorage, Clocks, Current, Point, device_index
 from shardfn.simulated.operations import NAME, Operations, line, twin, waits_for
@@ -223,6 +223,7 @@ def _register() -> None:
         )
     process_groups.register_python_device(NAME, _Module())
     autograd.twins[NAME] = twin
+    dispatch.own_kernels()
     process_groups.register_fake_backend("simulated", ["cpu", NAME])
     process_groups.register_fake_backend("sent", [NAME], made_up=False)
 

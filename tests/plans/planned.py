@@ -8,18 +8,15 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-import optree
 import torch
 import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardfn as sf
 import shardfn.optim as so
+from benchmarks.held import Tracker
 from shardfn import quant
-from shardfn.simulated.operations import second
 from shardfn.stages.ring import forget_tags
 from shardfn.testing import simulated
 from tests.models import STRATEGIES
@@ -130,33 +127,6 @@ def program(strategy: str, variant: str, ranks: int, device: str | None, scratch
     trained, base = (params, None) if adapters is None else (adapters, params)
     tokens = torch.zeros(ROWS, 8, dtype=torch.int64, device=mesh.device_type)
     return step, (trained, opt.init(trained), base, tokens)
-
-
-# --- an independent measure ---
-
-
-class Tracker(TorchDispatchMode):
-    """Measures the device's memory after each operation, by asking of each memory whether it is still there."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.device, self.live = device, dict[int, tuple[Any, int]]()
-        self.most = self.rounded = 0
-
-    def look(self, tree: Any) -> None:
-        for x in optree.tree_leaves(tree):
-            if isinstance(x, Tensor) and x.device.type == self.device and x not in second:
-                storage = x.untyped_storage()
-                self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.live = {key: value for key, value in self.live.items() if not value[0].expired()}
-        sizes = [nbytes for _, nbytes in self.live.values()]
-        self.most = max(self.most, sum(sizes))
-        self.rounded = max(self.rounded, sum(-(-n // 512) * 512 for n in sizes))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.look(() if func.is_view else (args, out))
-        return out
 
 
 # --- the same programs, run and planned ---

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import shardfn as sf
 import shardfn.optim as so
+from benchmarks import plan_trackers
 from shardfn.plans.schedule import Held
-from shardfn.testing import World, WorldError, world
+from shardfn.testing import World, WorldError, simulated, world
 from tests.models import STRATEGIES
 from tests.plans import planned as programs
 
@@ -84,6 +86,39 @@ def test_what_is_planned_is_sent_and_held(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_variant_of_every_strategy(ranks: int) -> None:
     assert differences(EVERY, ranks) == []
+
+
+@pytest.mark.parametrize("way", ["kept", "remat"])
+def test_attention_holds_what_is_planned(way: str) -> None:
+    config, ranks = plan_trackers.TINY
+    (kinds, _), allocator = plan_trackers.alone(plan_trackers.planned, config, ranks, way)
+    assert (sum(kinds.values()), allocator) == plan_trackers.held_by_all(config, ranks, way)[0]
+
+
+def gated(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+    """A normalised and gated input, and its gradients."""
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    y = F.silu(F.rms_norm(x, (16,), weight, 1e-5))
+    y.square().sum().backward()
+    return [t.detach().cpu() for t in (y, x.grad, weight.grad) if t is not None]
+
+
+def gated_on_the_device(store: str) -> tuple[set[str], list[torch.Tensor], list[torch.Tensor]]:
+    """The operations of `gated` there, and its numbers there and on the CPU."""
+    x, weight = torch.randn(4, 16, dtype=torch.float64), torch.randn(16, dtype=torch.float64)
+    file = torch.distributed.FileStore(store, 1)  # type: ignore[attr-defined]
+    with simulated(1, 0, store=file) as device:
+        found = gated(x.to(device.name), weight.to(device.name))
+        launched = set(device.operations)
+    return launched, found, gated(x, weight)
+
+
+def test_operations_for_which_cuda_has_kernels_are_not_composed_of_others(tmp_path: Path) -> None:
+    [(launched, found, wanted)] = world(1, "alone").run(gated_on_the_device, f"{tmp_path}/store")
+    assert {"aten::_fused_rms_norm", "aten::_fused_rms_norm_backward", "aten::silu_backward"} <= launched
+    assert not {"aten::rsqrt", "aten::sigmoid"} & launched
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
 @functools.cache
