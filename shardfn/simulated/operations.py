@@ -76,8 +76,9 @@ class Operations(modes.DispatchMode):
                 return func.decompose(*args, **kwargs)
         if launches(func):
             device.operations[func.name()] += 1
-        with modes.functions_unseen():  # type: ignore[no-untyped-call]
-            out = _ANSWERS.get(func, _run)(device, func, args, kwargs)
+        with modes.functions_unseen():
+            answer: Callable[..., Any] = _ANSWERS.get(func, _run)
+            out = answer(device, func, args, kwargs)
             if device.listener is not None:
                 device.listener.ran(func, args, kwargs, out)
         return out
