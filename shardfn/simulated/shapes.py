@@ -62,8 +62,8 @@ def _described(value: Any) -> Any:
 
 
 _PLAIN = {
-    int, float, complex, bool, type(None), str,
-    torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format,
+    int, float, complex, bool, type(None), str, torch.dtype, torch.device, torch.Size, torch.layout,
+    torch.memory_format,
 }  # fmt: skip
 
 

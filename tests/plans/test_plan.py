@@ -219,6 +219,27 @@ def test_plans_need_a_place() -> None:
         world(2, "processes").run(lambda: sf.planning(4).__enter__())
 
 
+def offloaded(blocks: int) -> int:
+    """The most bytes of activations in a step whose blocks offload them."""
+    with sf.planning(ranks=1):
+        whole = [{"w": torch.empty(64, 64)} for _ in range(blocks)]
+        params = sf.shard(whole, sf.make_mesh(shard=1), sf.full_shard("shard"))
+        stage = sf.stage(lambda p, x: torch.tanh(x @ p["w"]).square(), remat=sf.offload(above=0))
+
+        def loss(params: Any, x: Any) -> Any:
+            for p in sf.layers(params):
+                x = stage(p, x)
+            return x.sum()
+
+        plan = sf.plan(sf.grad(loss), params, torch.zeros(64, 64))
+        return max(entry.kinds.get("activations", 0) for entry in plan.held)
+
+
+def test_activations_that_leave_are_not_held() -> None:
+    few, many = (world(1, "alone").run(offloaded, blocks)[0] for blocks in (24, 48))
+    assert many - few < 64 * 64 * 4  # less than one of those of 24 further blocks
+
+
 def on_the_host() -> tuple[dict[str, int], int]:
     """The planned bytes on the host, and how much larger the process is for them."""
     wide = 2**13
