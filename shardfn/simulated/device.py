@@ -240,7 +240,7 @@ def _register() -> None:
 def _patched(device: Device) -> Iterator[None]:
     """Patches what torch does without an operation that modes see; and threads, each of which has modes of its own."""
     with torch.device("cpu"):  # torch remembers from now on which constructors take the default device
-        torch.empty(0)
+        torch.empty(0, device=None)
     fake: Any = dynamo.fake_tensors()
     patches: list[tuple[Any, str, Any]] = [(torch, "Generator", _Generator)]
     patches += [(fake, "tolist", lambda x: x.cpu().tolist())]
@@ -279,7 +279,7 @@ def _copied(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(make)
     def made(data: Any, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Tensor:
-        to = torch.empty(0).device if device is None else torch.device(device)
+        to = torch.empty(0, device=None).device if device is None else torch.device(device)
         if to.type != NAME:
             return make(data, dtype=dtype, device=device, **options)
         return make(data, dtype=dtype, device=data.device if isinstance(data, Tensor) else "cpu", **options).to(to)
