@@ -111,6 +111,11 @@ def fake_of(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 _first: dict[torch.device, dict[str, Any]] = {}
 
 
+def redraws() -> tuple[Any, str]:
+    """Returns where torch draws numbers again until none is too large: a module, and a name in it."""
+    return torch.nn.init, "_no_grad_trunc_normal_"
+
+
 def depends_on_numbers() -> tuple[type[Exception], ...]:
     """Returns the exceptions of ops on such tensors that would have to look at data."""
     from torch._subclasses import fake_tensor

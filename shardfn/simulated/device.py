@@ -37,6 +37,9 @@ from shardfn.simulated.capture import Capture, Graph
 from shardfn.simulated.clocks import HOST, ByStorage, Clocks, Current, Point, device_index
 from shardfn.simulated.operations import NAME, Operations, line, twin, waits_for
 
+ENDLESS = 5000
+"""Waits of one line after which a loop is taken to wait for numbers."""
+
 
 class Wait(NamedTuple):
     """Waits of the host of one kind at one line.
@@ -139,7 +142,13 @@ class Device:
             self.graph.refuse(kind)
         self.clocks.synchronize(self.stream())
         with self._lock:
-            self._waits[kind, line()] += 1
+            where = line()
+            self._waits[kind, where] += 1
+        if not self.values and self._waits[kind, where] > ENDLESS:
+            raise NotImplementedError(
+                f"{kind} at {where} came {ENDLESS} times: a loop that ends by numbers does not end here, where the "
+                f"simulated device has none"
+            )
         if self.listener is not None:
             self.listener.asked(kind)
 
@@ -232,7 +241,7 @@ def _register() -> None:
 def _patched(device: Device) -> Iterator[None]:
     """Patches what torch does without an operation that modes see; and threads, each of which has modes of its own."""
     with torch.device("cpu"):  # torch remembers from now on which constructors take the default device
-        torch.empty(0)
+        torch.empty(0, device=None)
     fake: Any = dynamo.fake_tensors()
     patches: list[tuple[Any, str, Any]] = [(torch, "Generator", _Generator)]
     patches += [(fake, "tolist", lambda x: x.cpu().tolist())]
@@ -243,6 +252,7 @@ def _patched(device: Device) -> Iterator[None]:
     patches += [(kind, "wait", waits_for(device, kind.wait)) for kind in handles]
     if not device.values:  # what arrives on the host is ones, which no check would accept
         add = LateChecks.add
+        patches.append((*dynamo.redraws(), lambda x, *_, **__: x))
         patches.append((LateChecks, "add", lambda checks, x, wrong: add(checks, x, lambda _: None)))
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
     try:
@@ -270,7 +280,7 @@ def _copied(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(make)
     def made(data: Any, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Tensor:
-        to = torch.empty(0).device if device is None else torch.device(device)
+        to = torch.empty(0, device=None).device if device is None else torch.device(device)
         if to.type != NAME:
             return make(data, dtype=dtype, device=device, **options)
         return make(data, dtype=dtype, device=data.device if isinstance(data, Tensor) else "cpu", **options).to(to)

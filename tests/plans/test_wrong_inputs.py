@@ -29,6 +29,12 @@ def refused(calls: dict[str, Call]) -> dict[str, str]:
     return found
 
 
+def halved(x: torch.Tensor) -> torch.Tensor:
+    while x.sum() > 0.5:
+        x = x / 2
+    return x
+
+
 def blocks() -> dict[str, str]:
     def block(*args: Any, **kwargs: Any) -> Call:
         def opened() -> None:
@@ -59,6 +65,7 @@ def blocks() -> dict[str, str]:
         "what a step returned": inside(lambda: sf.plan((1, 2), 3)),  # type: ignore[arg-type]
         "a mesh of text": inside(lambda: sf.plan(lambda: None, mesh="shard=2")),  # type: ignore[arg-type]
         "numbers of the host": inside(lambda: sf.plan(lambda x: x @ torch.ones(3, 3), host)),
+        "a loop by numbers": inside(lambda: sf.plan(halved, torch.ones(3))),
         "sizes by numbers": inside(lambda: sf.plan(torch.unique, torch.ones(3))),
     })  # fmt: skip
 
@@ -79,6 +86,7 @@ def test_blocks_and_steps() -> None:
         "what a step returned": "TypeError: plan: the step is of type tuple, not a function: pass it without calling",
         "a mesh of text": "TypeError: the mesh is of type str",
         "numbers of the host": "RuntimeError: aten::mm at test_wrong_inputs.py:",
+        "a loop by numbers": "NotImplementedError: item at test_wrong_inputs.py:",
         "sizes by numbers": "NotImplementedError: aten::_unique2",
     }
     assert {name: found[name][: len(start)] for name, start in wanted.items()} == wanted
