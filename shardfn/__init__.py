@@ -5,6 +5,8 @@ model code. `shard_map` runs such a function on a mesh of processes, and collect
 gradient that calculus gives them, under the transforms of torch.func.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from shardfn import checkpoint, interop, lora, optim, parallel, quant, run, translate
 from shardfn.check.findings import Finding, VaryingError, VaryingWarning
 from shardfn.check.varying import typeof
@@ -32,13 +34,7 @@ from shardfn.mesh.grid import AxisName
 from shardfn.mesh.make import make_mesh
 from shardfn.mesh.spec import P, by_path, global_shape, local_shape
 from shardfn.optim.norms import vdot
-from shardfn.plans.chips import Chip
-from shardfn.plans.links import Links
-from shardfn.plans.measuring import measure_chip, measure_links
 from shardfn.plans.memory import Memory, memory
-from shardfn.plans.plan import Plan
-from shardfn.plans.planning import plan, planning
-from shardfn.plans.profiling import Profile, profile_step
 from shardfn.plans.showing import show
 from shardfn.shards.init import init, init_sharded
 from shardfn.shards.layout import FlatShard, Layout, local_parameters
@@ -73,7 +69,29 @@ from shardfn.transforms.graphed import graphed
 from shardfn.transforms.jacobian import hessian, jacfwd, jacrev
 from shardfn.transforms.shard_map import shard_map
 
+if TYPE_CHECKING:
+    from shardfn.plans.chips import Chip
+    from shardfn.plans.links import Links
+    from shardfn.plans.measuring import measure_chip, measure_links
+    from shardfn.plans.plan import Plan
+    from shardfn.plans.planning import plan, planning
+    from shardfn.plans.profiling import Profile, profile_step
+
 __version__ = "0.1.0"
+
+_WHEN_USED = {  # names for planning, which a step needs not
+    "Chip": "chips", "Links": "links", "measure_chip": "measuring", "measure_links": "measuring", "Plan": "plan",
+    "plan": "planning", "planning": "planning", "Profile": "profiling", "profile_step": "profiling",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHEN_USED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"shardfn.plans.{_WHEN_USED[name]}"), name)
+
 
 __all__ = [
     "AxisName",

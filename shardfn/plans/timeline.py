@@ -126,13 +126,8 @@ def timed(
     begins, ends = _run(plan.works, jobs, chip.host)
     spans = _Spans(plan.works, begins, ends)
     total = max(ends, default=0.0)
-    peak = sum(
-        count / chip.rate(dtype)
-        for work in plan.works
-        if work.phase != "recompute"
-        for dtype, count in work.flops.items()
-        if count
-    )
+    useful = [work for work in plan.works if work.phase != "recompute"]
+    peak = sum(count / chip.rate(dtype) for work in useful for dtype, count in work.flops.items() if count)
     return Timeline(
         links=links.name,
         chip=chip.name,
