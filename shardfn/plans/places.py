@@ -20,6 +20,7 @@ from shardfn.compat.flops import operation_number
 from shardfn.simulated.operations import ELSEWHERE
 
 _PACKAGE = str(pathlib.Path(shardfn.__file__).resolve().parent) + "/"
+_MODELS = _PACKAGE + "shapes/"  # known models, which stand for the user's
 _UNSEEN = ("simulated/", "plans/", "testing/", "compat/modes.py")
 _LIBRARY = (*ELSEWHERE, str(pathlib.Path(os.__file__).parent) + "/", "<")
 # What part of the package makes memory for what; a folder or a file of it. The first that is on the stack decides.
@@ -123,7 +124,7 @@ class Places:
 
     def _seen(self, code: CodeType) -> _Code:
         file = code.co_filename
-        if file.startswith(_PACKAGE):
+        if file.startswith(_PACKAGE) and not file.startswith(_MODELS):
             name = file.removeprefix(_PACKAGE)
             parts = [part for start, part in _PARTS.items() if name.startswith(start)]
             kind = "library" if name.startswith(_UNSEEN) else "package"
