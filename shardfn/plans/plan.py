@@ -44,19 +44,6 @@ class Plan(Views):
         allocator: the most bytes on the device as CUDA's caching allocator counts them: each tensor has whole 512.
     """
 
-    name: str
-    mesh: dict[str, int]
-    rank: int
-    works: tuple[Work, ...]
-    held: tuple[Held, ...]
-    host: dict[str, int]
-    disk: dict[str, int]
-    peak: Held
-    allocations: tuple[Allocation, ...]
-    parameters: int
-    allocator: int = 0
-    assumed: tuple[str, ...] = ()
-
     def timed(
         self, links: Links | str, chip: Chip | str, per_node: int | None = None, tokens: float | None = None
     ) -> Timeline:

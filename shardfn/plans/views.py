@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardfn.plans import chart, table, trace, webpage
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+@dataclass(frozen=True, repr=False)
 class Views(Printed):
-    """The pictures of a plan, which has these attributes."""
+    """The pictures of a plan; its attributes are as in `Plan`."""
 
     name: str
     mesh: dict[str, int]
@@ -29,8 +31,8 @@ class Views(Printed):
     peak: Held
     allocations: tuple[Allocation, ...]
     parameters: int
-    allocator: int
-    assumed: tuple[str, ...]
+    allocator: int = 0
+    assumed: tuple[str, ...] = ()
 
     @property
     def told(self) -> str:

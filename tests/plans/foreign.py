@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import shardfn as sf
 import shardfn.optim as so
 from shardfn import P, interop, lora
-from tests.plans.planned import Sent, sent, sent_by
+from tests.plans.planned import Sent, sent_by, sent_by_second
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 DATA = "shard"
@@ -258,14 +258,7 @@ PROGRAMS: dict[str, Callable[[Any], Program]] = {
 @sf.debug(memory=False)
 def ran(names: list[str]) -> list[list[Sent]]:
     """The collectives of the second step of each program, on CPU processes."""
-    found = []
-    for name in names:
-        step, args = PROGRAMS[name](sf.make_mesh(shard=2, device="cpu"))
-        step(*args)
-        with sf.ledger() as log:
-            step(*args)
-        found.append(sent(log.records))
-    return found
+    return [sent_by_second(*PROGRAMS[name](sf.make_mesh(shard=2, device="cpu"))) for name in names]
 
 
 @sf.debug(memory=False)

@@ -148,17 +148,21 @@ def sent_by(plan: sf.Plan) -> list[Sent]:
     ]
 
 
+def sent_by_second(step: Any, args: tuple[Any, ...]) -> list[Sent]:
+    """The collectives of a program's second step."""
+    step(*args)
+    with sf.ledger() as log:
+        step(*args)
+    return sent(log.records)
+
+
 @sf.debug(memory=False)
 def ran(cases: list[tuple[str, str]], ranks: int) -> list[list[Sent]]:
     """The collectives of the second step of each program, on CPU processes."""
     found = []
     with tempfile.TemporaryDirectory() as scratch:
         for strategy, variant in cases:
-            step, args = program(strategy, variant, ranks, "cpu", scratch)
-            step(*args)
-            with sf.ledger() as log:
-                step(*args)
-            found.append(sent(log.records))
+            found.append(sent_by_second(*program(strategy, variant, ranks, "cpu", scratch)))
     return found
 
 

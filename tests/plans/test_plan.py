@@ -75,6 +75,7 @@ def differences(cases: list[Case], ranks: int) -> list[str]:
 def test_what_is_planned_is_sent() -> None:
     cases = some(2)[:2]
     ran = world(2, "processes").run(programs.ran, cases, 2)[0]
+    assert all(ran)
     assert all(alike(*each) for each in zip(cases, planned(cases, 2), ran, strict=True))
 
 
