@@ -109,8 +109,10 @@ def _tried(
 
 
 def _least(smaller: Found, batch: int) -> int:
-    """Returns the bytes that a batch takes at least, by the plan of a smaller one: activations grow as it does, except
-    for what a step computes once, which is far less than a hundredth of them.
+    """Returns the bytes that a batch takes at least, by the plan of a smaller one.
+
+    Activations that stay on the device grow as the batch does, except for what a step computes once, such as rotary
+    angles: less than a hundredth of them.
     """
     assert smaller.figures is not None, "what fits was planned"
     activations = 0.99 * smaller.figures.peak.get("activations", 0)
