@@ -41,20 +41,23 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--mesh", type=_mesh, metavar="AXES", help="sizes of axes, such as replica=128,shard=8")
     command.add_argument("--ranks", type=count, metavar="N", help="in place of --mesh: list what fits on N ranks")
     command.add_argument("--rank", type=int, default=0, metavar="R", help="whose plan; default: 0")
-    command.add_argument("--strategy", default="full_shard", metavar="NAME", help="default: %(default)s")
-    command.add_argument("--remat", choices=("off", "on", "offload"), default="off", help="default: %(default)s")
-    command.add_argument("--batch", type=count, default=1, metavar="N", help="sequences for a rank; default: 1")
-    command.add_argument("--micro", type=count, default=1, metavar="N", help="micro-batches; default: 1")
-    command.add_argument("--sequence", type=count, default=0, metavar="N", help="tokens; default: the model's most")
-    command.add_argument("--dtype", default="bfloat16", help="of computing and gathering; default: %(default)s")
-    command.add_argument(
-        "--kept", default="float32", metavar="DTYPE", help="of parameters, gradients and state; default: %(default)s"
-    )
-    command.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="default: %(default)s")
+    command.add_argument("--strategy", metavar="NAME", help="default: %(default)s")
+    command.add_argument("--remat", choices=("off", "on", "offload"), help="default: %(default)s")
+    command.add_argument("--batch", type=count, metavar="N", help="sequences for a rank; default: 1")
+    command.add_argument("--micro", type=count, metavar="N", help="micro-batches; default: 1")
+    command.add_argument("--sequence", type=count, metavar="N", help="tokens; default: the model's most")
+    command.add_argument("--dtype", help="of computing and gathering; default: %(default)s")
+    command.add_argument("--kept", metavar="DTYPE", help="of parameters, gradients and state; default: %(default)s")
+    command.add_argument("--optimizer", choices=tuple(OPTIMIZERS), help="default: %(default)s")
     for kind in ("params", "grads", "state"):
-        command.add_argument(f"--{kind}-on", choices=get_args(Tier), default="device", help="default: %(default)s")
-    command.add_argument("--fit", metavar="SIZE", help="the memory of a device, such as 80GiB; default: the chip's")
-    command.add_argument("--reserve", default=RESERVE, metavar="SIZE", help="of it, left free; default: %(default)s")
+        command.add_argument(f"--{kind}-on", choices=get_args(Tier), help="default: %(default)s")
+    command.set_defaults(**_OF_MODELS)
+    command.add_argument(
+        "--fit", type=_memory, metavar="SIZE", help="the memory of a device, such as 80GiB; default: the chip's"
+    )
+    command.add_argument(
+        "--reserve", type=_memory, default=RESERVE, metavar="SIZE", help="of it, left free; default: %(default)s"
+    )
     command.add_argument(
         "--chip",
         default="h100",
@@ -125,8 +128,20 @@ def _made(args: argparse.Namespace) -> tuple[Plan, int | None]:
     return planned_config(Path(args.what), setting, args.rank), tokens
 
 
+_OF_MODELS = {  # options for what this command makes itself, and their defaults
+    "strategy": "full_shard", "remat": "off", "batch": 1, "micro": 1, "sequence": 0, "dtype": "bfloat16",
+    "kept": "float32", "optimizer": "adamw", "params_on": "device", "grads_on": "device", "state_on": "device",
+}  # fmt: skip
+
+
 def _own(args: argparse.Namespace) -> Plan:
     """Returns the plan of the user's own step."""
+    given = [f"--{name.replace('_', '-')}" for name, default in _OF_MODELS.items() if getattr(args, name) != default]
+    if given:
+        raise ValueError(
+            f"plan: {', '.join(given)}: not for a step of your own, which {args.what} says itself; leave it out, and "
+            f"change the function"
+        )
     module, _, name = args.what.partition(":")
     sys.path.insert(0, os.getcwd())
     found = getattr(importlib.import_module(module), name, None)
@@ -216,6 +231,10 @@ def _row(each: Found) -> tuple[Any, ...]:
 def json_of(found: list[Found]) -> str:
     """Returns a list of ways as JSON."""
     return json.dumps([plain(each) | {"fits": each.fits} for each in found], indent=1) + "\n"
+
+
+def _memory(text: str) -> str | int:
+    return int(text) if text.isdecimal() else text
 
 
 def _mesh(text: str) -> dict[str, int]:

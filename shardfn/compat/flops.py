@@ -24,7 +24,8 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     formula = _formulas().get(func.overloadpacket)
     if formula is None:
         return 0
-    key = func.overloadpacket, *(tuple(x.shape) for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+    leaves = optree.tree_leaves((args, kwargs, out))
+    key = func.overloadpacket, *(tuple(x.shape) if isinstance(x, Tensor) else x for x in leaves)
     if key not in _known:
         args, kwargs, out = optree.tree_map(_shape, (args, kwargs, out), none_is_leaf=True)
         if "attention" in str(func.overloadpacket):  # the formulas want as many heads of keys as of queries

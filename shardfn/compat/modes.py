@@ -70,6 +70,8 @@ def _kept_out(plain: Any, disabled: Any) -> Any:
 
 def _compiles() -> bool:
     """Whether torch.compile may trace here: all of it is loaded, and, if that can be asked, it looks at calls."""
+    if torch.compiler.is_compiling():  # a constant where it traces this itself, after a break in its graph
+        return True
     compiler = sys.modules.get("torch._dynamo")
     if compiler is None or getattr(compiler.__spec__, "_initializing", False):
         return False

@@ -120,7 +120,8 @@ def _changes(plan: Plan, missing: int) -> tuple[Change, ...]:
         savings[f"twice as many ranks along {half!r}"] = kept // 2
     working = kinds.get("activations", 0) + kinds.get("transients", 0)
     times = 2 ** max(1, math.ceil(math.log2(working / (working - missing)))) if working > missing else 2
-    savings[f"micro-batches {times} times as small, accumulate(micro={times})"] = working - working // times
+    micro = f"micro-batches {times} times as small, accumulate(micro={times}), if there are as many rows"
+    savings[micro] = working - working // times
     changes = [Change(what, saves, saves >= missing) for what, saves in savings.items() if saves]
     return tuple(sorted(changes, key=lambda each: (not each.enough, each.saves if each.enough else -each.saves)))
 

@@ -64,10 +64,25 @@ class Plan(Views):
 
         Raises:
             TypeError: works have no such attribute.
-            ValueError: there is no such pass.
+            ValueError: there is no such pass; or the mesh has no such axis.
         """
-        _known(wanted)
+        wanted = self._known(wanted)
         return [work for work in self.works if all(getattr(work, key) == value for key, value in wanted.items())]
+
+    def _known(self, wanted: dict[str, object]) -> dict[str, object]:
+        """What is wanted, with the axis as works have it."""
+        names = [field.name for field in fields(Work)]
+        for name in wanted:
+            if name not in names:
+                raise TypeError(f"works of a plan have no attribute {short(repr(name))}; they have {listed(names, 20)}")
+        if wanted.get("phase", PHASES[0]) not in PHASES:
+            raise ValueError(f"phase={short(repr(wanted['phase']))}; a plan has {listed(PHASES)}")
+        axis: Any = wanted.get("axis", ())
+        axis = (axis,) if isinstance(axis, str) else tuple(axis)
+        for name in axis:
+            if name not in self.mesh:
+                raise ValueError(f"axis {short(repr(name))}: the plan's mesh has {listed(self.mesh) or 'none'}")
+        return wanted | ({"axis": axis} if "axis" in wanted else {})
 
     def count(self, **wanted: object) -> int:
         """Returns the number of works with these attributes."""
@@ -211,15 +226,6 @@ def _read(values: dict[str, Any], where: str) -> dict[str, Any]:
         raise TypeError("sizes are numbers")
     more = {"works": works, "held": held, "allocations": made, "assumed": values["assumed"]}
     return values | {key: tuple(value) for key, value in more.items()} | {"peak": peak}
-
-
-def _known(wanted: dict[str, object]) -> None:
-    names = [field.name for field in fields(Work)]
-    for name in wanted:
-        if name not in names:
-            raise TypeError(f"works of a plan have no attribute {short(repr(name))}; they have {listed(names, 20)}")
-    if wanted.get("phase", PHASES[0]) not in PHASES:
-        raise ValueError(f"phase={short(repr(wanted['phase']))}; a plan has {listed(PHASES)}")
 
 
 _Known = tuple[str, tuple[str, ...], str, str, int, bool, bool]

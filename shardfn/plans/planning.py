@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn.compat import attention, process_groups
+from shardfn.compat import attention, dynamo, process_groups
 from shardfn.mesh.axes import sizes
 from shardfn.mesh.planned import planning_on
 from shardfn.mesh.scope import current_mesh, mesh_of
@@ -25,7 +25,7 @@ from shardfn.quoting import short, short_errors
 from shardfn.shards.layout import is_flat
 from shardfn.simulated.clocks import HOST
 from shardfn.simulated.device import Device, simulated
-from shardfn.stages.ring import forget_tags
+from shardfn.stages.ring import forget_devices
 from shardfn.tiers import transfers
 
 if TYPE_CHECKING:
@@ -58,12 +58,14 @@ def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device
     Example:
         ``with sf.planning(ranks=1024): mesh = sf.make_mesh(replica=128, shard=8); ...; print(sf.plan(step, params))``
     """
-    for name, number in (("ranks", ranks), ("rank", rank), ("per_node", per_node)):
+    for name, number, least in (("ranks", ranks, 1), ("rank", rank, 0), ("per_node", per_node, 1)):
         if type(number) is not int:
             raise TypeError(f"planning: {name}={short(repr(number))}; it is a whole number")
-    if per_node < 1:
-        raise ValueError(f"planning: per_node={per_node}; a node has 1 rank or more")
-    if not 0 <= rank < ranks:
+        if number < least:
+            raise ValueError(f"planning: {name}={number}; it is at least {least}")
+    if _open:
+        raise RuntimeError("planning: such a block is open already: plan one after another")
+    if rank >= ranks:
         raise ValueError(f"planning: rank={rank} of ranks={ranks}; ranks are numbered from 0 to ranks - 1")
     if dist.is_initialized():
         raise RuntimeError(
@@ -71,8 +73,7 @@ def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device
             f"{dist.get_backend()}, and cannot be another: plan in a process of its own, or before the first make_mesh"
         )
     recorder = Recorder()
-    forget_tags()  # of another device of this name, whose memory would not be seen here
-    transfers.buffers.forget()
+    _forget()
     with (
         simulated(ranks, rank, listener=recorder, races=False) as device,
         planning_on(device.name),
@@ -85,6 +86,13 @@ def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device
                 yield device
         finally:
             _open.clear()
+            _forget()
+
+
+def _forget() -> None:
+    """Drops what is kept for devices of this name: another's memory would not be seen."""
+    forget_devices()
+    transfers.buffers.forget()
 
 
 _open: list[tuple[Recorder, int]] = []
@@ -96,6 +104,7 @@ def _collecting_little() -> Iterator[None]:
     if gc.get_freeze_count():  # someone else uses this
         yield
         return
+    gc.collect()  # or what blocks before left in circles would stay
     gc.freeze()
     try:
         yield
@@ -151,7 +160,7 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
         sizes(mesh)  # which refuses what is no mesh
     given = named(step, args, kwargs)
     parameters = mark(recorder, given)
-    with _without_collector():
+    with _without_collector(), dynamo.taken_for_real():
         step(*args, **kwargs)
         gc.collect()
         before = {block: block.nbytes for block in recorder.blocks.values()}

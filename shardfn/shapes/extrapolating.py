@@ -131,7 +131,6 @@ def _peaks(plan: Plan, near: int) -> dict[tuple[object, ...], Counter[str]]:
     """Returns the largest of what is held, by place: the phase, and the stage by its distance from an end."""
     numbers = [int(match[1]) for work in plan.works if (match := re.search(r"blocks\.(\d+)", work.stage))]
     depth, found = max(numbers) + 1, dict[tuple[object, ...], Counter[str]]()
-    nth: Counter[tuple[object, ...]] = Counter()
     for entry in plan.held:
         work = plan.works[entry.at]
         match = re.search(r"blocks\.(\d+)", work.stage)
@@ -142,7 +141,6 @@ def _peaks(plan: Plan, near: int) -> dict[tuple[object, ...], Counter[str]]:
             if near <= k < depth - near:
                 continue
         place = (work.kind, work.phase, stage)
-        nth[place] += 1
         if place not in found or entry.total > found[place].total():
             found[place] = Counter(entry.kinds)
     return found

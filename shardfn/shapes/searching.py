@@ -25,9 +25,8 @@ class Found:
 
     Attributes:
         setting: the way.
-        figures: of a rank in a step; None if it is known without a plan that it does not fit: what is kept alone
-            exceeds the memory, or what a smaller batch's plan says, with as many times the activations.
-        spare: bytes of memory that are left over; negative if it does not fit, and then at most this without a plan.
+        figures: of a rank in a step; None if what is kept alone exceeds the memory.
+        spare: bytes of memory that are left over; negative if it does not fit.
         tokens: a second, on all ranks.
         cost: GPU hours for a billion tokens; infinite if it does not fit.
     """
@@ -81,23 +80,19 @@ def search(
     for tiers in ({}, {"state": "host"}, {"params": "host", "grads": "host", "state": "host"}):
         for strategy, mesh in ways(shape, ranks, base.per_node):
             for remat in ("off", "on"):
-                smaller: Found | None = None
                 for batch in batches:
                     setting = replace(base, mesh=mesh, strategy=strategy, remat=remat, batch=batch, tiers=tiers)  # type: ignore[arg-type]
-                    smaller = _tried(shape, setting, room, links, chip, smaller)
-                    found.append(smaller)
-                    told(smaller)
-                    if not smaller.fits:
+                    found.append(_tried(shape, setting, room, links, chip))
+                    told(found[-1])
+                    if not found[-1].fits:
                         break
         if any(each.fits for each in found):
             break
     return sorted(found, key=lambda each: (each.cost, -each.spare))
 
 
-def _tried(
-    shape: Shape, setting: Setting, room: int, links: Links | str, chip: Chip | str, smaller: Found | None
-) -> Found:
-    least = kept(shape, setting) if smaller is None else _least(smaller, setting.batch)
+def _tried(shape: Shape, setting: Setting, room: int, links: Links | str, chip: Chip | str) -> Found:
+    least = kept(shape, setting)
     if least > room:
         return Found(setting, None, room - least)
     figures = extrapolated(shape, setting, links, chip)
@@ -106,17 +101,6 @@ def _tried(
     tokens = each * setting.ranks / setting.mesh.get("tensor", 1) / figures.seconds
     cost = setting.ranks / tokens * 1e9 / 3600 if spare >= 0 else math.inf
     return Found(setting, figures, spare, tokens, cost)
-
-
-def _least(smaller: Found, batch: int) -> int:
-    """Returns the bytes that a batch takes at least, by the plan of a smaller one.
-
-    Activations that stay on the device grow as the batch does, except for what a step computes once, such as rotary
-    angles: less than a hundredth of them.
-    """
-    assert smaller.figures is not None, "what fits was planned"
-    activations = 0.99 * smaller.figures.peak.get("activations", 0)
-    return smaller.figures.needed + int(activations * (batch / smaller.setting.batch - 1))
 
 
 def kept(shape: Shape, setting: Setting) -> int:

@@ -144,7 +144,8 @@ class Device:
         with self._lock:
             where = line()
             self._waits[kind, where] += 1
-        if not self.values and self._waits[kind, where] > ENDLESS:
+        reads = not kind.startswith(("copy cpu", "cpu collective"))
+        if reads and not self.values and self._waits[kind, where] > ENDLESS:
             raise NotImplementedError(
                 f"{kind} at {where} came {ENDLESS} times: a loop that ends by numbers does not end here, where the "
                 f"simulated device has none"

@@ -38,8 +38,10 @@ Results = tuple[list[Any], Any]
 
 def key_of(func: Any, args: Any, kwargs: Any) -> Any:
     """What the result depends on; None if it cannot be said."""
+    if func.overloadpacket in _PLACING:
+        return None
     try:
-        key = func, _described(args), _described(kwargs)
+        key = func, _described(args), _described(kwargs), torch.get_default_dtype()
         hash(key)
     except TypeError:
         return None
@@ -61,6 +63,9 @@ def _described(value: Any) -> Any:
     raise TypeError  # a storage, say, whose memory a key would keep
 
 
+_PLACING = {  # where in which memory their results are, shapes do not say
+    torch.ops.aten.as_strided, torch.ops.aten.as_strided_, torch.ops.aten.resize_, torch.ops.aten.set_,
+}  # fmt: skip
 _PLAIN = {
     int, float, complex, bool, type(None), str, torch.dtype, torch.device, torch.Size, torch.layout,
     torch.memory_format,
@@ -87,7 +92,7 @@ def _result(x: Tensor, given: list[Tensor], numbers: dict[int, int]) -> _Result:
 def again(remembered: Results, args: Any, kwargs: Any) -> Any:
     """The same result for these arguments."""
     leaves, tree = remembered
-    if tree.num_nodes == 1 and type(leaves[0]) is _Result:  # one tensor, as of most operations
+    if len(leaves) == tree.num_nodes == 1 and type(leaves[0]) is _Result:  # one tensor, as of most operations
         return _made(leaves[0], tensors_in(args, kwargs) if leaves[0].argument >= 0 else [])
     given = tensors_in(args, kwargs) if any(type(x) is _Result and x.argument >= 0 for x in leaves) else []
     return optree.tree_unflatten(tree, [_made(x, given) if type(x) is _Result else x for x in leaves])

@@ -61,9 +61,13 @@ _left: deque[tuple[GatherStream, list[Handle], tuple[Tensor, ...]]] = deque()
 def _free_left() -> None:
     """Frees such memory, for the allocator to use again only after the transfers."""
     while _left and capturing() is None:
-        stream, _, memory = _left.popleft()
+        try:
+            stream, _, memory = _left.popleft()
+        except IndexError:  # another thread took it
+            return
         for x in memory:
-            x.record_stream(stream.stream)
+            if x.device.type != "cpu":  # where shards may be
+                x.record_stream(stream.stream)
 
 
 class Slot:
@@ -342,9 +346,10 @@ def _tag(gather: Gather, device: torch.device) -> Tensor:
     return gather.tag.to(device)
 
 
-def forget_tags() -> None:
-    """Drops the tags that are kept on devices."""
+def forget_devices() -> None:
+    """Drops what is kept on devices: tags, and the memory of transfers that nobody waited for."""
     _tag.cache_clear()
+    _left.clear()
 
 
 class _Arrival:
@@ -456,6 +461,7 @@ class Ring:
 
     def empty(self) -> None:
         """Ends all transfers into slots that calls take in turn, and forgets what they hold and since when."""
+        _free_left()
         for slot in self.slots:
             if slot.works or slot.holds is not None:
                 slot.give_back()

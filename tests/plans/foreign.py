@@ -271,3 +271,12 @@ def planned(names: list[str]) -> list[list[Sent]]:
             found.append(sent_by(sf.plan(step, *args)))
             del step, args
     return found
+
+
+@sf.debug(memory=False)
+def masks(name: str) -> list[str]:
+    """Where attention masks are made in the plan of a model, whose run makes none."""
+    with sf.planning(2):
+        step, args = PROGRAMS[name](sf.make_mesh(shard=2))
+        plan = sf.plan(step, *args)
+        return [each.where for each in plan.allocations if "mask" in each.where]

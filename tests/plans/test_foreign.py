@@ -24,3 +24,8 @@ def test_programs_send_what_is_planned(name: str) -> None:
 
     assert Counter(map(told, plan)) == Counter(map(told, run))
     assert run
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+def test_no_attention_mask_is_held_that_a_run_does_not_make(name: str) -> None:
+    assert world(1, "alone").run(foreign.masks, name) == [[]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import resource
 import tempfile
 from collections import Counter
@@ -150,6 +151,9 @@ def test_works() -> None:
     gathers = plan.select(kind="all_gather", stage="blocks.1")
     assert [work.phase for work in gathers] == ["forward", "backward"]
     assert all(work.ranks == 2 and work.nodes == 1 and work.scheduled for work in gathers)
+    assert plan.sent(axis="shard") == plan.sent(axis=["shard"]) == plan.sent(axis=("shard",)) > 0
+    with pytest.raises(ValueError, match="axis 'shrad': the plan's mesh has"):
+        plan.sent(axis="shrad")
     tokens = programs.ROWS * 8
     each = 2 * 2 * tokens * programs.WIDTH * programs.HIDDEN
     assert plan.flops(stage="blocks.1", phase="forward") == plan.flops(stage="blocks.1", phase="recompute") == each
@@ -341,3 +345,74 @@ def test_disks_are_planned_without_a_folder_and_without_room() -> None:
     [(disk, said)] = world(1, "alone").run(on_disk)
     assert disk == said
     assert disk["parameters"] == 2**25 + 4096  # a piece ends with what tells stages apart, in a block of its own
+
+
+def made_again() -> list[str]:
+    """Operations whose results arguments of equal shapes do not say; those that are not as on the CPU."""
+
+    def tried(device: str) -> list[Any]:
+        x, y = torch.zeros(4, 6, device=device), torch.ones(4, 6, device=device)
+        found: list[Any] = []
+        for _ in range(2):
+            found.append(len(torch.empty(0, 3, device=device).unbind(0)))
+            a, b = torch.empty(3, device=device), torch.empty(9, device=device)
+            for other in (x[0, :3], y[0, :3]):  # of equal shapes, in other memory
+                a.set_(other)  # type: ignore[call-overload]  # torch's stubs lack it
+                found.append(a.untyped_storage()._cdata == other.untyped_storage()._cdata)
+            found += [z.as_strided((2,), (1,), 3).storage_offset() for z in (x[1], x[2], b)]
+        for dtype in (torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            found += [torch.ones(7, device=device).dtype, (torch.ones(3, dtype=torch.int64, device=device) / 2).dtype]
+        return found
+
+    with sf.planning(1) as device:
+        planned, plain = tried(device.name), tried("cpu")
+    return [f"{i}: {a}, {b}" for i, (a, b) in enumerate(zip(planned, plain, strict=True)) if a != b]
+
+
+def test_what_was_found_for_like_arguments_holds_for_these() -> None:
+    assert world(1, "alone").run(made_again) == [[]]
+
+
+def counted() -> tuple[int, int]:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(x, w).sum() + F.conv2d(x, w, stride=2).sum() + F.conv_transpose2d(x, w).sum()
+
+    with FlopCounterMode(display=False) as counter:
+        step(torch.ones(2, 4, 9, 9), torch.ones(4, 4, 3, 3))
+    with sf.planning(1):
+        plan = sf.plan(step, torch.ones(2, 4, 9, 9), torch.ones(4, 4, 3, 3))
+    return plan.flops(), counter.get_total_flops()
+
+
+def test_operations_are_counted_as_torch_counts_them() -> None:
+    ((ours, torchs),) = world(1, "alone").run(counted)
+    assert ours == torchs > 0
+
+
+def often() -> tuple[int, str]:
+    """How much of blocks before is left, and what the error of a loop is."""
+    from shardfn.plans.recorder import Recorder
+    from shardfn.simulated import device
+
+    device.ENDLESS = 20
+    for _ in range(4):
+        programs.planned([("full_shard", "plain")], 2, 0)
+    left = sum(type(x) is Recorder for x in gc.get_objects())
+    with sf.planning(1):
+        for _ in range(50):
+            x = torch.tensor(1.0)  # which reads nothing
+        try:
+            while x.item():
+                pass
+        except NotImplementedError as error:
+            return left, str(error)
+    return left, ""
+
+
+def test_blocks_leave_nothing_and_only_loops_that_read_numbers_are_endless() -> None:
+    [(left, told)] = world(1, "alone").run(often)
+    assert left <= 1
+    assert "a loop that ends by numbers" in told

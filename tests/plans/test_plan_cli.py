@@ -13,7 +13,7 @@ import pytest
 
 from shardfn.plans.plan import Plan
 from shardfn.shapes.extrapolating import extrapolated, figures
-from shardfn.shapes.searching import Found, _least, search, ways
+from shardfn.shapes.searching import search, ways
 from shardfn.shapes.settings import Setting, planned
 from shardfn.shapes.sizes import SHAPES, Shape
 from shardfn.testing import world
@@ -109,22 +109,6 @@ def test_ways_use_all_ranks_and_nodes_first() -> None:
         assert ("hybrid_shard", {"replica": ranks // 8, "shard": 8}) in found or ranks == 8
 
 
-def bounded(shape: Shape, setting: Setting) -> tuple[int, int, int]:
-    """What a batch four times as large takes at least by the smaller one's plan, between what both take."""
-    plans = [extrapolated(shape, replace(setting, batch=batch), "h100", "h100") for batch in (1, 4)]
-    smaller = Found(replace(setting, batch=1), plans[0], 0)
-    return plans[0].needed, _least(smaller, 4), plans[1].needed
-
-
-@pytest.mark.parametrize("tiers", [{}, {"state": "host"}], ids=["device", "host"])
-@pytest.mark.parametrize("remat", ["off", "on"])
-@pytest.mark.parametrize("more", [{}, {"experts": 4, "chosen": 2}, {"tied": True}, {"gpt": True}], ids=str)
-def test_no_batch_is_passed_over_that_would_fit(more: Any, remat: Any, tiers: Any) -> None:
-    setting = Setting({"shard": 8}, remat=remat, tiers=tiers)
-    ((small, least, large),) = world(1, "alone").run(bounded, replace(SMALL, **more), setting)
-    assert small <= least <= large
-
-
 def found_for(memory: str) -> list[tuple[str, bool, float]]:
     shape = replace(SMALL, layers=2)
     base = Setting({"shard": 2}, sequence=64)
@@ -200,6 +184,8 @@ def test_a_configuration_is_planned(tmp_path: Path) -> None:
         (("--model", "llama-8b", "--mesh", "shard=8,tensor=16"), "groups of heads, which tensor=16 does not divide"),
         (("--model", "gpt-124m", "--mesh", "shard=8", "--sequence", "9000"), "has 1024 places"),
         (("x:y", "--ranks", "8"), "pass --model NAME"),
+        (("x:y", "--mesh", "shard=2", "--remat", "on"), "--remat: not for a step of your own"),
+        (("--model", "gpt-124m", "--mesh", "shard=8", "--fit", "80Gib"), "'80Gib' is no size of memory"),
     ],
 )
 def test_wrong_arguments_are_one_line(

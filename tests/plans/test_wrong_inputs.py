@@ -73,11 +73,11 @@ def blocks() -> dict[str, str]:
 def test_blocks_and_steps() -> None:
     [found] = world(1, "alone").run(blocks)
     wanted = {
-        "no ranks": "ValueError: planning: rank=0 of ranks=0",
+        "no ranks": "ValueError: planning: ranks=0; it is at least 1",
         "a text": "TypeError: planning: ranks='8'; it is a whole number",
         "half a rank": "TypeError: planning: ranks=8.5",
         "no such rank": "ValueError: planning: rank=4 of ranks=4",
-        "a rank before the first": "ValueError: planning: rank=-1 of ranks=4",
+        "a rank before the first": "ValueError: planning: rank=-1; it is at least 0",
         "an empty node": "ValueError: planning: per_node=0",
         "a node of text": "TypeError: planning: per_node='8'",
         "a mesh of other ranks": "ValueError: make_mesh(shard=3) needs 3 processes, but the world has 2",
