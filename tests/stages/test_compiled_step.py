@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import shardfn as sf
 import shardfn.optim as so
+from shardfn.compat import modes
 from shardfn.testing import World
 from tests import models
 from tests.models import distance
@@ -355,3 +357,20 @@ def test_a_compiled_block_is_compiled_once_for_all_layers(world: World, options:
         assert off < 1e-12
         # The first layer's input needs no gradient, the others' do; under no_grad it is a graph of its own.
         assert graphs <= 2 + bool(options.get("remat"))
+
+
+def broken(x: torch.Tensor) -> torch.Tensor:
+    with open(os.devnull, "w") as file:
+        print("a break in the graph", file=file)
+    return x.sin() + 1
+
+
+def test_a_mode_that_watches_is_no_part_of_what_is_traced(recwarn: pytest.WarningsRecorder) -> None:
+    class Seen(modes.Watching):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    compiled = torch.compile(broken, backend="eager")
+    with Seen():
+        assert torch.equal(compiled(torch.ones(3)), torch.ones(3).sin() + 1)
+    assert not [str(told.message) for told in recwarn if "trace the builtin" in str(told.message)]
