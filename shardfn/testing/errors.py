@@ -49,7 +49,7 @@ class Failure:
 Outcome = Returned | Failure
 
 # Seconds that the other ranks have to answer after the first failure, before they count as waiting for that rank.
-GRACE = {"raised": 3.0, "died": 0.5, "waiting": 0.0}
+GRACE = 3.0
 
 
 class WorldError(RuntimeError):

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import IO
 
-from shardfn.testing import filters, serialization, stacks
-from shardfn.testing.errors import GRACE, Failure, Outcome
+from shardfn.testing import errors, filters, serialization, stacks
+from shardfn.testing.errors import Failure, Outcome
 from shardfn.testing.forkserver import Child, ForkServer, fork_server
 
 _START_SECONDS = 60.0
@@ -127,8 +127,8 @@ def _collect(ranks: Sequence[_Rank], deadline: float) -> tuple[list[Outcome], in
                 del waiting[number]
                 outcomes[number], groups = _answer(rank)
                 most_groups = max(most_groups, groups)
-                if isinstance(outcome := outcomes[number], Failure):
-                    limit = min(limit, time.monotonic() + GRACE[outcome.how])
+                if isinstance(outcomes[number], Failure):
+                    limit = min(limit, time.monotonic() + errors.GRACE)
     outcomes |= _stuck(list(waiting.values()))
     return [outcomes[rank.number] for rank in ranks], most_groups
 

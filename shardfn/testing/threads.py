@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from shardfn.compat import dynamo, process_groups
 from shardfn.mesh.groups import forget_world
-from shardfn.testing import serialization, stacks, state
-from shardfn.testing.errors import GRACE, Failure, Outcome, failure_of
+from shardfn.testing import errors, serialization, stacks, state
+from shardfn.testing.errors import Failure, Outcome, failure_of
 
 PATIENCE = 5.0  # seconds to wait for a thread that is leaving its world
 _strays: list[threading.Thread] = []
@@ -100,7 +100,7 @@ class _Run:
                 rank, outcome = self._outcomes.get(timeout=left)
                 outcomes[rank] = outcome
             if not cut_short and any(isinstance(outcome, Failure) for outcome in outcomes.values()):
-                cut_short, limit = True, min(limit, time.monotonic() + GRACE["raised"])
+                cut_short, limit = True, min(limit, time.monotonic() + errors.GRACE)
         return outcomes
 
 

@@ -26,8 +26,7 @@ from shardfn.collectives import into_buffers
 from shardfn.collectives.agree import compare
 from shardfn.collectives.ledger import attribution
 from shardfn.mesh.deadlock import State, waits_in_vain
-from shardfn.testing import World, WorldError, world
-from shardfn.testing.errors import GRACE
+from shardfn.testing import World, WorldError, errors, world
 from tests.heard import heard
 
 CULPRIT, SIZE, WITHIN = 1, 3, 10.0
@@ -418,8 +417,7 @@ def in_the_world(name: str) -> Any:
 
 @pytest.mark.parametrize("program", WAITING, ids=lambda program: program.__name__)
 def test_ranks_are_told_who_does_not_come(program: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(GRACE, "died", WITHIN)  # the others shall have time to notice
-    monkeypatch.setitem(GRACE, "raised", WITHIN)
+    monkeypatch.setattr(errors, "GRACE", WITHIN)  # the others shall have time to notice
     wanted = WAITING[program]
     size = 4 if program is sums_over_another_axis else SIZE
     with World(size, deadline=60) as fresh, pytest.raises(WorldError) as caught:

@@ -22,8 +22,7 @@ from shardfn.mesh import waiting, watchdog
 from shardfn.mesh.deadlock import State, waits_in_vain
 from shardfn.mesh.groups import group_over
 from shardfn.mesh.scope import mesh_of
-from shardfn.testing import World, WorldError, world
-from shardfn.testing.errors import GRACE
+from shardfn.testing import World, WorldError, errors, world
 from tests.heard import heard
 
 stage = sf.stage(lambda p, x: x + p.sum())
@@ -389,7 +388,7 @@ def test_a_group_whose_first_connection_is_closed_is_broken_all_the_same() -> No
 
 
 def test_a_rank_that_is_killed_before_a_group_is_made_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(GRACE, "died", 10.0)  # the other rank shall have time to notice
+    monkeypatch.setattr(errors, "GRACE", 10.0)  # the other rank shall have time to notice
 
     def body() -> str:
         if dist.get_rank() == 1:

@@ -17,8 +17,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import parallel
 from shardfn.parallel.pipeline import passes
-from shardfn.testing import World
-from shardfn.testing.errors import GRACE
+from shardfn.testing import World, errors
 
 either = pytest.mark.parametrize("world", [(2, "processes"), (4, "processes")], indirect=True, ids=["2", "4"])
 
@@ -464,8 +463,7 @@ def killed() -> None:
 
 @pytest.mark.world(4)
 def test_a_process_that_is_killed_is_an_error_on_all_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    for how in ("died", "raised"):  # ranks have as long after that as they have here at all
-        monkeypatch.setitem(GRACE, how, 20.0)
+    monkeypatch.setattr(errors, "GRACE", 20.0)  # ranks have as long after that as they have here at all
     for rank, error in enumerate(world.within(30).errors(killed)):
         if rank == 1:
             assert isinstance(error, ChildProcessError)

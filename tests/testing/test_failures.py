@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardfn.testing import WorldError, WorldTimeout
+from shardfn.testing import WorldError, WorldTimeout, errors
 
 both = pytest.mark.parametrize("world", [(2, "processes"), (2, "threads")], indirect=True)
 processes = pytest.mark.parametrize("world", [(2, "processes")], indirect=True)
@@ -154,7 +154,8 @@ def test_a_hang_outside_collectives_shows_the_line(world):
     ],
     ids=["exit", "kill", "crash"],
 )
-def test_a_death_is_reported_at_once(world, death, message):
+def test_a_death_is_reported_without_waiting_for_the_others(world, death, message, monkeypatch):
+    monkeypatch.setattr(errors, "GRACE", 0.5)
     start = time.monotonic()
     with pytest.raises(WorldError, match=r"^rank 1 died in") as caught:
         world.run(only(1, death, then=lambda: time.sleep(30)))
