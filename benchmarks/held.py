@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardfn.compat import attention
@@ -21,16 +21,17 @@ class Tracker(TorchDispatchMode):
 
     def __init__(self, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device, self.live = device, dict[int, tuple[Any, int]]()
+        self.device, self.live = device, dict[int, weakref.ref[torch.UntypedStorage]]()
         self.most = self.rounded = 0
 
     def look(self, tree: Any) -> None:
         for x in optree.tree_leaves(tree):
             if isinstance(x, Tensor) and x.device.type == self.device and x not in second:
                 storage = x.untyped_storage()
-                self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.live = {key: value for key, value in self.live.items() if not value[0].expired()}
-        sizes = [nbytes for _, nbytes in self.live.values()]
+                self.live[storage._cdata] = weakref.ref(storage)  # torch keeps the object until the memory is freed
+        storages = {key: found for key, known in self.live.items() if (found := known()) is not None}
+        self.live = {key: self.live[key] for key in storages}
+        sizes = [storage.nbytes() for storage in storages.values()]
         self.most = max(self.most, sum(sizes))
         self.rounded = max(self.rounded, sum(-(-n // 512) * 512 for n in sizes))
 

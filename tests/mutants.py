@@ -58,6 +58,7 @@ ACCUMULATE = "tests/transforms/test_accumulate.py"
 TRANSFERS = "tests/tiers/test_transfers.py"
 RUN = "tests/run"
 FITTING = "tests/transforms/test_fitting.py"
+GRAPHS = "tests/transforms/test_graphed.py"
 WRONG = "tests/check/test_wrong.py::test_every_rank_hears_what_is_wrong_and_where_and_what_to_write"
 RIGHT = "tests/check/test_right.py::test_a_right_program_passes_in_silence_and_unchanged"
 
@@ -348,6 +349,13 @@ MUTANTS = [
         "        if moving:\n            for",
         "        if False:\n            for",
         TWO,
+    ),
+    Mutant(
+        "a graph sends gradients from memory that other steps free",
+        "stages/reduction.py",
+        "            if of_graph is not self.of_graph:",
+        "            if False:",
+        f"{GRAPHS}::test_a_graph_on_four_ranks_gives_the_numbers_of_one_process[full_shard, sgd]",
     ),
     Mutant(
         "a step ends without its gradients",

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -203,6 +204,14 @@ class Recorder:
         with self._lock:
             if self._changed(x):
                 self._hold(x, self.places.here(attribution.stage))
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Notes that memory was freed, or allocated, for a storage that is known."""
+        with self._lock:
+            block = self.blocks.get(storage._cdata)
+            if block is not None and block.tier != "disk":
+                self._happens(storage.nbytes() - block.nbytes, block)
+                block.nbytes = storage.nbytes()
 
     def recorded(self, entry: Record) -> None:
         """Notes what the ledger has heard of."""

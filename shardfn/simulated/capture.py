@@ -29,6 +29,7 @@ class Graph:
         runs: what a replay runs, in order.
         memory: one tensor for each memory from outside, by the number of its storage.
         written: the numbers of those into which it writes.
+        sizes: how often each had been resized when it was captured.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,7 @@ class Graph:
         self.runs: list[Callable[[], None]] = []
         self.memory: dict[int, Tensor] = {}
         self.written: set[int] = set()
+        self.sizes: dict[int, int] = {}
         self.works: dict[int, Any] = {}
         self.made: dict[int, Any] = {}
         self.device: Device | None = None
@@ -110,6 +112,7 @@ class Graph:
                 assert self.device is not None, "a graph that is captured has a device"
                 with self.device.fake_mode:
                     self.memory[number] = torch.ops.aten.alias.default(x)  # with no other reference to the memory
+                self.sizes[number] = self.device.resizes[number]
         self.written |= {autograd.storage_of(x) for x in writes if _ours(x)}
         for x in optree.tree_leaves(out):
             if _ours(x) and autograd.storage_of(x) not in self.memory:
@@ -128,6 +131,7 @@ class Graph:
             raise RuntimeError(f"replay at {line()}: this graph was not captured, or another is being captured")
         # What asks for the count is a reference, too.
         freed = [x for x in self.memory.values() if autograd.storage_references(x) <= 2]
+        freed += [self.memory[number] for number, times in self.sizes.items() if device.resizes[number] != times]
         if freed:
             raise RuntimeError(f"replay at {line()}: the graph uses memory that was freed: {tuple(freed[0].shape)}")
         writes = [x for number, x in self.memory.items() if number in self.written]

@@ -129,6 +129,11 @@ class ByStorage(Generic[T]):
             self._limit = 2 * len(self._values) + 512
         self._values[autograd.storage_of(x)] = autograd.weak_storage(x), value
 
+    def of(self, storage: torch.UntypedStorage) -> T | None:
+        """The value for a storage."""
+        found = self._values.get(storage._cdata)
+        return None if found is None else found[1]
+
     def forget_freed(self, numbers: Iterable[int]) -> None:
         """Drops the values of those storages that were freed."""
         for number in numbers:
@@ -295,6 +300,15 @@ class Clocks:
         with self._lock:
             if self.watches and x not in self._storages:
                 self._new(stream, x)
+
+    def resized(self, stream: int, storage: torch.UntypedStorage) -> None:
+        """A storage's memory is freed, and a stream allocates other memory for it."""
+        with self._lock:
+            uses = self._storages.of(storage)
+            if uses is not None and uses.stream != HOST:
+                self._freed(uses)
+                uses.stream, uses.each, uses.recorded = stream, [], set()
+                uses.name = f"{storage.nbytes()} bytes, allocated anew"
 
     def record(self, x: Tensor, stream: int) -> None:
         """The allocator will wait for what the stream has been given so far before it uses the memory again."""

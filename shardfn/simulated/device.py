@@ -74,6 +74,9 @@ class Listener(Protocol):
     def held(self, x: Tensor) -> None:
         """A tensor has memory, on the host or on the device."""
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has got another size; it may be unknown, and no tensor may have it now."""
+
 
 class Device:
     """The simulated accelerator, as a test sees it.
@@ -87,6 +90,7 @@ class Device:
         operations: counts of operations by name, without views and pure allocations. Each is at least one kernel on a
             real device.
         collectives: those of each group, in order: operation, and bytes where they are the same on all ranks.
+        resizes: counts of the times that the memory of a storage was freed and allocated anew, by its number.
         listener: what is told of all of it, if anything is.
     """
 
@@ -110,8 +114,16 @@ class Device:
         self.collectives: dict[str, list[tuple[str, int]]] = {}
         self.fake_mode = dynamo.fake_mode()
         self.generators: Counter[str] = Counter()
+        self.resizes: Counter[int] = Counter()
         self.threads: set[int] = set()
         self.operations: Counter[str] = Counter()
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Notes that the memory of a storage was freed, and other memory allocated for it, by the current stream."""
+        self.resizes[storage._cdata] += 1
+        self.clocks.resized(self.stream(), storage)
+        if self.listener is not None:
+            self.listener.resized(storage)
 
     @property
     def synchronisations(self) -> list[Wait]:
@@ -247,6 +259,7 @@ def _patched(device: Device) -> Iterator[None]:
     patches: list[tuple[Any, str, Any]] = [(torch, "Generator", _Generator)]
     patches += [(fake, "tolist", lambda x: x.cpu().tolist())]
     patches += [(torch, name, _copied(getattr(torch, name))) for name in ("tensor", "as_tensor")]
+    patches += [(torch.UntypedStorage, "resize_", _resizing(device, torch.UntypedStorage.resize_))]
     patches += [(torch.utils, "swap_tensors", _swapping(torch.utils.swap_tensors))]
     patches += [(threading.Thread, "run", _beside(device, threading.Thread.run))]
     handles = [kind for kind in process_groups.kinds_of_handles() if "wait" in vars(kind)]
@@ -274,6 +287,18 @@ def _beside(device: Device, run: Callable[[threading.Thread], None]) -> Callable
             run(thread)
 
     return on_device
+
+
+def _resizing(device: Device, resize: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+    """A storage's `resize_`, of which the device is told."""
+
+    @functools.wraps(resize)
+    def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        found = resize(storage, nbytes)
+        device.resized(storage)
+        return found
+
+    return resized
 
 
 def _copied(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

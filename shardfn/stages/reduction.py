@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardfn.collectives.capturing import capturing
 from shardfn.collectives.into_buffers import (
     Communicator,
     Handle,
@@ -28,6 +29,7 @@ from shardfn.collectives.into_buffers import (
 )
 from shardfn.collectives.late_checks import check
 from shardfn.collectives.ledger import attributed_to
+from shardfn.compat import devices
 from shardfn.debugging import debugging
 from shardfn.mesh import waiting
 from shardfn.quant.formats import Format
@@ -341,8 +343,11 @@ class Reductions:
         in_flight: those that nobody has waited for.
         for_elsewhere: those among them that will be kept on the host or on disk.
         moving: by scratch memory, those that read it or have further hops.
-        memories: the scratch memory, which is reused: fresh pages for every layer cost time and memory.
-        lengths: views of it, by name, length and dtype.
+        memories: the scratch memory, which is reused: fresh pages for every layer cost time and memory. Between steps
+            an accelerator's is freed; the tensors stay, as there are many views of them.
+        room: bytes that each has now.
+        of_graph: whether they belong to a graph that is being captured, or to the rehearsal of one.
+        lengths: views of them, by name, length and dtype.
         spread: the result of `_spread` for its views, by layout.
         turns: number of stages whose reduction started since the last `drain`.
         grad_offload: moves gradients that are kept on the host or on disk.
@@ -354,6 +359,8 @@ class Reductions:
         self.for_elsewhere: list[PendingReduction] = []
         self.moving: dict[Memory, list[PendingReduction]] = {}
         self.memories: dict[Any, Tensor] = {}
+        self.room: dict[Any, int] = {}
+        self.of_graph = False
         self.lengths: dict[Any, Tensor] = {}
         self.spread: dict[Any, Spread] = {}
         self.turns = 0
@@ -365,6 +372,12 @@ class Reductions:
     def turn(self) -> int:
         """Which of the two scratch memories comes next; the same for the same call at every step."""
         self.turns += 1
+        if self.device.type != "cpu":
+            # A graph writes to the same memory whenever it runs, so that must not be freed by other steps.
+            of_graph = capturing() is not None or devices.capturing(self.device)
+            if of_graph is not self.of_graph:
+                self.of_graph = of_graph
+                self._forget_scratch()
         return self.turns % 2
 
     def start(
@@ -390,15 +403,37 @@ class Reductions:
             torch._foreach_add_([view for view, _ in pairs], [g.to(dtype) for _, g in pairs])
 
     def _scratch(self, name: Any, numel: int, dtype: torch.dtype) -> Tensor:
-        view = self.lengths.get((name, numel, dtype))
-        if view is not None:
-            return view
         nbytes = numel * dtype.itemsize
-        if name not in self.memories or self.memories[name].numel() < nbytes:
+        room = self.room.get(name, -1)
+        if room < nbytes or (room > nbytes and self.device.type != "cpu"):
+            self._make_room(name, nbytes)
+        view = self.lengths.get((name, numel, dtype))
+        if view is None:
+            view = self.lengths[(name, numel, dtype)] = self.memories[name][:nbytes].view(dtype)
+        return view
+
+    def _make_room(self, name: Any, nbytes: int) -> None:
+        memory = self.memories.get(name)
+        if memory is None or memory.numel() < nbytes:
             self.memories[name] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             self.lengths = {key: view for key, view in self.lengths.items() if key[0] != name}
-        view = self.lengths[(name, numel, dtype)] = self.memories[name][:nbytes].view(dtype)
-        return view
+            self.spread = {key: views for key, views in self.spread.items() if ("gradient", key[0]) != name}
+        else:
+            memory.untyped_storage().resize_(0)  # nothing in it is copied
+            memory.untyped_storage().resize_(nbytes)
+        self.room[name] = nbytes
+
+    def _free_scratch(self) -> None:
+        """Frees an accelerator's scratch memory, when nothing is in flight."""
+        if self.of_graph:
+            self._forget_scratch()
+        elif self.device.type != "cpu":
+            for memory in self.memories.values():
+                memory.untyped_storage().resize_(0)
+            self.room.clear()
+
+    def _forget_scratch(self) -> None:
+        self.memories, self.room, self.lengths, self.spread = {}, {}, {}, {}
 
     def _flat(self, reduction: Reduction, gradients: Sequence[Tensor | None]) -> Tensor:
         """The gradients in one buffer, at the positions of their parameters."""
@@ -529,6 +564,7 @@ class Reductions:
             self._advance(pending)
         for pending in in_flight:
             pending.wait()
+        self._free_scratch()
         self.grad_offload.settle()
 
     def added(self, reduction: Reduction, total: Tensor | None, out: Tensor) -> Tensor:
@@ -575,5 +611,6 @@ class Reductions:
         pending.advance()
         if debugging.memory and lent:
             for name in ("gradient", "received"):
-                if (name, pending.reduction.memory) in self.memories:
-                    self.memories[name, pending.reduction.memory].fill_(255)
+                key = (name, pending.reduction.memory)
+                if key in self.room:
+                    self.memories[key][: self.room[key]].fill_(255)

@@ -113,19 +113,24 @@ def test_a_stream_that_joins_must_be_waited_for() -> None:
     assert "ends while work is on 1 streams" in world(1, "alone").within(60).run(forked, False)[0]
 
 
-def freed() -> str:
+def freed(storage: bool) -> str:
     with simulated(values=True):
         kept = [torch.ones(3, device="sim")]
         graph, _ = captured(lambda: kept[0] + 1)
         graph.replay()
-        kept.clear()
+        if storage:
+            kept[0].untyped_storage().resize_(0)
+            kept[0].untyped_storage().resize_(12)
+        else:
+            kept.clear()
         with pytest.raises(RuntimeError, match="uses memory that was freed") as told:
             graph.replay()
         return str(told.value)
 
 
 def test_memory_that_a_graph_uses_must_not_be_freed() -> None:
-    assert "(3,)" in world(1, "alone").within(60).run(freed)[0]
+    assert "(3,)" in world(1, "alone").within(60).run(freed, False)[0]
+    assert "(3,)" in world(1, "alone").within(60).run(freed, True)[0]
 
 
 def frozen() -> tuple[list[float], list[float]]:

@@ -112,6 +112,8 @@ def alone(optimizer: so.Optimizer) -> list[Tensor]:
 def trained(device: str, placement: str, optimizer: so.Optimizer, ranks: tuple[int, int]) -> list[Tensor]:
     """The numbers of a graphed step, and of losses that run as they are after each step, in the same buffers.
 
+    The first is differentiated, too, which frees the memory from which gradients are sent.
+
     The second loss ends early, when the next layer's gather may have started.
     """
     strategy, options = PLACEMENTS[placement]
@@ -122,7 +124,8 @@ def trained(device: str, placement: str, optimizer: so.Optimizer, ranks: tuple[i
 
     @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
     def evaluated(params: Any, x: Tensor) -> Tensor:
-        return sf.pmean(torch.stack([loss_of(layer)(params, x), loss_of(layer, 1)(params, x)]), DATA)
+        value, _ = sf.value_and_grad(lambda params: sf.pmean(loss_of(layer)(params, x), DATA))(params)
+        return torch.stack([value, sf.pmean(loss_of(layer, 1)(params, x), DATA)])
 
     for x in batches(4):
         own = (x[dist.get_rank()] if mesh.size() > 1 else x).to(device)
