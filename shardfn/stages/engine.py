@@ -134,8 +134,10 @@ class Engine:
         if not isinstance(remat, Offload) or not remat.moves(self.device.type) or call.transformed:
             return contextlib.nullcontext()
 
+        weak = weakref.proxy(call)  # transfers that start inside keep the hooks, as a part of their thread's state
+
         def leave(x: Tensor) -> Any:
-            away = None if call.run is None else offloading(self.away, lambda: self.mesh, call.run)
+            away = None if weak.run is None else offloading(self.away, lambda: self.mesh, weak.run)
             return None if away is None else away(x)
 
         return argument_hooks(call.signature, {autograd.storage_of(x) for x in shards}, leave)

@@ -23,7 +23,7 @@ from tests.models import STRATEGIES
 
 WIDTH, HIDDEN, VOCABULARY, LAYERS, ROWS = 16, 24, 32, 3, 4
 
-VARIANTS = ("plain", "remat", "accumulate", "bf16", "tensor", "host", "disk", "adapters", "few bits")
+VARIANTS = ("plain", "remat", "accumulate", "bf16", "tensor", "host", "disk", "adapters", "few bits", "offload")
 
 
 def makers(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -58,6 +58,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "remat": {"remat": True},
     "few bits": {"gather": quant.int8(), "reduce": quant.int8()},
     "bf16": {"reduce_dtype": torch.float32},
+    "offload": {"remat": sf.offload(above=0)},
 }
 
 

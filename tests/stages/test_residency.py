@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import tempfile
 import threading
 import time
 import weakref
@@ -26,11 +27,12 @@ from tests import models
 from tests.models import STRATEGIES, normal, residual, squares, variables
 
 D, DEPTH = 8, 6
+WAYS: list[dict[str, Any]] = [{}, {"remat": True}, {"reshard": False}, {"remat": sf.offload("disk", above=0)}]
 
 
 class Setting:
     def __init__(self, depth: int = DEPTH, **options: Any) -> None:
-        self.mesh = sf.make_mesh(shard=-1, device="cpu")
+        self.mesh = sf.make_mesh(shard=-1, device="cpu", scratch=tempfile.gettempdir())
         g = torch.Generator().manual_seed(0)
         self.plain = {
             "blocks": [{"w": torch.randn(D, D, generator=g) / 4, "b": torch.zeros(D)} for _ in range(depth)],
@@ -166,7 +168,7 @@ def without_cycles(options: dict[str, Any], how: str) -> Any:
 
 
 @pytest.mark.parametrize("how", ["step", "by_backward", "grad", "vjp", "twice", "no backward"])
-@pytest.mark.parametrize("options", [{}, {"remat": True}, {"reshard": False}], ids=str)
+@pytest.mark.parametrize("options", WAYS[:3], ids=str)
 @pytest.mark.world(2)
 def test_steps_leave_nothing_for_the_garbage_collector(world: World, options: Any, how: str) -> None:
     for more in world.run(without_cycles, options, how):
@@ -202,7 +204,7 @@ def alive_after(how: str, options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("how", ["step", "by_backward"])
-@pytest.mark.parametrize("options", [{}, {"remat": True}, {"reshard": False}], ids=str)
+@pytest.mark.parametrize("options", WAYS, ids=str)
 @pytest.mark.world(2)
 def test_gradients_activations_and_old_parameters_are_freed_at_once(world: World, how: str, options: Any) -> None:
     assert world.run(alive_after, how, options) == [0, 0]
