@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import torch
 
 from shardfn.compat import autograd
-from shardfn.mesh.axes import known_axes, sizes
+from shardfn.mesh.axes import mesh_numbered, sizes
 from shardfn.mesh.grid import as_names
-from shardfn.mesh.scope import current_mesh
+from shardfn.mesh.scope import axes_here
 
 
 @dataclass(frozen=True)
@@ -204,11 +204,11 @@ def record(
     if not logs or torch.compiler.is_compiling():
         return
     if axis is None:
-        mesh = current_mesh()
-        used = known_axes(mesh).used if mesh is not None else {}
-        axis = next((as_names(names) for names, bound in used.items() if bound.group == group), ())
-        if mesh is not None:  # drop axes of size 1, so that the name does not depend on who used the group first
-            axis = tuple(name for name in axis if sizes(mesh)[name] > 1)
+        axis = ()
+        if (axes := axes_here()) is not None:
+            axis = next((as_names(names) for names, bound in axes.used.items() if bound.group == group), ())
+            size_of = sizes(mesh_numbered(axes.number))
+            axis = tuple(name for name in axis if size_of[name] > 1)  # so that it does not depend on the first user
     if backward is None:
         backward = autograd.inside_backward() if attribution.backward is None else attribution.backward
     issued_early = attribution.scheduled if scheduled is None else scheduled

@@ -4,20 +4,37 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Protocol
 
-_devices: list[str] = []
+
+class Notes(Protocol):
+    """What takes note of a program that is planned."""
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which no note is taken."""
+
+    def assume(self, what: str) -> None:
+        """Notes something that depends on numbers, and that the plan takes for granted."""
+
+
+_open: list[tuple[str, Notes]] = []
 
 
 def planned() -> str:
     """Returns the name of the device on which programs are planned; empty if they run."""
-    return _devices[-1] if _devices else ""
+    return _open[-1][0] if _open else ""
+
+
+def notes() -> Notes:
+    """Returns what takes note of the program that is planned."""
+    return _open[-1][1]
 
 
 @contextlib.contextmanager
-def planning_on(device: str) -> Iterator[None]:
+def planning_on(device: str, notes: Notes) -> Iterator[None]:
     """A context in which programs are planned on this device: ranks that are not there are not compared with."""
-    _devices.append(device)
+    _open.append((device, notes))
     try:
         yield
     finally:
-        _devices.remove(device)
+        _open.remove((device, notes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ class _Scope(threading.local):
         self.mesh: DeviceMesh | None = None
         self.axes: Axes | None = None
         self.independent: tuple[str, ...] = ()
+        self.elsewhere = False
 
 
 _scope = _Scope()
@@ -60,6 +62,28 @@ def _scoped(mesh: DeviceMesh, axes: Axes | None) -> Iterator[None]:
         _scope.mesh, _scope.axes = before
 
 
+@contextlib.contextmanager
+def as_if_at(axis: AxisName, index: int) -> Iterator[None]:
+    """A context in which the program finds shapes as another rank along an axis of the mesh in scope."""
+    mesh, axes, before = _scope.mesh, _scope.axes, _scope.elsewhere
+    assert mesh is not None, "an axis belongs to a mesh"
+    assert axes is not None, "a mesh has axes"
+    there = dataclasses.replace(bound_axis(axis, "axis"), index=index)
+    names = as_names(axis)
+    used = {known: bound for known, bound in axes.used.items() if not set(as_names(known)) & set(names)}
+    _scope.elsewhere = True
+    try:
+        with _scoped(mesh, dataclasses.replace(axes, used=used | dict.fromkeys((axis, names), there))):
+            yield
+    finally:
+        _scope.elsewhere = before
+
+
+def elsewhere() -> bool:
+    """Whether the program finds shapes as another rank, which may hold what this one lacks."""
+    return _scope.elsewhere
+
+
 def current_mesh() -> DeviceMesh | None:
     """Returns the mesh in scope, or None."""
     return _scope.mesh
@@ -87,7 +111,7 @@ def bound_axis(axis: AxisName, where: str) -> Axis:
         raise TypeError(f"{where}: an axis is a name or a tuple of names, not {got}")
     if not axis:
         return ALONE
-    axes = _scope.axes or _elsewhere()
+    axes = axes_here()
     if axes is None:
         raise NameError(
             f"{where}: there is no mesh in scope, so the axis {axis!r} means nothing here. "
@@ -99,10 +123,10 @@ def bound_axis(axis: AxisName, where: str) -> Axis:
     return _axis_of_number(axes.number, axis, where) if bound is None else bound
 
 
-def _elsewhere() -> Axes | None:
-    """Returns the axes in scope for an autograd thread, where checkpointing recomputes for CUDA; None if ambiguous."""
-    if not autograd.autograd_thread():
-        return None
+def axes_here() -> Axes | None:
+    """Returns the axes in scope, or on an autograd thread of an accelerator those of the only mesh in use, or None."""
+    if _scope.axes is not None or not autograd.autograd_thread():
+        return _scope.axes
     meshes = [mesh_numbered(number) for number, _ in set(lanes.entered)]
     return known_axes(meshes[0]) if len(meshes) == 1 else None
 

@@ -9,6 +9,7 @@ on all; and as each rank reads up to every end, no message is left over for the 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
@@ -16,7 +17,7 @@ import pickle
 import struct
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,6 +37,7 @@ from shardfn.mesh.axes import device_of, per_mesh
 from shardfn.mesh.grid import AxisName, as_names
 from shardfn.mesh.groups import connected, group_over
 from shardfn.mesh.lanes import lane
+from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import current_mesh
 
 ROOM = 1024  # bytes of a note; a longer one continues in a second message
@@ -201,7 +203,7 @@ class Team:
         self.axis, self.communicator, self.device = axis, along, device
         self.size, self.index = along.axis.size, along.axis.index
         ranks = dist.get_process_group_ranks(along.group)
-        hosts = along.group if backend == "gloo" else group_over(ranks, "notes", "gloo")
+        hosts = along.group if backend == "gloo" or planned() else group_over(ranks, "notes", "gloo")
         self.together = hosts is along.group and self.device.type == "cpu"  # notes and tensors take the same way
         self.lines = {i: _Line(hosts, i) for i in range(self.size) if i != self.index}
         self.sent: dict[int, deque[list[_Sent]]] = {i: deque() for i in self.lines}
@@ -306,18 +308,24 @@ class Team:
         # Unique tags: a receive never matches a tensor of another message.
         tags = [] if fits else [_TENSORS + next(_numbers) % _TAGS for row in rows if row.nbytes]
         line.send((way, tags, packed(kinds), tree, payload), rows if fits else ())
+        self._post(tensors, rows, to, way, None if fits else tags)
+        self.delivered(to, self.size)  # no deadlock: a neighbour takes older ones without waiting for this rank
+
+    def _post(
+        self, tensors: Sequence[Tensor], rows: Sequence[Tensor], to: int, way: Way, tags: list[int] | None
+    ) -> None:
+        """Sends tensors, as rows of bytes, unless they went with the note."""
         sends: list[_Sent] = []
         self.sent[to].append(sends)
-        group, left = self.groups[way], iter(tags)
+        group, left = self.groups[way], iter(tags or ())
         for x, row in zip(tensors, rows, strict=True):
             record(
                 "send", self.communicator.axis.group, x.dtype, row.nbytes, "native", self.communicator.names,
                 scheduled=True, backward=way == "reductions",
             )  # fmt: skip
-            if row.nbytes and not fits:
+            if row.nbytes and tags is not None:
                 row = row.clone() if row.is_inference() else row  # has no version: a change would go unnoticed
                 sends.append((group.send([row], to, next(left)), row, versions([row])))
-        self.delivered(to, self.size)  # no deadlock: a neighbour takes older ones without waiting for this rank
 
     def delivered(self, to: int, left: int = 0) -> None:
         """Waits until at most `left` messages to a rank are under way.
@@ -386,9 +394,13 @@ class Team:
             return [
                 _within(data, ROOM + at, shape, dtype) for at, (shape, dtype, _) in zip(places, kinds, strict=False)
             ]
+        return self._taken(source, group, tags, kinds)
+
+    def _taken(self, source: int, group: Any, tags: Iterable[int], kinds: tuple[Kind, ...]) -> list[Tensor]:
+        """Receives tensors by themselves."""
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in kinds]
         rows = [self._row(x) for x in tensors if x.nbytes]
-        for work in [_tried(group.recv, [row], source, tag) for row, tag in zip(rows, tags, strict=True)]:
+        for work in [_tried(group.recv, [row], source, tag) for row, tag in zip(rows, tags, strict=False)]:
             _tried(work.wait)
         return tensors
 
@@ -402,6 +414,49 @@ class Team:
                 f"among them is {given}"
             )
         return x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+class PlannedTeam(Team):
+    """The same where a program is planned: other ranks do not run, and what they send has to be `supposed`.
+
+    Attributes:
+        supposed: the messages to come from each rank, without their tensors, and their way.
+    """
+
+    def __init__(self, axis: AxisName, along: Communicator, device: torch.device) -> None:
+        super().__init__(axis, along, device)
+        self.supposed: dict[int, deque[tuple[Way, Message]]] = {i: deque() for i in self.lines}
+
+    def suppose(self, source: int, way: Way, message: Message) -> None:
+        """Notes that a rank sends this."""
+        self.supposed[source].append((way, message))
+
+    def run(self, body: Callable[[], Any]) -> list[Any]:
+        """Runs `body`, and returns its result for all ranks."""
+        result = body()
+        for to in self.sent:
+            self.delivered(to)
+        return [result] * self.size
+
+    def send(self, tensors: Sequence[Tensor], to: int, way: Way, payload: Any, tree: bytes = b"") -> None:
+        """Sends tensors, and supposes that the gradient of what needs one comes back."""
+        self._post(tensors, [self._row(x) for x in tensors], to, way, [_TENSORS] * len(tensors))
+        self.delivered(to, self.size)
+        if way == "gathers":
+            kinds = tuple([(tuple(x.shape), x.dtype, False) for x in tensors if x.requires_grad])
+            self.suppose(to, "reductions", Message([x.requires_grad for x in tensors], kinds=kinds))
+
+    def delivered(self, to: int, left: int = 0) -> None:
+        """Waits until at most `left` messages to a rank are under way."""
+        while len(self.sent[to]) > left:
+            for work, *_ in self.sent[to].popleft():
+                work.wait()
+
+    def receive(self, source: int) -> Message:
+        """Returns the message that is supposed to come."""
+        way, message = self.supposed[source].popleft()
+        tensors = self._taken(source, self.groups[way], itertools.repeat(_TENSORS), message.kinds)
+        return dataclasses.replace(message, tensors=tensors)
 
 
 def _within(data: bytearray, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -418,8 +473,9 @@ def team_of(axis: AxisName) -> Team:
     """The ranks along an axis of the mesh in scope. All of them must take part in the first call."""
     mesh = current_mesh()
     assert mesh is not None, "an axis of several ranks belongs to a mesh"
+    kind = PlannedTeam if planned() else Team
     return per_mesh(
-        mesh, ("team", lane(), axis), lambda: Team(axis, communicator_of(mesh, as_names(axis)), device_of(mesh))
+        mesh, ("team", lane(), axis), lambda: kind(axis, communicator_of(mesh, as_names(axis)), device_of(mesh))
     )
 
 

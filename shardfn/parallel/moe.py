@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardfn.collectives.functional import all_to_all, axis_size, psum, ragged_all_to_all
+from shardfn.collectives.functional import all_to_all, axis_index, axis_size, psum, ragged_all_to_all
 from shardfn.compat import functorch
 from shardfn.mesh.grid import AxisName, as_names
+from shardfn.mesh.planned import notes, planned
 from shardfn.parallel.linear import as_indices, check_range
 from shardfn.transforms.custom_vjp import custom_vjp
 
@@ -222,7 +223,9 @@ def _refuse(kept: Tensor, capacity: int, count: int, axis: AxisName) -> None:
     if functorch.inside_batching_or_forward():
         raise ValueError('mixture: overflow="error" reads values, which it cannot do under vmap and jvp: use "drop"')
     excess = int(psum((~kept).sum(), axis))
-    if excess:
+    if planned():
+        notes().assume("no token beyond the capacity")
+    elif excess:
         raise ValueError(
             f"mixture: {excess} choices of tokens are beyond the capacity of {capacity} a group for each of {count} "
             f"experts: raise it (with {kept.shape[1]}, the tokens of a group, none is lost), or pass "
@@ -240,6 +243,8 @@ def _dropless(expert: Expert, params: Any, x: Tensor, routing: Routing, axis: Ax
     counts = _hot(choices, count).sum(0).view(size, -1)  # bincount would make the host wait for the largest number
     coming = all_to_all(counts, axis, split_dim=0, concat_dim=0)  # from each rank, for each expert here
     going, lengths = torch.stack((counts, coming)).tolist()
+    if planned():
+        going, lengths = _even(len(choices), count, axis)
     send, receive = ([sum(row) for row in rows] for rows in (going, lengths))
     rows = _taken(k, False)(x.flatten(0, 1)[None], order[None] // k, back[None])[0][0]
     received = ragged_all_to_all(rows, axis, send, receive)
@@ -254,6 +259,15 @@ def _dropless(expert: Expert, params: Any, x: Tensor, routing: Routing, axis: Ax
     chosen = ragged_all_to_all(returned, axis, receive, send)
     chosen = _taken(1, False)(chosen[None], back[None], order[None])[0]
     return (chosen.view(*routing.weights.shape, chosen.shape[-1]) * routing.weights[..., None]).sum(2)
+
+
+def _even(choices: int, count: int, axis: AxisName) -> tuple[list[list[int]], list[list[int]]]:
+    """How many choices go to each expert, and come to those of this rank, by rank, if they are spread evenly."""
+    notes().assume("as many tokens for each expert")
+    size, index = axis_size(axis), axis_index(axis)
+    loads = [choices // count + (i < choices % count) for i in range(count)]
+    going = [loads[i : i + count // size] for i in range(0, count, count // size)]
+    return going, [going[index]] * size
 
 
 @functools.cache

@@ -23,8 +23,19 @@ from shardfn.check import recording
 from shardfn.collectives.functional import axis_index, axis_size, ppermute, psum, pvary
 from shardfn.compat import autograd, functorch
 from shardfn.mesh.grid import AxisName, as_names
-from shardfn.mesh.scope import independent_along, refuse_independent
-from shardfn.parallel.messages import Kind, Team, packed, refuse_changed, team_of, unpacked, versions
+from shardfn.mesh.planned import notes, planned
+from shardfn.mesh.scope import as_if_at, independent_along, refuse_independent
+from shardfn.parallel.messages import (
+    Kind,
+    Message,
+    PlannedTeam,
+    Team,
+    packed,
+    refuse_changed,
+    team_of,
+    unpacked,
+    versions,
+)
 from shardfn.quoting import listed
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.partition import with_leaves
@@ -162,7 +173,7 @@ class _Job:
         watch = _RefuseWrapped() if self.inside and not functorch.inside_transform() else contextlib.nullcontext()
         with independent_along(as_names(self.team.axis)), watch:
             output = self.part(params, x, batch)
-        if self.team.index == self.team.size - 1:
+        if axis_index(self.team.axis) == self.team.size - 1:
             return [_loss(output)], None
         leaves, tree = optree.tree_flatten(output)
         if not leaves or not all(isinstance(y, Tensor) for y in leaves):
@@ -211,6 +222,28 @@ class _Job:
         return grads
 
 
+class _Supposed:
+    """What ranks return that do not run, when a pipeline is planned: their parts run here, for shapes."""
+
+    def __init__(self, job: _Job, params: Any, batches: list[Any]) -> None:
+        self.job, self.params, self.batches = job, params, batches
+        self.known: dict[Any, tuple[tuple[Kind, ...], Any]] = {}
+
+    def returned(self, rank: int, number: int) -> tuple[tuple[Kind, ...], Any]:
+        """The kinds of the tensors that a rank returns for a micro-batch, and their structure."""
+        leaves, tree = optree.tree_flatten(self.batches[number])
+        key = rank, tree, *[(x.shape, x.dtype) if isinstance(x, Tensor) else id(x) for x in leaves]
+        if key not in self.known:
+            job, device = self.job, self.job.team.device
+            kinds, structure = self.returned(rank - 1, number) if rank else ((), None)
+            with notes().paused(), as_if_at(job.team.axis, rank), torch.set_grad_enabled(job.records):
+                made = [torch.empty(shape, dtype=dtype, device=device, requires_grad=g) for shape, dtype, g in kinds]
+                x = optree.tree_unflatten(structure, made) if rank else None
+                ys, structure = job.on(self.params, x, self.batches[number])
+            self.known[key] = tuple([(tuple(y.shape), y.dtype, y.requires_grad) for y in ys]), structure
+        return self.known[key]
+
+
 class _Waiting(NamedTuple):
     """A micro-batch between its forward and backward pass: the part's input, its output and the output's versions."""
 
@@ -235,6 +268,7 @@ class _Work:
         self.sums: list[Tensor | None] = [None] * len(variables)
         self.waiting: dict[int, _Waiting] = {}
         self.asked = False  # whether the ranks before want gradients of this rank's input
+        self.supposed = _Supposed(job, self.params, self.batches) if planned() else None
         self.trains = any(job.needs)
 
     def run(self) -> torch.dtype:
@@ -247,10 +281,10 @@ class _Work:
                     self._backward(number)
         finally:
             self.waiting.clear()  # frees activations: after a failure, messages are still received
-        return self.loss.dtype
+        return self.loss.dtype if self.supposed is None else self.supposed.returned(team.size - 1, 0)[0][0][1]
 
     def _forward(self, number: int) -> None:
-        inputs, x = ([], None) if self.first else self._received()
+        inputs, x = ([], None) if self.first else self._received(number)
         with torch.set_grad_enabled(self.trains or self.job.records):
             outputs, tree = self.job.on(self.params, x, self.batches[number])
         self._refuse_closure(outputs, inputs)
@@ -263,8 +297,13 @@ class _Work:
         if self.trains:
             self.waiting[number] = _Waiting(inputs, outputs, versions(outputs))
 
-    def _received(self) -> tuple[list[Tensor], Any]:
+    def _received(self, number: int) -> tuple[list[Tensor], Any]:
         previous = self.team.index - 1
+        if self.supposed is not None:
+            assert isinstance(self.team, PlannedTeam), "ranks that do not run are planned"
+            kinds, tree = self.supposed.returned(previous, number)
+            terms = any(self.job.needs), len(self.batches), self.job.schedule
+            self.team.suppose(previous, "gathers", Message(terms, packed(tree), kinds))
         message = self.team.receive(previous)
         self.asked, *settings = message.said
         _refuse_other(settings, [len(self.batches), self.job.schedule], previous, self.team.axis)
@@ -325,6 +364,7 @@ class _Lockstep:
         given = [x for x in (*tensors, *job.leaves) if isinstance(x, Tensor)]
         self.zero = _zero([torch.zeros(0, device=self.team.device), *given])
         self.chain: list[Tensor] = []
+        self.supposed = _Supposed(job, self.params, self.batches) if planned() else None
 
     def run(self) -> torch.dtype:
         index, size, count = self.team.index, self.team.size, len(self.batches)
@@ -332,13 +372,24 @@ class _Lockstep:
         for tick in range(count + size - 1):
             outputs, tree = self._computed(tick - index, x) if 0 <= tick - index < count else ([], None)
             kinds = tuple([(tuple(y.shape), y.dtype, False) for y in outputs])
-            notes = self.team.exchange((packed(kinds), packed(tree), count, self.job.schedule))
+            notes = self._notes(tick, (packed(kinds), packed(tree), count, self.job.schedule))
             for rank, (_, _, *settings) in enumerate(notes):
                 _refuse_other(settings, [count, self.job.schedule], rank, self.team.axis)
             inputs = self._exchanged(outputs, [unpacked(kinds) for kinds, *_ in notes])
             if inputs:
                 x = optree.tree_unflatten(unpacked(notes[index - 1][1]), inputs)
         return self.loss.dtype
+
+    def _notes(self, tick: int, own: Any) -> list[Any]:
+        """What each rank says of its output."""
+        if self.supposed is None:
+            return self.team.exchange(own)
+        notes = [own] * self.team.size
+        for rank in range(self.team.size):
+            sends = 0 <= tick - rank < len(self.batches) and rank < self.team.size - 1
+            kinds, tree = self.supposed.returned(rank, tick - rank) if sends else ((), None)
+            notes[rank] = packed(kinds), packed(tree), *own[2:]
+        return notes
 
     def _computed(self, number: int, x: Any) -> tuple[list[Tensor], Any]:
         outputs, tree = self.job.on(self.params, x, self.batches[number])

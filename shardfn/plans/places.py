@@ -36,6 +36,9 @@ _PARTS = {
 }
 
 
+_PASSES = {"parallel/pipeline.py _forward": "forward", "parallel/pipeline.py _backward": "backward"}
+
+
 class Place(NamedTuple):
     """Where an operation is issued.
 
@@ -90,6 +93,8 @@ class Places:
                     again = True
                 elif code.name == "stages/engine.py backward":
                     phase = phase or ("recompute" if again else "backward")
+                elif code.name in _PASSES:
+                    phase = phase or _PASSES[code.name]
             elif code.name == "unpack_hook":  # of torch.utils.checkpoint
                 phase = phase or "recompute"
             frame = frame.f_back

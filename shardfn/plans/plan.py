@@ -40,7 +40,7 @@ class Plan(Views):
         allocations: what is held at the peak, largest first.
         parameters: number of elements of all parameters on all ranks.
         assumed: where the step reads numbers on the host, which the plan takes for 1, and masks for true: a step that
-            decides by them is planned for that case.
+            decides by them is planned for that case. Also what else depends on numbers, such as the loads of experts.
         allocator: the most bytes on the device as CUDA's caching allocator counts them: each tensor has whole 512.
     """
 

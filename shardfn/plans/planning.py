@@ -76,7 +76,7 @@ def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device
     _forget()
     with (
         simulated(ranks, rank, listener=recorder, races=False) as device,
-        planning_on(device.name),
+        planning_on(device.name, recorder),
         _collecting_little(),
     ):
         recorder.device = device

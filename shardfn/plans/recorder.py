@@ -101,7 +101,7 @@ class Recorder:
         kind: the kind of device whose memory is told from the host's.
         works: what was launched while it listened.
         events: how the memory changed meanwhile, in order.
-        assumed: what the user's code read on the host meanwhile, and where.
+        assumed: what the user's code read on the host meanwhile, what else was taken for granted, and where.
         blocks: all memory that is held now, by the number of its storage.
     """
 
@@ -130,6 +130,15 @@ class Recorder:
             finally:
                 self._on = False
                 self.works += self._announced
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context: what is launched inside is not noted."""
+        on, self._on = self._on, False
+        try:
+            yield
+        finally:
+            self._on = on
 
     def _begin(self) -> None:
         self.works, self.events, self.assumed, self.places = [], [], {}, Places()
@@ -199,6 +208,12 @@ class Recorder:
                 if where:
                     self.assumed[f"{kind} at {where}"] = None
 
+    def assume(self, what: str) -> None:
+        """Notes something that depends on numbers, with the line of the user's code."""
+        with self._lock:
+            if self._on:
+                self.assumed[f"{what} at {self.places.here('').where}"] = None
+
     def held(self, x: Tensor) -> None:
         """Notes memory."""
         with self._lock:
@@ -216,6 +231,8 @@ class Recorder:
     def recorded(self, entry: Record) -> None:
         """Notes what the ledger has heard of."""
         with self._lock:
+            if not self._on:
+                return
             place = self.places.here(entry.stage)
             phase = place.phase if place.phase == "update" else "backward" if entry.backward else place.phase
             draft = Draft(entry.op, entry.stage, phase, HOST, place.where, sent=entry.bytes, record=entry)

@@ -38,7 +38,7 @@ def _head(plan: Views) -> Iterator[Line]:
     by_dtype = ", ".join(f"{amount(n, 'FLOP')} in {dtype}" for dtype, n in flops.items() if n)
     numbers = f"{plan.parameters:,} parameters on all ranks; " if plan.parameters else ""
     if plan.assumed:
-        yield [(f"numbers that the host reads are taken for 1: {listed(plan.assumed, 3)}", "bold")]
+        yield [(f"what depends on numbers is assumed (1, where the host reads one): {listed(plan.assumed, 3)}", "bold")]
     yield [(f"{numbers}here {launches:,} operations{f', {by_dtype}' if by_dtype else ''}", "")]
 
 

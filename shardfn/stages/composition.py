@@ -20,7 +20,7 @@ from shardfn.collectives import functional
 from shardfn.collectives.ledger import attributed_to, unscheduled
 from shardfn.compat import dynamo, functorch
 from shardfn.mesh.axes import known_axes, mesh_numbered
-from shardfn.mesh.scope import current_axes, current_mesh, mesh_of, scope, scope_of
+from shardfn.mesh.scope import current_axes, current_mesh, elsewhere, mesh_of, scope, scope_of
 from shardfn.quant.packed import Packed
 from shardfn.shards.layout import FlatShard, Layout, is_stage
 from shardfn.stages.options import Options
@@ -58,6 +58,10 @@ def _parameters(shard: Tensor, layout: Layout, options: Options) -> list[Tensor]
     """The parameters of a shard, gathered differentiably."""
     values = shard
     lower = _lower(shard, options)
+    if elsewhere():
+        return layout.views(
+            torch.empty(layout.padded, dtype=lower, device=shard.device, requires_grad=shard.requires_grad)
+        )
     wire = wire_of(layout, shard.dtype, options.gather)
     if wire is not None:
         values = wire.rounded(values, lower)

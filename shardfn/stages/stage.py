@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardfn.compat import dispatch, dynamo, functorch
 from shardfn.mesh.grid import Grid
-from shardfn.mesh.scope import mesh_of
+from shardfn.mesh.scope import elsewhere, mesh_of
 from shardfn.quant.formats import Format
 from shardfn.shards.layout import FlatShard, is_stage, stage_shards
 from shardfn.shards.partition import with_leaves
@@ -287,6 +287,8 @@ def _zero(function: Callable[..., Any]) -> Callable[..., Any]:
 def _called(signature: Signature, leaves: list[Any]) -> Any:
     """Calls a stage with shards among its arguments."""
     mesh = mesh_of(signature.grid, f"stage {signature.name}: {signature.stage!r}")
+    if elsewhere():
+        return composed(signature, leaves, mesh)
     if signature.only_at_axes:
         signature.refuse_elsewhere()
     if functorch.inside_batching_or_forward() or dispatch.in_graph():  # a graph cannot hold memory that is filled again

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
 import shardfn.optim as so
-from shardfn import P, interop, lora
+from shardfn import P, interop, lora, parallel
 from tests.plans.planned import Sent, sent_by, sent_by_second
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -47,6 +47,99 @@ def inputs(kind: str, x: Tensor) -> dict[str, Any]:
         case "t5":
             return {"input_ids": tokens, "labels": tokens}
     return {"input_ids": tokens, "labels": tokens}
+
+
+def layers_of(g: torch.Generator) -> dict[str, Tensor]:
+    return {"w": torch.randn(8, 8, generator=g), "v": torch.randn(8, 8, generator=g)}
+
+
+def pipeline(schedule: str, how: str) -> Callable[[Any], Program]:
+    """Parts of different layers, whose results differ in structure and dtype, and a stage that all ranks have."""
+
+    def made(mesh: Any) -> Program:
+        size = mesh["pipe"].size()
+
+        def at(path: str, _: Any) -> Any:
+            stage, number, *_ = path.split(".")
+            if stage == "scale":
+                return sf.ddp("pipe")
+            position = {"embed": 0, "head": size - 1}.get(stage)
+            return sf.full_shard(DATA).at(pipe=int(number) * size // 4 if position is None else position)
+
+        tree = {
+            "embed": lambda g: {"w": torch.randn(13, 8, generator=g)},
+            "blocks": [layers_of] * 4,
+            "head": lambda g: {"w": torch.randn(8, 13, generator=g)},
+            "scale": lambda g: {"s": torch.ones(8)},
+        }
+        params, opt = sf.init_sharded(tree, 0, mesh, at), so.adamw(0.1)
+        embed, head, scale = (
+            sf.stage(f) for f in (lambda p, x: p["w"][x], lambda p, x: x @ p["w"], lambda p, x: x * p["s"])
+        )
+        block = sf.stage(lambda p, x: x + torch.tanh(x @ p["w"]) @ p["v"], remat=True)
+
+        def part(params: Any, x: Any, tokens: Tensor) -> Any:
+            index = sf.axis_index("pipe")
+            h = x["h"].float() if index else embed(params["embed"], tokens)
+            h = h if index % 2 else scale(params["scale"], h)
+            for i in parallel.split_layers(4, size)[index]:
+                h = block(params["blocks"][i], h)
+            if index == size - 1:
+                return F.cross_entropy(head(params["head"], h).flatten(0, 1), tokens.flatten())
+            return {"h": h if index else h.bfloat16(), "number": torch.ones(3, dtype=torch.int64, device=h.device)}
+
+        def loss(params: Any, tokens: Tensor) -> Tensor:
+            return parallel.pipeline(part, params, tokens.chunk(3), "pipe", schedule=schedule)  # type: ignore[arg-type]
+
+        @sf.shard_map(mesh=mesh, in_specs=..., out_specs=..., check=False)
+        def step(params: Any, state: Any, tokens: Tensor) -> Any:
+            if how == "evaluated":
+                return loss(params, tokens)
+            if how == "curved":
+                return torch.func.jvp(sf.grad(lambda p: loss(p, tokens)), (params,), (params,))[1]
+            value, grads = sf.value_and_grad(loss)(params, tokens)
+            return *opt.step(params, grads, state), value
+
+        return step, (params, opt.init(params), torch.zeros(7, 5, dtype=torch.int64, device=mesh.device_type))
+
+    return made
+
+
+def experts(**options: Any) -> Callable[[Any], Program]:
+    """A mixture of experts on the ranks of an axis."""
+
+    def make(g: torch.Generator) -> Any:
+        draw = functools.partial(torch.randn, generator=g)
+        return {"router": draw(8, 4), "experts": {"up": draw(4, 8, 12), "down": draw(4, 12, 8)}}
+
+    @sf.stage
+    def mixed(p: Any, x: Tensor) -> Any:
+        routing = parallel.route(x, p["router"], k=2)
+        y = parallel.mixture(expert, p["experts"], x, routing, "expert", **options)
+        return x + y, parallel.balance_loss(routing, "expert")
+
+    def expert(p: Any, x: Tensor) -> Tensor:
+        return torch.tanh(x @ p["up"]) @ p["down"]
+
+    def made(mesh: Any) -> Program:
+        specs = sf.by_path([(r".*\.experts\..*", P("expert"))], strict=False)
+        params = sf.init_sharded(
+            {"moe": make}, 0, mesh, lambda path, _: sf.full_shard(() if ".experts." in path else "expert"), specs=specs
+        )
+        opt = so.adamw(0.1)
+
+        def loss(params: Any, x: Tensor) -> Tensor:
+            y, uneven = mixed(params["moe"], x)
+            return sf.psum(y.square().sum(), "expert") + 0.01 * uneven
+
+        @sf.shard_map(mesh=mesh, in_specs=..., out_specs=..., check=False)
+        def step(params: Any, state: Any, x: Tensor) -> Any:
+            value, grads = sf.value_and_grad(loss)(params, x)
+            return *opt.step(params, grads, state), value
+
+        return step, (params, opt.init(params), torch.zeros(2, 4, 8, device=mesh.device_type))
+
+    return made
 
 
 def training(
@@ -252,25 +345,47 @@ PROGRAMS: dict[str, Callable[[Any], Program]] = {
     "a directional derivative": transformed(tangent),
     "a checkpoint of torch": transformed(checkpointed),
     "adapters": adapters,
+    "a pipeline": pipeline("1f1b", "trained"),
+    "a pipeline, forward first": pipeline("gpipe", "trained"),
+    "a pipeline, evaluated": pipeline("1f1b", "evaluated"),
+    "a pipeline's product with the Hessian": pipeline("1f1b", "curved"),
+    "experts": experts(capacity=3),
+    "experts, no token too many": experts(capacity=8, overflow="error"),
 }
+OTHERS = {"experts without a limit": experts()}  # whose messages depend on numbers
+AXES = {"a pipeline": {"pipe": 2, "shard": 1}, "experts": {"expert": 2}}  # by how names begin
+
+
+def mesh_for(name: str, device: str | None = None) -> Any:
+    axes = next((axes for start, axes in AXES.items() if name.startswith(start)), {"shard": 2})
+    return sf.make_mesh(device=device, **axes)
 
 
 @sf.debug(memory=False)
 def ran(names: list[str]) -> list[list[Sent]]:
     """The collectives of the second step of each program, on CPU processes."""
-    return [sent_by_second(*PROGRAMS[name](sf.make_mesh(shard=2, device="cpu"))) for name in names]
+    return [sent_by_second(*PROGRAMS[name](mesh_for(name, device="cpu"))) for name in names]
 
 
 @sf.debug(memory=False)
-def planned(names: list[str]) -> list[list[Sent]]:
+def planned(names: list[str], rank: int = 0) -> list[list[Sent]]:
     """Those of their plans."""
     found = []
     for name in names:
-        with sf.planning(2):
-            step, args = PROGRAMS[name](sf.make_mesh(shard=2))
+        with sf.planning(2, rank):
+            step, args = PROGRAMS[name](mesh_for(name))
             found.append(sent_by(sf.plan(step, *args)))
             del step, args
     return found
+
+
+@sf.debug(memory=False)
+def assumed(name: str) -> tuple[Any, ...]:
+    """What a plan takes for granted, and the bytes that it sends."""
+    with sf.planning(2):
+        step, args = (PROGRAMS | OTHERS)[name](mesh_for(name))
+        plan = sf.plan(step, *args)
+        return plan.assumed, sorted(w.sent for w in plan.collectives if "all_to_all" in w.kind and w.stage)
 
 
 @sf.debug(memory=False)

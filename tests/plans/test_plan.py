@@ -297,7 +297,7 @@ def test_numbers_that_a_step_reads_are_named() -> None:
     [(reads, inference)] = world(1, "alone").run(with_numbers)
     kinds = [what.split(" at test_plan.py:")[0] for what in reads.assumed]
     assert kinds == ["item", "mask as index", "item"]
-    assert "numbers that the host reads are taken for 1: item at test_plan.py:" in reads.table(200)
+    assert "what depends on numbers is assumed (1, where the host reads one): item at test_plan.py:" in reads.table(200)
     assert inference.assumed == ()
     assert inference.count(kind="all_gather") == 1
 
