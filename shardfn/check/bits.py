@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn.compat import devices
+
 _ON_CPU, _ON_DEVICE = 2**15, 2**18  # words at a time: little memory, which fits a core's own cache
 _TF32 = 2.0**-10  # precision of float32 products on a GPU that uses TF32
 _UNITS, _UNITS_OF_HALF = 1000, 16  # tolerance in last places: sums by atomics vary in order
@@ -156,7 +158,7 @@ def _words(device: torch.device) -> int:
     return _ON_CPU if device.type == "cpu" else _ON_DEVICE
 
 
-@functools.lru_cache(maxsize=16)
+@devices.cached
 def _odd(device: torch.device) -> Tensor:
     return torch.arange(1, 2 * _words(device), 2, device=device, dtype=torch.int64) * _STEP | 1
 

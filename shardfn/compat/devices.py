@@ -4,8 +4,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import ParamSpec, TypeVar, cast
 
 import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+clears: list[Callable[[], None]] = []  # what drops what is kept on devices
+
+
+def cached(function: Callable[P, T]) -> Callable[P, T]:
+    """`functools.lru_cache` for what is on a device, such as small tensors and streams; `forget` clears it."""
+    kept = functools.lru_cache(maxsize=4096)(function)
+    clears.append(kept.cache_clear)
+    return cast(Callable[P, T], kept)
+
+
+def forget() -> None:
+    """Drops what is kept on devices, of which another with the same name knows nothing."""
+    for clear in clears:
+        clear()
 
 
 def current(kind: str) -> torch.device:

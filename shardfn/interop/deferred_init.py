@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardfn.checkpoint.team import CheckpointError
+from shardfn.compat import dynamo
 from shardfn.shards.random import Drawing, int_seed, mixed
 
 LARGE = 2**24  # bytes from which on memory is reserved lazily
@@ -80,11 +81,13 @@ def meta() -> Iterator[None]:
     thread, replacements = threading.get_ident(), WeakTensorKeyDictionary()
 
     def without_values(module: nn.Module, name: str, p: nn.Parameter) -> nn.Parameter | None:
-        if threading.get_ident() != thread or p.is_meta or type(p) is not nn.Parameter:
+        plain = type(p) is nn.Parameter or type(p) is dynamo.fake_tensors()
+        if threading.get_ident() != thread or p.is_meta or not plain:
             return None  # lazy parameters, whose shapes are not known yet, are among these
         if p not in replacements:  # two names for one parameter stay one
-            empty = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-            vars(empty).update(vars(p))
+            hollow = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
+            empty = nn.Parameter(hollow, requires_grad=p.requires_grad)
+            vars(empty).update({name: value for name, value in vars(p).items() if name not in vars(empty)})
             replacements[p] = empty
         return replacements[p]
 

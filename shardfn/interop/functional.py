@@ -33,6 +33,7 @@ from shardfn.interop.stage_module import Run, Shell, Unit
 from shardfn.interop.tensor_checks import Region
 from shardfn.interop.tensor_parallel import TensorParallel
 from shardfn.interop.tensor_plan import Table, TensorPlan, planned
+from shardfn.mesh import planned as plans
 from shardfn.mesh.grid import AxisName
 from shardfn.mesh.selectors import Chosen, Which, chosen
 from shardfn.mesh.spec import P, joined
@@ -163,6 +164,8 @@ class Functional:
         self.module, self.tree, self.frozen = module, anatomy.tree, anatomy.frozen
         self.buffers, self.names, self.stages = anatomy.buffers, anatomy.names, tuple(anatomy.parts)
         self._keys = frozenset(anatomy.tree)
+        if plans.planned():  # modules are built on the host
+            plans.notes().on_host(optree.tree_leaves(anatomy.tree))
         self._shapes = {
             key: {
                 joined(key, name): tuple(x.shape)

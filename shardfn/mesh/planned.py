@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
+
+from torch import Tensor
 
 
 class Notes(Protocol):
@@ -12,6 +14,9 @@ class Notes(Protocol):
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """A context in which no note is taken."""
+
+    def on_host(self, tensors: Iterable[Tensor]) -> None:
+        """Notes that a run has the memory of these tensors on the host."""
 
     def assume(self, what: str) -> None:
         """Notes something that depends on numbers, and that the plan takes for granted."""

@@ -11,6 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.mesh.planned import planned
 from shardfn.optim.differentiable import refuse_overwriting
 from shardfn.optim.hyperparameters import at_step, check, constants, kind, whole
 from shardfn.optim.optimizer import Optimizer
@@ -50,8 +51,9 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
     if "lr" in options:
         check("from_torch", {"lr": options["lr"]})
     name = getattr(make, "__name__", str(make))
-    _refuse_coupled(name, make, options, block)
-    draws = _draws(make, options, block)
+    with _numbers_on_host():
+        _refuse_coupled(name, make, options, block)
+        draws = _draws(make, options, block)
     rules = {name: value for name, value in options.items() if callable(value) and name != "lr"}
 
     def init(params: Any) -> Any:
@@ -88,7 +90,8 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
             if stretch.name in unit_memory:
                 slots = unit_memory[stretch.name]
                 optimizer.state[variable] = {name: x.values if is_unit(x) else x for name, x in slots.items()}
-        optimizer.step()
+        with _numbers_on_host():
+            optimizer.step()
         # Fused kernels do not increment versions, by which autograd and caches notice that a tensor has changed.
         torch.autograd.graph.increment_version([variable for variable, *_ in work])
         with torch.no_grad():
@@ -104,6 +107,11 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
         return params, state | {"step": count, "memory": memory}
 
     return Optimizer(init, on_whole(step))
+
+
+def _numbers_on_host() -> Any:
+    """A context in which the numbers in an optimizer's state are on the host, as in a run, when a step is planned."""
+    return torch.device("cpu") if planned() else contextlib.nullcontext()
 
 
 def comes_later(state: Any) -> bool:

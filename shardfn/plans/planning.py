@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn.compat import attention, dynamo, process_groups
+from shardfn.compat import attention, devices, dynamo, process_groups
 from shardfn.mesh.axes import sizes
 from shardfn.mesh.planned import planning_on
 from shardfn.mesh.scope import current_mesh, mesh_of
@@ -21,11 +21,10 @@ from shardfn.plans.arguments import mark
 from shardfn.plans.course import course_of
 from shardfn.plans.plan import Plan
 from shardfn.plans.recorder import Block, Recorder
-from shardfn.quoting import short, short_errors
+from shardfn.quoting import listed, short, short_errors
 from shardfn.shards.layout import is_flat
 from shardfn.simulated.clocks import HOST
 from shardfn.simulated.device import Device, simulated
-from shardfn.stages.ring import forget_devices
 from shardfn.tiers import transfers
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device
 
 def _forget() -> None:
     """Drops what is kept for devices of this name: another's memory would not be seen."""
-    forget_devices()
+    devices.forget()
     transfers.buffers.forget()
 
 
@@ -160,13 +159,28 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
         sizes(mesh)  # which refuses what is no mesh
     given = named(step, args, kwargs)
     parameters = mark(recorder, given)
-    with _without_collector(), dynamo.taken_for_real():
+    with _without_collector(), dynamo.taken_for_real(), _explained(recorder):
         step(*args, **kwargs)
         gc.collect()
         before = {block: block.nbytes for block in recorder.blocks.values()}
         with recorder.listening():
             result = step(*args, **kwargs)
     return plan_of(recorder, per_node, step, mesh_for("plan", mesh, given), parameters, before, result)
+
+
+@contextlib.contextmanager
+def _explained(recorder: Recorder) -> Iterator[None]:
+    """A context in which an error says what was assumed before: it may come from that."""
+    recorder.assumed.clear()
+    try:
+        yield
+    except Exception as error:
+        if recorder.assumed:
+            error.add_note(
+                f"Planned without numbers, the step has gone on with 1 where it reads one on the host, with true for "
+                f"masks, and with what else is assumed: {listed(recorder.assumed, 3)}"
+            )
+        raise
 
 
 def mesh_for(what: str, mesh: DeviceMesh | None, given: Any) -> DeviceMesh | None:

@@ -7,7 +7,7 @@ import contextlib
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -203,16 +203,22 @@ class Recorder:
     def asked(self, kind: str) -> None:
         """Notes that the user's code reads numbers on the host, or a size that depends on them."""
         with self._lock:
-            if self._on and kind != "cpu collective" and not kind.endswith(f"->{self.kind}"):
+            if kind != "cpu collective" and not kind.endswith(f"->{self.kind}"):
                 where = self.places.asks()
                 if where:
                     self.assumed[f"{kind} at {where}"] = None
 
+    def on_host(self, tensors: Iterable[Tensor]) -> None:
+        """Notes that a run has the memory of these tensors on the host."""
+        with self._lock:
+            for x in tensors:
+                if (block := self.find(x)) is not None and block.tier == "device":
+                    block.tier = "host"
+
     def assume(self, what: str) -> None:
         """Notes something that depends on numbers, with the line of the user's code."""
         with self._lock:
-            if self._on:
-                self.assumed[f"{what} at {self.places.here('').where}"] = None
+            self.assumed[f"{what} at {self.places.here('').where}"] = None
 
     def held(self, x: Tensor) -> None:
         """Notes memory."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardfn.compat import dispatch, dynamo, functorch
+from shardfn.compat import devices, dispatch, dynamo, functorch
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -77,6 +77,7 @@ class _Table:
         self._on: _ByDevice = {}
         self._bounds: _ByDevice = {}
         self._jumps: _ByDevice = {}
+        devices.clears += [self._on.clear, self._bounds.clear, self._jumps.clear]
 
         @dynamo.constant_when_traced
         def listed() -> tuple[tuple[float, ...], ...]:

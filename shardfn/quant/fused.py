@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.compat import dispatch, functorch
+from shardfn.compat import devices, dispatch, functorch
 from shardfn.quant import codes
 from shardfn.quant.codes import Code
 
@@ -113,7 +113,7 @@ class Tables(NamedTuple):
     fraction: int
 
 
-@functools.cache
+@devices.cached
 def tables(code: Code, device: torch.device) -> Tables:
     """The tables of a code on a device."""
     with torch.inference_mode(False), torch.no_grad():

@@ -275,7 +275,7 @@ class PendingReduction:
             _compare(self.out[len(self.out) - len(marks) :], marks, stage)
 
 
-@functools.lru_cache(maxsize=4096)
+@devices.cached
 def _marks(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The marks at the end of the last piece, where no parameter is: 1, then digits that identify the stage.
 
@@ -287,7 +287,7 @@ def _marks(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor([1, *digits[1:]], dtype=dtype, device=device)
 
 
-@functools.lru_cache(maxsize=4096)
+@devices.cached
 def _tag(layout: Layout, format: Format, device: torch.device) -> Tensor:
     """The tag that follows each piece in a quantized format; it identifies the buffer."""
     text = repr((layout.stage, layout.entries, layout.padded, format)).encode()

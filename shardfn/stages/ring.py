@@ -56,6 +56,7 @@ class Saved:
 
 _left: deque[tuple[GatherStream, list[Handle], tuple[Tensor, ...]]] = deque()
 """Transfers that nobody waited for before their slot was collected, and their memory."""
+devices.clears.append(_left.clear)
 
 
 def _free_left() -> None:
@@ -341,15 +342,9 @@ def _slot_part(buffer: Tensor, gather: Gather) -> SlotPart:
     return SlotPart(region, own, sent, region[len(region) - len(tag) :], tag, shared, inner, decoded=decoded)
 
 
-@functools.lru_cache(maxsize=4096)
+@devices.cached
 def _tag(gather: Gather, device: torch.device) -> Tensor:
     return gather.tag.to(device)
-
-
-def forget_devices() -> None:
-    """Drops what is kept on devices: tags, and the memory of transfers that nobody waited for."""
-    _tag.cache_clear()
-    _left.clear()
 
 
 class _Arrival:
@@ -364,19 +359,20 @@ class _Arrival:
     def wait(self) -> None:
         arrived(self.work, "all_gather", self.group, self.gather.layout.stage)
         if self.checks:
-            check(self.part.tail, self.wrong)
+            check(self.part.tail, functools.partial(_wrong, self.gather))  # which may be called much later
         self.part.decode(self.gather)
 
-    def wrong(self, tail: Tensor) -> str | None:
-        tag, layout = self.gather.tag, self.gather.layout
-        if torch.equal(tail, tag):
-            return None
-        ours, last = (bytes(x[8:].tolist()).decode(errors="replace").strip() for x in (tag, tail))
-        return (
-            f"it gathers for {ours}, but the last rank along {' x '.join(layout.placement.axes)} for "
-            f"{last or 'another stage'}: ranks run different stages. A branch around a stage goes the same way "
-            f"on every rank, and one that has no use for it calls shardfn.skip(stage, params)"
-        )
+
+def _wrong(gather: Gather, tail: Tensor) -> str | None:
+    """What is wrong with the tag that came with the last rank's piece."""
+    if torch.equal(tail, gather.tag):
+        return None
+    ours, last = (bytes(x[8:].tolist()).decode(errors="replace").strip() for x in (gather.tag, tail))
+    return (
+        f"it gathers for {ours}, but the last rank along {' x '.join(gather.layout.placement.axes)} for "
+        f"{last or 'another stage'}: ranks run different stages. A branch around a stage goes the same way "
+        f"on every rank, and one that has no use for it calls shardfn.skip(stage, params)"
+    )
 
 
 class Position:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from shardfn.compat import devices
 
 
 class Arrival:
@@ -65,7 +66,7 @@ class CopyStreams:
             return self._out.record_event()
 
 
-@functools.cache
+@devices.cached
 def copy_streams(device: torch.device) -> CopyStreams:
     """The copy streams of a device, made once."""
     return CopyStreams(device)

@@ -20,6 +20,7 @@ from shardfn.mesh.axes import axis_of, sizes
 from shardfn.mesh.grid import ALONE, Axis
 from shardfn.mesh.groups import group_over, world_of_thread
 from shardfn.mesh.lanes import lane
+from shardfn.mesh.planned import notes, planned
 from shardfn.mesh.scope import current_mesh, independent_axes, mesh_of
 from shardfn.quoting import findings, listed, short
 from shardfn.shards.layout import is_flat
@@ -125,6 +126,8 @@ def fitted(run: Callable[[list[Any]], T], tree: Any, micro: Any, params: Any, de
     if micro != "auto":
         return run(batch.parts(min(micro, rows) if axis.size == 1 else micro))
     parts = min(known.first(key, elements), rows)
+    if planned():
+        notes().assume(f"accumulate: micro='auto' has {parts} part{'s' if parts > 1 else ''}")
     value, parts = _as_few_as_fit(run, batch, rows, parts, params, axis_ranks(axis), name)
     known.learn(key, elements, parts)
     return value
@@ -144,12 +147,15 @@ def _most(batch: Batch | None, error: Exception | None, described: Sequence[str]
     )
     note = f"It has {short('; '.join(lines), 400)}"
     rows_of_ranks = gathered(row, axis, None, "comparing the micro-batches", "accumulate", note)
+    if planned():
+        notes().assume("accumulate: no rank has more rows than this one")
+        rows_of_ranks = row[None]
     if len(rows_of_ranks[:, 0].unique()) > 1:
         agree(lines, axis, "accumulate", error, _SUBJECT)
     if error is not None:
         raise error
     _, rows, elements = rows_of_ranks.amax(0).tolist()
-    if not rows:
+    if not rows and not (planned() and axis.size > 1):
         raise ValueError("accumulate: the batch has no rows" + ("" if axis.size == 1 else ", on any rank"))
     return rows, elements
 
@@ -282,8 +288,8 @@ def _together(params: Any) -> Axis:
 
 
 def _real(axis: Axis) -> Axis:
-    """The axis, or `ALONE` if its other ranks are simulated, which cannot answer."""
-    return axis if axis.size > 1 and not process_groups.made_up() else ALONE
+    """The axis, or `ALONE` if its other ranks are simulated, which cannot answer, and it is not planned for them."""
+    return axis if axis.size > 1 and (planned() or not process_groups.made_up()) else ALONE
 
 
 def _weight(params: Any) -> str:
@@ -294,5 +300,5 @@ def _weight(params: Any) -> str:
 
 
 def axis_ranks(axis: Axis) -> list[int]:
-    """Global ranks along an axis; `[0]` for one rank, whichever it is."""
-    return [0] if axis.size == 1 else ranks_along(axis)
+    """Global ranks along an axis; `[0]` for one rank, whichever it is, and for ranks that do not run."""
+    return [0] if axis.size == 1 or planned() else ranks_along(axis)

@@ -256,7 +256,7 @@ def stacked(params: Any, x: Tensor) -> Tensor:
     return sf.pmean(x.square().mean(), DATA)
 
 
-def by(optimizer: Callable[[], Any], accumulates: bool = False) -> Callable[[Any], Program]:
+def by(optimizer: Callable[[], Any], micro: Any = 1, rows: int = 4) -> Callable[[Any], Program]:
     """A step of a stack by an optimizer."""
 
     def made(mesh: Any) -> Program:
@@ -264,13 +264,13 @@ def by(optimizer: Callable[[], Any], accumulates: bool = False) -> Callable[[Any
 
         @sf.shard_map(mesh=mesh, in_specs=(..., ..., P(DATA)), out_specs=..., check=False)
         def step(params: Any, state: Any, x: Tensor) -> Any:
-            if accumulates:
-                _, grads = sf.accumulate(stacked, x, micro=2)(params)
+            if micro != 1:
+                _, grads = sf.accumulate(stacked, x, micro=micro)(params)
             else:
                 _, grads = sf.value_and_grad(stacked)(params, x)
             return opt.step(params, grads, state)
 
-        return step, (params, opt.init(params), torch.zeros(4, 8, device=mesh.device_type))
+        return step, (params, opt.init(params), torch.zeros(rows, 8, device=mesh.device_type))
 
     return made
 
@@ -287,6 +287,15 @@ def transformed(f: Callable[[Any, Tensor], Any]) -> Callable[[Any], Program]:
 
 def product_with_hessian(params: Any, x: Tensor) -> Any:
     return torch.func.jvp(sf.grad(lambda p: stacked(p, x)), (params,), (params,))[1]
+
+
+def whole_hessian(params: Any, x: Tensor) -> Any:
+    return sf.hessian(lambda y: stacked(params, y * x).sum())(torch.ones(8, device=x.device))
+
+
+def ragged(params: Any, x: Tensor) -> Any:
+    y = sf.ragged_all_to_all(stacked(params, x) * x, DATA, [2, 2])
+    return sf.all_gather(y, DATA)
 
 
 def tangent(params: Any, x: Tensor) -> Any:
@@ -339,9 +348,14 @@ PROGRAMS: dict[str, Callable[[Any], Program]] = {
     "tied and masked": of_module(Tied, on_tokens),
     "clipped": of_module(Recurrent, on_rows, clip=True),
     "an optimizer of torch": by(lambda: so.from_torch(torch.optim.RMSprop, lr=0.1)),
+    "another optimizer of torch": by(lambda: so.from_torch(torch.optim.NAdam, lr=0.1)),
     "muon": by(lambda: so.muon(0.1)),
-    "micro-batches": by(lambda: so.adamw(0.1), accumulates=True),
+    "micro-batches": by(lambda: so.adamw(0.1), micro=2),
+    "micro-batches without rows": by(lambda: so.adamw(0.1), micro=3, rows=1),
+    "as few micro-batches as fit": by(lambda: so.adamw(0.1), micro="auto"),
     "a product with the Hessian": transformed(product_with_hessian),
+    "a Hessian": transformed(whole_hessian),
+    "ragged pieces": transformed(ragged),
     "a directional derivative": transformed(tangent),
     "a checkpoint of torch": transformed(checkpointed),
     "adapters": adapters,

@@ -17,7 +17,7 @@ import shardfn as sf
 import shardfn.optim as so
 from benchmarks.held import Tracker
 from shardfn import quant
-from shardfn.stages.ring import forget_devices
+from shardfn.compat import devices
 from shardfn.testing import simulated
 from tests.models import STRATEGIES
 
@@ -172,7 +172,7 @@ def measured(cases: list[tuple[str, str]], ranks: int, rank: int, path: str) -> 
     """The most memory in the second step, as it is and in whole 512 bytes, and its collectives, on the device."""
     found = []
     for number, (strategy, variant) in enumerate(cases):
-        forget_devices()  # those of the program before, which this one would use without making them
+        devices.forget()  # those of the program before, which this one would use without making them
         store = torch.distributed.FileStore(f"{path}/{number}", ranks)  # type: ignore[attr-defined]
         with simulated(ranks, rank, store=store, races=False) as device, tempfile.TemporaryDirectory() as scratch:
             with Tracker(device.name) as tracker:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
+import re
 import resource
 import tempfile
 from collections import Counter
@@ -19,8 +21,11 @@ import torch.nn.functional as F
 import shardfn as sf
 import shardfn.optim as so
 from benchmarks import plan_trackers
+from shardfn import interop
 from shardfn.plans.schedule import Held
+from shardfn.stages import reduction, ring
 from shardfn.testing import World, WorldError, simulated, world
+from shardfn.tiers.copy_streams import copy_streams
 from tests.models import STRATEGIES
 from tests.plans import planned as programs
 
@@ -416,3 +421,59 @@ def test_blocks_leave_nothing_and_only_loops_that_read_numbers_are_endless() -> 
     [(left, told)] = world(1, "alone").run(often)
     assert left <= 1
     assert "a loop that ends by numbers" in told
+
+
+def built(how: str) -> tuple[Any, Any]:
+    """The memory at the peak, and that of the host, of a step of a module that was built in this way."""
+    with sf.planning(64) as device:
+        mesh = sf.make_mesh(shard=64)
+        contexts: dict[str, Any] = {
+            "as it is": contextlib.nullcontext(),
+            "on the host": torch.device("cpu"),
+            "hollow": interop.meta(),
+        }
+        with contexts[how]:
+            module = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(4)])
+        model, x = interop.functional(module), torch.zeros(4, 1024, device=device.name)
+        params = model.shard(mesh, sf.full_shard("shard"))
+
+        @sf.shard_map(mesh=mesh, in_specs=..., out_specs=..., check=False)
+        def step(params: Any, x: torch.Tensor) -> Any:
+            return sf.grad(lambda p: sf.pmean(model(p, x).square().mean(), "shard"))(params)
+
+        plan = sf.plan(step, params, x)
+        return plan.peak.total, sum(plan.host.values())
+
+
+def test_a_module_has_its_own_memory_on_the_host() -> None:
+    [(peak, host)] = world(1, "alone").run(built, "on the host")
+    assert world(1, "alone").run(built, "as it is") == [(peak, host)]
+    [(same, less)] = world(1, "alone").run(built, "hollow")
+    assert (same, host - less) == (peak, 4 * (1024 * 1024 + 1024) * 4)
+
+
+def left_on_devices() -> list[int]:
+    """How many tensors of devices are kept after a plan."""
+    programs.planned([("full_shard", "few bits")], 2, 0)
+    kept: list[Any] = [reduction._marks, reduction._tag, ring._tag, copy_streams]
+    return [f.cache_info().currsize for f in kept]
+
+
+def test_nothing_is_kept_of_a_planned_device() -> None:
+    assert world(1, "alone").run(left_on_devices) == [[0, 0, 0, 0]]
+
+
+def decides() -> str:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if x.max() > 0.5:
+            raise ValueError("too large")
+        return x
+
+    with sf.planning(1), pytest.raises(ValueError, match="too large") as caught:
+        sf.plan(step, torch.zeros(3))
+    return caught.value.__notes__[0]
+
+
+def test_an_error_says_what_was_assumed_before() -> None:
+    [note] = world(1, "alone").run(decides)
+    assert re.search(r"1 where it reads one on the host, .*: item at test_plan.py:\d+", note)
