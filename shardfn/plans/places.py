@@ -1,7 +1,7 @@
 """Where in a program an operation is issued: in which pass, by which part of the package, and at which line.
 
-It is read from the stack of calls. On autograd's threads the stack begins where a stage's backward does, and the line
-is that of the operation whose derivative is computed.
+It is read from the stack of calls, up to where a backward pass began. In one, the line is that of the operation whose
+derivative is computed.
 """
 
 from __future__ import annotations
@@ -97,6 +97,8 @@ class Places:
                     phase = phase or _PASSES[code.name]
             elif code.name == "unpack_hook":  # of torch.utils.checkpoint
                 phase = phase or "recompute"
+            elif code.name == "_engine_run_backward":
+                break
             frame = frame.f_back
         inside = autograd.inside_backward()
         self.differentiated |= inside
@@ -135,7 +137,7 @@ class Places:
             kind = "library" if name.startswith(_UNSEEN) else "package"
             found = _Code(kind, parts[0] if parts else "", f"{name} {code.co_name}")
         elif file.startswith(_LIBRARY):
-            name = code.co_name if file.endswith("utils/checkpoint.py") else ""
+            name = code.co_name if file.endswith(("utils/checkpoint.py", "autograd/graph.py")) else ""
             found = _Code("library", "", name)
         else:
             found = _Code("user", "", pathlib.PurePath(file).name)

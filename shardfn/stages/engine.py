@@ -102,7 +102,8 @@ class Engine:
 
     def forward(self, call: Call, shards: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Runs a call of a stage; returns its tensor outputs, detached from the call's graph."""
-        with self.alone, attributed_to(call.signature.stage, backward=False):
+        # Torch's checkpoints call stages again in backward.
+        with self.alone, attributed_to(call.signature.stage, backward=autograd.inside_backward()):
             run = self._begin(call, shards)
             self.residency.gather(run)
             self.prefetch.ahead(call.tape, call.step, run)
