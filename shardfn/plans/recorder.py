@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardfn.collectives.ledger import Record, attribution, ledger
 from shardfn.compat import autograd, process_groups
-from shardfn.compat.flops import flops_of
+from shardfn.compat.flops import flops_of, traffic_of
 from shardfn.plans.places import Place, Places
 from shardfn.plans.schedule import Work
 from shardfn.simulated.clocks import HOST
@@ -170,7 +170,7 @@ class Recorder:
                 return
             place = self.places.here(attribution.stage)
             if counts:
-                self._add(func, args, kwargs, out, given, outs, place)
+                self._add(func, args, kwargs, out, given, place)
             for x in new:
                 self._hold(x, place)
 
@@ -250,11 +250,9 @@ class Recorder:
         assert self.device is not None, "a device tells of itself"
         return self.device.stream()
 
-    def _add(
-        self, func: Any, args: Any, kwargs: Any, out: Any, given: list[Tensor], outs: list[Tensor], place: Place
-    ) -> None:
+    def _add(self, func: Any, args: Any, kwargs: Any, out: Any, given: list[Tensor], place: Place) -> None:
         draft = self._open("compute", place, self._stream())
-        draft.moved += sum(x.nbytes for x in {id(x): x for x in (*given, *outs)}.values())
+        draft.moved += traffic_of(func, args, kwargs, out)
         flops = flops_of(func, args, kwargs, out)
         if flops:
             draft.flops[str(given[0].dtype).removeprefix("torch.")] += flops

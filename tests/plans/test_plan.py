@@ -524,3 +524,36 @@ def closed() -> set[str]:
 def test_a_gradient_that_an_optimizer_calls_is_a_backward_pass() -> None:
     [phases] = world(1, "alone").run(closed)
     assert "backward" in phases
+
+
+N = 4096
+TRAFFIC: dict[str, tuple[Any, int]] = {  # what runs, and how many numbers it reads and writes
+    "a new result": (lambda x, y, table: x + y, 3 * N),
+    "in place": (lambda x, y, table: x.add_(y), 3 * N),
+    "overwritten": (lambda x, y, table: x.copy_(y), 2 * N),
+    "expanded": (lambda x, y, table: x + y[:1].expand(N), 2 * N + 1),
+    "several": (lambda x, y, table: torch._foreach_add_([x, y], [y, x]), 4 * N),
+    "rows of a table": (lambda x, y, table: table[torch.zeros(2, dtype=torch.int64)], 2 * 2 * N + 2 * 2 + 2 * 2),
+    "rows that change": (
+        lambda x, y, table: table.index_add_(0, torch.zeros(2, dtype=torch.int64), y.expand(2, N)),
+        2 * 2 * N + N + 2 * 2 * 2,
+    ),
+    "an optimizer": (
+        lambda x, y, table: torch._fused_adamw_(
+            [x], [y], [table[0]], [table[1]], [], [torch.ones(())], lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0,
+            eps=1e-8, amsgrad=False, maximize=False,
+        ),
+        7 * N + 2,
+    ),
+}  # fmt: skip
+
+
+def traffic(name: str) -> int:
+    with sf.planning(1):
+        plan = sf.plan(TRAFFIC[name][0], torch.zeros(N), torch.zeros(N), torch.zeros(8, N))
+        return sum(work.moved for work in plan.works) // 4
+
+
+@pytest.mark.parametrize("name", TRAFFIC)
+def test_bytes_that_operations_read_and_write(name: str) -> None:
+    assert world(1, "alone").run(traffic, name) == [TRAFFIC[name][1]]
