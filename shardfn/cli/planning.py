@@ -143,6 +143,8 @@ def _own(args: argparse.Namespace) -> Plan:
             f"change the function"
         )
     module, _, name = args.what.partition(":")
+    if module.endswith(".py"):
+        raise ValueError(f"plan: {args.what}: write a module, not its file: {module.removesuffix('.py')}:{name}")
     sys.path.insert(0, os.getcwd())
     found = getattr(importlib.import_module(module), name, None)
     if not callable(found):

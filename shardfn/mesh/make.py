@@ -99,9 +99,14 @@ def make_mesh(
     product = math.prod(size for size in sizes.values() if size != -1)
     if world % product or (-1 not in sizes.values() and product != world):
         multiple, fix = ("a multiple of ", "") if -1 in sizes.values() else ("", ", or let one axis be -1")
+        start = (
+            f"plan with planning(ranks={product})"
+            if planned()
+            else f"start it with torchrun --nproc-per-node {product}"
+        )
         raise ValueError(
-            f"make_mesh({short(show(sizes), 800)}) needs {multiple}{product} processes, but the world has {world}: "
-            f"start it with torchrun --nproc-per-node {product}{fix}"
+            f"make_mesh({short(show(sizes), 800)}) needs {multiple}{product} {'ranks' if planned() else 'processes'}, "
+            f"but the world has {world}: {start}{fix}"
         )
     filled = {name: world // product if size == -1 else size for name, size in sizes.items()}
     spans = across(hosts, filled)

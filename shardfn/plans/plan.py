@@ -159,6 +159,8 @@ class Plan(Views):
         except ValueError as error:
             raise ValueError(f"{where} is not JSON: {error}") from error
         version = found.pop("version", None) if isinstance(found, dict) else None
+        if version is None:
+            raise ValueError(f"{where} holds no plan: Plan.save writes them")
         if version != VERSION:
             raise ValueError(f"{where} has version {version!r}, and this shardfn reads {VERSION}: plan the step again")
         try:

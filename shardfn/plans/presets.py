@@ -116,7 +116,8 @@ def chip(name: str) -> Chip:
 def _found(what: str, name: str, known: dict[str, T]) -> T:
     if name not in known:
         raise ValueError(
-            f"{what}: there is no {short(repr(name))}, only {listed(known)}; others are measured or loaded"
+            f"{what}: there is no {short(repr(name))}, only {listed(known)}; from a file comes "
+            f"{what.capitalize()}.load(path)"
         )
     return known[name]
 

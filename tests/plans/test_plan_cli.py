@@ -154,6 +154,8 @@ def test_a_step_of_ones_own_is_planned(tmp_path: Path) -> None:
     assert "mine:nothing returned NoneType; it returns a tuple" in error
     error = ran("mine:absent", "--mesh", "shard=4", cwd=tmp_path, status=2)
     assert "mine has no function 'absent'" in error
+    error = ran("mine.py:planned", "--mesh", "shard=4", cwd=tmp_path, status=2)
+    assert "write a module, not its file: mine:planned" in error
 
 
 def test_a_configuration_is_planned(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_blocks_and_steps() -> None:
         "a rank before the first": "ValueError: planning: rank=-1; it is at least 0",
         "an empty node": "ValueError: planning: per_node=0",
         "a node of text": "TypeError: planning: per_node='8'",
-        "a mesh of other ranks": "ValueError: make_mesh(shard=3) needs 3 processes, but the world has 2",
+        "a mesh of other ranks": "ValueError: make_mesh(shard=3) needs 3 ranks, but the world has 2: plan with",
         "a mesh of this machine": "ValueError: make_mesh: device='cpu', while this process plans for 'sim'",
         "no step": "TypeError: plan: the step is of type NoneType",
         "what a step returned": "TypeError: plan: the step is of type tuple, not a function: pass it without calling",
@@ -105,7 +105,10 @@ CALLS: dict[str, tuple[Call, str]] = {
     "less than nothing": (lambda: PLAN.fits(-1), "ValueError: -1 is no size of memory"),
     "half a byte": (lambda: PLAN.fits(2.5), "ValueError: 2.5 is no size of memory"),  # type: ignore[arg-type]
     "a reserve": (lambda: PLAN.fits("80GiB", "2 gigs"), "ValueError: '2 gigs' is no size of memory"),
-    "unknown links": (lambda: PLAN.timed("h1000", "h100"), "ValueError: links: there is no 'h1000'"),
+    "unknown links": (
+        lambda: PLAN.timed("h1000", "h100"),
+        "ValueError: links: there is no 'h1000', only h100, h200, a100, b200; from a file comes Links.load(path)",
+    ),
     "an unknown chip": (lambda: PLAN.timed("h100", "xpu"), "ValueError: chip: there is no 'xpu'"),
     "no links": (lambda: PLAN.timed(ANY, "h100"), "TypeError: timed: links is of type NoneType; it is Links"),
     "a chip for links": (lambda: PLAN.timed(CHIP, "h100"), "TypeError: timed: links is of type Chip"),  # type: ignore[arg-type]
