@@ -121,17 +121,23 @@ OF_ACCELERATORS = ("_fused_rms_norm", "mish_backward", "silu_backward")
 """Ops for which CUDA has kernels, while devices that have none compose them of others, which take more memory."""
 
 
+PAST_MODES = ("empty.memory_format", "empty_strided", "copy_", "_local_scalar_dense")
+"""Ops that torch's own code calls where no mode sees them, as to make a tensor of the list in `x[[0, 2]]`."""
+
+
 @functools.cache
-def own_kernels() -> torch.library.Library:
-    """Makes these ops those of a simulated device, too: a mode answers them, and autograd has formulas for them."""
+def own_kernels(answer: Callable[..., Any]) -> torch.library.Library:
+    """Makes ops those of a simulated device, too; autograd has formulas for those of accelerators.
+
+    Args:
+        answer: what is called with the op and its arguments, if no mode has answered it.
+    """
     lib = torch.library.Library("aten", "IMPL")
-    for name in OF_ACCELERATORS:
-        lib.impl(name, _answered_by_a_mode, "PrivateUse1")
+    for name in OF_ACCELERATORS + PAST_MODES:
+        packet, _, overload = name.partition(".")
+        op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        lib.impl(name, functools.partial(answer, op), "PrivateUse1")
     return lib
-
-
-def _answered_by_a_mode(*args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError("a simulated device has no kernels: use its tensors where it is simulated")
 
 
 def on_cpu(op: Any) -> Any:
