@@ -134,10 +134,39 @@ def own_kernels(answer: Callable[..., Any]) -> torch.library.Library:
     """
     lib = torch.library.Library("aten", "IMPL")
     for name in OF_ACCELERATORS + PAST_MODES:
-        packet, _, overload = name.partition(".")
-        op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-        lib.impl(name, functools.partial(answer, op), "PrivateUse1")
+        lib.impl(name, functools.partial(answer, _named(name)), "PrivateUse1")
     return lib
+
+
+def autocasting(rules: dict[str, Callable[..., Any]]) -> torch.library.Library:
+    """Makes `torch.autocast` work on torch's spare device.
+
+    Args:
+        rules: by the name of each op that it changes: what is called with the op and its arguments, outside autocast.
+    """
+    lib = torch.library.Library("aten", "IMPL")
+    for name, rule in rules.items():
+        lib.impl(name, functools.partial(_outside_autocast, rule, _named(name)), "AutocastPrivateUse1")
+    rest = torch.library.Library("_", "IMPL")
+    rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    lib.rest = rest  # type: ignore[attr-defined]  # both live as long as one
+    return lib
+
+
+def _outside_autocast(rule: Callable[..., Any], op: Any, *args: Any, **kwargs: Any) -> Any:
+    with outside_autocast():
+        return rule(op, *args, **kwargs)
+
+
+def outside_autocast() -> Any:
+    """Returns a context in which autocast changes no op on torch's spare device."""
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
+    return torch._C._ExcludeDispatchKeyGuard(key)
+
+
+def _named(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 def on_cpu(op: Any) -> Any:

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from shardfn.collectives.late_checks import LateChecks
 from shardfn.compat import autograd, dispatch, dynamo, process_groups
+from shardfn.simulated import autocast
 from shardfn.simulated.capture import Capture, Graph
 from shardfn.simulated.clocks import HOST, ByStorage, Clocks, Current, Point, device_index
 from shardfn.simulated.operations import NAME, Operations, line, opened, past_modes, twin, waits_for
@@ -257,6 +258,9 @@ def simulated(
         opened.clear()
 
 
+_registered: list[Any] = []  # what torch forgets with its object
+
+
 @functools.cache
 def _register() -> None:
     if torch.accelerator.is_available():
@@ -267,6 +271,7 @@ def _register() -> None:
     process_groups.register_python_device(NAME, _Module())
     autograd.twins[NAME] = twin
     dispatch.own_kernels(past_modes)
+    _registered.append(autocast.register(NAME))
     process_groups.register_fake_backend("simulated", ["cpu", NAME])
     process_groups.register_fake_backend("sent", [NAME], made_up=False)
 
@@ -281,6 +286,8 @@ def _patched(device: Device) -> Iterator[None]:
     patches += [(fake, "tolist", lambda x: x.cpu().tolist()), (fake, "__format__", _formatted)]
     patches += [(fake, "__torch_dispatch__", _found_by_threads(device, fake.__torch_dispatch__))]
     patches += [(torch.UntypedStorage, "resize_", _resizing(device, torch.UntypedStorage.resize_))]
+    patches += [(torch.autocast, "__init__", _of_the_device(torch.autocast.__init__))]
+    patches += [(torch, "clear_autocast_cache", _forgetting(torch.clear_autocast_cache))]
     patches += [(torch.utils, "swap_tensors", _swapping(torch.utils.swap_tensors))]
     patches += [(threading.Thread, "run", _beside(device, threading.Thread.run))]
     handles = [kind for kind in process_groups.kinds_of_handles() if "wait" in vars(kind)]
@@ -341,6 +348,32 @@ def _resizing(device: Device, resize: Callable[[Any, int], Any]) -> Callable[[An
         return found
 
     return resized
+
+
+def _of_the_device(make: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of autocast, which would otherwise be without effect for an accelerator that is not there."""
+
+    @functools.wraps(make)
+    def made(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+        if enabled and device_type not in (NAME, "cpu"):
+            raise RuntimeError(
+                f"torch.autocast({device_type!r}) at {line()}: the tensors here are on the simulated device, {NAME!r}, "
+                f"and would stay as they are: name it by mesh.device_type or device.name"
+            )
+        make(self, device_type, dtype, enabled, cache_enabled)
+
+    return made
+
+
+def _forgetting(clear: Callable[[], None]) -> Callable[[], None]:
+    """What ends autocast, also for the device's own casts."""
+
+    @functools.wraps(clear)
+    def cleared() -> None:
+        autocast.forget()
+        clear()
+
+    return cleared
 
 
 def _swapping(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:

@@ -213,7 +213,7 @@ def _found(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     args, kwargs = optree.tree_map(lambda x: _fake(x, mode), (args, kwargs))
     kwargs.pop("generator", None)
     try:
-        with device.fake_mode:
+        with mode, dispatch.outside_autocast():
             return (cells.FORMULAS.get(func) or _without_generator(func))(*args, **kwargs)
     except dynamo.depends_on_numbers() as error:
         device._waited(func.name())
