@@ -21,6 +21,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import pathlib
+import random
+import sys
 import threading
 import warnings
 from collections import Counter
@@ -36,7 +38,7 @@ from shardfn.compat import autograd, dispatch, dynamo, process_groups
 from shardfn.simulated import autocast
 from shardfn.simulated.capture import Capture, Graph
 from shardfn.simulated.clocks import HOST, ByStorage, Clocks, Current, Point, device_index
-from shardfn.simulated.operations import NAME, Operations, line, opened, past_modes, twin, waits_for
+from shardfn.simulated.operations import NAME, Operations, line, opened, past_modes, twin, users_line, waits_for
 from shardfn.simulated.shapes import tensors_in
 
 ENDLESS = 5000
@@ -183,8 +185,8 @@ class Device:
         reads = not kind.startswith(("copy cpu", "cpu collective"))
         if reads and not self.values and self._waits[kind, where] > ENDLESS:
             raise NotImplementedError(
-                f"{kind} at {where} came {ENDLESS} times: a loop that ends by numbers does not end here, where the "
-                f"simulated device has none"
+                f"{kind} at {users_line()} came {ENDLESS} times: a loop that ends by numbers does not end "
+                f"here, where the simulated device has none"
             )
         if self.listener is not None:
             self.listener.asked(kind)
@@ -241,6 +243,7 @@ def simulated(
             f"FileStore(path, {ranks}), which all ranks pass"
         )
     _register()
+    state, hook = random.getstate(), sys.excepthook  # torch draws from the one, and wraps the other
     device = Device(values or store is not None, count, listener, races)
     if store is not None:
         backend = "cpu:gloo,sim:sent"
@@ -256,6 +259,8 @@ def simulated(
         if dist.is_initialized():
             dist.destroy_process_group()
         opened.clear()
+        random.setstate(state)
+        sys.excepthook = hook
 
 
 _registered: list[Any] = []  # what torch forgets with its object
@@ -357,8 +362,8 @@ def _of_the_device(make: Callable[..., None]) -> Callable[..., None]:
     def made(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
         if enabled and device_type not in (NAME, "cpu"):
             raise RuntimeError(
-                f"torch.autocast({device_type!r}) at {line()}: the tensors here are on the simulated device, {NAME!r}, "
-                f"and would stay as they are: name it by mesh.device_type or device.name"
+                f"torch.autocast({device_type!r}) at {users_line()}: the tensors here are on the simulated device, "
+                f"{NAME!r}, and would stay as they are: name it by mesh.device_type or device.name"
             )
         make(self, device_type, dtype, enabled, cache_enabled)
 

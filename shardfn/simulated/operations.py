@@ -8,7 +8,7 @@ import pathlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +34,10 @@ _DEVICE: Any = torch.ops.prim.device.default
 _HERE = pathlib.Path(__file__).resolve().parent
 _PACKAGE = f"{_HERE.parent}/"
 _TOOLS = (*(f"{_HERE.parent}/{name}/" for name in ("simulated", "testing", "plans")), f"{_HERE.parent}/quoting.py")
+_MODELS = f"{_PACKAGE}shapes/"  # known models, which stand for the user's
 _BETWEEN = (*_TOOLS, str(modes.__file__), str(weakref.__file__))
 ELSEWHERE = tuple(str(pathlib.Path(str(module.__file__)).parent) + "/" for module in (torch, optree))
+_STANDARD = str(pathlib.Path(str(threading.__file__)).parent) + "/"  # also the parent of other packages, as a rule
 
 _pinned: ByStorage[bool] = ByStorage()
 opened: list[Device] = []  # the one that is simulated now, if one is
@@ -218,19 +220,19 @@ def _found(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     except dynamo.depends_on_numbers() as error:
         device._waited(func.name())
         raise NotImplementedError(
-            f"{func.name()} at {line()}: what it returns depends on numbers, and the simulated device has none"
+            f"{func.name()} at {users_line()}: what it returns depends on numbers, and the simulated device has none"
         ) from error
     except NotImplementedError as error:
         raise NotImplementedError(
-            f"{func.name()} at {line()}: torch cannot tell the shape of its result without running it ({error})"
+            f"{func.name()} at {users_line()}: torch cannot tell the shape of its result without running it ({error})"
         ) from error
     except RuntimeError as error:
         on = sorted({str(x.device) for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)})
         if len(on) < 2 or "same device" not in str(error):
             raise
         raise RuntimeError(
-            f"{func.name()} at {line()}: tensors are on several devices: {', '.join(on)}. Make them inside the block, "
-            f"or on the device of the others, device=x.device"
+            f"{func.name()} at {users_line()}: tensors are on several devices: {', '.join(on)}. Make them inside the "
+            f"block, or on the device of the others, device=x.device"
         ) from error
 
 
@@ -257,7 +259,7 @@ def _valued(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     index = tensors[0].device.index if tensors else device_index(kwargs.get("device"), device.current.device)
     if any(x.device.index != index for x in tensors):
         found = sorted({str(x.device) for x in tensors})
-        raise RuntimeError(f"{func.name()} at {line()}: tensors are on several devices: {', '.join(found)}")
+        raise RuntimeError(f"{func.name()} at {users_line()}: tensors are on several devices: {', '.join(found)}")
     originals: dict[int, Tensor] = {}  # by id of a shadow
 
     def shadowed(x: Any) -> Any:
@@ -527,7 +529,7 @@ def _index(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _sparse(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     raise NotImplementedError(
-        f"{func.name()} at {line()}: its result is sparse, and the simulated device has no such tensors"
+        f"{func.name()} at {users_line()}: its result is sparse, and the simulated device has no such tensors"
     )
 
 
@@ -535,7 +537,7 @@ def _embedding(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     position = [argument.name for argument in func._schema.arguments].index("sparse")
     if any(args[position : position + 1]) or kwargs.get("sparse"):
         raise NotImplementedError(
-            f"{func.name()} at {line()}: its gradient is sparse, and the simulated device has no such tensors"
+            f"{func.name()} at {users_line()}: its gradient is sparse, and the simulated device has no such tensors"
         )
     return _run(device, func, args, kwargs)
 
@@ -588,13 +590,24 @@ _SHAPELESS = {  # torch does not know that they return nothing
 
 def line() -> str:
     """The innermost line of this package outside its testing tools, or otherwise of code that is not a library."""
+    found = list(_lines())
+    return next((where for where, ours in found if ours), found[0][0] if found else "?")
+
+
+def users_line() -> str:
+    """The innermost line of code that is neither a library nor this package, or otherwise of this package."""
+    found = list(_lines())
+    return next((where for where, ours in found if not ours), found[0][0] if found else "?")
+
+
+def _lines() -> Iterator[tuple[str, bool]]:
+    """The lines that are under way, innermost first, and whether each is this package's."""
     frame: FrameType | None = sys._getframe(1)
-    own: str | None = None
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(_PACKAGE) and not file.startswith(_BETWEEN):
-            return f"shardfn/{file.removeprefix(_PACKAGE)}:{frame.f_lineno}"
-        if own is None and not file.startswith((*_BETWEEN, *ELSEWHERE, "<")):
-            own = f"{pathlib.PurePath(file).name}:{frame.f_lineno}"
+        ours = file.startswith(_PACKAGE) and not file.startswith(_MODELS)
+        standard = file.startswith(_STANDARD) and "-packages/" not in file
+        if not file.startswith((*_BETWEEN, *ELSEWHERE, "<")) and (ours or not standard):
+            name = f"shardfn/{file.removeprefix(_PACKAGE)}" if ours else pathlib.PurePath(file).name
+            yield f"{name}:{frame.f_lineno}", ours
         frame = frame.f_back
-    return own or "?"

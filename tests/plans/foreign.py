@@ -237,7 +237,7 @@ def of_module(make: Callable[[], nn.Module], run: Callable[[Any, Any, Tensor], A
 def under_autocast(run: Callable[[Any, Any, Tensor], Any]) -> Callable[[Any, Any, Tensor], Any]:
     def narrow(model: Any, params: Any, x: Tensor) -> Any:
         with torch.autocast(x.device.type, torch.bfloat16):
-            return run(model, params, x)
+            return run(model, params, x).float()  # a power is float32 on CUDA, and as narrow as it was on the CPU
 
     return narrow
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import random
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import shardfn as sf
+from shardfn.compat import dynamo
 from shardfn.testing import simulated, world
 from tests.plans import foreign
 from tests.refusals import told
@@ -113,8 +116,34 @@ def test_what_is_formatted_or_compared_is_read() -> None:
     assert sorted(waits) == [("allclose", 1), ("equal", 1), ("item", 3)]
 
 
+def doubtful(params: Any) -> Tensor:
+    return torch.unique(params["w"])
+
+
+def endless(params: Any) -> Tensor:
+    x: Tensor = params["w"]
+    while x.sum() > 0.5:
+        x = x / 2
+    return x
+
+
+class Doubtful:
+    def __deepcopy__(self, _: Any) -> Any:
+        return torch.unique(torch.ones(3))
+
+
+class Late(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> Tensor:
+        return torch.unique(ct)
+
+
 def refusals() -> dict[str, str]:
-    where = torch.zeros(2, 3, dtype=torch.int64)
+    where, host = torch.zeros(2, 3, dtype=torch.int64), torch.ones(3, 3)
     calls: dict[str, Callable[[], Any]] = {
         "sparse": lambda: torch.ones(3, 3).to_sparse(),
         "compressed": lambda: torch.ones(3, 3).to_sparse_csr(),
@@ -122,16 +151,25 @@ def refusals() -> dict[str, str]:
         "an embedding": lambda: nn.Embedding(4, 4, sparse=True)(torch.zeros(2, dtype=torch.int64)),
         "a bag": lambda: nn.EmbeddingBag(4, 4, sparse=True)(torch.zeros(2, 2, dtype=torch.int64)),
         "sizes by numbers": lambda: torch.unique(torch.ones(3)),
+        "on the host": lambda: torch.ones(3, 3) @ host,
+        "copied": lambda: copy.deepcopy(Doubtful()),
+        "in a stage": lambda: sf.plan(lambda p: sf.stage(doubtful)(p), params),
+        "in a stage's backward": lambda: sf.plan(
+            lambda p: sf.grad(lambda p: sf.stage(Late.apply)(p["w"]).sum())(p), params
+        ),
+        "a loop by numbers": lambda: sf.plan(lambda p: sf.stage(endless)(p), params),
     }
     with sf.planning(2):
+        params = sf.init_sharded({"w": lambda g: torch.ones(4, 4)}, 0, sf.make_mesh(shard=2), sf.full_shard("shard"))
         return {name: told(call) for name, call in calls.items()}
 
 
 def test_what_is_not_simulated_is_told_with_its_line() -> None:
     [found] = world(1, "alone").run(refusals)
-    for message in found.values():
-        assert message.startswith("NotImplementedError: aten::")
-        assert " at test_simulated_programs.py:" in message
+    for name, message in found.items():
+        start = {"on the host": "RuntimeError: aten::mm", "a loop by numbers": "NotImplementedError: item"}
+        assert message.startswith(start.get(name, "NotImplementedError: aten::")), (name, message)
+        assert " at test_simulated_programs.py:" in message, (name, message)
 
 
 def on_threads() -> tuple[list[str], list[int], int]:
@@ -177,3 +215,18 @@ def loaded(folder: str) -> list[set[Any]]:
 
 def test_a_model_is_loaded_by_threads(tmp_path: Path) -> None:
     assert world(1, "alone").run(loaded, str(tmp_path)) == [[{"sim"}, {torch.bfloat16}]]
+
+
+def left() -> tuple[bool, bool, bool, bool]:
+    state, hook, default = random.getstate(), sys.excepthook, dict(vars(dynamo.fake_tensors()))
+    for _ in range(2):
+        with sf.planning(2):
+            sf.make_mesh(shard=2)
+            torch.distributed.all_reduce(torch.ones(3))
+            random.random()
+    unchanged = dict(vars(dynamo.fake_tensors())) == default
+    return random.getstate() == state, sys.excepthook is hook, unchanged, "run" in vars(threading.Thread)
+
+
+def test_nothing_is_left_of_a_block() -> None:
+    assert world(1, "alone").run(left) == [(True,) * 4]
