@@ -73,9 +73,10 @@ class Operations(modes.DispatchMode):
         to = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
         if to != NAME and not any(x.device.type == NAME for x in tensors):
             return self._on_host(func, args, kwargs, tensors)
-        self.device.threads.add(threading.get_ident())
-        with self.device.answering:
-            return self._answered(self.device, func, args, kwargs)
+        device = self.device
+        device.threads.add(threading.get_ident())
+        with device.answering:
+            return self._answered(device, func, args, kwargs)
 
     def _answered(self, device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         if func.namespace in _COLLECTIVES:
@@ -590,14 +591,21 @@ _SHAPELESS = {  # torch does not know that they return nothing
 
 def line() -> str:
     """The innermost line of this package outside its testing tools, or otherwise of code that is not a library."""
-    found = list(_lines())
-    return next((where for where, ours in found if ours), found[0][0] if found else "?")
+    return _first_line(of_package=True)
 
 
 def users_line() -> str:
     """The innermost line of code that is neither a library nor this package, or otherwise of this package."""
-    found = list(_lines())
-    return next((where for where, ours in found if not ours), found[0][0] if found else "?")
+    return _first_line(of_package=False)
+
+
+def _first_line(of_package: bool) -> str:
+    other = ""
+    for where, ours in _lines():
+        if ours == of_package:
+            return where
+        other = other or where
+    return other or "?"
 
 
 def _lines() -> Iterator[tuple[str, bool]]:
