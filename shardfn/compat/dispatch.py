@@ -121,17 +121,52 @@ OF_ACCELERATORS = ("_fused_rms_norm", "mish_backward", "silu_backward")
 """Ops for which CUDA has kernels, while devices that have none compose them of others, which take more memory."""
 
 
+PAST_MODES = ("empty.memory_format", "empty_strided", "copy_", "_local_scalar_dense")
+"""Ops that torch's own code calls where no mode sees them, as to make a tensor of the list in `x[[0, 2]]`."""
+
+
 @functools.cache
-def own_kernels() -> torch.library.Library:
-    """Makes these ops those of a simulated device, too: a mode answers them, and autograd has formulas for them."""
+def own_kernels(answer: Callable[..., Any]) -> torch.library.Library:
+    """Makes ops those of a simulated device, too; autograd has formulas for those of accelerators.
+
+    Args:
+        answer: what is called with the op and its arguments, if no mode has answered it.
+    """
     lib = torch.library.Library("aten", "IMPL")
-    for name in OF_ACCELERATORS:
-        lib.impl(name, _answered_by_a_mode, "PrivateUse1")
+    for name in OF_ACCELERATORS + PAST_MODES:
+        lib.impl(name, functools.partial(answer, _named(name)), "PrivateUse1")
     return lib
 
 
-def _answered_by_a_mode(*args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError("a simulated device has no kernels: use its tensors where it is simulated")
+def autocasting(rules: dict[str, Callable[..., Any]]) -> torch.library.Library:
+    """Makes `torch.autocast` work on torch's spare device.
+
+    Args:
+        rules: by the name of each op that it changes: what is called with the op and its arguments, outside autocast.
+    """
+    lib = torch.library.Library("aten", "IMPL")
+    for name, rule in rules.items():
+        lib.impl(name, functools.partial(_outside_autocast, rule, _named(name)), "AutocastPrivateUse1")
+    rest = torch.library.Library("_", "IMPL")
+    rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    lib.rest = rest  # type: ignore[attr-defined]  # both live as long as one
+    return lib
+
+
+def _outside_autocast(rule: Callable[..., Any], op: Any, *args: Any, **kwargs: Any) -> Any:
+    with outside_autocast():
+        return rule(op, *args, **kwargs)
+
+
+def outside_autocast() -> Any:
+    """Returns a context in which autocast changes no op on torch's spare device."""
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
+    return torch._C._ExcludeDispatchKeyGuard(key)
+
+
+def _named(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 def on_cpu(op: Any) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import FunctionType
@@ -81,9 +82,27 @@ def fake_mode() -> Any:
     """Returns the process's mode under which ops make tensors with shapes, dtypes and strides but no data."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    class OnThreads(FakeTensorMode):
+        """Such a mode, which several threads can be in at once: each has its own of what changes meanwhile."""
+
+        in_kernel_invocation = _of_thread("in_kernel_invocation", bool)
+        enter_stack = _of_thread("enter_stack", list)
+
+    mode = OnThreads(allow_non_fake_inputs=True)
     mode.cache_enabled = False  # its keys hold storages that are arguments, such as those of `set_`, for ever
     return mode
+
+
+def _of_thread(name: str, start: Callable[[], Any]) -> property:
+    """An attribute that each thread has for itself."""
+    local = threading.local()
+
+    def get(_: Any) -> Any:
+        if not hasattr(local, name):
+            setattr(local, name, start())
+        return getattr(local, name)
+
+    return property(get, lambda _, value: setattr(local, name, value))
 
 
 @functools.cache

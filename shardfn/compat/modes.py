@@ -47,6 +47,15 @@ def unseen() -> Any:
     return _disable_current_modes()
 
 
+def seen() -> Any:
+    """Returns a context in which modes see ops, also where torch's own code has hidden them."""
+    hidden = torch._C.DispatchKeySet(torch._C.DispatchKey.Python) | torch._C.DispatchKeySet(
+        torch._C.DispatchKey.PythonTLSSnapshot
+    )
+    excluded = torch._C._dispatch_tls_local_exclude_set() - hidden
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
 def functions_unseen() -> Any:
     """Returns a context in which no mode, such as that of a default device, sees calls of torch's functions."""
     return torch._C.DisableTorchFunction()

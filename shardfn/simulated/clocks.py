@@ -139,7 +139,7 @@ class ByStorage(Generic[T]):
         for number in numbers:
             found = self._values.get(number)
             if found is not None and found[0].expired():
-                del self._values[number]
+                self._values.pop(number, None)  # another thread may have done so
                 self._freed(found[1])
 
 

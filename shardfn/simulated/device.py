@@ -21,6 +21,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import pathlib
+import random
+import sys
 import threading
 import warnings
 from collections import Counter
@@ -33,9 +35,11 @@ from torch import Tensor
 
 from shardfn.collectives.late_checks import LateChecks
 from shardfn.compat import autograd, dispatch, dynamo, process_groups
+from shardfn.simulated import autocast
 from shardfn.simulated.capture import Capture, Graph
 from shardfn.simulated.clocks import HOST, ByStorage, Clocks, Current, Point, device_index
-from shardfn.simulated.operations import NAME, Operations, line, twin, waits_for
+from shardfn.simulated.operations import NAME, Operations, line, opened, past_modes, twin, users_line, waits_for
+from shardfn.simulated.shapes import tensors_in
 
 ENDLESS = 5000
 """Waits of one line after which a loop is taken to wait for numbers."""
@@ -78,6 +82,27 @@ class Listener(Protocol):
         """A storage has got another size; it may be unknown, and no tensor may have it now."""
 
 
+class Answering:
+    """A context in which a thread answers an operation."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def __enter__(self) -> None:
+        self._local.depth = getattr(self._local, "depth", 0) + 1
+
+    def __exit__(self, *_: object) -> None:
+        self._local.depth -= 1
+
+    def know(self) -> None:
+        """Notes that this thread has the device's mode, unless it is disabled."""
+        self._local.known = True
+
+    def knows(self) -> bool:
+        """Whether this thread answers an operation now, or has a mode for that."""
+        return getattr(self._local, "depth", 0) > 0 or getattr(self._local, "known", False)
+
+
 class Device:
     """The simulated accelerator, as a test sees it.
 
@@ -113,6 +138,7 @@ class Device:
         self.streams: dict[str, int] = {}  # of collectives, by group
         self.collectives: dict[str, list[tuple[str, int]]] = {}
         self.fake_mode = dynamo.fake_mode()
+        self.answering = Answering()
         self.generators: Counter[str] = Counter()
         self.resizes: Counter[int] = Counter()
         self.threads: set[int] = set()
@@ -159,8 +185,8 @@ class Device:
         reads = not kind.startswith(("copy cpu", "cpu collective"))
         if reads and not self.values and self._waits[kind, where] > ENDLESS:
             raise NotImplementedError(
-                f"{kind} at {where} came {ENDLESS} times: a loop that ends by numbers does not end here, where the "
-                f"simulated device has none"
+                f"{kind} at {users_line()} came {ENDLESS} times: a loop that ends by numbers does not end "
+                f"here, where the simulated device has none"
             )
         if self.listener is not None:
             self.listener.asked(kind)
@@ -205,7 +231,7 @@ def simulated(
             "simulated() makes the default process group of this process, and there is one already: backend "
             f"{dist.get_backend()}, rank {dist.get_rank()} of {dist.get_world_size()}"
         )
-    if _current:
+    if opened:
         raise RuntimeError("simulated() is open already in this process")
     if not 0 <= rank < ranks:
         raise ValueError(f"simulated: rank={rank} of ranks={ranks}: ranks are numbered from 0 to ranks - 1")
@@ -217,23 +243,27 @@ def simulated(
             f"FileStore(path, {ranks}), which all ranks pass"
         )
     _register()
+    state, hook = random.getstate(), sys.excepthook  # torch draws from the one, and wraps the other
     device = Device(values or store is not None, count, listener, races)
     if store is not None:
         backend = "cpu:gloo,sim:sent"
-    _current.append(device)
+    opened.append(device)
     try:
         dist.init_process_group(backend, store=store or process_groups.fake_store(), rank=rank, world_size=ranks)
         with _patched(device), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-            with Operations(device):
+            device.answering.know()
+            with Operations():
                 yield device
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        _current.clear()
+        opened.clear()
+        random.setstate(state)
+        sys.excepthook = hook
 
 
-_current: list[Device] = []
+_registered: list[Any] = []  # what torch forgets with its object
 
 
 @functools.cache
@@ -245,7 +275,8 @@ def _register() -> None:
         )
     process_groups.register_python_device(NAME, _Module())
     autograd.twins[NAME] = twin
-    dispatch.own_kernels()
+    dispatch.own_kernels(past_modes)
+    _registered.append(autocast.register(NAME))
     process_groups.register_fake_backend("simulated", ["cpu", NAME])
     process_groups.register_fake_backend("sent", [NAME], made_up=False)
 
@@ -257,9 +288,11 @@ def _patched(device: Device) -> Iterator[None]:
         torch.empty(0, device=None)
     fake: Any = dynamo.fake_tensors()
     patches: list[tuple[Any, str, Any]] = [(torch, "Generator", _Generator)]
-    patches += [(fake, "tolist", lambda x: x.cpu().tolist())]
-    patches += [(torch, name, _copied(getattr(torch, name))) for name in ("tensor", "as_tensor")]
+    patches += [(fake, "tolist", lambda x: x.cpu().tolist()), (fake, "__format__", _formatted)]
+    patches += [(fake, "__torch_dispatch__", _found_by_threads(device, fake.__torch_dispatch__))]
     patches += [(torch.UntypedStorage, "resize_", _resizing(device, torch.UntypedStorage.resize_))]
+    patches += [(torch.autocast, "__init__", _of_the_device(torch.autocast.__init__))]
+    patches += [(torch, "clear_autocast_cache", _forgetting(torch.clear_autocast_cache))]
     patches += [(torch.utils, "swap_tensors", _swapping(torch.utils.swap_tensors))]
     patches += [(threading.Thread, "run", _beside(device, threading.Thread.run))]
     handles = [kind for kind in process_groups.kinds_of_handles() if "wait" in vars(kind)]
@@ -268,14 +301,34 @@ def _patched(device: Device) -> Iterator[None]:
         add = LateChecks.add
         patches.append((*dynamo.redraws(), lambda x, *_, **__: x))
         patches.append((LateChecks, "add", lambda checks, x, wrong: add(checks, x, lambda _: None)))
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
+    originals = [(owner, name, vars(owner).get(name)) for owner, name, _ in patches]
     try:
         for owner, name, value in patches:
             setattr(owner, name, value)
         yield
     finally:
         for owner, name, value in originals:
-            setattr(owner, name, value)
+            if value is None:
+                delattr(owner, name)  # it is inherited again
+            else:
+                setattr(owner, name, value)
+
+
+def _formatted(x: Tensor, how: str) -> str:
+    """A tensor in a text: a single number is read for that, also if it has a class of its own."""
+    return format(x.item(), how) if x.ndim == 0 else object.__format__(x, how)
+
+
+def _found_by_threads(device: Device, plain: Callable[..., Any]) -> Any:
+    """What an operation on fake tensors does that no mode has seen, such as one of a thread from before the block."""
+
+    def found(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        here = device.answering.knows() or device.fake_mode.enter_stack
+        if here or not any(x.device.type == NAME for x in tensors_in(args, kwargs)):
+            return plain(func, types, args, kwargs)
+        return past_modes(func, *args, **kwargs or {})
+
+    return classmethod(found)
 
 
 def _beside(device: Device, run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
@@ -283,7 +336,8 @@ def _beside(device: Device, run: Callable[[threading.Thread], None]) -> Callable
 
     @functools.wraps(run)
     def on_device(thread: threading.Thread) -> None:
-        with Operations(device):
+        device.answering.know()
+        with Operations():
             run(thread)
 
     return on_device
@@ -301,17 +355,30 @@ def _resizing(device: Device, resize: Callable[[Any, int], Any]) -> Callable[[An
     return resized
 
 
-def _copied(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A constructor of tensors from host data, which copies its result to the device if that is asked for."""
+def _of_the_device(make: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of autocast, which would otherwise be without effect for an accelerator that is not there."""
 
     @functools.wraps(make)
-    def made(data: Any, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Tensor:
-        to = torch.empty(0, device=None).device if device is None else torch.device(device)
-        if to.type != NAME:
-            return make(data, dtype=dtype, device=device, **options)
-        return make(data, dtype=dtype, device=data.device if isinstance(data, Tensor) else "cpu", **options).to(to)
+    def made(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+        if enabled and device_type not in (NAME, "cpu"):
+            raise RuntimeError(
+                f"torch.autocast({device_type!r}) at {users_line()}: the tensors here are on the simulated device, "
+                f"{NAME!r}, and would stay as they are: name it by mesh.device_type or device.name"
+            )
+        make(self, device_type, dtype, enabled, cache_enabled)
 
     return made
+
+
+def _forgetting(clear: Callable[[], None]) -> Callable[[], None]:
+    """What ends autocast, also for the device's own casts."""
+
+    @functools.wraps(clear)
+    def cleared() -> None:
+        autocast.forget()
+        clear()
+
+    return cleared
 
 
 def _swapping(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
@@ -427,16 +494,16 @@ class _Module:
     graph = Capture
 
     def is_available(self) -> bool:
-        return bool(_current)
+        return bool(opened)
 
     def is_initialized(self) -> bool:
-        return bool(_current)
+        return bool(opened)
 
     def current_device(self) -> int:
-        return _device().current.device if _current else 0
+        return _device().current.device if opened else 0
 
     def device_count(self) -> int:
-        return _device().count if _current else 1
+        return _device().count if opened else 1
 
     def set_device(self, device: Any) -> None:
         on = _device()
@@ -446,7 +513,7 @@ class _Module:
         return _device()
 
     def is_current_stream_capturing(self) -> bool:
-        return bool(_current) and _device().clocks.captured(_device().stream())
+        return bool(opened) and _device().clocks.captured(_device().stream())
 
     def graph_pool_handle(self) -> tuple[int, int]:
         return 0, 1
@@ -495,23 +562,23 @@ class _Module:
 
 
 def _device() -> Device:
-    return _current[0]
+    return opened[0]
 
 
 def _synchronize() -> None:
-    for device in _current:
+    for device in opened:
         with device._lock:
             device._waits["synchronize", line()] += 1
 
 
 def _refuse_in_graph(what: str) -> None:
-    for device in _current:
+    for device in opened:
         if device.graph is not None:
             device.graph.refuse(what)
 
 
 def _of_generators(name: str, answer: Any = None) -> Any:
     _refuse_in_graph(name)
-    for device in _current:
+    for device in opened:
         device.generators[name] += 1
     return answer

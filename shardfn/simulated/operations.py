@@ -8,7 +8,7 @@ import pathlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardfn.collectives import ops
 from shardfn.compat import dispatch, dynamo, modes, process_groups
-from shardfn.simulated import shapes
+from shardfn.simulated import cells, shapes
 from shardfn.simulated.clocks import HOST, ByStorage, device_index
 from shardfn.simulated.shapes import tensors_in
 
@@ -34,10 +34,13 @@ _DEVICE: Any = torch.ops.prim.device.default
 _HERE = pathlib.Path(__file__).resolve().parent
 _PACKAGE = f"{_HERE.parent}/"
 _TOOLS = (*(f"{_HERE.parent}/{name}/" for name in ("simulated", "testing", "plans")), f"{_HERE.parent}/quoting.py")
+_MODELS = f"{_PACKAGE}shapes/"  # known models, which stand for the user's
 _BETWEEN = (*_TOOLS, str(modes.__file__), str(weakref.__file__))
 ELSEWHERE = tuple(str(pathlib.Path(str(module.__file__)).parent) + "/" for module in (torch, optree))
+_STANDARD = str(pathlib.Path(str(threading.__file__)).parent) + "/"  # also the parent of other packages, as a rule
 
 _pinned: ByStorage[bool] = ByStorage()
+opened: list[Device] = []  # the one that is simulated now, if one is
 second: ByStorage[bool] = ByStorage()  # storages whose memory is another's
 _shadows: ByStorage[Any] = ByStorage()  # values of tensors on the device, some of which caches keep
 
@@ -47,9 +50,13 @@ class Operations(modes.DispatchMode):
 
     pretends = True
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device = device
+
+    @property
+    def device(self) -> Device:
+        """The device that is simulated now, also where a thread has this mode from an earlier block."""
+        return opened[0]
 
     @staticmethod
     def owns(x: Any) -> bool:
@@ -57,6 +64,8 @@ class Operations(modes.DispatchMode):
         return type(x) is dynamo.fake_tensors() and x.device.type == NAME
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not opened:  # a thread from the block outlives it
+            return func(*args, **kwargs or {})
         if func is _DEVICE:  # torch asks for the device of a fake tensor more often than for all else
             return args[0].device
         kwargs = kwargs or {}
@@ -66,6 +75,10 @@ class Operations(modes.DispatchMode):
             return self._on_host(func, args, kwargs, tensors)
         device = self.device
         device.threads.add(threading.get_ident())
+        with device.answering:
+            return self._answered(device, func, args, kwargs)
+
+    def _answered(self, device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         if func.namespace in _COLLECTIVES:
             return _collective(device, func, args, kwargs)
         if func.namespace == ops.LIBRARY.ns:
@@ -112,6 +125,21 @@ class Operations(modes.DispatchMode):
         if self.device.listener is not None and isinstance(out, Tensor) and out.device.type == "cpu":
             self.device.listener.held(out)
         return out
+
+
+def past_modes(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """The result of an operation that no mode has seen: torch's own code calls it, or a thread from before the block.
+
+    Raises:
+        NotImplementedError: nothing is simulated, or this operation is one of those of which others consist.
+    """
+    with modes.seen():
+        if dispatch.running(Operations) is not None:
+            return func(*args, **kwargs)
+        if not opened or opened[0].answering.knows():
+            raise NotImplementedError(f"{func.name()}: the simulated device has no kernel for it")
+        with Operations():
+            return func(*args, **kwargs)
 
 
 def launches(func: Any) -> bool:
@@ -188,20 +216,24 @@ def _found(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     args, kwargs = optree.tree_map(lambda x: _fake(x, mode), (args, kwargs))
     kwargs.pop("generator", None)
     try:
-        with mode:
-            return _without_generator(func)(*args, **kwargs)
+        with mode, dispatch.outside_autocast():
+            return (cells.FORMULAS.get(func) or _without_generator(func))(*args, **kwargs)
     except dynamo.depends_on_numbers() as error:
         device._waited(func.name())
         raise NotImplementedError(
-            f"{func.name()} at {line()}: what it returns depends on numbers, and the simulated device has none"
+            f"{func.name()} at {users_line()}: what it returns depends on numbers, and the simulated device has none"
+        ) from error
+    except NotImplementedError as error:
+        raise NotImplementedError(
+            f"{func.name()} at {users_line()}: torch cannot tell the shape of its result without running it ({error})"
         ) from error
     except RuntimeError as error:
         on = sorted({str(x.device) for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)})
         if len(on) < 2 or "same device" not in str(error):
             raise
         raise RuntimeError(
-            f"{func.name()} at {line()}: tensors are on several devices: {', '.join(on)}. Make them inside the block, "
-            f"or on the device of the others, device=x.device"
+            f"{func.name()} at {users_line()}: tensors are on several devices: {', '.join(on)}. Make them inside the "
+            f"block, or on the device of the others, device=x.device"
         ) from error
 
 
@@ -228,7 +260,7 @@ def _valued(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     index = tensors[0].device.index if tensors else device_index(kwargs.get("device"), device.current.device)
     if any(x.device.index != index for x in tensors):
         found = sorted({str(x.device) for x in tensors})
-        raise RuntimeError(f"{func.name()} at {line()}: tensors are on several devices: {', '.join(found)}")
+        raise RuntimeError(f"{func.name()} at {users_line()}: tensors are on several devices: {', '.join(found)}")
     originals: dict[int, Tensor] = {}  # by id of a shadow
 
     def shadowed(x: Any) -> Any:
@@ -241,7 +273,7 @@ def _valued(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         return found
 
     shadows = optree.tree_map(shadowed, (args, kwargs))
-    out = dispatch.on_cpu(func)(*shadows[0], **shadows[1])
+    out = (cells.FORMULAS.get(func) or dispatch.on_cpu(func))(*shadows[0], **shadows[1])
     if func.overloadpacket in _NO_KERNEL:  # what memory holds that nothing has written
         for x in optree.tree_leaves(out):
             x.untyped_storage().fill_(255)
@@ -381,7 +413,7 @@ def _item(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _equal(device: Device, func: Any, args: Any, kwargs: Any) -> bool:
-    device._waited("equal")
+    device._waited(func.overloadpacket.__name__)
     device.clocks.use(device.stream(), func.name(), args, ())
     return bool(_valued(device, func, args, kwargs)) if device.values else True
 
@@ -496,6 +528,21 @@ def _index(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     return _run(device, func, args if device.values else (x, shown, *rest), kwargs)
 
 
+def _sparse(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    raise NotImplementedError(
+        f"{func.name()} at {users_line()}: its result is sparse, and the simulated device has no such tensors"
+    )
+
+
+def _embedding(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    position = [argument.name for argument in func._schema.arguments].index("sparse")
+    if any(args[position : position + 1]) or kwargs.get("sparse"):
+        raise NotImplementedError(
+            f"{func.name()} at {users_line()}: its gradient is sparse, and the simulated device has no such tensors"
+        )
+    return _run(device, func, args, kwargs)
+
+
 def _record_stream(device: Device, func: Any, args: Any, kwargs: Any) -> None:
     device.clocks.record(args[0], args[1].stream_id)
 
@@ -516,6 +563,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     _aten._efficientzerotensor.default: _zeros,
     _aten._local_scalar_dense.default: _item,
     _aten.equal.default: _equal,
+    _aten.allclose.default: _equal,
     _aten._to_copy.default: _to_copy,
     _aten.copy_.default: _copy,
     _aten.nonzero.default: _nonzero,
@@ -527,6 +575,11 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     _aten.index_put_.default: _index,
     _aten._index_put_impl_.default: _index,
     _aten.record_stream.default: _record_stream,
+    _aten.embedding.default: _embedding,
+    _aten._embedding_bag.default: _embedding,
+    _aten._to_sparse.default: _sparse,
+    _aten._to_sparse.sparse_dim: _sparse,
+    _aten._sparse_coo_tensor_with_dims_and_tensors.default: _sparse,
 }
 _SHAPELESS = {  # torch does not know that they return nothing
     _aten._fused_sgd_.default, _aten._fused_sgd_.tensor_lr, _aten._fused_adam_.tensor_lr, _aten._fused_adamw_.tensor_lr,
@@ -538,13 +591,31 @@ _SHAPELESS = {  # torch does not know that they return nothing
 
 def line() -> str:
     """The innermost line of this package outside its testing tools, or otherwise of code that is not a library."""
+    return _first_line(of_package=True)
+
+
+def users_line() -> str:
+    """The innermost line of code that is neither a library nor this package, or otherwise of this package."""
+    return _first_line(of_package=False)
+
+
+def _first_line(of_package: bool) -> str:
+    other = ""
+    for where, ours in _lines():
+        if ours == of_package:
+            return where
+        other = other or where
+    return other or "?"
+
+
+def _lines() -> Iterator[tuple[str, bool]]:
+    """The lines that are under way, innermost first, and whether each is this package's."""
     frame: FrameType | None = sys._getframe(1)
-    own: str | None = None
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(_PACKAGE) and not file.startswith(_BETWEEN):
-            return f"shardfn/{file.removeprefix(_PACKAGE)}:{frame.f_lineno}"
-        if own is None and not file.startswith((*_BETWEEN, *ELSEWHERE, "<")):
-            own = f"{pathlib.PurePath(file).name}:{frame.f_lineno}"
+        ours = file.startswith(_PACKAGE) and not file.startswith(_MODELS)
+        standard = file.startswith(_STANDARD) and "-packages/" not in file
+        if not file.startswith((*_BETWEEN, *ELSEWHERE, "<")) and (ours or not standard):
+            name = f"shardfn/{file.removeprefix(_PACKAGE)}" if ours else pathlib.PurePath(file).name
+            yield f"{name}:{frame.f_lineno}", ours
         frame = frame.f_back
-    return own or "?"

@@ -195,11 +195,11 @@ def convolutions(mesh: Any) -> Program:
 
 
 class Recurrent(nn.Module):
-    """An LSTM and a head."""
+    """Cells and a head."""
 
-    def __init__(self) -> None:
+    def __init__(self, cells: type[nn.LSTM | nn.GRU] = nn.LSTM) -> None:
         super().__init__()
-        self.cells, self.head = nn.LSTM(8, 16, 2, batch_first=True), nn.Linear(16, 3)
+        self.cells, self.head = cells(8, 16, 2, batch_first=True), nn.Linear(16, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.head(self.cells(x)[0])
@@ -232,6 +232,14 @@ def of_module(make: Callable[[], nn.Module], run: Callable[[Any, Any, Tensor], A
         return training(mesh, model, functools.partial(run, model), **more)
 
     return made
+
+
+def under_autocast(run: Callable[[Any, Any, Tensor], Any]) -> Callable[[Any, Any, Tensor], Any]:
+    def narrow(model: Any, params: Any, x: Tensor) -> Any:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return run(model, params, x).float()  # a power is float32 on CUDA, and as narrow as it was on the CPU
+
+    return narrow
 
 
 def on_rows(model: Any, params: Any, x: Tensor) -> Any:
@@ -346,6 +354,9 @@ PROGRAMS: dict[str, Callable[[Any], Program]] = {
     "batch norms": convolutions,
     "an LSTM": of_module(Recurrent, on_rows),
     "tied and masked": of_module(Tied, on_tokens),
+    "an LSTM under autocast": of_module(Recurrent, under_autocast(on_rows)),
+    "a GRU under autocast": of_module(functools.partial(Recurrent, nn.GRU), under_autocast(on_rows)),
+    "masked under autocast": of_module(Tied, under_autocast(on_tokens)),
     "clipped": of_module(Recurrent, on_rows, clip=True),
     "an optimizer of torch": by(lambda: so.from_torch(torch.optim.RMSprop, lr=0.1)),
     "another optimizer of torch": by(lambda: so.from_torch(torch.optim.NAdam, lr=0.1)),

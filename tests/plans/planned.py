@@ -23,7 +23,8 @@ from tests.models import STRATEGIES
 
 WIDTH, HIDDEN, VOCABULARY, LAYERS, ROWS = 16, 24, 32, 3, 4
 
-VARIANTS = ("plain", "remat", "accumulate", "bf16", "tensor", "host", "disk", "adapters", "few bits", "offload")
+VARIANTS = ("plain", "remat", "accumulate", "bf16", "tensor", "host", "disk", "adapters", "few bits", "offload",
+            "autocast")  # fmt: skip
 
 
 def makers(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -106,6 +107,7 @@ def program(strategy: str, variant: str, ranks: int, device: str | None, scratch
     first, each, last = staged(embed), staged(cut_block if variant == "tensor" else block), staged(head)
     adapted = sf.stage(lambda p, x: block({**p[0], "up": p[0]["up"] + p[1]["a"] @ p[1]["b"]}, x))
 
+    @torch.autocast(mesh.device_type, torch.bfloat16, enabled=variant == "autocast")
     def loss(params: Any, base: Any, tokens: Tensor) -> Tensor:
         whole = params if base is None else base
         x = first(whole["embed"], tokens)
