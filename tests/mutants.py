@@ -166,7 +166,7 @@ MUTANTS = [
     Mutant(
         "tags are not looked at",
         "stages/ring.py",
-        "if torch.equal(tail, tag):",
+        "if torch.equal(tail, gather.tag):",
         "if True:",
         f"{REFUSALS}::test_ranks_that_run_different_stages_are_told",
     ),
@@ -352,16 +352,16 @@ MUTANTS = [
     ),
     Mutant(
         "a graph sends gradients from memory that other steps free",
-        "stages/reduction.py",
-        "            if of_graph is not self.of_graph:",
+        "stages/scratch.py",
+        "            if of_graph is not self.of_graph or (of_graph and first):",
         "            if False:",
         f"{GRAPHS}::test_a_graph_on_four_ranks_gives_the_numbers_of_one_process[full_shard, sgd]",
     ),
     Mutant(
         "a step ends without its gradients",
         "stages/reduction.py",
-        "        for pending in in_flight:\n            pending.wait()",
-        "        for pending in in_flight:\n            pending.total and pending.total.add(pending.out)",
+        "            for pending in in_flight:\n                pending.wait()",
+        "            for pending in in_flight:\n                pending.total and pending.total.add(pending.out)",
         TWO,
     ),
     Mutant(

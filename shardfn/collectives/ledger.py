@@ -206,7 +206,7 @@ def record(
     if axis is None:
         axis = ()
         if (axes := axes_here()) is not None:
-            axis = next((as_names(names) for names, bound in axes.used.items() if bound.group == group), ())
+            axis = next((as_names(names) for names, bound in list(axes.used.items()) if bound.group == group), ())
             size_of = sizes(mesh_numbered(axes.number))
             axis = tuple(name for name in axis if size_of[name] > 1)  # so that it does not depend on the first user
     if backward is None:

@@ -400,7 +400,7 @@ class Team:
         """Receives tensors by themselves."""
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in kinds]
         rows = [self._row(x) for x in tensors if x.nbytes]
-        for work in [_tried(group.recv, [row], source, tag) for row, tag in zip(rows, tags, strict=False)]:
+        for work in [_tried(group.recv, [row], source, tag) for row, tag in zip(rows, tags, strict=True)]:
             _tried(work.wait)
         return tensors
 
@@ -455,7 +455,8 @@ class PlannedTeam(Team):
     def receive(self, source: int) -> Message:
         """Returns the message that is supposed to come."""
         way, message = self.supposed[source].popleft()
-        tensors = self._taken(source, self.groups[way], itertools.repeat(_TENSORS), message.kinds)
+        tags = [_TENSORS for shape, *_ in message.kinds if 0 not in shape]
+        tensors = self._taken(source, self.groups[way], tags, message.kinds)
         return dataclasses.replace(message, tensors=tensors)
 
 

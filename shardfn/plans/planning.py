@@ -72,12 +72,12 @@ def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device
             f"{dist.get_backend()}, and cannot be another: plan in a process of its own, or before the first make_mesh"
         )
     recorder = Recorder()
-    _forget()
     with (
         simulated(ranks, rank, listener=recorder, races=False) as device,
         planning_on(device.name, recorder),
         _collecting_little(),
     ):
+        _forget()
         recorder.device = device
         _open.append((recorder, per_node))
         try:

@@ -135,10 +135,11 @@ class Engine:
         if not isinstance(remat, Offload) or not remat.moves(self.device.type) or call.transformed:
             return contextlib.nullcontext()
 
-        weak = weakref.proxy(call)  # transfers that start inside keep the hooks, as a part of their thread's state
+        calls = weakref.ref(call)  # transfers that start inside keep the hooks, as a part of their thread's state
 
         def leave(x: Tensor) -> Any:
-            away = None if weak.run is None else offloading(self.away, lambda: self.mesh, weak.run)
+            run = None if (alive := calls()) is None else alive.run
+            away = None if run is None else offloading(self.away, lambda: self.mesh, run)
             return None if away is None else away(x)
 
         return argument_hooks(call.signature, {autograd.storage_of(x) for x in shards}, leave)
@@ -415,6 +416,8 @@ class Engine:
             pending = self.reductions.start(reduction, of_parameters[k], total, defer)
             pendings[k] = pending if total is None else None
         arrived = [None if pending is None else self.reductions.wait(pending) for pending in pendings]
+        if step is None:  # which would drain
+            self.reductions.free_scratch()
         if recorder is not None:
             for gather, shard, gradient in zip(run.plan.each, run.shards, arrived, strict=False):
                 if gradient is not None:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.collectives.capturing import capturing
 from shardfn.collectives.into_buffers import (
     Communicator,
     Handle,
@@ -37,6 +36,7 @@ from shardfn.shards.buffer import ALIGNMENT
 from shardfn.shards.layout import Layout
 from shardfn.shards.placement import Tier
 from shardfn.stages import compressed
+from shardfn.stages.scratch import Scratch
 from shardfn.tiers import placing
 from shardfn.tiers.grad_offload import GradOffload
 from shardfn.transforms.step import Defer, GradientSum, Step
@@ -343,12 +343,7 @@ class Reductions:
         in_flight: those that nobody has waited for.
         for_elsewhere: those among them that will be kept on the host or on disk.
         moving: by scratch memory, those that read it or have further hops.
-        memories: the scratch memory, which is reused: fresh pages for every layer cost time and memory. Between steps
-            an accelerator's is freed; the tensors stay, as there are many views of them.
-        room: bytes that each has now.
-        of_graph: whether they belong to a graph that is being captured, or to the rehearsal of one.
-        lengths: views of them, by name, length and dtype.
-        spread: the result of `_spread` for its views, by layout.
+        scratch: the scratch memory.
         turns: number of stages whose reduction started since the last `drain`.
         grad_offload: moves gradients that are kept on the host or on disk.
     """
@@ -358,11 +353,7 @@ class Reductions:
         self.in_flight: list[PendingReduction] = []
         self.for_elsewhere: list[PendingReduction] = []
         self.moving: dict[Memory, list[PendingReduction]] = {}
-        self.memories: dict[Any, Tensor] = {}
-        self.room: dict[Any, int] = {}
-        self.of_graph = False
-        self.lengths: dict[Any, Tensor] = {}
-        self.spread: dict[Any, Spread] = {}
+        self.scratch = Scratch(device)
         self.turns = 0
         self._side: Any = None
         self._sending: Any = None
@@ -372,12 +363,7 @@ class Reductions:
     def turn(self) -> int:
         """Which of the two scratch memories comes next; the same for the same call at every step."""
         self.turns += 1
-        if self.device.type != "cpu":
-            # A graph writes to the same memory whenever it runs, so that must not be freed by other steps.
-            of_graph = capturing() is not None or devices.capturing(self.device)
-            if of_graph is not self.of_graph:
-                self.of_graph = of_graph
-                self._forget_scratch()
+        self.scratch.begin(self.turns == 1)
         return self.turns % 2
 
     def start(
@@ -402,49 +388,16 @@ class Reductions:
         if pairs:
             torch._foreach_add_([view for view, _ in pairs], [g.to(dtype) for _, g in pairs])
 
-    def _scratch(self, name: Any, numel: int, dtype: torch.dtype) -> Tensor:
-        nbytes = numel * dtype.itemsize
-        room = self.room.get(name, -1)
-        if room < nbytes or (room > nbytes and self.device.type != "cpu"):
-            self._make_room(name, nbytes)
-        view = self.lengths.get((name, numel, dtype))
-        if view is None:
-            view = self.lengths[(name, numel, dtype)] = self.memories[name][:nbytes].view(dtype)
-        return view
-
-    def _make_room(self, name: Any, nbytes: int) -> None:
-        memory = self.memories.get(name)
-        if memory is None or memory.numel() < nbytes:
-            self.memories[name] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            self.lengths = {key: view for key, view in self.lengths.items() if key[0] != name}
-            self.spread = {key: views for key, views in self.spread.items() if ("gradient", key[0]) != name}
-        else:
-            memory.untyped_storage().resize_(0)  # nothing in it is copied
-            memory.untyped_storage().resize_(nbytes)
-        self.room[name] = nbytes
-
-    def _free_scratch(self) -> None:
-        """Frees an accelerator's scratch memory, when nothing is in flight."""
-        if self.of_graph:
-            self._forget_scratch()
-        elif self.device.type != "cpu":
-            for memory in self.memories.values():
-                memory.untyped_storage().resize_(0)
-            self.room.clear()
-
-    def _forget_scratch(self) -> None:
-        self.memories, self.room, self.lengths, self.spread = {}, {}, {}, {}
-
     def _flat(self, reduction: Reduction, gradients: Sequence[Tensor | None]) -> Tensor:
         """The gradients in one buffer, at the positions of their parameters."""
         layout, dtype, memory = reduction.layout, reduction.dtypes.sum, reduction.memory
         if reduction.route.shard is None:  # this rank's whole gradient is the piece itself
             flat, views, gaps, tail = _spread(torch.empty(layout.padded, dtype=dtype, device=self.device), layout)
         else:
-            buffer = self._scratch(("gradient", memory), layout.padded, dtype)
-            spread = self.spread.get((memory, layout, dtype))
+            buffer = self.scratch.view(("gradient", memory), layout.padded, dtype)
+            spread = self.scratch.derived.get((memory, layout, dtype))
             if spread is None or spread[0] is not buffer:
-                spread = self.spread[(memory, layout, dtype)] = _spread(buffer, layout)
+                spread = self.scratch.derived[(memory, layout, dtype)] = _spread(buffer, layout)
             flat, views, gaps, tail = spread
         present = [g for g in gradients if g is not None]
         if len(present) < len(gradients):
@@ -469,14 +422,14 @@ class Reductions:
         name = ("received", reduction.memory)
         if reduction.format is None:
             out = torch.empty(layout.piece, dtype=reduction.dtypes.shard, device=self.device)
-            handle = reduce_scatter(flat, out, shard, lambda n: self._scratch(name, n, flat.dtype))
+            handle = reduce_scatter(flat, out, shard, lambda n: self.scratch.view(name, n, flat.dtype))
         else:
             dtype = torch.promote_types(reduction.dtypes.sum, torch.float32)
             first = reduction.route.levels[0]
             flat, shard = first.ordered(flat), first.along
             out = torch.empty(len(flat) // shard.axis.size, dtype=dtype, device=self.device)
             tag = functools.partial(_tag, layout, reduction.format)
-            room = self._scratch(name, compressed.scratch_bytes(len(flat), shard, reduction.format), torch.uint8)
+            room = self.scratch.view(name, compressed.scratch_bytes(len(flat), shard, reduction.format), torch.uint8)
             with attributed_to(layout.stage, backward=True), self._encoding():
                 handle = compressed.reduce_scatter(flat, out, shard, reduction.format, tag, lambda _: room)
         return self._sent(PendingReduction(reduction, out, total, deferred).scattering(handle, shard, marked), flat)
@@ -503,7 +456,7 @@ class Reductions:
             out[at : at + length].zero_()
         # The first piece received goes where the sum will be, so it needs no scratch memory.
         numel = layout.piece * (size - 2)
-        scratch = self._scratch(("received", reduction.memory), numel, dtype) if numel else out[:0]
+        scratch = self.scratch.view(("received", reduction.memory), numel, dtype) if numel else out[:0]
         arriving = [out, *(scratch.view(size - 2, -1).unbind() if numel else ())]
         into = [[row[start:stop] for start, stop in places] for row in arriving]
 
@@ -559,13 +512,23 @@ class Reductions:
         self.for_elsewhere.clear()
         self.moving.clear()
         self.turns = 0
-        # Every gradient's last hop starts before the first is waited for, so they overlap.
-        for pending in in_flight:
-            self._advance(pending)
-        for pending in in_flight:
-            pending.wait()
-        self._free_scratch()
+        try:
+            # Every gradient's last hop starts before the first is waited for, so they overlap.
+            for pending in in_flight:
+                self._advance(pending)
+            for pending in in_flight:
+                pending.wait()
+        except BaseException:
+            self.scratch.forget()  # some may still be on their way
+            raise
+        self.free_scratch()
         self.grad_offload.settle()
+
+    def free_scratch(self) -> None:
+        """Frees scratch memory if all gradients have arrived."""
+        if not self.in_flight:
+            # After an error they may still read what no gradient waits for.
+            self.scratch.free([stream for stream in (self._sending, self._side) if stream is not None])
 
     def added(self, reduction: Reduction, total: Tensor | None, out: Tensor) -> Tensor:
         """The sum of a gradient so far and `out`, where its placement keeps it."""
@@ -611,6 +574,5 @@ class Reductions:
         pending.advance()
         if debugging.memory and lent:
             for name in ("gradient", "received"):
-                key = (name, pending.reduction.memory)
-                if key in self.room:
-                    self.memories[key][: self.room[key]].fill_(255)
+                if (whole := self.scratch.whole((name, pending.reduction.memory))) is not None:
+                    whole.fill_(255)

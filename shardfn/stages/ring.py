@@ -69,6 +69,7 @@ def _free_left() -> None:
         for x in memory:
             if x.device.type != "cpu":  # where shards may be
                 x.record_stream(stream.stream)
+                x.record_stream(stream.decoding)
 
 
 class Slot:

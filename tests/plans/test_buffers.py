@@ -100,7 +100,7 @@ def there(runs: list[Any], folder: str) -> list[dict[str, int]]:
                 params, state = step(params, state, tokens)
         engine = engine_of(mesh)
         files = {kind: placing.file_of(mesh, kind).nbytes for kind in ("params", "grads", "state")}
-        reducing = sum(len(x) for x in engine.reductions.memories.values())
+        reducing = sum(len(x) for x in engine.reductions.scratch.memories.values())
         found.append({"gathered": log.gathered, "reducing": reducing, "moving": transfers.buffers.nbytes} | files)
     return found
 
