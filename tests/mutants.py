@@ -353,8 +353,8 @@ MUTANTS = [
     Mutant(
         "a graph sends gradients from memory that other steps free",
         "stages/scratch.py",
-        "            if of_graph is not self.of_graph or (of_graph and first):",
-        "            if False:",
+        "        if of_graph is not self.of_graph or (of_graph and first):",
+        "        if False:",
         f"{GRAPHS}::test_a_graph_on_four_ranks_gives_the_numbers_of_one_process[full_shard, sgd]",
     ),
     Mutant(

@@ -91,7 +91,7 @@ class _Attribution(threading.local):
 
 
 attribution = _Attribution()
-_open: list[list[Ledger]] = []  # the open ledgers of each thread that records
+open_ledgers: list[list[Ledger]] = []  # the open ledgers of each thread that records
 
 
 class attributed_to:  # a class, since a generator takes four times as long, and each stage enters ten of these
@@ -154,18 +154,18 @@ def ledger() -> Iterator[Ledger]:
     log = Ledger()
     attribution.open.append(log)
     if len(attribution.open) == 1:
-        _open.append(attribution.open)
+        open_ledgers.append(attribution.open)
     try:
         yield log
     finally:
         attribution.open.remove(log)
         if not attribution.open:
-            _open.remove(attribution.open)
+            open_ledgers.remove(attribution.open)
 
 
 def recording() -> bool:
     """Whether any ledger is open; costs a look at one list if none is."""
-    return bool(_open)
+    return bool(open_ledgers)
 
 
 def record_buffers(nbytes: int) -> None:
@@ -176,7 +176,7 @@ def record_buffers(nbytes: int) -> None:
 
 def record_again(log: Ledger) -> None:
     """Enters the collectives of a captured step, which has run again."""
-    if _open:
+    if open_ledgers:
         for other in _heard():
             other.records += log.records
             other.gathered = max(other.gathered, log.gathered)
@@ -186,7 +186,7 @@ def _heard() -> list[Ledger]:
     """Returns the ledgers open on this thread; on an autograd thread, those of the one thread that records."""
     if attribution.silent:
         return []
-    return attribution.open or (_open[0] if len(_open) == 1 and autograd.autograd_thread() else [])
+    return attribution.open or (open_ledgers[0] if len(open_ledgers) == 1 and autograd.autograd_thread() else [])
 
 
 def record(

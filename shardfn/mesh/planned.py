@@ -22,24 +22,25 @@ class Notes(Protocol):
         """Notes something that depends on numbers, and that the plan takes for granted."""
 
 
-_open: list[tuple[str, Notes]] = []
+blocks: list[tuple[str, Notes]] = []
+"""The open blocks in which programs are planned: the device, and what takes note of the program."""
 
 
 def planned() -> str:
     """Returns the name of the device on which programs are planned; empty if they run."""
-    return _open[-1][0] if _open else ""
+    return blocks[-1][0] if blocks else ""
 
 
 def notes() -> Notes:
     """Returns what takes note of the program that is planned."""
-    return _open[-1][1]
+    return blocks[-1][1]
 
 
 @contextlib.contextmanager
 def planning_on(device: str, notes: Notes) -> Iterator[None]:
     """A context in which programs are planned on this device: ranks that are not there are not compared with."""
-    _open.append((device, notes))
+    blocks.append((device, notes))
     try:
         yield
     finally:
-        _open.remove((device, notes))
+        blocks.remove((device, notes))

@@ -24,7 +24,7 @@ from shardfn.check import recording
 from shardfn.collectives.capturing import capturing
 from shardfn.collectives.into_buffers import Communicator, communicator_of
 from shardfn.collectives.late_checks import late_checks
-from shardfn.collectives.ledger import attributed_to
+from shardfn.collectives.ledger import attributed_to, open_ledgers
 from shardfn.compat import autograd, process_groups
 from shardfn.debugging import debugging
 from shardfn.mesh.axes import device_of, per_mesh, sizes
@@ -102,8 +102,8 @@ class Engine:
 
     def forward(self, call: Call, shards: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Runs a call of a stage; returns its tensor outputs, detached from the call's graph."""
-        # Torch's checkpoints call stages again in backward.
-        with self.alone, attributed_to(call.signature.stage, backward=autograd.inside_backward()):
+        again = bool(open_ledgers) and autograd.inside_backward()  # by torch's checkpoints
+        with self.alone, attributed_to(call.signature.stage, backward=again):
             run = self._begin(call, shards)
             self.residency.gather(run)
             self.prefetch.ahead(call.tape, call.step, run)

@@ -363,7 +363,8 @@ class Reductions:
     def turn(self) -> int:
         """Which of the two scratch memories comes next; the same for the same call at every step."""
         self.turns += 1
-        self.scratch.begin(self.turns == 1)
+        if self.scratch.comes_and_goes:
+            self.scratch.begin(self.turns == 1)
         return self.turns % 2
 
     def start(

@@ -38,16 +38,15 @@ class Scratch:
         self.of_graph = False
 
     def begin(self, first: bool) -> None:
-        """Separates graphs from what runs: a graph writes to its memory whenever it runs, so no step may free it.
+        """Separates graphs of an accelerator from what runs: they write to their memory again, so no step may free it.
 
         Args:
             first: whether nothing was sent since all had arrived, so that this may be another graph.
         """
-        if self.comes_and_goes:
-            of_graph = capturing() is not None or devices.capturing(self.device)
-            if of_graph is not self.of_graph or (of_graph and first):
-                self.of_graph = of_graph
-                self.forget()
+        of_graph = capturing() is not None or devices.capturing(self.device)
+        if of_graph is not self.of_graph or (of_graph and first):
+            self.of_graph = of_graph
+            self.forget()
 
     def view(self, name: Any, numel: int, dtype: torch.dtype) -> Tensor:
         """A memory as a tensor; what it held before is lost if it had another size."""

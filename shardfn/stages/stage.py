@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardfn.compat import dispatch, dynamo, functorch
+from shardfn.mesh import planned
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import elsewhere, mesh_of
 from shardfn.quant.formats import Format
@@ -287,7 +288,7 @@ def _zero(function: Callable[..., Any]) -> Callable[..., Any]:
 def _called(signature: Signature, leaves: list[Any]) -> Any:
     """Calls a stage with shards among its arguments."""
     mesh = mesh_of(signature.grid, f"stage {signature.name}: {signature.stage!r}")
-    if elsewhere():
+    if planned.blocks and elsewhere():
         return composed(signature, leaves, mesh)
     if signature.only_at_axes:
         signature.refuse_elsewhere()
