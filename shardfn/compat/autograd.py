@@ -42,11 +42,6 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def on_this_thread() -> Any:
-    """Returns a context in which backward of an accelerator's tensors runs on the caller's thread, as that of CPUs."""
-    return torch.autograd.set_multithreading_enabled(False)
-
-
 def autograd_thread() -> bool:
     """Whether this is one of autograd's own threads, not started by Python, where backward of CUDA tensors runs."""
     return isinstance(threading.current_thread(), threading._DummyThread)

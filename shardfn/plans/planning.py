@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn.compat import attention, autograd, devices, dynamo, process_groups
+from shardfn.compat import attention, devices, dynamo, process_groups
 from shardfn.mesh.axes import sizes
 from shardfn.mesh.planned import planning_on
 from shardfn.mesh.scope import current_mesh, mesh_of
@@ -81,8 +81,7 @@ def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device
         recorder.device = device
         _open.append((recorder, per_node))
         try:
-            # On threads of autograd's, when what is freed would be a matter of luck.
-            with autograd.on_this_thread(), attention.pretending(device.name), torch.device(device.name):
+            with attention.pretending(device.name), torch.device(device.name):
                 yield device
         finally:
             _open.clear()

@@ -479,29 +479,6 @@ def test_an_error_says_what_was_assumed_before() -> None:
     assert re.search(r"1 where it reads one on the host, .*: item at test_plan.py:\d+", note)
 
 
-def mapped() -> list[int]:
-    """The peaks of some plans of the same gradients of each row."""
-
-    def step(weights: Any, x: torch.Tensor) -> Any:
-        def loss(weights: Any, row: torch.Tensor) -> torch.Tensor:
-            for w in weights:
-                row = row + torch.tanh(row @ w)
-            return row.square().sum()
-
-        return torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, x)
-
-    found = []
-    for _ in range(6):
-        with sf.planning(1):
-            found.append(sf.plan(step, [torch.zeros(64, 64) for _ in range(6)], torch.zeros(8, 64)).peak.total)
-    return found
-
-
-def test_equal_steps_have_equal_plans() -> None:
-    [found] = world(1, "alone").run(mapped)
-    assert len(set(found)) == 1
-
-
 def closed() -> set[str]:
     """The phases of a step in which an optimizer calls the gradient."""
 
