@@ -1,4 +1,4 @@
-"""The current device, which torch keeps for each thread: a new thread begins with the first device."""
+"""The current device, of which each thread has its own, at first the first one; and what is kept on devices."""
 
 from __future__ import annotations
 

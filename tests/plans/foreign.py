@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import shardfn as sf
 import shardfn.optim as so
 from shardfn import P, interop, lora, parallel
+from shardfn.parallel.pipeline import Schedule
 from tests.plans.planned import Sent, sent_by, sent_by_second
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -53,7 +54,7 @@ def layers_of(g: torch.Generator) -> dict[str, Tensor]:
     return {"w": torch.randn(8, 8, generator=g), "v": torch.randn(8, 8, generator=g)}
 
 
-def pipeline(schedule: str, how: str) -> Callable[[Any], Program]:
+def pipeline(schedule: Schedule, how: str) -> Callable[[Any], Program]:
     """Parts of different layers, whose results differ in structure and dtype, and a stage that all ranks have."""
 
     def made(mesh: Any) -> Program:
@@ -89,7 +90,7 @@ def pipeline(schedule: str, how: str) -> Callable[[Any], Program]:
             return {"h": h if index else h.bfloat16(), "number": torch.ones(3, dtype=torch.int64, device=h.device)}
 
         def loss(params: Any, tokens: Tensor) -> Tensor:
-            return parallel.pipeline(part, params, tokens.chunk(3), "pipe", schedule=schedule)  # type: ignore[arg-type]
+            return parallel.pipeline(part, params, tokens.chunk(3), "pipe", schedule=schedule)
 
         @sf.shard_map(mesh=mesh, in_specs=..., out_specs=..., check=False)
         def step(params: Any, state: Any, tokens: Tensor) -> Any:

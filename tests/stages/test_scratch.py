@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import optree
 import pytest
@@ -86,12 +87,9 @@ def out_of_memory(device: Any, failing: int) -> Any:
             raise torch.OutOfMemoryError("no memory")
         return resize(storage, nbytes)
 
-    torch.UntypedStorage.resize_ = fails  # type: ignore[method-assign, assignment]
-    try:
-        with pytest.raises((RuntimeError, torch.OutOfMemoryError), match="no memory"):
-            s.run(s.params, s.x)
-    finally:
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    failed = pytest.raises((RuntimeError, torch.OutOfMemoryError), match="no memory")
+    with mock.patch.object(torch.UntypedStorage, "resize_", fails), failed:
+        s.run(s.params, s.x)
     view, missing = Scratch.view, 0
 
     def looked_at(self: Scratch, name: Any, numel: int, dtype: torch.dtype) -> Tensor:
@@ -100,11 +98,8 @@ def out_of_memory(device: Any, failing: int) -> Any:
         missing = max(missing, numel * dtype.itemsize - x.untyped_storage().nbytes())
         return x
 
-    Scratch.view = looked_at  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Scratch, "view", looked_at):
         s.run(s.params, s.x)
-    finally:
-        Scratch.view = view  # type: ignore[method-assign]
     return missing, device.races
 
 
@@ -119,23 +114,17 @@ def cut_short(device: Any) -> list[str]:
     for _ in range(2):
         s.run(s.params, s.x)
     device.forget()
-    drain, advance = Reductions.drain, PendingReduction.advance
-
-    def fails(self: PendingReduction) -> None:
-        PendingReduction.advance = advance  # type: ignore[method-assign]
-        raise torch.OutOfMemoryError("no memory")
+    drain = Reductions.drain
 
     def failing(self: Reductions) -> None:
-        if self.in_flight:
-            PendingReduction.advance = fails  # type: ignore[method-assign]
-        drain(self)
+        if not self.in_flight:  # the first time, some are
+            return drain(self)
+        with mock.patch.object(PendingReduction, "advance", side_effect=torch.OutOfMemoryError("no memory")):
+            return drain(self)
 
-    Reductions.drain = failing  # type: ignore[method-assign]
-    try:
-        with pytest.raises((RuntimeError, torch.OutOfMemoryError), match="no memory"):
-            s.run(s.params, s.x)
-    finally:
-        Reductions.drain = drain  # type: ignore[method-assign]
+    failed = pytest.raises((RuntimeError, torch.OutOfMemoryError), match="no memory")
+    with mock.patch.object(Reductions, "drain", failing), failed:
+        s.run(s.params, s.x)
     s.run(s.params, s.x)
     found: list[str] = device.races
     return found
