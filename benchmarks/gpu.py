@@ -51,6 +51,7 @@ PARTS = {
     "renewals": Part(gpu_groups.renewals, 120),
     "worlds": Part(gpu_training.worlds, 900),
     "gaps": Part(gpu_training.gaps, 300),
+    "host": Part(gpu_training.host, 120),
     "kernels": Part(gpu_kernels.kernels, 300),
     "waits": Part(gpu_schedules.waits, 300),
     "graphs": Part(gpu_graphs.graphs, 300),

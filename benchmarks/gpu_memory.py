@@ -80,6 +80,7 @@ def limited(where: Where, room: int) -> Iterator[None]:
         held = torch.empty(torch.cuda.mem_get_info()[0] - room, dtype=torch.uint8, device="cuda")
         yield
         del held
+        torch.cuda.empty_cache()
         return
     before = resource.getrlimit(resource.RLIMIT_DATA)
     lines = Path("/proc/self/status").read_text().splitlines()

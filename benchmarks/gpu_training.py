@@ -1,9 +1,10 @@
 """Training steps of Llama-like models on one GPU: time, memory and hardware utilization, compared with FSDP2.
 
 Shards, gradients and AdamW's state are in float32 (108 GB for 7 billion parameters on one rank). Parameters are
-gathered in bfloat16, and gradients are summed in float32. Blocks are recomputed in backward. FSDP2 reduces gradients in
-a group of their own, where this torch has that. Larger worlds are fake groups: a rank has its part of the shards, but
-nothing is sent, so their losses mean nothing. Each row has its own process.
+gathered in bfloat16, and gradients are summed in float32. Blocks are recomputed in backward; where they are compiled,
+the compiler is told to recompute, and chooses what. FSDP2 reduces gradients in a group of their own, where this torch
+has that. Larger worlds are fake groups: a rank has its part of the shards, and copies of what it sends stand for what
+others would send, so losses mean nothing. Each row has its own process.
 
 Causal attention counts as half a square. "MFU" is the model's FLOP, divided by the step's time and the chip's
 989 TFLOP/s; "executed" also counts the second forward of the blocks.
@@ -15,12 +16,15 @@ import functools
 import itertools
 import math
 import multiprocessing
+import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import optree
 import torch
@@ -31,11 +35,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
+from benchmarks import stage_overhead
 from benchmarks.gpu_setting import Answer, Missing, Where, pretended
 from benchmarks.model import SEED, Config, Params, Whole, block, embed, head, makers, rope_table, tokens
 from shardfn import P
+from shardfn.compat import process_groups
 
 PEAK = 989e12  # FLOP/s of an H100 or H200 in bfloat16
 RATE = 1e-5
@@ -45,6 +52,7 @@ MODELS = {
     "tiny": Config(vocabulary=64, width=32, layers=3, heads=2, hidden=48, context=8, device="cuda"),
 }
 STEPS = 5
+MOST = 16  # kernels of the table of differences
 SEPARATE = "set_separate_reduce_scatter_group"  # of FSDP2, since torch 2.13
 NEEDED = 135e9  # bytes, of 7B
 PUBLISHED = 10_471  # tokens/s of 7B on one H200, at an MFU of 0.578
@@ -52,22 +60,33 @@ PUBLISHED = 10_471  # tokens/s of 7B on one H200, at an MFU of 0.578
 
 @dataclass(frozen=True)
 class Case:
-    """One row: a system, a model and a world."""
+    """One row: a system, a model and a world; and whether the model's blocks are compiled."""
 
     system: str
     model: str
     config: Config
     world: int
+    compiled: bool = False
 
 
 # --- one training step of each system ---
 
 
-def shardfn_step(config: Config) -> Callable[[], Tensor]:
+def compiler(config: Config) -> str:
+    return "inductor" if config.device == "cuda" else "aot_eager"  # which needs no C++ compiler
+
+
+def recomputed(p: Params, x: Tensor, heads: int, rope: Tensor) -> Tensor:
+    out: Tensor = checkpoint(block, p, x, heads, rope, use_reentrant=False)
+    return out
+
+
+def shardfn_step(config: Config, compiled: bool = False) -> Callable[[], Tensor]:
     mesh = sf.make_mesh(data=-1, device=config.device)
     params = sf.init_sharded(makers(config), SEED, mesh, sf.full_shard("data"))
     lower = functools.partial(sf.stage, gather_dtype=torch.bfloat16)
-    first, middle, last = lower(embed), lower(block, remat=True), lower(head)
+    middle = lower(torch.compile(recomputed, backend=compiler(config))) if compiled else lower(block, remat=True)
+    first, last = lower(embed), lower(head)
     rope, rows = rope_table(config, torch.bfloat16), tokens(config, 0)
 
     def loss_fn(params: Params, rows: Tensor) -> Tensor:
@@ -93,13 +112,15 @@ def shardfn_step(config: Config) -> Callable[[], Tensor]:
     return step
 
 
-def fsdp2_step(config: Config) -> Callable[[], Tensor]:
+def fsdp2_step(config: Config, compiled: bool = False) -> Callable[[], Tensor]:
     lower = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = init_device_mesh(config.device, (dist.get_world_size(),))
 
     def wrap(stage: nn.Module, name: str) -> nn.Module:
         if name == "blocks":
             stage = checkpoint_wrapper(stage)
+            if compiled:
+                stage.compile(backend=compiler(config))
         fully_shard(stage, mesh=mesh, mp_policy=lower)
         return stage
 
@@ -120,6 +141,42 @@ def fsdp2_step(config: Config) -> Callable[[], Tensor]:
     return step
 
 
+@contextmanager
+def copies(world: int) -> Iterator[None]:
+    """In a fake group, which moves nothing: copies of what this rank sends, in place of what others would send.
+
+    Numbers are then as large as in training; how fast a chip multiplies them depends on that.
+    """
+
+    def gather(out: Tensor, own: Tensor) -> None:
+        others = out.view(world, -1)[1:]
+        others.copy_(own.view(1, -1).expand_as(others))
+
+    def scatter(out: Tensor, flat: Tensor) -> None:
+        out.copy_(flat.view(world, -1)[0].view_as(out))
+
+    def filling(begin: Any, fill: Callable[[Tensor, Tensor], None], out: str, own: str) -> Callable[..., Any]:
+        def begun(*args: Any, **kwargs: Any) -> Any:
+            both = args[:2] if args else (kwargs[out], kwargs[own])
+            with torch.no_grad():
+                fill(*both)
+            return begin(*args, **kwargs)
+
+        return begun
+
+    with ExitStack() as stack:
+        for module, name, fill, *names in (
+            (process_groups, "start_all_gather", gather, "whole", "own"),
+            (process_groups, "start_reduce_scatter", scatter, "out", "flat"),
+            (dist, "all_gather_into_tensor", gather, "output_tensor", "input_tensor"),
+            (dist, "reduce_scatter_tensor", scatter, "output", "input"),
+        ):
+            if world > 1:
+                begin = getattr(module, name)
+                stack.enter_context(mock.patch.object(module, name, filling(begin, fill, *names)))
+        yield
+
+
 STEP_OF = {"shardfn": shardfn_step, "FSDP2": fsdp2_step}
 
 
@@ -137,8 +194,8 @@ def fresh(f: Callable[[Case], Any], case: Case) -> Any:
 def measured(case: Case) -> dict[str, Any]:
     """A row of the table."""
     config, cuda = case.config, case.config.device == "cuda"
-    with pretended(case.world, config.device):
-        step = STEP_OF[case.system](config)
+    with pretended(case.world, config.device), copies(case.world):
+        step = STEP_OF[case.system](config, case.compiled)
         first = float(step())
         step()
         seconds = []
@@ -153,7 +210,7 @@ def measured(case: Case) -> dict[str, Any]:
         return {
             "model": case.model,
             "world": case.world,
-            "system": case.system,
+            "system": f"{case.system}, compiled" if case.compiled else case.system,
             "step ms": took * 1e3,
             "tokens/s": round(config.batch * config.context / took),
             "MFU": needed / took / PEAK,
@@ -173,20 +230,21 @@ def flops(config: Config) -> tuple[float, float]:
     return count * 3.0 * (blocks + last), count * (4.0 * blocks + 3.0 * last)
 
 
-def compared(model: str, world: int, where: Where, answer: Answer) -> dict[str, Any]:
+def compared(model: str, world: int, where: Where, answer: Answer, compiled: bool = False) -> dict[str, Any]:
     """Enters both systems, and the goals of their ratios; returns our row."""
     config = replace(MODELS["tiny" if where.tiny else model], device=where.device)
     by_system: dict[str, list[dict[str, Any]]] = {system: [] for system in STEP_OF}
     for system in [*STEP_OF] * (2 if world == 1 else 1):  # where there is no doubt about values, in turn, twice
-        by_system[system].append(fresh(measured, Case(system, model, config, world)))
+        by_system[system].append(fresh(measured, Case(system, model, config, world, compiled)))
     ours, theirs = rows = [min(found, key=lambda row: row["step ms"]) for found in by_system.values()]
     answer.rows += rows
-    label, name = f"{model}, world {world}", f"{model}, world {world}: peak memory / FSDP2"
+    label = f"{model}{', compiled' if compiled else ''}, world {world}"
     answer.goal(f"{label}: step / FSDP2", ours["step ms"] / theirs["step ms"], 0.95)
-    if where.cuda:
-        answer.goal(name, ours["peak GiB"] / theirs["peak GiB"], 1.0)
-    else:
-        answer.unanswered(name, "the CPU's allocator does not tell", 1.0)
+    for column, name in (("peak GiB", "peak memory"), ("reserved GiB", "reserved memory")):
+        if where.cuda:
+            answer.goal(f"{label}: {name} / FSDP2", ours[column] / theirs[column], 1.0)
+        else:
+            answer.unanswered(f"{label}: {name} / FSDP2", "the CPU's allocator does not tell", 1.0)
     if world == 1:
         apart = abs(float(ours["first loss"]) / float(theirs["first loss"]) - 1)
         answer.goal(f"{label}: first loss, relative difference", apart, 1e-3)
@@ -197,6 +255,7 @@ def worlds(where: Where) -> Answer:
     answer = Answer()
     for world in (1, 8, 64):
         compared("1B", world, where, answer)
+    compared("1B", 1, where, answer, compiled=True)
     return answer
 
 
@@ -204,7 +263,8 @@ def seven(where: Where) -> Answer:
     if where.cuda and not where.tiny and torch.cuda.get_device_properties(0).total_memory < NEEDED:
         raise Missing(f"7B takes {NEEDED / 1e9:.0f} GB of device memory: an H200, say")
     answer = Answer()
-    ours = compared("7B", 1, where, answer)
+    compared("7B", 1, where, answer)
+    ours = compared("7B", 1, where, answer, compiled=True)
     names = {"7B: MFU": ("MFU", 0.60), "7B: executed share of the peak": ("executed", 0.60)}
     names["7B: tokens/s"] = ("tokens/s", PUBLISHED)
     for name, (column, limit) in names.items():
@@ -223,8 +283,8 @@ Span = tuple[str, float, float]  # a kernel, its beginning and its end in micros
 def spans(case: Case) -> list[Span]:
     """What runs on the device in a steady step; on the CPU, operations stand for kernels."""
     cuda = case.config.device == "cuda"
-    with pretended(case.world, case.config.device):
-        step = STEP_OF[case.system](case.config)
+    with pretended(case.world, case.config.device), copies(case.world):
+        step = STEP_OF[case.system](case.config, case.compiled)
         step()
         step()
         with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiler:
@@ -248,11 +308,30 @@ def gaps_between(kernels: list[Span]) -> list[tuple[float, str, str]]:
     return sorted(found, reverse=True)
 
 
+def by_kernel(ours: list[Span], theirs: list[Span]) -> list[dict[str, Any]]:
+    """Rows of the kernels whose time differs most between the two systems."""
+    spent: dict[str, list[float]] = {}
+    for i, kernels in enumerate((ours, theirs)):
+        for name, start, end in kernels:
+            row = spent.setdefault(_short(name), [0.0, 0.0, 0, 0])
+            row[i] += (end - start) / 1e3
+            row[2 + i] += 1
+    most = sorted(spent.items(), key=lambda item: -abs(item[1][0] - item[1][1]))[:MOST]
+    columns = "shardfn ms", "FSDP2 ms", "shardfn launches", "FSDP2 launches"
+    return [{"kernel": name, **dict(zip(columns, row, strict=True))} for name, row in most]
+
+
+def _short(name: str) -> str:
+    """A kernel's name without what all have, cut."""
+    bare = re.sub(r"^void |at::native::|\(anonymous namespace\)::|std::array<[^>]*>|c10::|detail::", "", name)
+    return re.sub(r"\(.*\)$|unrolled_|vectorized_|_kernel", "", bare)[:72]
+
+
 def gaps(where: Where) -> Answer:
     answer, model = Answer(), "tiny" if where.tiny else "1B"
-    config, counts, share = replace(MODELS[model], device=where.device), {}, {}
+    config, counts, share, found = replace(MODELS[model], device=where.device), {}, {}, {}
     for system, world in itertools.product(STEP_OF, (1, 8)):
-        kernels = fresh(spans, Case(system, model, config, world))
+        kernels = found[system, world] = fresh(spans, Case(system, model, config, world))
         between, whole = gaps_between(kernels), max(end for *_, end in kernels) - kernels[0][1]
         idle = sum(gap for gap, *_ in between)
         counts[system, world], share[system, world] = len(kernels), idle / whole
@@ -267,7 +346,18 @@ def gaps(where: Where) -> Answer:
                 "after, before": f"{between[0][1]:.40}, {between[0][2]:.40}" if between else "",
             }
         )
+    answer.rows += by_kernel(found["shardfn", 1], found["FSDP2", 1])
     for world in (1, 8):
         answer.goal(f"world {world}: kernels / FSDP2", counts["shardfn", world] / counts["FSDP2", world], 1.0)
         answer.goal(f"world {world}: share of the step in which nothing runs", share["shardfn", world], 0.02)
     return answer
+
+
+# --- time of the host ---
+
+
+def host(where: Where) -> Answer:
+    """What the host does for a stage, where it launches kernels and need not wait for them."""
+    with pretended(stage_overhead.RANKS, where.device):
+        rows, goals = stage_overhead.told(stage_overhead.measure(2 if where.tiny else 11, 3, where.device), False)
+    return Answer(rows, [replace(goal, name=f"host time of a stage: {goal.name}") for goal in goals])

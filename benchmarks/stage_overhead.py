@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -72,17 +73,21 @@ def calls(run: Callable[[], Any]) -> float:
     return sum(entry.callcount for entry in profile.getstats())
 
 
-def measure(repeats: int | None, inner: int) -> dict[str, float]:
-    """Seconds of a run of each kind, or, if `repeats` is None, calls."""
+def measure(repeats: int | None, inner: int, device: str = "cpu") -> dict[str, float]:
+    """Seconds of the host for a run of each kind, or, if `repeats` is None, calls."""
     torch.set_num_threads(1)
-    mesh = sf.make_mesh(data=RANKS, device="cpu")
-    makers, x = [layer] * LAYERS, torch.randn(4, WIDTH)
+    mesh = sf.make_mesh(data=RANKS, device=device)
+    makers, x = [layer] * LAYERS, torch.randn(4, WIDTH, device=device)
     blocks = sf.init_sharded({"blocks": makers}, 0, mesh, sf.full_shard("data"))["blocks"]
+
+    def whole() -> list[Params]:
+        return optree.tree_map(lambda p: p.to(device), sf.init(makers, 0))
+
     runs = {
         "shardfn": functional(blocks, sf.stage(block), x),
-        "shardfn plain": functional(sf.init(makers, 0), block, x),
-        "FSDP2": modular(sf.init(makers, 0), x, True),
-        "FSDP2 plain": modular(sf.init(makers, 0), x, False),
+        "shardfn plain": functional(whole(), block, x),
+        "FSDP2": modular(whole(), x, True),
+        "FSDP2 plain": modular(whole(), x, False),
     }
 
     @sf.shard_map(mesh=mesh, in_specs=(), out_specs=...)
@@ -97,13 +102,9 @@ def measure(repeats: int | None, inner: int) -> dict[str, float]:
     return dict(steps())
 
 
-def main() -> None:
-    options = parser("Host time of a stage, forward and backward, compared with the same functions on plain tensors.")
-    options.add_argument("--repeats", type=int, default=21)
-    options.add_argument("--calls", action="store_true", help="count calls of functions in place of time")
-    args = options.parse_args()
-    (took,) = World(RANKS, kind="fake", deadline=600).run(measure, None if args.calls else args.repeats, 3)
-    unit, scale = ("calls", 1.0) if args.calls else ("us", 1e6)
+def told(took: dict[str, float], counted: bool) -> tuple[list[dict[str, Any]], list[Goal]]:
+    """Rows and goals of what `measure` found, for one stage."""
+    unit, scale = ("calls", 1.0) if counted else ("us", 1e6)
     each = {name: of_all / LAYERS * scale for name, of_all in took.items()}
     rows = [
         {
@@ -115,10 +116,18 @@ def main() -> None:
         for name in ("shardfn", "FSDP2")
     ]
     ours, theirs = (float(row[f"overhead {unit}"]) for row in rows)
-    most = (500, 0.22) if args.calls else (250, 0.25)
-    goals = [Goal(f"shardfn, {unit}", ours, most[0]), Goal("shardfn / FSDP2", ours / theirs, most[1])]
+    most = (500, 0.22) if counted else (250, 0.25)
+    return rows, [Goal(f"shardfn, {unit}", ours, most[0]), Goal("shardfn / FSDP2", ours / theirs, most[1])]
+
+
+def main() -> None:
+    options = parser("Host time of a stage, forward and backward, compared with the same functions on plain tensors.")
+    options.add_argument("--repeats", type=int, default=21)
+    options.add_argument("--calls", action="store_true", help="count calls of functions in place of time")
+    args = options.parse_args()
+    (took,) = World(RANKS, kind="fake", deadline=600).run(measure, None if args.calls else args.repeats, 3)
     title = f"one of {LAYERS} stages of {len(NAMES)} parameters, forward + backward, fake group of {RANKS}"
-    publish(title, rows, goals, args.json)
+    publish(title, *told(took, args.calls), args.json)
 
 
 if __name__ == "__main__":

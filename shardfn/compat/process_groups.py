@@ -244,25 +244,41 @@ def disconnected(rank: int) -> bool:
     return False
 
 
+class _Placed(int):
+    """A rank that sorts by its place in a list: before torch 2.13, `dist.new_group` sorts ranks."""
+
+    place: int
+
+    def __new__(cls, place: int, rank: int) -> _Placed:
+        self = super().__new__(cls, rank)
+        self.place = place
+        return self
+
+    def __lt__(self, other: Any) -> bool:
+        return self.place < other.place if isinstance(other, _Placed) else int(self) < other
+
+
 def new_group(ranks: list[int], name: str, backend: str | None = None) -> dist.ProcessGroup:
     """Makes a group of these global ranks in this order; only its members take part, and meet under this name.
 
     Its timeout is the world's: torch's default would be half an hour, whatever the user asked for.
     """
-    ordered = ranks == sorted(ranks)
-    if not ordered and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
-        raise ValueError(
-            f"ranks {ranks} are not in ascending order, and torch {torch.__version__} always sorts a group's ranks: "
-            "name the axes in the mesh's own order, or use torch >= 2.13"
-        )
-    order: dict[str, Any] = {} if ordered else {"sort_ranks": False}
+    order: dict[str, Any] = {}
+    if ranks != sorted(ranks):
+        if "sort_ranks" in inspect.signature(dist.new_group).parameters:
+            order = {"sort_ranks": False}
+        else:
+            ranks = [_Placed(place, rank) for place, rank in enumerate(ranks)]
     _names.next = hashlib.blake2b(name.encode()).hexdigest()[:32]
     try:
         timeout = default_store().timeout
         with _by_members_alone():
-            return dist.new_group(ranks, timeout, backend=backend, use_local_synchronization=True, **order)
+            group = dist.new_group(ranks, timeout, backend=backend, use_local_synchronization=True, **order)
     finally:
         _names.next = None
+    known = dist.distributed_c10d._world.pg_group_ranks
+    known[group] = {int(rank): place for rank, place in known[group].items()}
+    return group
 
 
 @contextmanager
@@ -369,6 +385,9 @@ def _threaded() -> Any:
         from torch.testing._internal.distributed import multi_threaded_pg
     except ImportError as error:
         raise _missing("the threaded process group", error) from error
+    each: Any = multi_threaded_pg.ThreadLocalWorld
+    if not hasattr(each, "comms"):  # torch 2.11 forgot it, and cannot end a world without
+        each.comms = property(lambda self: self._get_world().__dict__.setdefault("comms", []))
     return multi_threaded_pg
 
 

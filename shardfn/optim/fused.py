@@ -27,7 +27,8 @@ class AdamW:
     It computes in float32, while torch's kernel keeps intermediate results in float64 on CUDA. So parameters may differ
     by 8 units in the last place of float32, before they are rounded to their own dtype: units of the old number, the
     new one, and the step that the two terms of the mean would make together if neither cancelled the other. State
-    differs by no more than that, relative to its terms, before it is encoded.
+    differs by no more than that, relative to its terms, before it is encoded. Where one is not finite, neither is the
+    other; but one may be inf, and the other nan.
     """
 
     def __init__(self, in_place: InPlace) -> None:
@@ -85,10 +86,10 @@ class AdamW:
         said = _far(old, ours[0], theirs[0])
         for i, slot in enumerate(SLOTS):
             pairs = [_decoded(slot, x[2 + 2 * i], x[3 + 2 * i], part) for x in (ours, theirs)]
-            finite = pairs[1].isfinite()  # what codes stand for is the same, also where a block is not finite
-            said = said or difference(f"the {slot}", *pairs)
+            finite = pairs[1].isfinite()
+            said = said or difference(f"the {slot}", *map(_one_nan, pairs))
             said = said or difference(f"the code of the {slot}", *(x[2 + 2 * i][finite] for x in (ours, theirs)))
-            said = said or difference(f"the scale of the {slot}", ours[3 + 2 * i], theirs[3 + 2 * i])
+            said = said or difference(f"the scale of the {slot}", *(_one_nan(x[3 + 2 * i]) for x in (ours, theirs)))
         return said
 
     def _twin(self, columns: Sequence[Tensor], part: Runs, step: int, numbers: dict[str, Any]) -> None:
@@ -100,6 +101,11 @@ class AdamW:
         (closed,) = Coded().closed(units({"w": p}), SLOTS, [Opened(0, part, slots)], None, together=False)
         for x, new in zip(stored, (x for pair in closed for x in pair), strict=True):
             x.copy_(new)
+
+
+def _one_nan(x: Tensor) -> Tensor:
+    """The numbers, with nan for any that is not finite: of an infinite gradient, some of torch's kernels make nan."""
+    return torch.where(x.isfinite(), x, torch.nan)
 
 
 def _number(x: Any) -> Any:
@@ -144,4 +150,4 @@ def _far(old: Tensor, ours: Tensor, theirs: Tensor, cancelled: float | Tensor = 
         limits = torch.finfo(old.dtype)
         allowed += limits.eps * expected.abs().clamp_min(limits.smallest_normal)
     near = torch.where(expected.isfinite(), (found - expected).abs() <= allowed, found == expected)
-    return difference("the parameter", torch.where(near, theirs, ours), theirs)
+    return difference("the parameter", _one_nan(torch.where(near, theirs, ours)), _one_nan(theirs))

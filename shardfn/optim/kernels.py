@@ -1,4 +1,4 @@
-"""A kernel in Triton: a step of AdamW on state in 8 bits. `fused` imports it, and only where it can run."""
+"""Kernels in Triton: a step of AdamW on state in 8 bits, and rounding at random; imported only where they can run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from shardfn.quant.kernels import largest, narrow, places, wide
 
 ROWS = 4  # blocks of a program
+SIZE = 2048  # elements of a program that rounds
 
 
 @triton.jit
@@ -66,3 +67,29 @@ def adamw(
         *columns, *(out or (p, p)), *tables, numbers[0], n, *numbers[1:],
         CLOSE=not out, ROWS=ROWS, BLOCK=block, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n", "first", "factor", "term"])
+def _round(x, out, n, first, factor, term, SHIFT: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    numbers = wide(tl.load(x + at, mask=at < n, other=0.0))
+    key = (at + first).to(tl.int32) * factor + term
+    key = key ^ ((key >> 16) & 0xFFFF)
+    key = key * 0x7FEB352D
+    key = key ^ ((key >> 15) & 0x1FFFF)
+    key = key * -0x7B935975
+    key = key ^ ((key >> 16) & 0xFFFF)
+    bits = numbers.to(tl.int32, bitcast=True)
+    up = (bits + ((key >> SHIFT) & 0xFFFF)) & -0x10000
+    finite = (bits & 0x7F800000) != 0x7F800000
+    rounded = tl.where(finite, up.to(tl.float32, bitcast=True), numbers)
+    tl.store(out + at, narrow(rounded, out.dtype.element_ty), mask=at < n)
+
+
+def round_at_random(x: Tensor, out: Tensor, first: int, factor: int, term: int, half: int) -> None:
+    """Rounds numbers to bfloat16 with 16 bits, the lower or upper `half`, of the hashes of `factor * i + term`.
+
+    `i` counts from `first`.
+    """
+    n = len(x)
+    _round[(triton.cdiv(n, SIZE),)](x, out, n, first, factor, term, SHIFT=16 * half, SIZE=SIZE)

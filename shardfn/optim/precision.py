@@ -13,7 +13,7 @@ from shardfn.optim.differentiable import refuse_overwriting
 from shardfn.optim.hyperparameters import check, whole
 from shardfn.optim.norms import scaled, wide
 from shardfn.optim.optimizer import Optimizer, must_be_optimizer
-from shardfn.optim.state_dtype import closed_to, drawn, rounded
+from shardfn.optim.rounding import closed
 from shardfn.optim.wrappers import finite
 from shardfn.shards.blocks import CHUNK
 from shardfn.shards.pieces import Unit, Units, copied, refuse_complex, units
@@ -199,9 +199,8 @@ def _with(leaves: Units, copies: list[Any]) -> Any:
 
 
 def _rounded(unit: Unit, x: Tensor, salt: tuple[Any, ...]) -> Tensor:
-    n = unit.values.numel()
-    (bits,) = drawn(unit, 0, n, 1, salt) if n else (torch.zeros(0, dtype=torch.int32, device=x.device),)
-    return closed_to(x, unit.values.dtype, bits.view(x.shape))
+    (new,) = closed(unit, 0, x.numel(), [x.reshape(-1)], unit.values.dtype, salt) if x.numel() else (x,)
+    return new.view(x.shape).to(unit.values.dtype)
 
 
 @torch.no_grad()
@@ -211,8 +210,7 @@ def _rounded_into(unit: Unit, x: Tensor, salt: tuple[Any, ...]) -> Tensor:
     most = elements_at_a_time(source.device, CHUNK)
     for start in range(0, len(source), most):
         stop = min(start + most, len(source))
-        (bits,) = drawn(unit, start, stop, 1, salt)
-        target[start:stop] = rounded(source[start:stop], unit.values.dtype, bits)
+        (target[start:stop],) = closed(unit, start, stop, [source[start:stop]], unit.values.dtype, salt)
     return unit.values if target.data_ptr() == unit.values.data_ptr() else target.view(unit.values.shape)
 
 

@@ -6,22 +6,20 @@ stochastically, so that changes too small for a single step are right on average
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfn.compat import dynamo, functorch
-from shardfn.optim.differentiable import differentiable
+from shardfn.optim.rounding import closed, refusing
 from shardfn.quant import codes
 from shardfn.quant.codes import Code
 from shardfn.shards import blocks
 from shardfn.shards.blocks import Run, Runs, Said
 from shardfn.shards.pieces import Unit, Units
 from shardfn.shards.pieces import slot as slot_of
-from shardfn.shards.random import mixed
 
 Stored = tuple[Tensor, ...]  # the tensors that store one slot of a unit
 POSITIVE = ("square",)  # slots without negative numbers
@@ -118,7 +116,7 @@ class Coded:
             for slot, x, maximum in zip(slots, item.numbers, maxima, strict=True):
                 divisor = torch.where(maximum == 0, 1.0, maximum)
                 scaled = _over(x.detach().float(), divisor, item.part)
-                closed[-1].append((_code(slot).encode(scaled), _refusing(x, maximum)))
+                closed[-1].append((_code(slot).encode(scaled), refusing(x, maximum)))
         return closed
 
     def _agreed(
@@ -201,146 +199,9 @@ class Rounded:
         for item in opened:
             (run,) = item.part
             unit = leaves.each[item.unit]._replace(values=item.numbers[0])  # may be on another device
-            draws = drawn(unit, run.start, run.stop, len(item.numbers), salt)
-            out.append([(closed_to(x, self.dtype, draw),) for x, draw in zip(item.numbers, draws, strict=True)])
+            out.append([(x,) for x in closed(unit, run.start, run.stop, item.numbers, self.dtype, salt)])
         return out
 
 
 Kept = Coded | Rounded
 """A way to store slots: trees of tensors that encode numbers, and are entries of the optimizer's state."""
-
-
-# --- stochastic rounding ---
-
-
-def rounded(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
-    """Rounds numbers to `dtype`; to bfloat16 stochastically, up or down, such that the mean is exact.
-
-    Args:
-        x: floating-point numbers.
-        dtype: bfloat16, or one at least as wide as float32, which needs no rounding.
-        bits: int32 of the same shape, uniform from 0 to below 2^16.
-    """
-    if dtype != torch.bfloat16:
-        return x.to(dtype)
-    wide = x.float()
-    # bfloat16 is the upper half of float32: adding to the lower half carries into the upper with the right probability.
-    up = ((wide.view(torch.int32) + bits) & -(2**16)).view(torch.float32)
-    return torch.where(wide.isfinite(), up, wide).to(dtype)
-
-
-def closed_to(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
-    """As `rounded`; a derivative through it raises NotImplementedError."""
-    return _refusing(x, rounded(x.detach(), dtype, bits))
-
-
-def drawn(unit: Unit, start: int, stop: int, n: int, salt: Any) -> Iterator[Tensor]:
-    """Random bits for elements of a unit, as `rounded` takes them, `n` times.
-
-    They depend only on the salt, the parameter's name and the element's place in it, so they are the same on all ranks
-    that hold the element, for any number of ranks.
-    """
-    if any(isinstance(part, Tensor) for part in salt):
-        raise TypeError(
-            "rounding at random draws from the step number, which the host must know, and here it is a tensor, as in a "
-            "captured step: keep the state in float32 (state_dtype=torch.float32) and parameters in master(...)"
-        )
-    for first in range(0, n, 2):
-        # One hash of 32 bits gives two draws of 16.
-        pair = _hashed(_places(unit, start, stop, (*salt, first)))
-        yield pair & 0xFFFF
-        if first + 1 < n:
-            yield (pair >> 16) & 0xFFFF
-
-
-def _places(unit: Unit, start: int, stop: int, salt: tuple[Any, ...]) -> Tensor:
-    """A key for each place from `start` to `stop`, int32, from which draws are hashed.
-
-    It is `factor * i + term` for row-major index `i` in this rank's value of a parameter, and 0 where none is.
-    """
-    rows, done, device = [], start, unit.values.device
-    for segment in unit.filled:
-        low, high = max(segment.start, start), min(segment.stop, stop)
-        if low >= high:
-            continue
-        if done < low:
-            rows.append(torch.zeros(low - done, dtype=torch.int32, device=device))
-        factor, term = _keys(salt, segment.path, segment.corner)
-        index = segment.first + low - segment.start
-        dtype = torch.int32 if index + high - low < 2**31 else torch.int64
-        key = torch.arange(index, index + high - low, dtype=dtype, device=device).to(torch.int32)
-        rows.append(key.mul_(factor).add_(term))
-        done = high
-    if done < stop:
-        rows.append(torch.zeros(stop - done, dtype=torch.int32, device=device))
-    return torch.cat(rows) if len(rows) > 1 else rows[0]
-
-
-@dynamo.constant_when_traced
-def _keys(salt: tuple[Any, ...], path: str, corner: tuple[int, ...]) -> tuple[int, int]:
-    """An odd factor and a term, both from a hash of the salt, the path and the corner."""
-    key = mixed(*salt, path, *corner)
-    return (key & 0x7FFFFFFF) | 1, (key >> 31) & 0x7FFFFFFF
-
-
-def _hashed(x: Tensor) -> Tensor:
-    """Mixes each number's bits so that every bit depends on all of them: "lowbias32" of Wellons (2018)."""
-    x = x ^ ((x >> 16) & 0xFFFF)
-    x = x.mul_(0x7FEB352D)
-    x ^= (x >> 15) & 0x1FFFF
-    x *= 0x846CA68B - 2**32
-    x ^= (x >> 16) & 0xFFFF
-    return x
-
-
-# --- derivatives ---
-
-
-def _refusing(x: Tensor, kept: Tensor) -> Tensor:
-    """`kept`, through which a derivative raises NotImplementedError: that of rounding is 0, which nobody means."""
-    if torch.compiler.is_compiling():  # a graph cannot raise later, when a derivative is taken
-        if (torch.is_grad_enabled() and x.requires_grad) or _inside():
-            dynamo.refuse_in_graph(f"in a graph of torch.compile, {REFUSED}")
-        return kept
-    return _Refusing.apply(x, kept) if differentiable(x) else kept  # type: ignore[no-untyped-call]
-
-
-@dynamo.constant_when_traced
-def _inside() -> bool:
-    return functorch.inside_transform() or functorch.inside_forward_mode()
-
-
-class _Refusing(torch.autograd.Function):
-    """Returns a copy of `kept` that depends on `x`; any derivative raises NotImplementedError."""
-
-    @staticmethod
-    def forward(x: Tensor, kept: Tensor) -> Tensor:
-        return kept.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        _refuse()
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        _refuse()
-
-    @staticmethod
-    def vmap(info: Any, dims: Any, x: Tensor, kept: Tensor) -> Any:
-        """One call for the whole batch."""
-        return _Refusing.apply(x if dims[0] is None else x.movedim(dims[0], 0), kept), dims[1]  # type: ignore[no-untyped-call]
-
-
-def _refuse() -> None:
-    raise NotImplementedError(REFUSED)
-
-
-REFUSED = (
-    "a derivative through what an optimizer rounded, its state in few bits or its parameters by stochastic_rounding: "
-    "rounding has none. Differentiate a single step of an optimizer with such a state, and any number of steps of one "
-    "that keeps all in the parameters' dtype, such as adamw(..., donate=False)"
-)

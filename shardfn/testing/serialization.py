@@ -7,17 +7,39 @@ the bytes, so no rank shares memory with the caller or with another rank.
 from __future__ import annotations
 
 import functools
+import io
 import pickle
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
-from typing import Any
+from types import CodeType, ModuleType
+from typing import Any, ClassVar
 
 import cloudpickle
 import torch
 
 from shardfn.testing.errors import Failure, Outcome, Returned, failure_of
+
+
+def _located(code: CodeType) -> Any:
+    make, parts = _BY_VALUE(code)
+    return make, tuple([code.co_filename if part == "<dynamic-code>" else part for part in parts])
+
+
+_BY_VALUE: Any = cloudpickle.Pickler.dispatch_table[CodeType]
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Keeps the file of a function that is pickled by value, which errors name; cloudpickle 3.1.3 drops it."""
+
+    dispatch_table: ClassVar = ChainMap({CodeType: _located}, cloudpickle.Pickler.dispatch_table)
+
+
+def _dumped(x: Any) -> bytes:
+    with io.BytesIO() as file:
+        _Pickler(file).dump(x)
+        return file.getvalue()
 
 
 def pack(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
@@ -28,7 +50,7 @@ def pack(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """
     try:
         with _by_value_unless_importable(fn):
-            return bytes(cloudpickle.dumps((fn, args, kwargs)))
+            return _dumped((fn, args, kwargs))
     except Exception as error:
         raise TypeError(f"this call cannot be pickled for the ranks: {error}") from error
 
@@ -51,12 +73,12 @@ def encode(outcome: Outcome) -> bytes:
     """An outcome as bytes; a result that cannot be pickled becomes a failure."""
     if isinstance(outcome, Returned):
         try:
-            return b"v" + bytes(cloudpickle.dumps(outcome.value))
+            return b"v" + _dumped(outcome.value)
         except Exception as error:
             kind = type(outcome.value).__qualname__
             outcome = failure_of(TypeError(f"the result, a {kind}, cannot be pickled: {error}"))
     try:
-        exception = bytes(cloudpickle.dumps(outcome.exception))
+        exception = _dumped(outcome.exception)
     except Exception:
         exception = b""
     facts = (outcome.how, outcome.type_name, outcome.message, outcome.traceback)

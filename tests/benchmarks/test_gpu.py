@@ -19,14 +19,14 @@ from shardfn.testing import World, world
 from tests.benchmarks.running import told
 
 CPU = Where("cpu", tiny=True)
-SPEED = ("step / FSDP2", "nothing runs", "GB/s")  # goals for a GPU
+SPEED = ("step / FSDP2", "nothing runs", "GB/s", "host time")  # goals for a GPU
 
 
 def answered(name: str) -> Answer:
     return gpu.PARTS[name].ask(CPU)
 
 
-@pytest.mark.parametrize("name", ["late", "renewals", "waits", "graphs", "memory", "worlds", "kernels"])
+@pytest.mark.parametrize("name", ["late", "renewals", "waits", "graphs", "memory", "worlds", "kernels", "host"])
 def test_a_part_meets_its_goals_where_a_cpu_can_tell(name: str) -> None:
     with World(1, kind="alone", deadline=200) as fresh:  # a simulated device, once there, would be the accelerator
         (answer,) = fresh.run(answered, name)

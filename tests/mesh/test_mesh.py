@@ -13,6 +13,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -473,3 +474,42 @@ def forked_with_garbage(path: str) -> int:
 
 def test_a_forked_process_leaves_the_groups_of_the_one_before_alone(tmp_path: Path) -> None:
     assert world(1, "alone").run(forked_with_garbage, str(tmp_path / "store")) == [0]
+
+
+def as_in_an_older_torch() -> Any:
+    """What a group is told of its order where `new_group` sorts ranks, as before torch 2.13."""
+    make = dist.new_group
+
+    def older(ranks: Any, timeout: Any, backend: Any = None, use_local_synchronization: bool = False) -> Any:
+        inside = all(0 <= rank < dist.get_world_size() for rank in ranks)
+        assert inside
+        return make(sorted(ranks), timeout, backend, use_local_synchronization=use_local_synchronization)
+
+    with mock.patch.object(dist, "new_group", older):
+        group = group_over([3, 1, 2, 0], "older")
+    found = [torch.zeros(1) for _ in range(4)]
+    dist.all_gather(found, torch.tensor([float(dist.get_rank())]), group=group)
+    ranks = dist.get_process_group_ranks(group)
+    return [x.item() for x in found], ranks, {type(rank) for rank in ranks}, group.rank()
+
+
+def test_ranks_keep_their_order_where_torch_sorts_them() -> None:
+    with World(4) as fresh:
+        for rank, said in enumerate(fresh.run(as_in_an_older_torch)):
+            assert said == ([3.0, 1.0, 2.0, 0.0], [3, 1, 2, 0], {int}, [3, 1, 2, 0].index(rank))
+
+
+def test_worlds_of_threads_end_where_torch_has_forgotten_how() -> None:
+    """torch 2.11's class for them lacks what `destroy_process_group` reads."""
+
+    class Older:
+        data = SimpleNamespace()
+
+        def _get_world(self) -> Any:
+            return self.data
+
+    with mock.patch.object(process_groups._threaded(), "ThreadLocalWorld", Older):
+        process_groups._threaded()
+        one: Any = Older()
+        one.comms.append("a")
+        assert one.comms == ["a"]

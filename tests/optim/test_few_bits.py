@@ -16,7 +16,7 @@ from torch import Tensor
 import shardfn as sf
 import shardfn.optim as so
 from shardfn import P, checkpoint, quant
-from shardfn.optim import state_dtype
+from shardfn.optim import rounding, state_dtype
 from shardfn.quant import codes
 from shardfn.shards.blocks import CHUNK, Blocks
 from shardfn.shards.pieces import units
@@ -276,14 +276,14 @@ def test_rounding_at_random_is_right_in_the_mean_and_the_same_again() -> None:
     x = torch.linspace(-3, 3, 100_000) * (1 + 2**-12)
     sums = torch.zeros(100_000, dtype=torch.float64)
     for step in range(64):
-        bits, more = (list(state_dtype.drawn(unit, 0, 100_000, 2, (7, step, "x"))) for _ in range(2))
+        bits, more = (list(rounding.drawn(unit, 0, 100_000, 2, (7, step, "x"))) for _ in range(2))
         assert all(map(torch.equal, bits, more))
         assert not torch.equal(bits[0], bits[1])
-        found = state_dtype.rounded(x, torch.bfloat16, bits[step % 2])
+        found = rounding.rounded(x, torch.bfloat16, bits[step % 2])
         gap = torch.exp2(torch.frexp(x).exponent - 8.0)  # between neighbours in bfloat16
         assert ((found.float() - x).abs() <= gap).all()
         sums += found.double()
-        part = list(state_dtype.drawn(unit, 1234, 5678, 2, (7, step, "x")))
+        part = list(rounding.drawn(unit, 1234, 5678, 2, (7, step, "x")))
         assert all(torch.equal(a[1234:5678], b) for a, b in zip(bits, part, strict=True))
     off = (sums / 64 - x.double()) / gap.double()
     assert off.abs().mean() < 0.06  # of 64 draws of a coin the mean is off by 0.05
@@ -294,12 +294,12 @@ def test_what_bfloat16_has_and_what_is_not_finite_stays_as_it_is() -> None:
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     extra = torch.tensor([math.inf, -math.inf, math.nan])
     for bits in (0, 2**16 - 1):
-        got = state_dtype.rounded(every.float(), torch.bfloat16, torch.full((2**16,), bits, dtype=torch.int32))
+        got = rounding.rounded(every.float(), torch.bfloat16, torch.full((2**16,), bits, dtype=torch.int32))
         assert got.nan_to_num(nan=7.0).equal(every.nan_to_num(nan=7.0))
-        rounded = state_dtype.rounded(extra, torch.bfloat16, torch.full((3,), bits, dtype=torch.int32))
+        rounded = rounding.rounded(extra, torch.bfloat16, torch.full((3,), bits, dtype=torch.int32))
         assert rounded.float().equal(extra) or rounded[2].isnan()
     odd = torch.tensor([0x7FFFFFFF, 0x7F800001], dtype=torch.int32).view(torch.float32)
-    assert state_dtype.rounded(odd, torch.bfloat16, torch.full((2,), 2**16 - 1, dtype=torch.int32)).isnan().all()
+    assert rounding.rounded(odd, torch.bfloat16, torch.full((2,), 2**16 - 1, dtype=torch.int32)).isnan().all()
 
 
 def test_small_changes_are_not_lost_where_parameters_are_rounded_at_random() -> None:

@@ -1,4 +1,4 @@
-"""The kernel of a step of AdamW on state in 8 bits, against torch's and against the rule in float64."""
+"""Kernels of optimizers: AdamW on state in 8 bits, against torch's and the rule in float64; and rounding at random."""
 
 from __future__ import annotations
 
@@ -230,6 +230,24 @@ def test_a_kernel_that_fails_its_check_is_named_once_and_not_used(monkeypatch: p
     assert all(map(torch.equal, optree.tree_leaves(also["codes"]), optree.tree_leaves(state["codes"])))
 
 
+def infinite(mean: float) -> str:
+    """What the check says beside a kernel of torch that has this mean where a gradient is infinite."""
+
+    def in_place(ps: Any, gs: Any, slots: Any, step: int, n: dict[str, Any]) -> None:
+        ADAMW.in_place(ps, gs, slots, step, n)
+        for p, m in zip(ps, slots[0], strict=True):
+            p[m.isinf()] = torch.nan
+            m[m.isinf()] = mean
+
+    return fused.AdamW(in_place)._check(torch.float32, torch.float32, torch.device("cpu"))
+
+
+def test_an_infinite_gradient_may_make_the_mean_infinite_or_nan_but_not_finite(interpreted: Call) -> None:
+    """Of torch's own kernels, those of the CPU and of CUDA differ in that."""
+    assert interpreted(infinite, torch.nan) == ""
+    assert "the mean" in interpreted(infinite, 3.0)
+
+
 CHANGES = {
     "the other decay": ("v = v * b2", "v = v * b1"),
     "no correction of the mean": ("tl.div_rn(rate, bias1) * m", "rate * m"),
@@ -265,3 +283,67 @@ def test_a_kernel_that_is_slightly_wrong_fails_its_check(interpreted: Call, chan
 def test_zero_has_the_code_that_states_begin_with() -> None:
     for code, zero in ((codes.dynamic, 127), (codes.positive, 0)):
         assert codes.numbers(code)[zero] == 0
+
+
+# --- rounding at random ---
+
+
+def rounding_optimizers() -> dict[str, so.Optimizer]:
+    return {
+        "parameters": so.stochastic_rounding(so.sgd(0.02), seed=3),
+        "not overwritten": so.stochastic_rounding(so.sgd(0.02, donate=False), seed=3, donate=False),
+        "state": so.adamw(0.02, state_dtype=torch.bfloat16, seed=4),
+        "both": so.stochastic_rounding(so.adamw(0.02, state_dtype=torch.bfloat16, seed=5), seed=6),
+    }
+
+
+def rounds(name: str) -> tuple[int, bool]:
+    """Calls of the kernel in two steps after the check, and whether all is bit for bit as without it."""
+    from shardfn.optim import kernels
+
+    dtype = torch.float32 if name == "state" else torch.bfloat16
+    trained(dtype, lambda: rounding_optimizers()[name], 1)
+    with counted(kernels, "round_at_random") as calls:
+        found = trained(dtype, lambda: rounding_optimizers()[name], 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "KINDS", ())
+        expected = trained(dtype, lambda: rounding_optimizers()[name], 2)
+    leaves = [optree.tree_leaves(x) for x in (found, expected)]
+    return len(calls), all(x.equal(y) if isinstance(x, Tensor) else x == y for x, y in zip(*leaves, strict=True))
+
+
+@pytest.mark.parametrize("name", ["parameters", "not overwritten", "state", "both"])
+def test_rounding_by_the_kernel_is_that_without_it_bit_for_bit(interpreted: Call, name: str) -> None:
+    """One launch for each tensor that has elements."""
+    of_five = {"parameters": 1, "not overwritten": 1, "state": 2, "both": 3}[name]
+    assert interpreted(rounds, name) == (2 * 5 * of_five, True)
+
+
+WRONG_ROUNDING = {
+    "the other half": ("key >> SHIFT", "key >> (16 - SHIFT)"),
+    "signs are kept": ("(key >> 15) & 0x1FFFF", "(key >> 15)"),
+    "no term": ("* factor + term", "* factor"),
+    "always down": ("(bits + ((key >> SHIFT) & 0xFFFF))", "bits"),
+    "infinity is rounded": (
+        "tl.where(finite, up.to(tl.float32, bitcast=True), numbers)",
+        "up.to(tl.float32, bitcast=True)",
+    ),
+    "indices begin at zero": ("(at + first)", "at"),
+}
+
+
+def caught_rounding(change: str, folder: str) -> tuple[str, str]:
+    from shardfn import optim
+    from shardfn.optim import kernels, rounding
+
+    right = rounding._check(torch.float32, torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optim, "kernels", changed(kernels, *WRONG_ROUNDING[change], folder))
+        return right, rounding._check(torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("change", WRONG_ROUNDING)
+def test_rounding_that_is_slightly_wrong_fails_its_check(interpreted: Call, change: str, tmp_path: Any) -> None:
+    right, wrong = interpreted(caught_rounding, change, str(tmp_path))
+    assert not right
+    assert wrong

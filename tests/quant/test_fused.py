@@ -141,6 +141,7 @@ def compiled() -> dict[str, str]:
     texts = {}
     counts = dict.fromkeys(("numel", "x_row", "codes_row", "blocks", "n"), "i32")
     numbers = ("least", "most", "b1", "rest1", "b2", "rest2", "bias1", "bias2", "eps", "weight_decay")
+    counts |= {"first": "i64", "factor": "i32", "term": "i32"}
     scalars = counts | dict.fromkeys(numbers, "fp32") | dict.fromkeys(("codes", "order", "m_codes", "v_codes"), "*u8")
     for capability in (80, 90):
         for dtype in ("fp32", "bf16"):
@@ -154,6 +155,10 @@ def compiled() -> dict[str, str]:
             for close in (True, False):
                 constants = {"CLOSE": close, "ROWS": 4, "BLOCK": 256}
                 texts[f"adamw {close} {dtype} {capability}"] = code(of_optim._adamw, constants, types, capability)
+            constants = {"SHIFT": 16, "SIZE": of_optim.SIZE}
+            texts[f"round {dtype} {capability}"] = code(
+                of_optim._round, constants, types | {"out": "*bf16"}, capability
+            )
     return texts
 
 
@@ -161,7 +166,7 @@ def test_kernels_compile_to_exact_arithmetic_and_64_bit_offsets(tmp_path_factory
     """No sum of an unrounded product, no quotient that is nearly right, no subnormal taken for zero."""
     with process(False, tmp_path_factory.mktemp("triton")) as call:
         texts = call(compiled)
-    assert len(texts) == 2 * 2 * (3 * 2 + 2)
+    assert len(texts) == 2 * 2 * (3 * 2 + 2 + 1)
     for name, text in texts.items():
         assert "tt.func" in text, name
         assert ".entry" in text, name
