@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 SIZE = 2048  # elements of a program, unless a block is larger
+COARSE = tl.constexpr(3)  # steps of a search among bounds that all numbers of a program take together
 
 
 @triton.jit
@@ -47,7 +48,14 @@ def places(x, bounds, BITS: tl.constexpr):
     place = tl.zeros(x.shape, tl.int32)
     for bit in tl.static_range(BITS):
         half = 1 << (BITS - 1 - bit)
-        place += tl.where(x <= tl.load(bounds + place + half - 1), 0, half)
+        if bit < COARSE:  # one load for all numbers is faster than one for each
+            bound = tl.load(bounds + half - 1)
+            for k in tl.static_range(1, 1 << bit):
+                at = 2 * half * k
+                bound = tl.where(place == at, tl.load(bounds + at + half - 1), bound)
+        else:
+            bound = tl.load(bounds + place + half - 1)
+        place += tl.where(x <= bound, 0, half)
     return place
 
 

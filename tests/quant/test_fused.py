@@ -292,7 +292,7 @@ def test_a_kernel_that_fails_its_check_is_named_once_and_not_used(
 
 
 CHANGES = {
-    "ties go up": ("x <= tl.load", "x < tl.load", "nf4(64)"),
+    "ties go up": ("x <= bound", "x < bound", "nf4(64)"),
     "halves go up": ("+ 12582912.0", "+ 12582912.0 + 0.5 - 0.5", "int8(256)"),
     "truncated": ("(x + 12582912.0).to(tl.int32, bitcast=True)", "x.to(tl.int32)", "int4(64)"),
     "halves of floats go up": (" - 1 + ((size >> shift) & 1)", "", "fp8_e4m3(128)"),
