@@ -22,6 +22,7 @@ import torch
 from shardfn.checkpoint import folders, snapshots
 from shardfn.checkpoint.boxes import Box
 from shardfn.checkpoint.contents import Scalar, as_bytes, contents, crc, most_of, pieces
+from shardfn.checkpoint.disk import Item
 from shardfn.checkpoint.manifest import Chunk, Manifest
 from shardfn.checkpoint.team import CheckpointError, team_of
 from shardfn.collectives.late_checks import late_checks
@@ -98,13 +99,13 @@ class Writer:
 
     def _begin_of_data(self, offset: int) -> int:
         """The offset of the elements in an item at `offset`: a zip archive without compression."""
-        tail = min(self._at - offset, 2048)
-        content = os.pread(self._file.fileno(), tail, self._at - tail)
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:  # it counts from the end
+        item = Item(self._file.fileno(), offset, self._at - offset)
+        with zipfile.ZipFile(io.BufferedReader(item)) as archive:
             (info,) = [record for record in archive.infolist() if record.filename.endswith("/data/0")]
-        begin = info.header_offset + self._at - tail - offset
-        header = os.pread(self._file.fileno(), 30, offset + begin)
-        return begin + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        header = os.pread(self._file.fileno(), 30, offset + info.header_offset)
+        return (
+            info.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        )
 
 
 def _alone(values: torch.Tensor) -> torch.Tensor:

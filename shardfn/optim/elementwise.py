@@ -56,8 +56,14 @@ def _sgd_pure(p: Tensor, g: Tensor, slots: Any, _: int, n: dict[str, Any]) -> tu
     return p - n["lr"] * (g + n["momentum"] * m if n["nesterov"] else m), (m,)
 
 
-def _adam_in_place(kernel: Any) -> Callable[..., None]:
+def _adam_in_place(kernel: Any, pure: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]) -> Callable[..., None]:
     def run(ps: list[Tensor], gs: list[Tensor], slots: Any, step: Any, n: dict[str, Any]) -> None:
+        if ps[0].dtype == torch.float64 and _narrowed(n["lr"], ps[0]):
+            for p, g, *own in zip(ps, gs, *slots, strict=True):
+                new, kept = pure(p, g, own, step, n)
+                for x, y in zip((p, *own), (new, *kept), strict=True):
+                    x.copy_(y)
+            return
         # `full` writes the number on the device; copying it from the host's memory would make the host wait.
         if isinstance(step, Tensor):
             steps = [step.to(torch.float32)] * len(ps)
@@ -70,8 +76,13 @@ def _adam_in_place(kernel: Any) -> Callable[..., None]:
 
 
 def _rate(lr: Number, p: Tensor) -> Number:
-    """A learning rate as fused kernels take it: those of CUDA read a tensor as float32."""
-    return lr.to(torch.float32) if isinstance(lr, Tensor) and p.device.type == "cuda" else lr
+    """A learning rate as fused kernels take it."""
+    return lr.to(torch.float32) if _narrowed(lr, p) else lr  # type: ignore[union-attr]
+
+
+def _narrowed(lr: Number, p: Tensor) -> bool:
+    """Whether fused kernels read a learning rate as float32: those of CUDA, if it is a tensor."""
+    return isinstance(lr, Tensor) and p.device.type == "cuda"
 
 
 def _adam_pure(decoupled: bool) -> Callable[..., tuple[Tensor, tuple[Tensor, ...]]]:
@@ -122,9 +133,10 @@ def _kept(name: str, dtype: torch.dtype | None) -> Rounded | None:
     return Rounded(dtype)
 
 
-ADAM = Elementwise(("mean", "square"), _adam_in_place(torch._fused_adam_), _adam_pure(decoupled=False))
-_ADAMW = _adam_in_place(torch._fused_adamw_)
-ADAMW = Elementwise(("mean", "square"), _ADAMW, _adam_pure(decoupled=True), AdamW(_ADAMW))
+_ADAM_PURE, _ADAMW_PURE = _adam_pure(decoupled=False), _adam_pure(decoupled=True)
+ADAM = Elementwise(("mean", "square"), _adam_in_place(torch._fused_adam_, _ADAM_PURE), _ADAM_PURE)
+_ADAMW = _adam_in_place(torch._fused_adamw_, _ADAMW_PURE)
+ADAMW = Elementwise(("mean", "square"), _ADAMW, _ADAMW_PURE, AdamW(_ADAMW))
 LION = Elementwise(("mean",), _lion_in_place, _lion_pure)
 
 

@@ -52,14 +52,15 @@ class Buffer:
     """
 
     def __init__(self, nbytes: int) -> None:
-        # Pinned memory begins at a page and is rounded up to a power of two, so extra room would double it.
+        # Pinned memory is rounded up to a power of two, so extra room would double it; and most of it begins at a page.
         pinned = devices.in_use() == "cuda"
         with torch.inference_mode(False):  # it outlives the caller's inference mode
-            slack = 0 if pinned else ALIGNMENT
-            whole = torch.empty(nbytes + slack, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-            first = -whole.data_ptr() % ALIGNMENT
-            self.bytes = whole[first : first + nbytes]
-        assert len(self.bytes) == nbytes, "locked memory begins at a page"
+            for slack in (0, ALIGNMENT) if pinned else (ALIGNMENT,):
+                whole = torch.empty(nbytes + slack, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+                first = -whole.data_ptr() % ALIGNMENT
+                self.bytes = whole[first : first + nbytes]
+                if len(self.bytes) == nbytes:
+                    break
         self.busy: Any = None
 
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from benchmarks import gpu, gpu_schedules, shared_device
 from benchmarks.gpu_setting import Answer, Missing, Where
 from benchmarks.gpu_training import gaps_between
+from shardfn.compat import process_groups
+from shardfn.mesh.groups import cpu_group
 from shardfn.testing import World, world
 from tests.benchmarks.running import told
 
@@ -147,6 +149,15 @@ def differing(rank: int) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def own_groups(rank: int) -> bool:
+    """Whether what threads of the host say goes its own way, beside the collectives of a step."""
+    return process_groups.between_processes() and cpu_group([0, 1, 2], "of a test") is not dist.group.WORLD
+
+
+def test_a_backend_that_torch_does_not_have_is_one_between_processes(tmp_path: Path) -> None:
+    assert run_together(tmp_path, own_groups) == [True] * 3
 
 
 def test_ranks_that_launch_other_collectives_are_told(tmp_path: Path) -> None:

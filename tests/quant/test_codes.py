@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardfn import quant
 from shardfn.quant import codes
@@ -128,3 +129,20 @@ def test_tables_are_the_same_whatever_runs_when_they_are_first_used(first: str) 
         assert decoded.dtype == torch.float32, name
         assert torch.equal(decoded, known.decode(known.encode(x))), name
         assert torch.equal(torch.vmap(code.encode)(x.view(10, -1)).view(-1), known.encode(x)), name
+
+
+class LikeCuda(TorchDispatchMode):
+    """Divides by a number as CUDA does: by multiplication with its reciprocal, which is rounded."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.div.Tensor and not isinstance(args[1], Tensor):
+            return args[0] * torch.tensor(1 / args[1], dtype=args[0].dtype)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_bytes_do_not_depend_on_how_a_device_divides_by_a_number(format: quant.Format) -> None:
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    with LikeCuda():
+        found = format.encode(x)
+    assert torch.equal(found, format.encode(x))

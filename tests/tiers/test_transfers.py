@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
+from shardfn.compat import devices
 from shardfn.tiers import copying, streaming, tensors, transfers
-from shardfn.tiers.files import File
+from shardfn.tiers.files import ALIGNMENT, File
 from shardfn.tiers.grad_offload import GradOffload
 from shardfn.tiers.prefetch import DiskPrefetch
 from shardfn.tiers.transfers import Buffers, reading, writing
@@ -186,6 +187,26 @@ def test_buffers_of_inference_serve_training(file: File) -> None:
     copying.copy_(there[1:], drawn(999, seed=3))
     streaming.add_(there, torch.ones(1000, dtype=torch.float64))
     assert there[1:].equal(drawn(999, seed=3) + 1)
+
+
+@pytest.mark.parametrize("first", [0, 512, 4095])
+def test_pinned_memory_may_begin_anywhere(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+    """torch gives parts of larger blocks too, which do not begin at a page."""
+    make, asked = torch.empty, []
+
+    def pinned(nbytes: int, *, pin_memory: bool, **how: Any) -> Tensor:
+        assert pin_memory
+        asked.append(nbytes)
+        whole = make(nbytes + 2 * ALIGNMENT, **how)
+        begin = -whole.data_ptr() % ALIGNMENT + first
+        return whole[begin : begin + nbytes]
+
+    monkeypatch.setattr(devices, "in_use", lambda: "cuda")
+    monkeypatch.setattr(torch, "empty", pinned)
+    buffer = transfers.Buffer(8192)
+    assert len(buffer.bytes) == 8192
+    assert buffer.bytes.data_ptr() % ALIGNMENT == 0
+    assert asked == [8192] + [8192 + ALIGNMENT] * (first > 0)
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
