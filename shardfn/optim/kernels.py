@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardfn.quant.kernels import largest, narrow, places, wide
 
-ROWS = 4  # blocks of a program
+ROWS = 2  # blocks of a program
 SIZE = 2048  # elements of a program that rounds
 
 
@@ -65,7 +65,7 @@ def adamw(
     p, n = columns[0], len(columns[0])
     _adamw[(triton.cdiv(n, ROWS * block),)](
         *columns, *(out or (p, p)), *tables, numbers[0], n, *numbers[1:],
-        CLOSE=not out, ROWS=ROWS, BLOCK=block, enable_fp_fusion=False,
+        CLOSE=not out, ROWS=ROWS, BLOCK=block, num_warps=2, enable_fp_fusion=False,
     )  # fmt: skip
 
 

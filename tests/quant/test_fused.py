@@ -153,7 +153,7 @@ def compiled() -> dict[str, str]:
                 texts[f"encode {key}"] = code(kernels._encode, encode, types, capability)
                 texts[f"decode {key}"] = code(kernels._decode, decode, types, capability)
             for close in (True, False):
-                constants = {"CLOSE": close, "ROWS": 4, "BLOCK": 256}
+                constants = {"CLOSE": close, "ROWS": of_optim.ROWS, "BLOCK": 256}
                 texts[f"adamw {close} {dtype} {capability}"] = code(of_optim._adamw, constants, types, capability)
             constants = {"SHIFT": 16, "SIZE": of_optim.SIZE}
             texts[f"round {dtype} {capability}"] = code(
