@@ -28,12 +28,9 @@ Schedule = Callable[[int], Any]
 def _sgd_in_place(ps: Any, gs: Any, slots: Any, step: int, n: dict[str, Any]) -> None:
     if ps[0].device.type == "cpu" and ps[0].element_size() < 4:
         # On a CPU torch's kernel (2.13) leaves most 16-bit numbers unchanged, and their momenta undefined.
-        for row in zip(ps, gs, *slots, strict=True):
-            p, g, *momentum = (x.float() for x in row)
-            new, momenta = _sgd_pure(p, g, momentum, step, n)
-            for x, value in zip((row[0], *row[2:]), (new, *momenta), strict=True):
-                x.copy_(value)
-        return
+        return _one_by_one(_sgd_pure, torch.float32, ps, gs, slots, step, n)
+    if _too_exact(n["lr"], ps[0]):
+        return _one_by_one(_sgd_pure, torch.float64, ps, gs, slots, step, n)
     torch._fused_sgd_(
         ps,
         gs,
@@ -58,12 +55,8 @@ def _sgd_pure(p: Tensor, g: Tensor, slots: Any, _: int, n: dict[str, Any]) -> tu
 
 def _adam_in_place(kernel: Any, pure: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]) -> Callable[..., None]:
     def run(ps: list[Tensor], gs: list[Tensor], slots: Any, step: Any, n: dict[str, Any]) -> None:
-        if ps[0].dtype == torch.float64 and _narrowed(n["lr"], ps[0]):
-            for p, g, *own in zip(ps, gs, *slots, strict=True):
-                new, kept = pure(p, g, own, step, n)
-                for x, y in zip((p, *own), (new, *kept), strict=True):
-                    x.copy_(y)
-            return
+        if _too_exact(n["lr"], ps[0]):
+            return _one_by_one(pure, torch.float64, ps, gs, slots, step, n)
         # `full` writes the number on the device; copying it from the host's memory would make the host wait.
         if isinstance(step, Tensor):
             steps = [step.to(torch.float32)] * len(ps)
@@ -76,13 +69,25 @@ def _adam_in_place(kernel: Any, pure: Callable[..., tuple[Tensor, tuple[Tensor, 
 
 
 def _rate(lr: Number, p: Tensor) -> Number:
-    """A learning rate as fused kernels take it."""
-    return lr.to(torch.float32) if _narrowed(lr, p) else lr  # type: ignore[union-attr]
+    """A learning rate as fused kernels take it: those of CUDA read a tensor as float32."""
+    return lr.to(torch.float32) if isinstance(lr, Tensor) and p.device.type == "cuda" else lr
 
 
-def _narrowed(lr: Number, p: Tensor) -> bool:
-    """Whether fused kernels read a learning rate as float32: those of CUDA, if it is a tensor."""
-    return isinstance(lr, Tensor) and p.device.type == "cuda"
+def _too_exact(lr: Number, p: Tensor) -> bool:
+    """Whether a fused kernel would round a learning rate that float64 parameters do not."""
+    exact = isinstance(lr, Tensor) and lr.dtype == torch.float64 and lr.device.type == "cuda"
+    return exact and p.dtype == torch.float64
+
+
+def _one_by_one(
+    pure: Callable[..., Any], dtype: torch.dtype, ps: Any, gs: Any, slots: Any, step: Any, n: dict[str, Any]
+) -> None:
+    """Updates each parameter and its slots by a rule that computes in a dtype."""
+    for row in zip(ps, gs, *slots, strict=True):
+        p, g, *own = (x.to(dtype) for x in row)
+        new, kept = pure(p, g, own, step, n)
+        for x, value in zip((row[0], *row[2:]), (new, *kept), strict=True):
+            x.copy_(value)
 
 
 def _adam_pure(decoupled: bool) -> Callable[..., tuple[Tensor, tuple[Tensor, ...]]]:

@@ -199,8 +199,9 @@ def _with(leaves: Units, copies: list[Any]) -> Any:
 
 
 def _rounded(unit: Unit, x: Tensor, salt: tuple[Any, ...]) -> Tensor:
-    (new,) = closed(unit, 0, x.numel(), [x.reshape(-1)], unit.values.dtype, salt) if x.numel() else (x,)
-    return new.view(x.shape).to(unit.values.dtype)
+    (new,) = closed(unit, 0, x.numel(), [x.reshape(-1)], unit.values.dtype, salt)
+    new = new.view(x.shape)
+    return new if x.is_contiguous() else torch.empty_like(x, dtype=new.dtype).copy_(new)
 
 
 @torch.no_grad()

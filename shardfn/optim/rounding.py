@@ -40,7 +40,9 @@ def closed(
     The random bits depend only on the salt, the parameter's name and the element's place in it, so they are the same on
     all ranks that hold the element, for any number of ranks. A derivative through it raises NotImplementedError.
     """
-    if dtype == torch.bfloat16 and start < stop and all(_fused(x) for x in numbers):
+    if dtype != torch.bfloat16 or start == stop:
+        return [refusing(x, x.detach().to(dtype)) for x in numbers]
+    if all(_fused(x) for x in numbers):
         return [_by_kernel(unit, start, stop, x, i, salt) for i, x in enumerate(numbers)]
     draws = drawn(unit, start, stop, len(numbers), salt)
     return [refusing(x, rounded(x.detach(), dtype, draw)) for x, draw in zip(numbers, draws, strict=True)]
@@ -136,8 +138,8 @@ def _check(dtype: torch.dtype, device: torch.device) -> str:
     bits = torch.randint(-(2**31), 2**31, (n,), generator=draw, dtype=torch.int64, device="cpu")
     bits[:400] |= 0x7FFF0000  # nan, whose bits a sum would carry away
     x = bits.to(torch.int32).view(torch.float32).to(device, dtype)
-    places = ("a", 2**31 - 1000, 0, 2300), ("b", 7, 2400, n)
-    parts = tuple([Segment(path, (2**32,), (2**32,), (0,), first, low, high) for path, first, low, high in places])
+    places = ("a", 2**31 - 1000, 0, 2300), ("b", 2**33 + 7, 2400, n)
+    parts = tuple([Segment(path, (2**34,), (2**34,), (0,), first, low, high) for path, first, low, high in places])
     unit, salt = Unit(x, parts, None, (), 0, n, True, "w"), (3, 2**40, "check")
     draws = list(drawn(unit, 0, n, 2, salt))
     for number in range(2):

@@ -55,13 +55,17 @@ class Buffer:
         # Pinned memory is rounded up to a power of two, so extra room would double it; and most of it begins at a page.
         pinned = devices.in_use() == "cuda"
         with torch.inference_mode(False):  # it outlives the caller's inference mode
-            for slack in (0, ALIGNMENT) if pinned else (ALIGNMENT,):
-                whole = torch.empty(nbytes + slack, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-                first = -whole.data_ptr() % ALIGNMENT
-                self.bytes = whole[first : first + nbytes]
-                if len(self.bytes) == nbytes:
-                    break
+            whole = _empty(nbytes + (0 if pinned else ALIGNMENT), pinned)
+            if pinned and whole.data_ptr() % ALIGNMENT:
+                del whole
+                whole = _empty(nbytes + ALIGNMENT, pinned)
+            first = -whole.data_ptr() % ALIGNMENT
+            self.bytes = whole[first : first + nbytes]
         self.busy: Any = None
+
+
+def _empty(nbytes: int, pinned: bool) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
 
 class Buffers:

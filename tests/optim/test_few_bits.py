@@ -486,3 +486,30 @@ def test_what_makes_no_sense_is_refused(case: str) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:
         act()
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("n", [0, 3])
+def test_a_rank_without_elements_refuses_derivatives_like_the_others(n: int) -> None:
+    optimizer = so.stochastic_rounding(so.sgd(0.1, donate=False), donate=False)
+    ps = {"w": torch.ones(n, dtype=torch.bfloat16)}
+    state, rate = optimizer.init(ps), torch.ones((), requires_grad=True)
+    new, _ = optimizer.step(ps, {"w": rate.bfloat16() * torch.ones(n, dtype=torch.bfloat16)}, state)
+    with pytest.raises(NotImplementedError, match="rounding has none"):
+        new["w"].sum().backward()
+
+
+def test_state_that_is_not_rounded_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a captured step, in which the step's number is a tensor, can have it."""
+    monkeypatch.setattr(rounding, "drawn", None)
+    optimizer = so.adamw(0.1, state_dtype=torch.float32)
+    ps = {"w": torch.ones(5, dtype=torch.bfloat16)}
+    state = optimizer.init(ps)
+    _, state = optimizer.step(ps, {"w": torch.ones(5, dtype=torch.bfloat16)}, state | {"step": torch.tensor(0)})
+    assert state["mean"]["w"].dtype == torch.float32
+
+
+def test_parameters_that_are_not_overwritten_keep_their_order_in_memory() -> None:
+    optimizer = so.stochastic_rounding(so.sgd(0.1, donate=False), donate=False)
+    ps = {"w": torch.randn(2, 3, 4, 4).bfloat16().to(memory_format=torch.channels_last)}
+    new, _ = optimizer.step(ps, ps, optimizer.init(ps))
+    assert new["w"].stride() == ps["w"].stride()

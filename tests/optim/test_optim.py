@@ -867,17 +867,18 @@ def test_a_function_of_whole_matrices_is_done_once_by_their_owners(world: World)
         assert [calls for _, calls in found] == [3] * 4
 
 
-@pytest.mark.parametrize("make", [so.adam, so.adamw])
+@pytest.mark.parametrize("make", [so.adam, so.adamw, so.sgd, functools.partial(so.sgd, momentum=0.9)])
 def test_a_rate_that_a_kernel_would_round_moves_float64_as_exactly(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's fused kernels read a rate that is a tensor, as in a captured step, as float32."""
     found = []
-    for rate, narrowed in ((0.0123, False), (torch.tensor(0.0123, dtype=torch.float64), True)):
-        monkeypatch.setattr(elementwise, "_narrowed", lambda lr, p, narrowed=narrowed: narrowed)
+    for rate, exact in ((0.0123, False), (torch.tensor(0.0123, dtype=torch.float64), True)):
+        monkeypatch.setattr(elementwise, "_too_exact", lambda lr, p, exact=exact: exact)
         optimizer = make(rate, weight_decay=0.1)
         ps = {"w": torch.linspace(-1, 1, 50, dtype=torch.float64), "v": torch.ones(3, dtype=torch.float64)}
         state = optimizer.init(ps)
         for _ in range(3):
             ps, state = optimizer.step(ps, optree.tree_map(torch.sin, ps), state)
-        found.append(optree.tree_leaves(ps) + optree.tree_leaves((state["mean"], state["square"])))
+        slots = [state[name] for name in ("mean", "square", "momentum") if name in state]
+        found.append(optree.tree_leaves(ps) + optree.tree_leaves(slots))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-16)
