@@ -35,7 +35,6 @@ from shardfn.mesh.make import make_mesh
 from shardfn.mesh.spec import P, by_path, global_shape, local_shape
 from shardfn.optim.norms import vdot
 from shardfn.plans.memory import Memory, memory
-from shardfn.plans.showing import show
 from shardfn.shards.init import init, init_sharded
 from shardfn.shards.layout import FlatShard, Layout, local_parameters
 from shardfn.shards.partition import combine, partition, pruned
@@ -76,12 +75,14 @@ if TYPE_CHECKING:
     from shardfn.plans.plan import Plan
     from shardfn.plans.planning import plan, planning
     from shardfn.plans.profiling import Profile, profile_step
+    from shardfn.plans.showing import show
 
 __version__ = "0.1.0"
 
-_WHEN_USED = {  # names for planning, which a step needs not
+_WHEN_USED = {  # names for planning and showing, which a step needs not
     "Chip": "chips", "Links": "links", "measure_chip": "measuring", "measure_links": "measuring", "Plan": "plan",
     "plan": "planning", "planning": "planning", "Profile": "profiling", "profile_step": "profiling",
+    "show": "showing",
 }  # fmt: skip
 
 

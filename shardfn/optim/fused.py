@@ -72,7 +72,13 @@ class AdamW:
                 of = slice(run.at - part[0].at, run.at - part[0].at + run.blocks)
                 each = [x[of if i in (3, 5) else at] for i, x in enumerate(columns)]
                 known = [x for table in both for x in (table.numbers, table.bounds)]
-                kernels.adamw(each, [x[at] for x in out], known, [*map(_number, numbers)], BLOCK)
+                kernels.adamw(
+                    each,
+                    [x[at] for x in out],
+                    known,
+                    [x if isinstance(x, Tensor) else float(x) for x in numbers],
+                    BLOCK,
+                )
         torch.autograd.graph.increment_version([p, *([] if out else columns[2:])])
         return out
 
@@ -106,10 +112,6 @@ class AdamW:
 def _one_nan(x: Tensor) -> Tensor:
     """The numbers, with nan for any that is not finite: of an infinite gradient, some of torch's kernels make nan."""
     return torch.where(x.isfinite(), x, torch.nan)
-
-
-def _number(x: Any) -> Any:
-    return x if isinstance(x, Tensor) else float(x)
 
 
 def _decoded(slot: str, of_codes: Tensor, scales: Tensor, part: Runs) -> Tensor:

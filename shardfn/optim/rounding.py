@@ -42,33 +42,31 @@ def closed(
     """
     if dtype != torch.bfloat16 or start == stop:
         return [refusing(x, x.detach().to(dtype)) for x in numbers]
-    if all(_fused(x) for x in numbers):
+    first = numbers[0]
+    said = f"shardfn's kernel to round {first.dtype} at random"
+    if (
+        first.dtype in DTYPES
+        and fits(*numbers)
+        and trusted(said, first.device, lambda: _check(first.dtype, first.device))
+    ):
         return [_by_kernel(unit, start, stop, x, i, salt) for i, x in enumerate(numbers)]
     draws = drawn(unit, start, stop, len(numbers), salt)
     return [refusing(x, rounded(x.detach(), dtype, draw)) for x, draw in zip(numbers, draws, strict=True)]
 
 
-def drawn(unit: Unit, start: int, stop: int, n: int, salt: Any) -> Iterator[Tensor]:
+def drawn(unit: Unit, start: int, stop: int, n: int, salt: tuple[Any, ...]) -> Iterator[Tensor]:
     """Random bits for elements of a unit, as `rounded` takes them, `n` times."""
     for first in range(0, n, 2):
+        keys = []
+        for length, index, factor, term in _spans(unit, start, stop, (*salt, first)):
+            dtype = torch.int32 if index + length < 2**31 else torch.int64
+            places = torch.arange(index, index + length, dtype=dtype, device=unit.values.device)
+            keys.append(places.to(torch.int32).mul_(factor).add_(term))
         # One hash of 32 bits gives two draws of 16.
-        pair = _hashed(_places(unit, start, stop, (*salt, first)))
+        pair = _hashed(torch.cat(keys) if len(keys) > 1 else keys[0])
         yield pair & 0xFFFF
         if first + 1 < n:
             yield (pair >> 16) & 0xFFFF
-
-
-def _places(unit: Unit, start: int, stop: int, salt: tuple[Any, ...]) -> Tensor:
-    """A key for each place from `start` to `stop`, int32, from which draws are hashed."""
-    rows, device = [], unit.values.device
-    for n, index, factor, term in _spans(unit, start, stop, salt):
-        if not factor:
-            rows.append(torch.zeros(n, dtype=torch.int32, device=device))
-            continue
-        dtype = torch.int32 if index + n < 2**31 else torch.int64
-        key = torch.arange(index, index + n, dtype=dtype, device=device).to(torch.int32)
-        rows.append(key.mul_(factor).add_(term))
-    return torch.cat(rows) if len(rows) > 1 else rows[0]
 
 
 def _spans(unit: Unit, start: int, stop: int, salt: tuple[Any, ...]) -> Iterator[tuple[int, int, int, int]]:
@@ -112,12 +110,6 @@ def _hashed(x: Tensor) -> Tensor:
 
 
 # --- by one kernel, which is chosen as in `shardfn.quant.fused` ---
-
-
-def _fused(x: Tensor) -> bool:
-    if x.dtype not in DTYPES or not fits(x):
-        return False
-    return trusted(f"shardfn's kernel to round {x.dtype} at random", x.device, lambda: _check(x.dtype, x.device))
 
 
 def _by_kernel(unit: Unit, start: int, stop: int, x: Tensor, number: int, salt: tuple[Any, ...]) -> Tensor:

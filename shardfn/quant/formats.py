@@ -167,8 +167,8 @@ def _scaled(x: Tensor, block: int, most: float) -> tuple[Tensor, Tensor]:
 
 def _stored_scales(largest: Tensor, most: float) -> Tensor:
     # If the code's largest number is 1, the magnitude itself is stored, even below TINY, as in bitsandbytes.
-    # By a tensor, since CUDA would multiply by the reciprocal of a number, and its scales would not be those of a CPU.
-    return largest if most == 1 else largest.clamp_min(TINY * most) / largest.new_full((), most)
+    # A product, since CUDA takes the reciprocal of a number that it divides by, and a CPU does not.
+    return largest if most == 1 else largest.clamp_min(TINY * most) * (1 / most)
 
 
 def _times(numbers: Tensor, scales: Tensor, block: int) -> Tensor:

@@ -10,11 +10,10 @@ import functools
 import io
 import pickle
 import sys
-from collections import ChainMap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import cloudpickle
 import torch
@@ -22,18 +21,14 @@ import torch
 from shardfn.testing.errors import Failure, Outcome, Returned, failure_of
 
 
-def _located(code: CodeType) -> Any:
-    make, parts = _BY_VALUE(code)
-    return make, tuple([code.co_filename if part == "<dynamic-code>" else part for part in parts])
-
-
-_BY_VALUE: Any = cloudpickle.Pickler.dispatch_table[CodeType]
-
-
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Keeps the file of a function that is pickled by value, which errors name; cloudpickle 3.1.3 drops it."""
 
-    dispatch_table: ClassVar = ChainMap({CodeType: _located}, cloudpickle.Pickler.dispatch_table)
+    def reducer_override(self, x: Any) -> Any:
+        if type(x) is not CodeType:
+            return super().reducer_override(x)
+        make, parts = self.dispatch_table[CodeType](x)
+        return make, tuple([x.co_filename if part == "<dynamic-code>" else part for part in parts])
 
 
 def _dumped(x: Any) -> bytes:
