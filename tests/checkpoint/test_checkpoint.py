@@ -831,7 +831,7 @@ def test_archives_are_read_where_python_checks_that_their_end_is_in_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As later releases of Python 3.11 to 3.14 do."""
-    find, seen = zipfile._EndRecData64, []  # type: ignore[attr-defined]
+    find, seen = vars(zipfile)["_EndRecData64"], []
 
     def strict(file: Any, offset: int, record: Any) -> Any:
         length = file.seek(0, os.SEEK_END)
