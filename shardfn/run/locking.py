@@ -64,13 +64,14 @@ class Lock:
 
     def check(self) -> None:
         """Raises CheckpointError if another run has taken the folder since, or if it cannot be written to."""
-        if self._file is not None and seen(self.path) is None:  # the file has been deleted, say by a clean-up
+        # The file may have been deleted, say by a clean-up, and may be deleted again at any time: it is read once.
+        while (content := self._content()) != self._written and self._file is not None and seen(self.path) is None:
             self.release()
             self.take()
         if self._refused is not None:
             raise CheckpointError(f"{self.path.parent} cannot be written to: {self._refused.strerror}")
-        if self._file is None or self._content() != self._written:
-            raise CheckpointError(f"{self.path.parent} belongs to another run now: {self._owner(self._content())[0]}")
+        if self._file is None or content != self._written:
+            raise CheckpointError(f"{self.path.parent} belongs to another run now: {self._owner(content)[0]}")
 
     def release(self) -> None:
         """Releases the lock, and deletes its file if it is still this run's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -426,6 +427,24 @@ def test_a_run_inside_of_a_run_in_one_folder_is_refused(tmp_path: Path, monkeypa
 def test_a_lock_that_somebody_has_deleted_is_taken_again(tmp_path: Path) -> None:
     run, _ = trained(tmp_path, 6, report=lambda step, _: (tmp_path / locking.NAME).unlink(missing_ok=True))
     assert run.ended == "finished"
+
+
+@pytest.mark.parametrize("call", range(6))
+def test_a_lock_may_be_deleted_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+    lock, calls, look = locking.Lock(tmp_path), itertools.count(), locking.seen
+    lock.take()
+
+    def deleting(path: Path) -> os.stat_result | None:
+        status = look(path)
+        if next(calls) == call:
+            path.unlink()
+        return status
+
+    monkeypatch.setattr(locking, "seen", deleting)
+    for _ in range(8):
+        lock.check()
+    assert next(calls) > call
+    lock.release()
 
 
 def with_rate(root: Path, rate: float, steps: int) -> int:
