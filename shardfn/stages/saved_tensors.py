@@ -1,8 +1,12 @@
-"""Decides where tensors that autograd saves of a stage go: off the device, to hooks around the stage, or nowhere."""
+"""Decides where tensors that autograd saves of a stage go.
+
+They may go off the device, to hooks around the stage, or nowhere until a second run computes them again.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardfn.compat import autograd
+from shardfn.mesh import waiting
 from shardfn.stages.activation_offload import Offloading, View
 from shardfn.stages.replay import entered
 from shardfn.stages.signature import Signature
@@ -56,12 +61,125 @@ class SavedTensorHooks:
             return unpacked
         counter = x.witness if kind == "away" else x
         if counter._version != extra:
-            raise RuntimeError(
-                f"stage {self.name}: a tensor of shape {tuple(x.shape)} that its backward needs has been "
-                f"modified by an inplace operation since"
-            )
+            raise RuntimeError(modified(self.name, x))
         tensor: Tensor = x.brought() if kind == "away" else x
         return tensor
+
+
+def modified(stage: str, x: Any) -> str:
+    """The message for a saved tensor into which the function has written."""
+    return (
+        f"stage {stage}: a tensor of shape {tuple(x.shape)} that its backward needs has been modified by an inplace "
+        f"operation since"
+    )
+
+
+class Recomputed:
+    """A tensor that autograd saves, or the place in a graph where a second run puts it."""
+
+    __slots__ = ("__weakref__", "kind", "tensor", "version")
+
+    def __init__(self, x: Tensor) -> None:
+        self.kind = x.shape, x.dtype, x.device
+        self.put(x)
+
+    def put(self, x: Tensor) -> None:
+        """Puts a tensor there, detached: an output would keep its graph alive, which keeps it."""
+        self.tensor: Tensor | None = x.detach()
+        self.version = x._version
+
+
+class _Complete(BaseException):
+    """Ends a second run: everything that the graph needs has been computed. No Exception, so that nobody handles it."""
+
+
+class Recomputing:
+    """Keeps the graph of a run without the tensors that it saves, which a second run computes, and goes no further.
+
+    What follows the last saved tensor, such as the last product of a layer, is computed once, as
+    `torch.utils.checkpoint` does without reentrance.
+
+    Attributes:
+        complete: whether the second run has come to the last tensor that the graph needs.
+    """
+
+    def __init__(self, signature: Signature) -> None:
+        self.signature, self.complete = signature, False
+        self._places: list[weakref.ref[Recomputed]] = []
+        self._communicates = False
+        self._next = 0  # number of the tensor that the second run saves next; -1 after it has differed from the first
+
+    @contextlib.contextmanager
+    def first(self) -> Iterator[None]:
+        """A context for the first run, in which the graph holds what it saves: the function may differentiate too."""
+        before = waiting.begun()
+        with torch.autograd.graph.saved_tensors_hooks(self._place, self._taken):
+            yield
+        self._communicates = waiting.begun() != before
+
+    def empty(self) -> bool:
+        """Drops what the graph holds; False if the second run must go to the end, which is so if ranks meet in it.
+
+        One rank's graph may need a tensor behind a collective, and another's none; all must take part.
+        """
+        alive = [place() for place in self._places]
+        while alive and alive[-1] is None:
+            alive.pop()
+        for place in alive:
+            if place is not None:
+                place.tensor = None
+        self._places, self.complete = self._places[: len(alive)], not alive
+        return not self._communicates
+
+    @contextlib.contextmanager
+    def second(self) -> Iterator[None]:
+        """A context for the second run, which ends as soon as it is complete, and not before if it differs."""
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._fill, self._taken):
+                yield
+        except _Complete:
+            pass
+        except Exception:
+            if not self.complete:  # else the function has wrapped the one above
+                raise
+
+    def _place(self, x: Tensor) -> Recomputed:
+        place = Recomputed(x)
+        self._places.append(weakref.ref(place))
+        return place
+
+    def _fill(self, x: Tensor) -> Recomputed:
+        if self.complete:
+            raise _Complete
+        if self._next < 0:
+            return Recomputed(x)
+        place = self._places[self._next]()
+        if place is None:  # a part of the graph that nothing depends on
+            place = Recomputed(x)
+        elif place.kind == (x.shape, x.dtype, x.device):
+            place.put(x)
+        else:
+            self._next = -1
+            return Recomputed(x)
+        self._next += 1
+        if self._next == len(self._places):
+            self.complete = True
+            raise _Complete
+        return place
+
+    def _taken(self, place: Recomputed) -> Tensor:
+        x = place.tensor
+        if x is None:  # the gradient is not asked for by the stage's own backward
+            raise escaped(self.signature.stage)
+        if x._version != place.version:
+            raise RuntimeError(modified(self.signature.name, x))
+        return x
+
+
+def recomputing(signature: Signature) -> Recomputing | None:
+    """How a run whose graph is not kept may end early in backward; None if hooks of others are active around it."""
+    possible = signature.options.remat is True and signature.shortens and autograd.saved_tensors_hooks_allowed()
+    return Recomputing(signature) if possible and _around() is None else None
 
 
 def discarding(stage: str) -> Any:
@@ -97,5 +215,5 @@ def argument_hooks(signature: Signature, own: set[int], leave: Callable[[Tensor]
 def _around() -> Any:
     """The hooks that others have activated around a call."""
     hooks = autograd.saved_tensors_hooks()
-    ours = hooks is not None and isinstance(getattr(hooks[0], "__self__", None), SavedTensorHooks)
+    ours = hooks is not None and isinstance(getattr(hooks[0], "__self__", None), (SavedTensorHooks, Recomputing))
     return None if ours else hooks

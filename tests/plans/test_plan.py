@@ -161,7 +161,8 @@ def test_works() -> None:
         plan.sent(axis="shrad")
     tokens = programs.ROWS * 8
     each = 2 * 2 * tokens * programs.WIDTH * programs.HIDDEN
-    assert plan.flops(stage="blocks.1", phase="forward") == plan.flops(stage="blocks.1", phase="recompute") == each
+    assert plan.flops(stage="blocks.1", phase="forward") == each
+    assert plan.flops(stage="blocks.1", phase="recompute") == each / 2, "the second product is computed once"
     assert plan.flops(stage="blocks.1", phase="backward") == 2 * each
 
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 import shardfn as sf
+from shardfn.checkpoint.folders import seen
 from shardfn.checkpoint.manifest import MANIFEST
 from shardfn.run import locking
 from shardfn.testing import World
@@ -431,11 +432,11 @@ def test_a_lock_that_somebody_has_deleted_is_taken_again(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("call", range(6))
 def test_a_lock_may_be_deleted_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
-    lock, calls, look = locking.Lock(tmp_path), itertools.count(), locking.seen
+    lock, calls = locking.Lock(tmp_path), itertools.count()
     lock.take()
 
     def deleting(path: Path) -> os.stat_result | None:
-        status = look(path)
+        status = seen(path)
         if next(calls) == call:
             path.unlink()
         return status
