@@ -174,27 +174,15 @@ class Engine:
         assert run is not None, "a call runs forward before backward"
         if tape is not None:
             tape.closed = True
-        residuals, call.residuals = call.residuals, None
-        if residuals is None:
-            call.recomputing = None
-        refills = call.recomputing
         with in_lane(self.lane), self.alone, attributed_to(call.signature.stage, backward=True):
             self._reclaim()
             self.away.ahead(tape, run)
-            if residuals is None or refills is not None or run.reads:
+            if call.residuals is None or call.recomputing is not None or run.reads:
                 if run.slot is None and run.plan.nbytes:  # backward runs a second time, after the slot was given back
                     self.residency.take(None, run, call.signature.options.prefetch + 1)
                 self.residency.gather(run)
             self.prefetch.behind(tape, run)
-            if residuals is None if refills is None else not refills.complete:
-                with call.surroundings.again():
-                    saving = None if refills is None else refills.second()
-                    second, _ = self._run(call, run, inputs, True, again=True, saving=saving)
-                if residuals is None or (refills is not None and not refills.complete):  # it ran to the end
-                    residuals = second
-                    call.refuse_constant(residuals.outputs)
-                    call.signature.compared = True
-            assert residuals is not None, "the function has run"
+            residuals = self._residuals(call, run, inputs)
             with _in_use(run, residuals.decoding):
                 if residuals.decoding is not None:
                     residuals.decoding.again()
@@ -327,7 +315,7 @@ class Engine:
         signature = call.signature
         compares = debugging.memory or recording.current() is not None or not (signature.compared or planned())
         if records and not compares and not call.transformed and not signature.packed:
-            call.recomputing = recomputing(signature)
+            call.recomputing = recomputing(signature, inputs)
         if call.recomputing is not None:
             try:
                 return self._run(call, run, inputs, records, again=False, saving=call.recomputing.first())
@@ -345,6 +333,21 @@ class Engine:
         if operations_of_others() != before:  # calls of torch.distributed, which one rank's second run may not come to
             signature.shortens = False
         return result
+
+    def _residuals(self, call: Call, run: StageRun, inputs: tuple[Tensor, ...]) -> Residuals:
+        """What backward differentiates: the graph of the first run, if need be filled by a second one, or its own."""
+        first, call.residuals = call.residuals, None
+        refills = call.recomputing = call.recomputing if first else None
+        if first is not None and (refills is None or refills.complete):
+            return first
+        with call.surroundings.again():
+            saving = None if refills is None else refills.second()
+            second, _ = self._run(call, run, inputs, True, again=True, saving=saving)
+        if first is not None and refills is not None and refills.complete:
+            return first
+        call.refuse_constant(second.outputs)
+        call.signature.compared = True
+        return second
 
     def _run(
         self,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from shardfn.stages.activation_offload import Offloading, View
 from shardfn.stages.replay import entered
 from shardfn.stages.signature import Signature
 from shardfn.transforms.step import escaped
+
+FEW = 0 * 2**16  # numbers among a run's arguments below which a second run goes to its end
 
 
 class SavedTensorHooks:
@@ -75,17 +77,18 @@ def modified(stage: str, x: Any) -> str:
 
 
 class Recomputed:
-    """A tensor that autograd saves, or the place in a graph where a second run puts it."""
+    """A tensor that autograd saves, or the place in a graph where a second run puts it.
 
-    __slots__ = ("__weakref__", "kind", "tensor", "version")
+    Attributes:
+        tensor: the tensor, detached from a graph that is not this one; None between the runs.
+        version: its version then.
+    """
+
+    __slots__ = ("__weakref__", "dtype", "shape", "tensor", "version")
 
     def __init__(self, x: Tensor) -> None:
-        self.kind = x.shape, x.dtype, x.device
-        self.put(x)
-
-    def put(self, x: Tensor) -> None:
-        """Puts a tensor there, detached: an output would keep its graph alive, which keeps it."""
-        self.tensor: Tensor | None = x.detach()
+        self.shape, self.dtype = x.shape, x.dtype
+        self.tensor: Tensor | None = x
         self.version = x._version
 
 
@@ -151,16 +154,16 @@ class Recomputing:
     def _fill(self, x: Tensor) -> Recomputed:
         if self.complete:
             raise _Complete
-        if self._next < 0:
-            return Recomputed(x)
-        place = self._places[self._next]()
-        if place is None:  # a part of the graph that nothing depends on
-            place = Recomputed(x)
-        elif place.kind == (x.shape, x.dtype, x.device):
-            place.put(x)
+        place = None if self._next < 0 else self._places[self._next]()
+        if place is None:  # the graph does not need it, or another one
+            place = Recomputed(x.detach())
+        elif place.shape == x.shape and place.dtype == x.dtype:
+            place.tensor, place.version = x.detach(), x._version
         else:
             self._next = -1
-            return Recomputed(x)
+            place = Recomputed(x.detach())
+        if self._next < 0:
+            return place
         self._next += 1
         if self._next == len(self._places):
             self.complete = True
@@ -176,10 +179,14 @@ class Recomputing:
         return x
 
 
-def recomputing(signature: Signature) -> Recomputing | None:
-    """How a run whose graph is not kept may end early in backward; None if hooks of others are active around it."""
+def recomputing(signature: Signature, inputs: Sequence[Tensor]) -> Recomputing | None:
+    """How a run whose graph is not kept may end early in backward; None if it should not.
+
+    Taking what a run saves costs the host some time, which is more than the end of a run on few numbers takes.
+    """
     possible = signature.options.remat is True and signature.shortens and autograd.saved_tensors_hooks_allowed()
-    return Recomputing(signature) if possible and _around() is None else None
+    few = not possible or sum([x.numel() for x in inputs]) < FEW
+    return None if few or _around() is not None else Recomputing(signature)
 
 
 def discarding(stage: str) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import optree
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
 from shardfn.compat import autograd
+from shardfn.stages import saved_tensors
 from shardfn.testing import World
 from tests.models import distance, everyone, normal, variables
 
@@ -32,7 +34,17 @@ class Notes(threading.local):
 
 
 notes = Notes()
-shortened = sf.debug(memory=False)  # in the debug mode in which tests run, all second runs are compared
+
+
+@contextlib.contextmanager
+def shortened() -> Iterator[None]:
+    """Second runs on few numbers end early too, and also in tests, whose debug mode compares their results."""
+    few, saved_tensors.FEW = saved_tensors.FEW, 0
+    try:
+        with sf.debug(memory=False):
+            yield
+    finally:
+        saved_tensors.FEW = few
 
 
 def whole() -> Any:
@@ -183,7 +195,7 @@ def loss_of(layer: Function, params: Any, x: Tensor) -> Tensor:
     return x.square().mean()
 
 
-@shortened
+@shortened()
 def told(name: str, strategy: str, options: dict[str, Any]) -> list[Any]:
     """In each step, how far the gradients by backward, once and twice, are from those without remat."""
     mesh = sf.make_mesh(data=-1, device="cpu")
@@ -226,7 +238,7 @@ def test_gradients_are_those_without_remat_with_other_options(world: World, opti
             assert max(off) < 1e-14, (name, off)
 
 
-@shortened
+@shortened()
 def one_process() -> tuple[list[float], list[list[str]]]:
     mesh = sf.make_mesh(data=-1, device="cpu")
     flat, layer = sf.shard(whole(), mesh, sf.full_shard("data")), sf.stage(plain, remat=True)
@@ -267,7 +279,7 @@ def of_shardfn(p: Any, x: Tensor) -> Tensor:
     return x + (y.sin() if dist.get_rank() == 0 else y) + 0 * total
 
 
-@shortened
+@shortened()
 def met(function: Function) -> list[list[str]]:
     mesh = sf.make_mesh(data=-1, device="cpu")
     flat, layer, seen = sf.shard(whole(), mesh, sf.full_shard("data")), sf.stage(function, remat=True), []
@@ -297,7 +309,7 @@ def test_ranks_meet_in_a_second_run_whatever_each_needs_of_it(world: World, func
 # --- memory, hooks, writes ---
 
 
-@shortened
+@shortened()
 def alone(function: Function, step: Callable[[Any, Any, Tensor], Any], steps: int = STEPS) -> list[Any]:
     mesh = sf.make_mesh(data=1, device="cpu")
     flat, layer = sf.shard(whole(), mesh, sf.full_shard("data")), sf.stage(function, remat=True)
@@ -441,7 +453,7 @@ def test_a_parameter_that_the_function_freezes_gets_no_gradient() -> None:
 # --- a second run that differs from the first goes to its end, and is judged by its result ---
 
 
-@shortened
+@shortened()
 def off_or_told(how: str) -> list[Any]:
     runs = 0
 
