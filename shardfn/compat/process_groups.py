@@ -327,7 +327,7 @@ def group_count() -> int:
 
 def operations(without: Container[dist.ProcessGroup]) -> int:
     """Returns how many operations this rank has begun in all other groups, as far as their backends count them."""
-    return sum(_operations(group) for group in dist.distributed_c10d._world.pg_map if group not in without)
+    return sum(_operations(group) for group in list(dist.distributed_c10d._world.pg_map) if group not in without)
 
 
 def _operations(group: dist.ProcessGroup) -> int:

@@ -10,6 +10,7 @@ from shardfn.plans.holdings import Section, along, places
 
 FEW = ("#38618c", "#e08e45", "#4f9d69", "#c0504d", "#7b5ea7", "#3d9db3", "#b08a2e", "#c2679b")
 MANY = ("#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a0da39", "#f2d13c")
+PADDING, OTHER = "#e4e8ed", "#9aa7b5"
 
 
 def colors(section: Section) -> dict[int, str]:

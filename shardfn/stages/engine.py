@@ -132,10 +132,8 @@ class Engine:
                 residuals.let_go()
             if call.recomputing is not None:
                 residuals.let_go()
-                if call.recomputing.empty():
-                    call.residuals = residuals
-                else:
-                    call.recomputing = None
+                call.recomputing.empty()
+                call.residuals = residuals
             return outputs
 
     def saving_arguments(self, call: Call, shards: Sequence[Tensor]) -> Any:
@@ -312,26 +310,29 @@ class Engine:
         self, call: Call, run: StageRun, inputs: tuple[Tensor, ...], records: bool
     ) -> tuple[Residuals, list[int]]:
         """Runs the function for the first time, in a way that lets a second run end early if that is possible."""
-        signature = call.signature
-        compares = debugging.memory or recording.current() is not None or not (signature.compared or planned())
-        if records and not compares and not call.transformed and not signature.packed:
-            call.recomputing = recomputing(signature, inputs)
-        if call.recomputing is not None:
-            try:
-                return self._run(call, run, inputs, records, again=False, saving=call.recomputing.first())
-            except RuntimeError as error:
-                if "support saved tensor hooks" not in str(error):
-                    raise
+        signature, plain = call.signature, partial(self._run, call, run, inputs, records, again=False)
+        looks = signature.shortens is None and not planned()  # what the function does decides for later calls
+        ready = looks or signature.compared or planned()
+        if records and ready and not (call.transformed or debugging.memory or recording.current() or signature.packed):
+            call.recomputing = recomputing(signature)
+        if call.recomputing is None:
+            return plain()
+        if looks:
+            settle()  # gathers that start during the run would be counted
+        before = operations_of_others() if looks else 0
+        try:
+            result = plain(saving=call.recomputing.first(self.device if looks else None))
+        except RuntimeError as error:
+            if "support saved tensor hooks" not in str(error):
+                raise
             # The function uses a transform of torch.func, in which torch lets nobody take what autograd saves.
             call.recomputing, signature.shortens = None, False
             call.surroundings.restore()
-        if not (signature.shortens and signature.options.remat is True) or signature.compared:
-            return self._run(call, run, inputs, records, again=False)
-        settle()  # gathers that start meanwhile would be counted
-        before = operations_of_others()
-        result = self._run(call, run, inputs, records, again=False)
-        if operations_of_others() != before:  # calls of torch.distributed, which one rank's second run may not come to
-            signature.shortens = False
+            return plain()
+        if looks:  # calls of torch.distributed are collectives, too
+            signature.shortens = call.recomputing.short() and operations_of_others() == before
+        if looks or not call.recomputing.short():
+            call.recomputing = None
         return result
 
     def _residuals(self, call: Call, run: StageRun, inputs: tuple[Tensor, ...]) -> Residuals:
@@ -410,7 +411,8 @@ class Engine:
         storages = refuse_returned(signature, residuals.outputs, own)
         refuse_opaque(signature, call.leaves_returned())
         if not again and (records or any(y.requires_grad for y in residuals.outputs)):
-            refuse_closure(signature, (*residuals.parameters, residuals.inputs), residuals.outputs)
+            kinds = None if call.recomputing is None else call.recomputing.kinds
+            refuse_closure(signature, (*residuals.parameters, residuals.inputs), residuals.outputs, kinds)
         if loan is not None:
             self.reads.saw(run, loan.kept())
         if debugging.nan and not again:

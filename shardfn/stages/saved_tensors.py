@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from shardfn.stages.replay import entered
 from shardfn.stages.signature import Signature
 from shardfn.transforms.step import escaped
 
-FEW = 0 * 2**16  # numbers among a run's arguments below which a second run goes to its end
+SMALL = 2**20  # parameters of a stage below which its second run goes to its end
 
 
 class SavedTensorHooks:
@@ -104,27 +104,38 @@ class Recomputing:
 
     Attributes:
         complete: whether the second run has come to the last tensor that the graph needs.
+        kinds: the kinds of the graph's nodes.
     """
 
     def __init__(self, signature: Signature) -> None:
         self.signature, self.complete = signature, False
+        self.kinds: set[type] = set()
         self._places: list[weakref.ref[Recomputed]] = []
-        self._communicates = False
+        self._whole = False
+        self._device: torch.device | None = None
         self._next = 0  # number of the tensor that the second run saves next; -1 after it has differed from the first
 
     @contextlib.contextmanager
-    def first(self) -> Iterator[None]:
-        """A context for the first run, in which the graph holds what it saves: the function may differentiate too."""
+    def first(self, device: torch.device | None = None) -> Iterator[None]:
+        """A context for the first run, in which the graph holds what it saves; with `device`, looks at its streams."""
+        if device is not None and device.type not in ("cpu", "meta"):
+            self._device, self._stream = device, _stream(device)
         before = waiting.begun()
         with torch.autograd.graph.saved_tensors_hooks(self._place, self._taken):
             yield
-        self._communicates = waiting.begun() != before
+        self._whole |= waiting.begun() != before
 
-    def empty(self) -> bool:
-        """Drops what the graph holds; False if the second run must go to the end, which is so if ranks meet in it.
+    def short(self) -> bool:
+        """Whether the second run of such a function may end early.
 
-        One rank's graph may need a tensor behind a collective, and another's none; all must take part.
+        It may not if ranks meet in it, since one rank's graph may need a tensor behind a collective and another's none;
+        if a node of the graph may read what no hook sees; if the function differentiates, in an order that may differ
+        the next time; or if it uses a stream for which it may wait at its end.
         """
+        return not self._whole and autograd.native(self.kinds)
+
+    def empty(self) -> None:
+        """Drops what the graph holds, after the first run."""
         alive = [place() for place in self._places]
         while alive and alive[-1] is None:
             alive.pop()
@@ -132,7 +143,6 @@ class Recomputing:
             if place is not None:
                 place.tensor = None
         self._places, self.complete = self._places[: len(alive)], not alive
-        return not self._communicates
 
     @contextlib.contextmanager
     def second(self) -> Iterator[None]:
@@ -147,7 +157,9 @@ class Recomputing:
                 raise
 
     def _place(self, x: Tensor) -> Recomputed:
-        place = Recomputed(x)
+        if self._device is not None and _stream(self._device) != self._stream:
+            self._whole = True
+        place = Recomputed(x.detach())
         self._places.append(weakref.ref(place))
         return place
 
@@ -172,6 +184,7 @@ class Recomputing:
 
     def _taken(self, place: Recomputed) -> Tensor:
         x = place.tensor
+        self._whole = True  # in the first run, by the function itself
         if x is None:  # the gradient is not asked for by the stage's own backward
             raise escaped(self.signature.stage)
         if x._version != place.version:
@@ -179,14 +192,22 @@ class Recomputing:
         return x
 
 
-def recomputing(signature: Signature, inputs: Sequence[Tensor]) -> Recomputing | None:
+def recomputing(signature: Signature) -> Recomputing | None:
     """How a run whose graph is not kept may end early in backward; None if it should not.
 
-    Taking what a run saves costs the host some time, which is more than the end of a run on few numbers takes.
+    Taking what a run saves costs the host some time: more than the end of a small stage takes.
     """
-    possible = signature.options.remat is True and signature.shortens and autograd.saved_tensors_hooks_allowed()
-    few = not possible or sum([x.numel() for x in inputs]) < FEW
-    return None if few or _around() is not None else Recomputing(signature)
+    possible = signature.options.remat is True and signature.shortens is not False and signature.numel >= SMALL
+    return Recomputing(signature) if possible and _takes() else None
+
+
+def _takes() -> bool:
+    """Whether hooks for saved tensors work here, and nobody else's are active."""
+    return autograd.saved_tensors_hooks_allowed() and _around() is None
+
+
+def _stream(device: torch.device) -> Any:
+    return torch.get_device_module(device).current_stream(device)
 
 
 def discarding(stage: str) -> Any:

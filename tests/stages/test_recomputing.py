@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -38,13 +39,13 @@ notes = Notes()
 
 @contextlib.contextmanager
 def shortened() -> Iterator[None]:
-    """Second runs on few numbers end early too, and also in tests, whose debug mode compares their results."""
-    few, saved_tensors.FEW = saved_tensors.FEW, 0
+    """Second runs of small stages end early too, and also in tests, whose debug mode compares their results."""
+    small, saved_tensors.SMALL = saved_tensors.SMALL, 0
     try:
         with sf.debug(memory=False):
             yield
     finally:
-        saved_tensors.FEW = few
+        saved_tensors.SMALL = small
 
 
 def whole() -> Any:
@@ -85,6 +86,26 @@ class Doubled(torch.autograd.Function):
 
 def with_attributes(p: Any, x: Tensor) -> Tensor:
     return x + torch.tanh(Doubled.apply(x, p["scale"]) @ p["up"]) @ p["down"]
+
+
+workspace: dict[str, Tensor] = {}
+
+
+class Static(torch.autograd.Function):
+    """Reads memory in backward that its forward fills, as captured graphs do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        workspace[threading.current_thread().name] = x.cos()
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> Tensor:
+        return ct * workspace[threading.current_thread().name]
+
+
+def with_static_memory(p: Any, x: Tensor) -> Tensor:
+    return x + Static.apply(torch.tanh(x @ p["up"]) @ p["down"])
 
 
 def with_noise(p: Any, x: Tensor) -> Tensor:
@@ -184,8 +205,10 @@ def frozen_inside(p: Any, x: Tensor) -> Tensor:
 
 
 EACH = [plain, with_attributes, with_noise, with_dead_ends, differentiating, transforming, checkpointing, on_the_host]
-EACH += [suspicious, explaining, linear, written_late, with_views]
+EACH += [suspicious, explaining, linear, written_late, with_views, with_static_memory]
 FUNCTIONS: dict[str, Function] = {f.__name__: f for f in EACH}
+REFERENCES: dict[str, Function] = {"with_static_memory": lambda p, x: x + (torch.tanh(x @ p["up"]) @ p["down"]).sin()}
+SHORT = {plain, with_noise, with_dead_ends, checkpointing, on_the_host, suspicious, explaining, linear, written_late}
 
 
 def loss_of(layer: Function, params: Any, x: Tensor) -> Tensor:
@@ -201,7 +224,7 @@ def told(name: str, strategy: str, options: dict[str, Any]) -> list[Any]:
     mesh = sf.make_mesh(data=-1, device="cpu")
     placement = sf.full_shard("data") if strategy == "full_shard" else sf.ddp("data")
     flat, function = sf.shard(whole(), mesh, placement), FUNCTIONS[name]
-    again, once = sf.stage(function, remat=True, **options), sf.stage(function)
+    again, once = sf.stage(function, remat=True, **options), sf.stage(REFERENCES.get(name, function))
     off = []
     for step in range(STEPS):
         x = rows(mesh.get_rank(), step).requires_grad_()
@@ -258,6 +281,55 @@ def test_after_the_first_step_a_second_run_ends_early(world: World) -> None:
         assert max(off) < 1e-14
         assert seen[0] == ["begin", "end"] * 2 * LAYERS, "in the first step the results of both runs are compared"
         assert seen[1] == seen[2] == ["begin", "end"] * LAYERS + ["begin"] * LAYERS
+
+
+@pytest.mark.parametrize("function", EACH)
+def test_a_second_run_ends_early_if_torch_saves_all_that_backward_reads(function: Function) -> None:
+    runs: list[str] = []
+
+    def noting(p: Any, x: Tensor) -> Tensor:
+        runs.append("begin")
+        y = function(p, x)
+        if function is suspicious and y[1] == "failed":
+            return y
+        runs.append("end")
+        return y
+
+    def step(layer: Function, flat: Any, x: Tensor) -> list[str]:
+        runs.clear()
+        sf.grad(lambda p: loss_of(layer, p, x.requires_grad_()))(flat)
+        return list(runs)
+
+    early = ["begin", "end"] * LAYERS + ["begin"] * LAYERS * (function is not linear)
+    seen = alone(noting, step)
+    assert seen[0][-2 * LAYERS :] == ["begin", "end"] * LAYERS
+    assert (seen[1:] == [early] * (STEPS - 1)) is (function in SHORT)
+
+
+def test_a_run_that_fails_keeps_nothing() -> None:
+    memories: list[Any] = []
+    fails = False
+
+    def failing(p: Any, x: Tensor) -> Tensor:
+        h = torch.exp(x @ p["up"])
+        memories.append(autograd.weak_storage(h))
+        y = h @ p["down"]
+        if fails:
+            raise MemoryError
+        return x + y
+
+    def step(layer: Function, flat: Any, x: Tensor) -> bool:
+        nonlocal fails
+        fails = False
+        sf.grad(lambda p: loss_of(layer, p, x))(flat)
+        fails = True
+        memories.clear()
+        with pytest.raises(MemoryError):
+            sf.grad(lambda p: loss_of(layer, p, x))(flat)
+        gc.collect()
+        return all(memory.expired() for memory in memories)
+
+    assert alone(failing, step) == [True] * STEPS
 
 
 # --- what ranks meet in is run again by all of them, or by none ---
