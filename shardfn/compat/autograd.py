@@ -102,23 +102,8 @@ def gradients(
     return grads
 
 
-_KEPT = ("CopySlices",)  # which may have another node inside
-_NATIVE = {kind for name, kind in vars(torch._C._functions).items() if isinstance(kind, type) and name not in _KEPT}
-
-
-def native(kinds: set[type]) -> bool:
-    """Whether nodes of these kinds are torch's own, whose backward reads nothing but what autograd saved.
-
-    A Function may read attributes, or memory that its forward fills again.
-    """
-    return kinds <= _NATIVE
-
-
-def leaves_of(results: Iterable[torch.Tensor], kinds: set[type] | None = None) -> list[torch.Tensor]:
-    """Returns the leaves that need a gradient in the graphs of these tensors; a result may be a leaf itself.
-
-    Adds the kinds of the graphs' nodes to `kinds`.
-    """
+def leaves_of(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the leaves that need a gradient in the graphs of these tensors; a result may be a leaf itself."""
     results = list(results)
     leaves = [y for y in results if y.grad_fn is None and y.requires_grad]
     nodes: list[Any] = [y.grad_fn for y in results if y.grad_fn is not None]
@@ -131,8 +116,6 @@ def leaves_of(results: Iterable[torch.Tensor], kinds: set[type] | None = None) -
                 nodes.append(parent)
         if not parents and (leaf := getattr(node, "variable", None)) is not None:  # asking other nodes is slow
             leaves.append(leaf)
-    if kinds is not None:
-        kinds.update(map(type, nodes))
     return leaves
 
 

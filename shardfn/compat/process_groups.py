@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -323,18 +323,6 @@ def _missing(what: str, error: Exception) -> RuntimeError:
 def group_count() -> int:
     """Returns how many process groups this rank holds."""
     return len(dist.distributed_c10d._world.pg_names)
-
-
-def operations(without: Container[dist.ProcessGroup]) -> int:
-    """Returns how many operations this rank has begun in all other groups, as far as their backends count them."""
-    return sum(_operations(group) for group in list(dist.distributed_c10d._world.pg_map) if group not in without)
-
-
-def _operations(group: dist.ProcessGroup) -> int:
-    try:
-        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
-    except RuntimeError:  # a backend that does not count
-        return 0
 
 
 def fake_store() -> Any:

@@ -94,15 +94,6 @@ def group_over(ranks: list[int], use: str = "", backend: str | None = None) -> d
     return _once(key, ranks, use or "axes", lambda: process_groups.new_group(ranks, repr(key), backend))
 
 
-def operations_of_others() -> int:
-    """Returns how many operations began in groups that other code may use, as far as their backends count them."""
-    made = world_of_thread().made.items()
-    reserved = {
-        future.result() for (use, *_), future in made if use not in ("", "connected", "pairs") and future.done()
-    }
-    return process_groups.operations(reserved)
-
-
 def connected(group: dist.ProcessGroup, device: torch.device, pairs: bool = False) -> dist.ProcessGroup:
     """Returns the group, once its ranks are connected for tensors on their devices; its members take part together.
 

@@ -26,7 +26,6 @@ from shardfn.mesh.watchdog import arrivals, broken_groups, waits
 
 MOST_KINDS = 4096  # most kinds of waits counted for one group
 ended: list[Callable[[on], None]] = []  # what is told of the end of each wait
-_begun: dict[int, int] = {}  # thread -> how many waits it has begun
 _axes_of: dict[str, str] = {}  # group -> the axes that it runs along
 
 
@@ -64,7 +63,6 @@ class on:
 
     def __enter__(self) -> on:
         thread = get_ident()
-        _begun[thread] = _begun.get(thread, 0) + 1
         if self.group in broken_groups and self.ranks is None:
             raise RuntimeError(watchdog.since_when(self, broken_groups[self.group]))
         before = self._before = waits.get(thread)
@@ -105,11 +103,6 @@ class on:
         of = f" of {self.of!r}" if self.of != "" else ""
         axes = named(self.group)
         return f"{self.what}{of}{f' over {axes}' if axes else ''}"
-
-
-def begun() -> int:
-    """Returns how many waits this thread has begun."""
-    return _begun.get(get_ident(), 0)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from shardfn.stages.activation_offload import Offloading
-    from shardfn.stages.saved_tensors import Recomputing
 
 
 @dataclass
@@ -80,7 +79,6 @@ class Call:
         tape: the call's tape; None if no backward follows.
         run: its entry on the tape.
         residuals: of the last run, until a backward takes them.
-        recomputing: what fills the graph of `residuals` in backward, if it does not hold what it saves.
         surroundings: the random state and autocast at the beginning of the call.
         contexts: of a policy that says what to keep: one for the first run and one for the second.
         transformed: whether a torch.func transform is running outside.
@@ -91,7 +89,7 @@ class Call:
     """
 
     __slots__ = (  # noqa: RUF023  # in the order in which they come to be
-        "signature", "mesh", "leaves", "at", "needs", "step", "collected", "tape", "run", "residuals", "recomputing",
+        "signature", "mesh", "leaves", "at", "needs", "step", "collected", "tape", "run", "residuals",
         "surroundings", "contexts", "transformed", "reverse", "differentiable", "form",
         "sample",
         "__weakref__",
@@ -112,7 +110,6 @@ class Call:
         self.tape: Tape | None = None
         self.run: StageRun | None = None
         self.residuals: Residuals | None = None
-        self.recomputing: Recomputing | None = None
         generators = [x for x in (*leaves, *signature.closed_over()) if type(x) is torch.Generator]
         remat = signature.options.remat
         self.contexts: list[Any] = list(remat()) if callable(remat) and any(needs) else []
@@ -185,7 +182,7 @@ def evaluate(
 ) -> Residuals:
     """Runs the function on its arguments; with `records` under autograd, with `saving` as context for what that saves.
 
-    Arguments that `offloader` lets go of are not held by the graph. A second run that ends early has no outputs.
+    Arguments that `offloader` lets go of are not held by the graph.
     """
     signature, options = call.signature, call.signature.options
     needs = call.needs[len(signature.shards) :]
@@ -211,7 +208,6 @@ def evaluate(
         contexts.append(call.contexts.pop(0))
     if saving:
         contexts.append(saving)
-    result = None
     # Without `records` the grad mode stays as it is: an output that then needs a gradient shows a closure over one.
     with entered(contexts), torch.set_grad_enabled(records or torch.is_grad_enabled()):
         for k, i in enumerate(call.at):
@@ -220,8 +216,7 @@ def evaluate(
             x = arguments[k]
             leaves[i] = cast(x, options.input_dtype)
         result = _run(signature, leaves, parameters, decoding)
-    ended = call.recomputing is not None and call.recomputing.complete
-    return Residuals(parameters, begins, [] if ended else call.outputs(result, arguments), decoding)
+    return Residuals(parameters, begins, call.outputs(result, arguments), decoding)
 
 
 def _run(

@@ -25,13 +25,10 @@ from shardfn.collectives.capturing import capturing
 from shardfn.collectives.into_buffers import Communicator, communicator_of
 from shardfn.collectives.late_checks import late_checks
 from shardfn.collectives.ledger import attributed_to, open_ledgers
-from shardfn.collectives.messages import settle
 from shardfn.compat import autograd, process_groups
 from shardfn.debugging import debugging
 from shardfn.mesh.axes import device_of, per_mesh, sizes
-from shardfn.mesh.groups import operations_of_others
 from shardfn.mesh.lanes import in_lane, lane
-from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import independent_axes, refuse_independent
 from shardfn.shards.layout import Layout
 from shardfn.shards.placement import Keep
@@ -54,7 +51,7 @@ from shardfn.stages.reduction import Dtypes, Level, Reduction, Reductions, Route
 from shardfn.stages.refusals import reentrant_told, refuse_closure, refuse_opaque, refuse_returned, writes
 from shardfn.stages.residency import Residency
 from shardfn.stages.returned import Returned, held
-from shardfn.stages.saved_tensors import argument_hooks, recomputing, saved_tensor_hooks
+from shardfn.stages.saved_tensors import argument_hooks, saved_tensor_hooks
 from shardfn.stages.signature import Gather, GatherPlan, Signature, plan_of
 from shardfn.stages.tape import LONGEST, Identities, StageRun, Tape, identities, key_of
 from shardfn.tiers.grad_offload import GradOffload
@@ -112,7 +109,7 @@ class Engine:
             self.prefetch.ahead(call.tape, call.step, run)
             records = any(call.needs)
             keeps = records and call.signature.keeps_graph
-            residuals, storages = self._forward(call, run, inputs, records)
+            residuals, storages = self._run(call, run, inputs, records, again=False)
             if keeps:
                 call.residuals = residuals
             call.differentiable = [y.requires_grad for y in residuals.outputs]
@@ -130,10 +127,6 @@ class Engine:
                 call.signature.compared = keeps  # such calls may never run again, so one sample is enough
             if keeps and isinstance(call.signature.options.remat, Offload):
                 residuals.let_go()
-            if call.recomputing is not None:
-                residuals.let_go()
-                call.recomputing.empty()
-                call.residuals = residuals
             return outputs
 
     def saving_arguments(self, call: Call, shards: Sequence[Tensor]) -> Any:
@@ -172,15 +165,20 @@ class Engine:
         assert run is not None, "a call runs forward before backward"
         if tape is not None:
             tape.closed = True
+        residuals, call.residuals = call.residuals, None
         with in_lane(self.lane), self.alone, attributed_to(call.signature.stage, backward=True):
             self._reclaim()
             self.away.ahead(tape, run)
-            if call.residuals is None or call.recomputing is not None or run.reads:
+            if residuals is None or run.reads:
                 if run.slot is None and run.plan.nbytes:  # backward runs a second time, after the slot was given back
                     self.residency.take(None, run, call.signature.options.prefetch + 1)
                 self.residency.gather(run)
             self.prefetch.behind(tape, run)
-            residuals = self._residuals(call, run, inputs)
+            if residuals is None:
+                with call.surroundings.again():
+                    residuals, _ = self._run(call, run, inputs, True, again=True)
+                call.refuse_constant(residuals.outputs)
+                call.signature.compared = True
             with _in_use(run, residuals.decoding):
                 if residuals.decoding is not None:
                     residuals.decoding.again()
@@ -306,64 +304,11 @@ class Engine:
 
     # --- the function, and its gradients ---
 
-    def _forward(
-        self, call: Call, run: StageRun, inputs: tuple[Tensor, ...], records: bool
-    ) -> tuple[Residuals, list[int]]:
-        """Runs the function for the first time, in a way that lets a second run end early if that is possible."""
-        signature, plain = call.signature, partial(self._run, call, run, inputs, records, again=False)
-        looks = signature.shortens is None and not planned()  # what the function does decides for later calls
-        ready = looks or signature.compared or planned()
-        if records and ready and not (call.transformed or debugging.memory or recording.current() or signature.packed):
-            call.recomputing = recomputing(signature)
-        if call.recomputing is None:
-            return plain()
-        if looks:
-            settle()  # gathers that start during the run would be counted
-        before = operations_of_others() if looks else 0
-        try:
-            result = plain(saving=call.recomputing.first(self.device if looks else None))
-        except RuntimeError as error:
-            if "support saved tensor hooks" not in str(error):
-                raise
-            # The function uses a transform of torch.func, in which torch lets nobody take what autograd saves.
-            call.recomputing, signature.shortens = None, False
-            call.surroundings.restore()
-            return plain()
-        if looks:  # calls of torch.distributed are collectives, too
-            signature.shortens = call.recomputing.short() and operations_of_others() == before
-        if looks or not call.recomputing.short():
-            call.recomputing = None
-        return result
-
-    def _residuals(self, call: Call, run: StageRun, inputs: tuple[Tensor, ...]) -> Residuals:
-        """What backward differentiates: the graph of the first run, if need be filled by a second one, or its own."""
-        first, call.residuals = call.residuals, None
-        refills = call.recomputing = call.recomputing if first else None
-        if first is not None and (refills is None or refills.complete):
-            return first
-        with call.surroundings.again():
-            saving = None if refills is None else refills.second()
-            second, _ = self._run(call, run, inputs, True, again=True, saving=saving)
-        if first is not None and refills is not None and refills.complete:
-            return first
-        call.refuse_constant(second.outputs)
-        call.signature.compared = True
-        return second
-
     def _run(
-        self,
-        call: Call,
-        run: StageRun,
-        inputs: tuple[Tensor, ...],
-        records: bool,
-        again: bool,
-        saving: Any = None,
+        self, call: Call, run: StageRun, inputs: tuple[Tensor, ...], records: bool, again: bool
     ) -> tuple[Residuals, list[int]]:
-        """Runs the function on its parameters, with `records` under autograd; returns the outputs' storages too.
-
-        `saving` is a context for what autograd saves, if that has been decided.
-        """
-        # With remat there is a graph too: it shows what the function closes over and which outputs can
+        """Runs the function on its parameters, with `records` under autograd; returns the outputs' storages too."""
+        # With remat there is a graph too, for a moment: it shows what the function closes over and which outputs can
         # be differentiated, and a loss that bypasses the outputs meets it. Backward needs the same memory anyway.
         signature, slot = call.signature, run.slot
         loan = self.reads.watch(call, run) if records and not again and signature.keeps_graph else None
@@ -377,8 +322,7 @@ class Engine:
             own.add(loan.storage)
         records_once = records and not again
         offloader = offloading(self.away, lambda: self.mesh, run) if records_once else None
-        if records_once and saving is None:
-            saving = saved_tensor_hooks(signature, own, offloader, call.transformed)
+        saving = saved_tensor_hooks(signature, own, offloader, call.transformed) if records_once else None
         decoding = self.memories.take(signature)
         if decoding is not None:
             own.add(decoding.storage)
@@ -411,8 +355,7 @@ class Engine:
         storages = refuse_returned(signature, residuals.outputs, own)
         refuse_opaque(signature, call.leaves_returned())
         if not again and (records or any(y.requires_grad for y in residuals.outputs)):
-            kinds = None if call.recomputing is None else call.recomputing.kinds
-            refuse_closure(signature, (*residuals.parameters, residuals.inputs), residuals.outputs, kinds)
+            refuse_closure(signature, (*residuals.parameters, residuals.inputs), residuals.outputs)
         if loan is not None:
             self.reads.saw(run, loan.kept())
         if debugging.nan and not again:

@@ -125,16 +125,11 @@ def refuse_returned(signature: Signature, outputs: Sequence[Tensor], own: set[in
     return storages
 
 
-def refuse_closure(
-    signature: Signature, given: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor], kinds: set[type] | None = None
-) -> None:
-    """Raises RuntimeError if outputs depend on a tensor that needs a gradient and is not an argument.
-
-    Adds the kinds of the graph's nodes to `kinds`.
-    """
+def refuse_closure(signature: Signature, given: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor]) -> None:
+    """Raises RuntimeError if outputs depend on a tensor that needs a gradient and is not an argument."""
     arguments = {id(x) for xs in given for x in xs}
     # At every call, as a tensor that needed no gradient before may need one now.
-    for leaf in autograd.leaves_of(outputs, kinds):
+    for leaf in autograd.leaves_of(outputs):
         if id(leaf) not in arguments:
             named, strays = _reached(signature, outputs, arguments)
             raise RuntimeError(_closes_over(signature, named or strays) + ("" if named else _MADE_INSIDE))

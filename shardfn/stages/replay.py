@@ -66,7 +66,7 @@ class RngAndAutocast:
         for kind in dict.fromkeys([*self.autocast, *present.autocast]):
             enabled, dtype = kind in self.autocast, self.autocast.get(kind)
             contexts.append(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False))
-        self.restore()
+        self._restore()
         watch = capturing()
         if watch is not None:
             watch.drawing = _NOT_AGAIN
@@ -74,12 +74,11 @@ class RngAndAutocast:
             with entered(contexts):
                 yield
         finally:
-            present.restore()
+            present._restore()
             if watch is not None:
                 watch.drawing = ""
 
-    def restore(self) -> None:
-        """Gives torch the random numbers of that time."""
+    def _restore(self) -> None:
         assert self.numbers is not None, "it may run again"
         torch.set_rng_state(self.numbers)
         for generator, state in self.generators:

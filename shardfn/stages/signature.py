@@ -92,7 +92,6 @@ class Signature:
         writable: whether there are lists, dicts or deques among the arguments.
         computes: whether the function uses the parameters, or this rank only takes part in the collectives.
         compared: whether the numbers of a second run were compared with those of the first.
-        shortens: whether a second run may end before the function does; None if that is not known.
     """
 
     name: str
@@ -108,7 +107,6 @@ class Signature:
     writable: bool = False
     computes: bool = True
     compared: bool = False
-    shortens: bool | None = None
 
     def __str__(self) -> str:
         return f"stage {self.name} ({self.stage!r})"
@@ -136,11 +134,6 @@ class Signature:
             return keep_of(self.options.reshard)
         requested = [layout.placement.keep for layout in self.layouts]
         return "step" if "step" in requested else True if True in requested else max(requested, key=bool)
-
-    @functools.cached_property
-    def numel(self) -> int:
-        """The number of elements of the parameters."""
-        return sum(layout.total for layout in self.layouts)
 
     @functools.cached_property
     def keeps_graph(self) -> bool:

@@ -90,9 +90,8 @@ def stage(
 
     Args:
         fn: a pure function: its result depends on its arguments (any pytrees), which it does not change.
-        remat: False keeps activations for backward; True computes them again, by a second run of the function that ends
-            with the last of them; `offload(to, above)` moves the large ones to the memory of the host, or to disk,
-            until backward, and "offload" is `offload()`; a policy for
+        remat: False keeps activations for backward; True computes them again; `offload(to, above)` moves the large
+            ones to the memory of the host, or to disk, until backward, and "offload" is `offload()`; a policy for
             `torch.utils.checkpoint.create_selective_checkpoint_contexts`, or a list of ops, says which results to
             keep. The second run draws the same random numbers.
         reshard: when the gathered parameters are freed: True, after forward, and backward gathers them again; False,

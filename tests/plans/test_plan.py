@@ -165,26 +165,6 @@ def test_works() -> None:
     assert plan.flops(stage="blocks.1", phase="backward") == 2 * each
 
 
-@sf.debug(memory=False)
-def recomputed() -> tuple[float, float]:
-    with sf.planning(2):
-        mesh = sf.make_mesh(shard=2)
-        layer = {"up": torch.zeros(1024, 2048), "down": torch.zeros(2048, 1024)}
-        params, stage = sf.shard({"layer": layer}, mesh, sf.full_shard("shard")), sf.stage(twice, remat=True)
-        loss = sf.value_and_grad(lambda params, x: stage(params["layer"], x).sum())
-        plan = sf.plan(loss, params, torch.zeros(64, 1024))
-        return plan.flops(phase="forward"), plan.flops(phase="recompute")
-
-
-def twice(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return torch.tanh(x @ p["up"]) @ p["down"]
-
-
-def test_a_second_run_ends_before_the_last_product() -> None:
-    [(forward, again)] = world(1, "alone").run(recomputed)
-    assert forward == 2 * again == 4 * 64 * 1024 * 2048
-
-
 def test_differences() -> None:
     plain, remat = of_full_shard()["plain"], of_full_shard()["remat"]
     assert str(plain - plain).endswith("no difference")
