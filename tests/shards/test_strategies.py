@@ -451,8 +451,13 @@ def test_axes_of_two_kinds_are_told_apart_by_name(make: Any) -> None:
 def test_an_unknown_name_is_an_error_that_lists_the_names() -> None:
     with pytest.raises(ValueError, match="there is no strategy 'full-shart'") as caught:
         sf.strategy("full-shart")
+    assert "did you mean 'full_shard'?" in str(caught.value)
     for name in NAMED:
         assert name in str(caught.value)
+    for name in ("x", "y" * 1000, "deepspeed_stage_9"):
+        with pytest.raises(ValueError, match="there is no strategy") as caught:
+            sf.strategy(name)
+        assert len(str(caught.value)) < 500
     with pytest.raises(ValueError, match="pass replica="):
         sf.strategy("HYBRID_SHARD")
 
