@@ -11,7 +11,6 @@ cannot run fails too. A command that lacks something, such as a GPU, does not fa
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -28,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import readme
-from benchmarks.report import LACKING, Goal, short
+from benchmarks.report import LACKING, Goal, parser, save, short
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = Path(__file__).with_name("figures.json")
@@ -230,7 +229,7 @@ def keep(outcomes: dict[Command, Outcome]) -> None:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description="Every figure that the docs promise, with its goal and its record.")
+    options = parser("Every figure that the docs promise, with its goal and its record.")
     options.add_argument("--timed", action="store_true", help="also timed figures: on an idle machine, half an hour")
     options.add_argument("--only", nargs="+", metavar="NAME", help="benchmarks: a module, or a module and its options")
     options.add_argument("--record", action="store_true", help="write these values to figures.json and README.md")
@@ -241,7 +240,7 @@ def main() -> None:
     if args.readme:
         readme.write(known())
         return
-    if failures := compared(chosen(args.timed, args.only), vars(args), args.record):
+    if failures := compared(chosen(args.timed, args.only), vars(args), args.record, args.json):
         raise SystemExit("\n".join(failures))
 
 
@@ -256,8 +255,11 @@ def chosen(timed: bool, only: list[str] | None) -> list[Command]:
     return [one for one in every if names[one] & {*only}]
 
 
-def compared(commands: list[Command], given: dict[str, Any], record: bool) -> list[str]:
-    """Runs the commands and prints the table; returns a line for each figure that fails."""
+def compared(commands: list[Command], given: dict[str, Any], record: bool, file: Path | None = None) -> list[str]:
+    """Runs the commands and prints the table; returns a line for each figure that fails.
+
+    After each command, `file` has the rows and goals of all commands so far.
+    """
     outcomes: dict[Command, Outcome] = {}
     failures = []
     before = known()
@@ -265,6 +267,8 @@ def compared(commands: list[Command], given: dict[str, Any], record: bool) -> li
     for command in commands:
         found = outcomes[command] = outcome(command, given)
         print(f"benchmarks.{command.words}: {found.seconds:.0f} s", file=sys.stderr)
+        rows = [{"command": one.words, **row} for one, each in outcomes.items() for row in each.rows]
+        save(rows, [goal for each in outcomes.values() for goal in each.goals], file)
         table.add_section()
         table.add_row(f"[b]{command.words}[/b]", "", "", "", f"{found.seconds:.0f} s")
         for name, value, goal, then, well, said in told(command, found, before):

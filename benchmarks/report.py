@@ -73,6 +73,11 @@ def publish(title: str, rows: Sequence[dict[str, Any]], goals: Sequence[Goal], f
     for goal in goals:
         ends.add_row(goal.name, short(goal.value), f"{goal.sense} {short(goal.limit)}", "yes" if goal.met else "NO")
     console.print(ends)
+    save(rows, goals, file)
+
+
+def save(rows: Sequence[dict[str, Any]], goals: Sequence[Goal], file: Path | None) -> None:
+    """Writes rows and goals to a file, if there is one."""
     if file:
         told = [asdict(goal) | {"met": goal.met} for goal in goals]
         file.write_text(json.dumps({"rows": list(rows), "goals": told}, indent=1) + "\n")
