@@ -90,6 +90,15 @@ def test_a_figure_is_judged_beside_its_record(
     assert goals.judged(now, kept(then, tolerance) if then else None) == (well, said)
 
 
+def test_all_figures_are_in_one_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "all.json"
+    monkeypatch.setattr(goals, "outcome", lambda *_: Outcome([STEP], rows=[{"ranks": 2}]))
+    goals.compared([COMMAND], GIVEN, False, file)
+    saved = json.loads(file.read_text())
+    assert saved["rows"] == [{"command": COMMAND.words, "ranks": 2}]
+    assert [goal["name"] for goal in saved["goals"]] == [STEP.name]
+
+
 def compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, found: Outcome, record: bool = False) -> list[str]:
     monkeypatch.setattr(goals, "outcome", lambda command, given: found)
     monkeypatch.setattr(goals, "RECORD", tmp_path / "figures.json")
@@ -131,15 +140,6 @@ def test_what_cannot_run_fails_and_what_lacks_something_does_not(
         ("", 60, (0, "exit status 0")),
     ],
 )
-def test_all_figures_are_in_one_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = tmp_path / "all.json"
-    monkeypatch.setattr(goals, "outcome", lambda *_: Outcome([STEP], rows=[{"ranks": 2}]))
-    goals.compared([COMMAND], GIVEN, False, file)
-    saved = json.loads(file.read_text())
-    assert saved["rows"] == [{"command": COMMAND.words, "ranks": 2}]
-    assert [goal["name"] for goal in saved["goals"]] == [STEP.name]
-
-
 def test_a_command_ends_or_is_ended(program: str, deadline: float, found: tuple[int, str]) -> None:
     assert goals.ran([sys.executable, "-S", "-c", program], deadline) == found
 
