@@ -66,6 +66,7 @@ from shardfn.transforms.accumulate import accumulate
 from shardfn.transforms.autodiff import grad, value_and_grad
 from shardfn.transforms.graphed import graphed
 from shardfn.transforms.jacobian import hessian, jacfwd, jacrev
+from shardfn.transforms.jvp import jvp
 from shardfn.transforms.shard_map import shard_map
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ __all__ = [
     "interop",
     "jacfwd",
     "jacrev",
+    "jvp",
     "layers",
     "ledger",
     "local_parameters",

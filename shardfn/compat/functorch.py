@@ -108,6 +108,29 @@ def wrapped(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
+def unpacked(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns a tensor without its tangent in forward mode, and the tangent."""
+    if forward_ad._current_level < 0:
+        return x, None
+    pair = forward_ad.unpack_dual(x)
+    return pair.primal, pair.tangent
+
+
+def tangent_of(x: torch.Tensor) -> torch.Tensor | None:
+    """Returns a tensor's tangent in forward mode; None if it has none."""
+    return unpacked(x)[1]
+
+
+def dual(x: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor with this tangent in forward mode."""
+    return forward_ad.make_dual(x, tangent)
+
+
+def forward_mode_on() -> Any:
+    """A context in which operations follow tangents, as they do outside of a Function."""
+    return forward_ad._set_fwd_grad_enabled(True)
+
+
 def inside_forward_mode() -> bool:
     """Whether tensors may carry tangents here."""
     return forward_ad._current_level >= 0

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from shardfn.stages.activation_offload import Offloading
+    from shardfn.stages.forward_mode import Pairs
 
 
 @dataclass
@@ -86,12 +87,13 @@ class Call:
         differentiable: which outputs may have a gradient.
         form: the form of the first run's result.
         sample: some numbers of that result, if a later run is compared with it.
+        pairs: in forward mode, how its tensors and their tangents belong together.
     """
 
     __slots__ = (  # noqa: RUF023  # in the order in which they come to be
         "signature", "mesh", "leaves", "at", "needs", "step", "collected", "tape", "run", "residuals",
         "surroundings", "contexts", "transformed", "reverse", "differentiable", "form",
-        "sample",
+        "sample", "pairs",
         "__weakref__",
     )  # fmt: skip
 
@@ -119,6 +121,7 @@ class Call:
         self.differentiable: list[bool] = []
         self.form: Form | None = None
         self.sample: Sample | None = None
+        self.pairs: Pairs | None = None
 
     def rebuilt(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """The function's result, with these tensors."""

@@ -118,6 +118,8 @@ class Engine:
             if call.tape is not None and isinstance(call.signature.keep, tuple) and (run.reads or not keeps):
                 self.residency.leave(run)
             self.residency.used(run)
+            if call.pairs is not None:
+                call.pairs.ran(residuals.outputs)
             outputs: tuple[Tensor, ...] = detached(residuals.outputs, storages, inputs, call.transformed)
             if records and (recorder := recording.current()) is not None:
                 for inside, outside in zip(residuals.outputs, outputs, strict=True):
@@ -186,6 +188,8 @@ class Engine:
                 returned = self._lends(run, residuals.parameters, None, ("backward",)) if unseen else None
                 with reentrant_told(call.signature):
                     gradients = differentiated(residuals, needs, cotangents)
+                if call.pairs is not None:
+                    needs, gradients = call.pairs.parted(needs, gradients, residuals.parameters)
                 if returned is not None:
                     returned.check_hooks()
             self.away.done()

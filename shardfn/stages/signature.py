@@ -92,6 +92,7 @@ class Signature:
         writable: whether there are lists, dicts or deques among the arguments.
         computes: whether the function uses the parameters, or this rank only takes part in the collectives.
         compared: whether the numbers of a second run were compared with those of the first.
+        paired: the stages that it is in forward mode, by which arguments have tangents.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Signature:
     writable: bool = False
     computes: bool = True
     compared: bool = False
+    paired: dict[tuple[bool, ...], Signature] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"stage {self.name} ({self.stage!r})"

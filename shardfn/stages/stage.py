@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import optree
 import torch
@@ -25,12 +25,16 @@ from shardfn.shards.partition import with_leaves
 from shardfn.stages.call import Call, SharedMemory
 from shardfn.stages.composition import composed, traced
 from shardfn.stages.engine import Engine, engine_of
+from shardfn.stages.forward_mode import Differentiated, Pairs, scheduled, with_tangents
 from shardfn.stages.options import Options, Remat
 from shardfn.stages.prefetch import Group, PrefetchOrder
 from shardfn.stages.refusals import refuse_inside, refuse_reentrant
 from shardfn.stages.signature import Signature, signature_of
 from shardfn.transforms import custom_vjp
 from shardfn.transforms.modules import refuse_module
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -292,25 +296,16 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
         return composed(signature, leaves, mesh)
     if signature.only_at_axes:
         signature.refuse_elsewhere()
-    if functorch.inside_batching_or_forward() or dispatch.in_graph():  # a graph cannot hold memory that is filled again
+    if dispatch.in_graph():  # a graph cannot hold memory that is filled again
         return composed(signature, leaves, mesh)
+    if functorch.inside_batching_or_forward():
+        return _pushed(signature, leaves, mesh) if scheduled(signature, leaves) else composed(signature, leaves, mesh)
     if signature.shares_memory and functorch.inside_transform():
         return composed(signature, leaves, mesh)
     refuse_inside(signature)
     shards = _checked(signature, leaves)
-    shard_indices = set(signature.shards)
-    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in shard_indices]
-    inputs = [leaves[i] for i in at]
-    for x in inputs:
-        if x.layout is not torch.strided:
-            raise TypeError(
-                f"{signature}: a tensor of shape {tuple(x.shape)} among its arguments is sparse ({x.layout}), which "
-                f"stages do not take: pass x.to_dense(), or its indices and values"
-            )
+    static, at, inputs = _split(signature, leaves)
     needs = _needs(signature, shards, inputs)
-    static = list(leaves)
-    for i in (*signature.shards, *at):
-        static[i] = None
     engine = engine_of(mesh)
     call = Call(signature, mesh, engine.device, static, at, needs)
     if not any(needs) and not call.transformed:
@@ -327,6 +322,43 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
         signature.shares_memory = True
         with call.surroundings.again():
             return composed(signature, leaves, mesh)
+
+
+def _pushed(signature: Signature, leaves: list[Any], mesh: DeviceMesh) -> Any:
+    """Calls a stage in forward mode by the schedule."""
+    refuse_inside(signature)
+    pairs = Pairs(signature, leaves)
+    shards = _checked(pairs.signature, pairs.leaves)
+    static, at, inputs = _split(pairs.signature, pairs.leaves)
+    engine, needs = engine_of(mesh), [pairs.needs[i] for i in (*pairs.signature.shards, *at)]
+    call = Call(pairs.signature, mesh, engine.device, static, at, needs)
+    call.collected, call.pairs = [None] * len(shards), pairs
+    if any(needs):
+        outputs = Differentiated.apply(engine, call, *shards, *inputs)  # type: ignore[no-untyped-call]
+    else:
+        outputs = engine.forward(call, shards, tuple(inputs))
+    return call.rebuilt(with_tangents(call, outputs, (*shards, *inputs)), inputs)
+
+
+def _split(signature: Signature, leaves: list[Any]) -> tuple[list[Any], list[int], list[Tensor]]:
+    """The arguments that are not tensors, and the indices of the tensors that are not shards, with these.
+
+    Raises:
+        TypeError: a tensor is sparse.
+    """
+    shards = set(signature.shards)
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in shards]
+    inputs = [leaves[i] for i in at]
+    for x in inputs:
+        if x.layout is not torch.strided:
+            raise TypeError(
+                f"{signature}: a tensor of shape {tuple(x.shape)} among its arguments is sparse ({x.layout}), which "
+                f"stages do not take: pass x.to_dense(), or its indices and values"
+            )
+    static = list(leaves)
+    for i in (*signature.shards, *at):
+        static[i] = None
+    return static, at, inputs
 
 
 class _Staged:

@@ -1,0 +1,251 @@
+"""Stages in forward mode: tangents of parameters are gathered beside them, and gradients have tangents of their own.
+
+Inside of `shardfn.jvp` a call of a stage is one of another stage, whose function pairs each parameter and argument with
+its tangent: `(p, x, dp, dx) -> (y, dy)`. It runs on the same schedule. The cotangents that its backward gets have
+tangents, too; autograd takes them through the graph of the pairs, and the gradients and their tangents are reduced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn.compat import autograd, functorch
+from shardfn.shards.layout import FlatShard
+from shardfn.stages.signature import Signature, signature_of
+
+if TYPE_CHECKING:
+    from shardfn.stages.call import Call
+    from shardfn.stages.engine import Engine
+
+
+class _Scheduling(threading.local):
+    on = False
+
+
+_scheduling = _Scheduling()
+
+
+@contextlib.contextmanager
+def scheduling() -> Iterator[None]:
+    """A context in which nobody takes the gradient of a tangent, so that calls in forward mode may be scheduled."""
+    before, _scheduling.on = _scheduling.on, True
+    try:
+        yield
+    finally:
+        _scheduling.on = before
+
+
+def scheduled(signature: Signature, leaves: Sequence[Any]) -> bool:
+    """Whether a call in forward mode runs on the schedule; else it is composed."""
+    if not _scheduling.on or functorch.inside_transform() or _rounded(signature):
+        return False
+    return any(isinstance(x, Tensor) and functorch.tangent_of(x) is not None for x in leaves)
+
+
+def _rounded(signature: Signature) -> bool:
+    """Whether parameters or gradients are rounded on their way, which a composition leaves out of derivatives."""
+    options = signature.options
+    formats = [options.gather, options.reduce]
+    formats += [f for layout in signature.layouts for f in (layout.placement.gather, layout.placement.reduce)]
+    return any(formats) or bool(signature.packed or signature.wholes)
+
+
+def moves(x: Any) -> bool:
+    """Whether a leaf may have a tangent."""
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+# --- the stage of pairs ---
+
+
+class Pairs:
+    """A call of a stage in forward mode.
+
+    Attributes:
+        signature: of the stage of pairs.
+        leaves: its arguments, without tangents: the values of all leaves, followed by the tangents of some.
+        needs: which of them are differentiated.
+        tangents: of the outputs, once it has run.
+    """
+
+    def __init__(self, signature: Signature, leaves: Sequence[Any]) -> None:
+        parts = [functorch.unpacked(x) if isinstance(x, Tensor) else (x, None) for x in leaves]
+        values = [value for value, _ in parts]
+        needs = [torch.is_grad_enabled() and moves(x) and x.requires_grad for x in values]
+        shards = set(signature.shards)
+        # A stage has one for all of its parameters or for none, and one if its gradient will have one.
+        has = tuple(
+            any(parts[i][1] is not None or (needs[i] and i in shards) for i in source) for source in signature.sources
+        )
+        tangents = [_tangent(*part) for part in parts]
+        moving = [node for node, yes in zip(_nodes(signature, tangents), has, strict=True) if yes]
+        arguments = (_nodes(signature, values), moving), {}
+        if has not in signature.paired:
+            function = functools.wraps(signature.function)(functools.partial(_on_pairs, signature, has))
+            made = signature.paired[has] = signature_of(signature.name, function, signature.options, *arguments)
+            made.computes = signature.computes
+        self.signature = signature.paired[has]
+        self.leaves: list[Any] = optree.tree_leaves(arguments)
+        self.needs = needs + [False] * (len(self.leaves) - len(needs))
+        self.tangents: list[Tensor | None] = []
+        count = sum(i < len(leaves) for i in self.signature.shards)
+        paired = [k for k, i in enumerate(signature.shards) if has[_source(signature, i)]]
+        self.tangent_of = dict(zip(paired, range(count, len(self.signature.shards)), strict=True))
+
+    def ran(self, outputs: Sequence[Any]) -> None:
+        """Keeps the tangents of the outputs."""
+        tangents = [functorch.tangent_of(y) for y in outputs]
+        self.tangents = [None if t is None else t.detach() for t in tangents]
+
+    def parted(self, needs: Sequence[bool], gradients: Any, parameters: Sequence[Sequence[Tensor]]) -> Any:
+        """What is needed, and the gradients; those of tangents of parameters are the tangents of gradients."""
+        lent = {autograd.storage_of(p) for ps in parameters for p in ps}
+        (of_parameters, of_inputs), needs = gradients, list(needs)
+        for k, t in self.tangent_of.items():
+            pairs = [(None, None) if g is None else functorch.unpacked(g) for g in of_parameters[k]]
+            of_parameters[k] = [g for g, _ in pairs]
+            of_parameters[t] = [_own(dg, lent) for _, dg in pairs]
+            needs[t] = needs[k]
+        pairs = [(None, None) if g is None else functorch.unpacked(g) for g in of_inputs]
+        of_inputs = [g if g is None or dg is None else functorch.dual(g, _own(dg, lent)) for g, dg in pairs]
+        return needs, (of_parameters, of_inputs)
+
+
+def _tangent(value: Any, tangent: Tensor | None) -> Any:
+    return torch.zeros_like(value) if tangent is None and moves(value) else value if tangent is None else tangent
+
+
+def _own(x: Tensor | None, lent: set[int]) -> Tensor | None:
+    return x.clone() if x is not None and autograd.storage_of(x) in lent else x
+
+
+def _source(signature: Signature, leaf: int) -> int:
+    return next(k for k, source in enumerate(signature.sources) if leaf in source)
+
+
+def _nodes(signature: Signature, leaves: Sequence[Any]) -> list[Any]:
+    """The arguments, with each stage's parameters as one."""
+    found: list[Any] = []
+    layouts = iter(signature.layouts)
+    shards = set(signature.shards)
+    for at in signature.sources:
+        flats = {i: FlatShard(leaves[i], next(layouts)) for i in at} if at[0] in shards else {}
+        found.append(leaves[at[0]] if not flats else flats[at[0]] if len(flats) == 1 else flats)
+    return found
+
+
+def _on_pairs(signature: Signature, has: Sequence[bool], nodes: list[Any], moving: list[Any]) -> Any:
+    """Calls the stage's function on parameters and arguments with tangents."""
+    tangents = iter(moving)
+    pairs = [
+        optree.tree_map(_dual, node, next(tangents)) if yes else node for node, yes in zip(nodes, has, strict=True)
+    ]
+    args, kwargs = optree.tree_unflatten(signature.outer, pairs)
+    result = signature.function(*args, **kwargs)
+    tensors = [x for x in optree.tree_leaves((nodes, moving, pairs)) if isinstance(x, Tensor)]
+    given = {autograd.storage_of(part) for x in tensors for part in functorch.unpacked(x) if part is not None}
+    return optree.tree_map(functools.partial(_apart, given), result)
+
+
+def _dual(value: Any, tangent: Any) -> Any:
+    """A pair. Torch would copy the tangent if it were at another place in its storage, with a storage as large."""
+    if not moves(value):
+        return value
+    if value.untyped_storage().nbytes() > value.nbytes:
+        alias, other = autograd.second_storage(value.detach()), autograd.second_storage(tangent)
+        if alias is not None and other is not None:
+            return functorch.dual(_Alias.apply(value, alias), other)  # type: ignore[no-untyped-call]
+    return functorch.dual(value, tangent)
+
+
+class _Alias(torch.autograd.Function):
+    """The same numbers in another tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, alias: Tensor) -> Tensor:
+        return alias.view_as(alias)
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> tuple[Tensor, None]:
+        return ct, None
+
+
+def _apart(given: set[int], y: Any) -> Any:
+    """A result that shares memory with nothing that is lent; a tangent may be one that was given, as that of `p + 1`."""
+    if not moves(y):
+        return y
+    value, tangent = functorch.unpacked(y)
+    if autograd.storage_of(value) in given:
+        return y.clone()
+    shares = tangent is not None and autograd.storage_of(tangent) in given
+    return functorch.dual(value, tangent.clone()) if shares else y  # type: ignore[union-attr]
+
+
+# --- its place in autograd ---
+
+
+class Differentiated(torch.autograd.Function):
+    """`(engine, call, *shards, *inputs) -> outputs` of a stage of pairs. Cotangents and gradients have tangents."""
+
+    @staticmethod
+    def forward(ctx: Any, engine: Engine, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        n = len(call.signature.shards)
+        ctx.engine, ctx.call, ctx.count = engine, call, n
+        with functorch.forward_mode_on():
+            outputs = engine.forward(call, tensors[:n], tensors[n:])
+        ctx.save_for_backward(*tensors[n:])
+        ctx.mark_non_differentiable(*[y for y, yes in zip(outputs, call.differentiable, strict=True) if not yes])
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        engine, call, n = ctx.engine, ctx.call, ctx.count
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{call.signature}: in shardfn.jvp, a gradient whose own gradient is taken: use torch.func.jvp, whose "
+                f"stages are compositions of collectives"
+            )
+        gradients = engine.backward(call, call.needs, cotangents, tuple(ctx.saved_tensors), False)
+        for k, t in call.pairs.tangent_of.items():
+            if gradients[k] is not None:
+                gradients[k] = functorch.dual(gradients[k], gradients[t])
+            gradients[t] = None
+        return (None, None, *gradients)
+
+
+class _Tangent(torch.autograd.Function):
+    """A tangent of an output, whose gradient nobody takes."""
+
+    @staticmethod
+    def forward(ctx: Any, stage: str, tangent: Tensor, *depends: Tensor) -> Tensor:
+        ctx.stage, ctx.count = stage, len(depends)
+        ctx.set_materialize_grads(False)
+        return tangent.view_as(tangent)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor | None) -> Any:
+        if cotangent is None:
+            return (None, None) + (None,) * ctx.count
+        raise RuntimeError(
+            f"stage {ctx.stage!r}: the gradient of a tangent, in a shardfn.jvp of a function that closes over what is "
+            f"differentiated: pass it to jvp as a primal, or use torch.func.jvp"
+        )
+
+
+def with_tangents(call: Call, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs with their tangents."""
+    assert call.pairs is not None, "a call in forward mode"
+    depends = [x for x in tensors if x.requires_grad] if torch.is_grad_enabled() else []
+    return [
+        y if t is None else functorch.dual(y, _Tangent.apply(call.signature.stage, t, *depends) if depends else t)  # type: ignore[no-untyped-call]
+        for y, t in zip(outputs, call.pairs.tangents, strict=True)
+    ]

@@ -1,0 +1,101 @@
+"""Forward mode over sharded parameters, and forward over reverse, on the schedule of the stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from shardfn.compat import functorch
+from shardfn.stages.forward_mode import moves, scheduling
+from shardfn.transforms.autodiff import name_of
+
+
+def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], *, has_aux: bool = False) -> Any:
+    """The value of a function, and its derivative in a direction, as `jax.jvp`.
+
+    Stages inside run on the schedule: parameters and their tangents are gathered when a stage runs, and dropped after.
+    With a gradient inside, `jvp(grad(loss), (params,), (v,))` gives the gradient and a Hessian-vector product, by twice
+    the collectives of the gradient. Each product is forward over reverse.
+
+    Args:
+        f: a function of pytrees.
+        primals: its arguments, a tuple of pytrees of tensors and flat shards.
+        tangents: their tangents: trees of the same structure, shapes and dtypes. For a leaf that is no floating-point
+            tensor, anything, such as None.
+        has_aux: `f` returns `(result, aux)`, and aux has no tangents.
+
+    Returns:
+        `(result, tangent)`, trees of the same structure, or `(result, tangent, aux)`. A tangent is zero where the
+        result does not depend on the primals, and None for leaves that are no floating-point tensors.
+
+    Raises:
+        TypeError, ValueError: primals and tangents do not match.
+        RuntimeError: the gradient of such a tangent, with respect to something over which `f` closes.
+
+    Example:
+        >>> import torch
+        >>> x = torch.tensor(2.0)
+        >>> jvp(lambda x: x**3, (x,), (torch.tensor(1.0),))
+        (tensor(8.), tensor(12.))
+    """
+    leaves, tree = _flat(primals, "primals")
+    moving, other = _flat(tangents, "tangents")
+    if other != tree:
+        raise ValueError(f"jvp: the tangents of {name_of(f)} have another structure than its primals: {other}, {tree}")
+    pairs = [_checked(f, i, *pair) for i, pair in enumerate(zip(leaves, moving, strict=True))]
+    outside = functorch.inside_transform() or functorch.inside_forward_mode()
+    if outside or any(isinstance(x, Tensor) and x.requires_grad for pair in pairs for x in pair):
+        return _by_torch_func(f, tree, pairs, has_aux)
+    with forward_ad.dual_level(), scheduling():
+        duals = [x if t is None else functorch.dual(x, t) for x, t in pairs]
+        result = f(*optree.tree_unflatten(tree, duals))
+        result, aux = result if has_aux else (result, None)
+        ys, structure = optree.tree_flatten(result, none_is_leaf=True)
+        parts = [functorch.unpacked(y) if isinstance(y, Tensor) else (y, None) for y in ys]
+        values = [y.detach() if moves(y) else y for y, _ in parts]
+        directions = [_direction(y, t) for y, t in parts]
+        aux = optree.tree_map(lambda x: functorch.unpacked(x)[0].detach() if isinstance(x, Tensor) else x, aux)
+    both = tuple(optree.tree_unflatten(structure, part) for part in (values, directions))
+    return (*both, aux) if has_aux else both
+
+
+def _flat(values: Sequence[Any], what: str) -> tuple[list[Any], Any]:
+    if not isinstance(values, (tuple, list)):
+        raise TypeError(f"jvp: {what} is a tuple of arguments, not {type(values).__name__}: write ({what},)")
+    return optree.tree_flatten(tuple(values), none_is_leaf=True)
+
+
+def _checked(f: Callable[..., Any], number: int, x: Any, tangent: Any) -> tuple[Any, Tensor | None]:
+    if not moves(x):
+        return x, None
+    if not isinstance(tangent, Tensor) or (tangent.shape, tangent.dtype) != (x.shape, x.dtype):
+        said = f"{tuple(tangent.shape)}, {tangent.dtype}" if isinstance(tangent, Tensor) else type(tangent).__name__
+        raise ValueError(
+            f"jvp: leaf {number} of the primals of {name_of(f)} has shape {tuple(x.shape)}, {x.dtype}, and its tangent "
+            f"is {said}"
+        )
+    return x, tangent
+
+
+def _direction(y: Any, tangent: Tensor | None) -> Any:
+    return None if not moves(y) else torch.zeros_like(y) if tangent is None else tangent.detach()
+
+
+def _by_torch_func(f: Callable[..., Any], tree: Any, pairs: Sequence[tuple[Any, Tensor | None]], has_aux: bool) -> Any:
+    """The same inside of another transform, by torch.func, where stages are composed of collectives."""
+    at = [i for i, (_, tangent) in enumerate(pairs) if tangent is not None]
+    leaves = [x for x, _ in pairs]
+
+    def of_moving(*values: Tensor) -> Any:
+        full = list(leaves)
+        for i, value in zip(at, values, strict=True):
+            full[i] = value
+        return f(*optree.tree_unflatten(tree, full))
+
+    values = tuple(leaves[i] for i in at)
+    return torch.func.jvp(of_moving, values, tuple(pairs[i][1] for i in at), has_aux=has_aux)
