@@ -87,7 +87,10 @@ def storage_references(x: torch.Tensor) -> int:
 
 
 def gradients(
-    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor],
+    create_graph: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
     """Returns what `torch.autograd.grad` does, with None for an input that is not used.
 
@@ -95,9 +98,9 @@ def gradients(
     """
     run = getattr(torch.autograd.graph, "_engine_run_backward", None)
     if run is None:
-        return torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
+        return torch.autograd.grad(outputs, inputs, cotangents, create_graph=create_graph, allow_unused=True)
     grads: tuple[torch.Tensor | None, ...] = run(
-        tuple(outputs), tuple(cotangents), False, False, tuple(inputs), True, accumulate_grad=False
+        tuple(outputs), tuple(cotangents), create_graph, create_graph, tuple(inputs), True, accumulate_grad=False
     )
     return grads
 

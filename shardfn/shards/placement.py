@@ -575,10 +575,10 @@ def _own_name(name: Any) -> str:
             f'write "{_own_name(plain)}", and of what that gives .on(params="host", grads="host", state="host"), or '
             f'"disk"; and stage(f, remat="offload") for activations in the memory of the host'
         )
-    spelled = {_plain(each): each for own, (_, others) in _NAMES.items() for each in (own, *others.split())}
-    near = difflib.get_close_matches(wanted, spelled, 1)
+    every = {_plain(each): each for own, (_, others) in _NAMES.items() for each in (own, *others.split())}
+    near = difflib.get_close_matches(wanted, every, 1)
     raise ValueError(
-        f"there is no strategy {short(repr(name))}{f': did you mean {spelled[near[0]]!r}?' if near else '.'} There are "
+        f"there is no strategy {short(repr(name))}{f': did you mean {every[near[0]]!r}?' if near else '.'} There are "
         f"{listed(_NAMES, len(_NAMES))}. Names of FSDP, DeepSpeed, Accelerate, Lightning and Megatron mean the same "
         f"here, such as 'FULL_SHARD', 'zero:3' or 'hsdp'"
     )

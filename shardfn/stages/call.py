@@ -242,7 +242,7 @@ def _run(
 
 
 def differentiated(
-    residuals: Residuals, needs: Sequence[bool], cotangents: Sequence[Tensor | None]
+    residuals: Residuals, needs: Sequence[bool], cotangents: Sequence[Tensor | None], create_graph: bool = False
 ) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
     """Gradients with respect to each shard's parameters, and to the inputs, where needed."""
     n = len(residuals.parameters)
@@ -255,7 +255,7 @@ def differentiated(
     if pairs and variables:
         ys, cts = zip(*pairs, strict=True)
         with unscheduled():
-            gradients = list(autograd.gradients(ys, variables, cts))
+            gradients = list(autograd.gradients(ys, variables, cts, create_graph))
         # A function's own backward may return a parameter, whose memory the next stage uses.
         lent = {autograd.storage_of(p) for ps in residuals.parameters for p in ps}
         gradients = [

@@ -187,7 +187,7 @@ class Engine:
                 unseen = run.reads and (debugging.memory or (*run.kind, "backward") not in self.looked)
                 returned = self._lends(run, residuals.parameters, None, ("backward",)) if unseen else None
                 with reentrant_told(call.signature):
-                    gradients = differentiated(residuals, needs, cotangents)
+                    gradients = differentiated(residuals, needs, cotangents, call.pairs is not None)
                 if call.pairs is not None:
                     needs, gradients = call.pairs.parted(needs, gradients, residuals.parameters)
                 if returned is not None:

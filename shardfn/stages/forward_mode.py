@@ -7,10 +7,8 @@ tangents, too; autograd takes them through the graph of the pairs, and the gradi
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import optree
@@ -20,32 +18,17 @@ from torch import Tensor
 from shardfn.compat import autograd, functorch
 from shardfn.shards.layout import FlatShard
 from shardfn.stages.signature import Signature, signature_of
+from shardfn.transforms.jvp import moves
+from shardfn.transforms.step import pushes
 
 if TYPE_CHECKING:
     from shardfn.stages.call import Call
     from shardfn.stages.engine import Engine
 
 
-class _Scheduling(threading.local):
-    on = False
-
-
-_scheduling = _Scheduling()
-
-
-@contextlib.contextmanager
-def scheduling() -> Iterator[None]:
-    """A context in which nobody takes the gradient of a tangent, so that calls in forward mode may be scheduled."""
-    before, _scheduling.on = _scheduling.on, True
-    try:
-        yield
-    finally:
-        _scheduling.on = before
-
-
 def scheduled(signature: Signature, leaves: Sequence[Any]) -> bool:
     """Whether a call in forward mode runs on the schedule; else it is composed."""
-    if not _scheduling.on or functorch.inside_transform() or _rounded(signature):
+    if not pushes() or functorch.inside_transform() or _rounded(signature):
         return False
     return any(isinstance(x, Tensor) and functorch.tangent_of(x) is not None for x in leaves)
 
@@ -56,11 +39,6 @@ def _rounded(signature: Signature) -> bool:
     formats = [options.gather, options.reduce]
     formats += [f for layout in signature.layouts for f in (layout.placement.gather, layout.placement.reduce)]
     return any(formats) or bool(signature.packed or signature.wholes)
-
-
-def moves(x: Any) -> bool:
-    """Whether a leaf may have a tangent."""
-    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 # --- the stage of pairs ---
@@ -87,7 +65,7 @@ class Pairs:
         )
         tangents = [_tangent(*part) for part in parts]
         moving = [node for node, yes in zip(_nodes(signature, tangents), has, strict=True) if yes]
-        arguments = (_nodes(signature, values), moving), {}
+        arguments: Any = (_nodes(signature, values), moving), {}
         if has not in signature.paired:
             function = functools.wraps(signature.function)(functools.partial(_on_pairs, signature, has))
             made = signature.paired[has] = signature_of(signature.name, function, signature.options, *arguments)
@@ -111,11 +89,14 @@ class Pairs:
         (of_parameters, of_inputs), needs = gradients, list(needs)
         for k, t in self.tangent_of.items():
             pairs = [(None, None) if g is None else functorch.unpacked(g) for g in of_parameters[k]]
-            of_parameters[k] = [g for g, _ in pairs]
-            of_parameters[t] = [_own(dg, lent) for _, dg in pairs]
+            of_parameters[k] = [None if g is None else g.detach() for g, _ in pairs]
+            of_parameters[t] = [None if dg is None else _own(dg.detach(), lent) for _, dg in pairs]
             needs[t] = needs[k]
         pairs = [(None, None) if g is None else functorch.unpacked(g) for g in of_inputs]
-        of_inputs = [g if g is None or dg is None else functorch.dual(g, _own(dg, lent)) for g, dg in pairs]
+        of_inputs = [
+            g if g is None else g.detach() if dg is None else functorch.dual(g.detach(), _own(dg.detach(), lent))
+            for g, dg in pairs
+        ]
         return needs, (of_parameters, of_inputs)
 
 
@@ -123,8 +104,8 @@ def _tangent(value: Any, tangent: Tensor | None) -> Any:
     return torch.zeros_like(value) if tangent is None and moves(value) else value if tangent is None else tangent
 
 
-def _own(x: Tensor | None, lent: set[int]) -> Tensor | None:
-    return x.clone() if x is not None and autograd.storage_of(x) in lent else x
+def _own(x: Tensor, lent: set[int]) -> Tensor:
+    return x.clone() if autograd.storage_of(x) in lent else x
 
 
 def _source(signature: Signature, leaf: int) -> int:
@@ -179,7 +160,7 @@ class _Alias(torch.autograd.Function):
 
 
 def _apart(given: set[int], y: Any) -> Any:
-    """A result that shares memory with nothing that is lent; a tangent may be one that was given, as that of `p + 1`."""
+    """A result that shares memory with nothing that is lent; the tangent of `p + 1` may be that of `p`."""
     if not moves(y):
         return y
     value, tangent = functorch.unpacked(y)
@@ -192,13 +173,14 @@ def _apart(given: set[int], y: Any) -> Any:
 # --- its place in autograd ---
 
 
-class Differentiated(torch.autograd.Function):
+class Pushed(torch.autograd.Function):
     """`(engine, call, *shards, *inputs) -> outputs` of a stage of pairs. Cotangents and gradients have tangents."""
 
     @staticmethod
     def forward(ctx: Any, engine: Engine, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Runs the call."""
         n = len(call.signature.shards)
-        ctx.engine, ctx.call, ctx.count = engine, call, n
+        ctx.engine, ctx.call = engine, call
         with functorch.forward_mode_on():
             outputs = engine.forward(call, tensors[:n], tensors[n:])
         ctx.save_for_backward(*tensors[n:])
@@ -208,8 +190,9 @@ class Differentiated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        engine, call, n = ctx.engine, ctx.call, ctx.count
-        if torch.is_grad_enabled():
+        """The gradients, with tangents."""
+        engine, call = ctx.engine, ctx.call
+        if torch.is_grad_enabled() and not (call.step is not None and call.step.pushed):
             raise RuntimeError(
                 f"{call.signature}: in shardfn.jvp, a gradient whose own gradient is taken: use torch.func.jvp, whose "
                 f"stages are compositions of collectives"

@@ -25,7 +25,7 @@ from shardfn.shards.partition import with_leaves
 from shardfn.stages.call import Call, SharedMemory
 from shardfn.stages.composition import composed, traced
 from shardfn.stages.engine import Engine, engine_of
-from shardfn.stages.forward_mode import Differentiated, Pairs, scheduled, with_tangents
+from shardfn.stages.forward_mode import Pairs, Pushed, scheduled, with_tangents
 from shardfn.stages.options import Options, Remat
 from shardfn.stages.prefetch import Group, PrefetchOrder
 from shardfn.stages.refusals import refuse_inside, refuse_reentrant
@@ -334,7 +334,7 @@ def _pushed(signature: Signature, leaves: list[Any], mesh: DeviceMesh) -> Any:
     call = Call(pairs.signature, mesh, engine.device, static, at, needs)
     call.collected, call.pairs = [None] * len(shards), pairs
     if any(needs):
-        outputs = Differentiated.apply(engine, call, *shards, *inputs)  # type: ignore[no-untyped-call]
+        outputs = Pushed.apply(engine, call, *shards, *inputs)  # type: ignore[no-untyped-call]
     else:
         outputs = engine.forward(call, shards, tuple(inputs))
     return call.rebuilt(with_tangents(call, outputs, (*shards, *inputs)), inputs)

@@ -150,10 +150,14 @@ def _by_autograd(
             by_autograd: list[Tensor | None] = [None] * len(variables)
             with step.differentiating():
                 if value.requires_grad and variables:
-                    by_autograd = list(torch.autograd.grad(value, variables, create_graph=keep, allow_unused=True))
+                    # Derivatives of torch's, as of a determinant, are right in forward mode only if a graph is made.
+                    makes = keep or step.pushed
+                    by_autograd = list(torch.autograd.grad(value, variables, create_graph=makes, allow_unused=True))
             collected = step.finish()
             follow(collected, variables, layouts)
         gradients = unshared(totals(by_autograd, collected, variables, layouts))
+    if step.pushed and not keep:
+        gradients = [detached(g) for g in gradients]
     return (value, aux, gradients) if keep else (detached(value), optree.tree_map(detached, aux), gradients)
 
 

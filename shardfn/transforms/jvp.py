@@ -9,10 +9,11 @@ import optree
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardfn.compat import functorch
-from shardfn.stages.forward_mode import moves, scheduling
 from shardfn.transforms.autodiff import name_of
+from shardfn.transforms.step import pushing
 
 
 def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], *, has_aux: bool = False) -> Any:
@@ -20,7 +21,8 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], 
 
     Stages inside run on the schedule: parameters and their tangents are gathered when a stage runs, and dropped after.
     With a gradient inside, `jvp(grad(loss), (params,), (v,))` gives the gradient and a Hessian-vector product, by twice
-    the collectives of the gradient. Each product is forward over reverse.
+    the collectives of the gradient. Attention is computed by torch's `SDPBackend.MATH`, since its others have no forward
+    mode.
 
     Args:
         f: a function of pytrees.
@@ -49,9 +51,18 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], 
         raise ValueError(f"jvp: the tangents of {name_of(f)} have another structure than its primals: {other}, {tree}")
     pairs = [_checked(f, i, *pair) for i, pair in enumerate(zip(leaves, moving, strict=True))]
     outside = functorch.inside_transform() or functorch.inside_forward_mode()
-    if outside or any(isinstance(x, Tensor) and x.requires_grad for pair in pairs for x in pair):
-        return _by_torch_func(f, tree, pairs, has_aux)
-    with forward_ad.dual_level(), scheduling():
+    if not outside and not any(isinstance(x, Tensor) and x.requires_grad for pair in pairs for x in pair):
+        try:
+            return _pushed(f, tree, pairs, has_aux)
+        except RuntimeError as error:
+            if "Nested forward mode" not in str(error):
+                raise  # else `f` has a forward mode of its own, which torch.func can follow
+    return _by_torch_func(f, tree, pairs, has_aux)
+
+
+def _pushed(f: Callable[..., Any], tree: Any, pairs: Sequence[tuple[Any, Tensor | None]], has_aux: bool) -> Any:
+    """The result and its tangent, with stages on the schedule."""
+    with forward_ad.dual_level(), pushing(), sdpa_kernel(SDPBackend.MATH):
         duals = [x if t is None else functorch.dual(x, t) for x, t in pairs]
         result = f(*optree.tree_unflatten(tree, duals))
         result, aux = result if has_aux else (result, None)
@@ -62,6 +73,11 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], 
         aux = optree.tree_map(lambda x: functorch.unpacked(x)[0].detach() if isinstance(x, Tensor) else x, aux)
     both = tuple(optree.tree_unflatten(structure, part) for part in (values, directions))
     return (*both, aux) if has_aux else both
+
+
+def moves(x: Any) -> bool:
+    """Whether a leaf may have a tangent."""
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 def _flat(values: Sequence[Any], what: str) -> tuple[list[Any], Any]:
@@ -98,4 +114,5 @@ def _by_torch_func(f: Callable[..., Any], tree: Any, pairs: Sequence[tuple[Any, 
         return f(*optree.tree_unflatten(tree, full))
 
     values = tuple(leaves[i] for i in at)
-    return torch.func.jvp(of_moving, values, tuple(pairs[i][1] for i in at), has_aux=has_aux)
+    with sdpa_kernel(SDPBackend.MATH):
+        return torch.func.jvp(of_moving, values, tuple(pairs[i][1] for i in at), has_aux=has_aux)

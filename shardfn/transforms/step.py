@@ -51,6 +51,28 @@ class GradientSum:
         self.out = self.reductions.added(self.reduction, self.out, out)
 
 
+class _Pushing(threading.local):
+    on = False
+
+
+_pushing = _Pushing()
+
+
+@contextlib.contextmanager
+def pushing() -> Iterator[None]:
+    """A context in which tangents are pushed forward of which nobody takes the gradient."""
+    before, _pushing.on = _pushing.on, True
+    try:
+        yield
+    finally:
+        _pushing.on = before
+
+
+def pushes() -> bool:
+    """Whether such a context is active."""
+    return _pushing.on
+
+
 class Step:
     """One evaluation of gradients with respect to `variables`; stages pass it those of flat shards.
 
@@ -61,6 +83,7 @@ class Step:
             too; `"nothing"`.
         ordered: whether backward passes come in the reverse order of the forward passes. Only then can a rank take part
             in the backward of stages that its own loss does not use.
+        pushed: whether its gradients have tangents.
     """
 
     def __init__(self, variables: Sequence[Tensor], defer: Defer = "nothing", ordered: bool = True) -> None:
@@ -68,7 +91,7 @@ class Step:
         self.variables = {id(variable): variable for variable in variables}
         self.sums: dict[int, GradientSum] = {}
         self.defer = defer
-        self.live = False
+        self.live, self.pushed = False, pushes()
         self.pass_: int | None = None
         self.engines: list[Member] = []
         self.tapes: list[tuple[Member, Any]] = []

@@ -1,0 +1,317 @@
+"""shardfn.jvp: stages in forward mode on the schedule, alone and around a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import shardfn as sf
+from shardfn import interop
+from shardfn.testing import World
+from tests.models import STRATEGIES, distance, normal
+
+D, WORDS, ROWS = 6, 11, 4
+Layer = Callable[[Any, Tensor], Tensor]
+two = pytest.mark.world(2, "processes")
+
+
+def whole(seed: int = 0) -> Any:
+    shapes = {"a": (D, 8), "b": (8, D), "s": (D,), "t": (D,)}
+    layers = [{name: normal(*shape, seed=100 * seed + 10 * i + k) / 2 for k, (name, shape) in enumerate(shapes.items())}
+              for i in range(3)]  # fmt: skip
+    return {"embed": {"e": normal(WORDS, D, seed=100 * seed + 91)}, "layers": layers,
+            "head": {"w": normal(D, WORDS, seed=100 * seed + 92)}}  # fmt: skip
+
+
+def words(rank: int) -> Tensor:
+    return torch.randint(0, WORDS, (ROWS,), generator=torch.Generator().manual_seed(rank))
+
+
+def plainly(f: Any, **_: Any) -> Any:
+    return f
+
+
+def loss_of(stage: Any, layer: Layer, params: Any, tokens: Tensor, **options: Any) -> Tensor:
+    x = stage(lambda p, t: p["e"][t])(params["embed"], tokens)
+    f = stage(layer, **options)
+    for p in sf.layers(params["layers"]):
+        x = f(p, x)
+    y = stage(lambda p, x: x @ p["w"])(params["head"], torch.sin(x))
+    return F.cross_entropy(y, tokens)
+
+
+# --- layers, by what is special about them ---
+
+
+def mlp(p: Any, x: Tensor) -> Tensor:
+    return x + torch.tanh(x @ p["a"]) @ p["b"]
+
+
+def normed(p: Any, x: Tensor) -> Tensor:
+    return F.layer_norm(mlp(p, x), (D,), p["s"], p["t"])
+
+
+def batch_normed(p: Any, x: Tensor) -> Tensor:
+    return F.batch_norm(mlp(p, x), None, None, p["s"], p["t"], training=True)
+
+
+def attending(p: Any, x: Tensor) -> Tensor:
+    q, k, v = (x @ p["a"] @ p["b"]).tanh(), x * p["s"], x + p["t"]
+    return x + torch.softmax(q @ k.T, -1) @ v
+
+
+def dropping(p: Any, x: Tensor) -> Tensor:
+    return mlp(p, F.dropout(x, 0.4))
+
+
+def shifting(p: Any, x: Tensor) -> Tensor:
+    return x + p["s"]  # whose tangent may be one that is lent
+
+
+def handing_through(p: Any, x: Tensor) -> Tensor:
+    return x if p["a"].sum() > 1e9 else x.view(x.shape) * 1
+
+
+def of_parameters_alone(p: Any, x: Tensor) -> Tensor:
+    return (p["a"] @ p["b"])[: len(x)] + 1
+
+
+def in_place(p: Any, x: Tensor) -> Tensor:
+    h = x @ p["a"]
+    h[:, 0] *= 2
+    return x.clone().add_(h @ p["b"])
+
+
+def complexly(p: Any, x: Tensor) -> Tensor:
+    z = torch.fft.fft(torch.complex(x, x * p["s"]))
+    return (z * torch.complex(p["t"], p["s"])).abs() + x
+
+
+def solving(p: Any, x: Tensor) -> Tensor:
+    m = torch.eye(D) + 0.1 * p["a"] @ p["b"]
+    return torch.linalg.solve(m, x.T).T + torch.linalg.det(m) + torch.logsumexp(x, -1, keepdim=True)
+
+
+LAYERS = {f.__name__: f for f in (
+    mlp, normed, batch_normed, attending, dropping, shifting, handing_through, of_parameters_alone, in_place, complexly,
+    solving,
+)}  # fmt: skip
+OPTIONS: list[dict[str, Any]] = [{}, {"remat": True}, {"reshard": False}, {"prefetch": 0}, {"remat": "offload"}]
+
+
+def off_of_torch(name: str, strategy: str, options: dict[str, Any]) -> list[float]:
+    """How far a Hessian-vector product and a tangent are from those of stages that are composed."""
+    mesh = sf.make_mesh(replica=dist.get_world_size() // 2, shard=2, device="cpu")
+    params, v = (sf.shard(whole(seed), mesh, STRATEGIES[strategy]) for seed in (0, 1))
+    own, found = words(mesh.get_rank()), []
+
+    def loss(params: Any) -> Tensor:
+        torch.manual_seed(3)
+        return loss_of(sf.stage, LAYERS[name], params, own, **options)
+
+    for f in (sf.grad(loss), loss):
+        want = torch.func.jvp(f, (params,), (v,))
+        for _ in range(2):  # the first call compares more
+            got = sf.jvp(f, (params,), (v,))
+            pairs = zip(optree.tree_leaves(got), optree.tree_leaves(want), strict=True)
+            found.append(max(float((x - y).norm() / y.norm().clamp(1)) for x, y in pairs))
+    return found
+
+
+@two
+@pytest.mark.parametrize("name", LAYERS)
+def test_products_are_those_of_torch(world: World, name: str) -> None:
+    for options in OPTIONS[:2]:
+        for off in world.run(off_of_torch, name, "full_shard", options):
+            assert max(off) < 1e-13, (options, off)
+
+
+@pytest.mark.world(4, "processes")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_products_are_those_of_torch_with_each_strategy(world: World, strategy: str) -> None:
+    for options in OPTIONS[1:]:
+        for off in world.run(off_of_torch, "normed", strategy, options):
+            assert max(off) < 1e-13, (options, off)
+
+
+def alone() -> tuple[float, float, list[Any]]:
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    params, v = (sf.shard(whole(seed), mesh, sf.full_shard("shard")) for seed in (0, 1))
+
+    def everyone(params: Any) -> Tensor:
+        return torch.stack([loss_of(plainly, normed, params, words(k)) for k in range(mesh.size())]).sum()
+
+    def gradient(params: Any) -> Any:
+        return sf.grad(lambda p: loss_of(sf.stage, normed, p, words(mesh.get_rank()), remat=True))(params)
+
+    want = torch.func.jvp(torch.func.grad(everyone), (whole(0),), (whole(1),))
+    got = sf.jvp(gradient, (params,), (v,))
+    counts = []
+    gradient(params)  # which compares its stages
+    for run in (lambda: gradient(params), lambda: sf.jvp(gradient, (params,), (v,))):
+        with sf.ledger() as log:
+            run()
+        assert all(entry.scheduled for entry in log.records), [e for e in log.records if not e.scheduled]
+        counts.append((len(log.records), sum(entry.bytes for entry in log.records)))
+    return distance(sf.unshard(got[0]), want[0]), distance(sf.unshard(got[1]), want[1]), counts
+
+
+@two
+def test_a_hessian_vector_product_is_that_of_one_process_by_twice_the_collectives(world: World) -> None:
+    for gradient, product, (once, twice) in world.run(alone):
+        assert max(gradient, product) < 1e-13
+        assert twice == (2 * once[0], 2 * once[1])
+
+
+# --- what has tangents, and what is differentiated ---
+
+
+def cases() -> dict[str, Any]:
+    """Results, and what torch.func makes of the same."""
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    strategy, rank = sf.full_shard("shard"), mesh.get_rank()
+    params, v = (sf.shard({"only": whole(seed)["layers"][0]}, mesh, strategy)["only"] for seed in (0, 1))
+    x, dx = normal(ROWS, D, seed=20 + rank), normal(ROWS, D, seed=30 + rank)
+    layer, lean = sf.stage(normed), sf.stage(mlp, remat=True)
+    both: list[Any] = [sf.jvp, torch.func.jvp]
+    found: dict[str, Any] = {}
+
+    def case(name: str, f: Callable[..., Any], primals: Any, tangents: Any, **more: Any) -> None:
+        found[name] = [by(f, primals, tangents, **more) for by in both]
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return lean(p, layer(p, x).sin()).square().sum()
+
+    case("in inputs", lambda x: layer(params, x), (x,), (dx,))
+    case("a gradient of parameters, along inputs", lambda x: sf.grad(loss)(params, x), (x,), (dx,))
+    case("a gradient of inputs, along parameters", lambda p: sf.grad(loss, 1)(p, x), (params,), (v,))
+    case("a gradient of both, along both", sf.grad(loss, (0, 1)), (params, x), (v, dx))
+    case("a value and a gradient", sf.value_and_grad(loss), (params, x), (v, dx))
+    case("parameters twice", lambda p: sf.grad(lambda p: loss(p, layer(p, x)))(p), (params,), (v,))
+    case("a closure over what moves", lambda x: sf.stage(lambda p: mlp(p, x))(params), (x,), (dx,))
+    case("a stage without what moves", lambda x: layer(params, normal(ROWS, D, seed=1)) * x, (x,), (dx,))
+    case("a number too", lambda p, x: {"y": layer(p, x), "n": 3.0 * x.sum()}, (params, x), (v, dx))
+    case("aux", lambda p: (loss(p, x), layer(p, x).detach()), (params,), (v,), has_aux=True)
+    case("a gradient by torch", lambda p: torch.func.grad(loss)(p, x), (params,), (v,))
+    case("a product by torch", lambda p: torch.func.jvp(lambda p: loss(p, x), (p,), (v,))[1], (params,), (v,))
+    case("a product by jvp", lambda p: sf.jvp(lambda p: loss(p, x), (p,), (v,))[1], (params,), (v,))
+    case("a sum over ranks in a stage", lambda p: sf.grad(lambda p: sf.stage(summed)(p, x).sum())(p), (params,), (v,))
+
+    def tangent(by: Any) -> Any:
+        return sf.grad(lambda p: by(lambda p: loss(p, x), (p,), (v,))[1])(params)
+
+    found["the gradient of a tangent"] = tangent(sf.jvp), tangent(torch.func.jvp)
+    batch = torch.stack([dx, 2 * dx])
+    mapped = [torch.func.vmap(lambda d, by=by: by(lambda x: layer(params, x), (x,), (d,))[1])(batch) for by in both]
+    found["a batch"] = mapped[0], mapped[1]
+    return found
+
+
+def summed(p: Any, x: Tensor) -> Tensor:
+    return sf.psum(mlp(p, x), "shard").sin()
+
+
+def off_by_case() -> dict[str, float]:
+    off = {}
+    for name, (got, want) in cases().items():
+        a, b = ([y for y in optree.tree_leaves(each) if isinstance(y, Tensor)] for each in (got, want))
+        assert len(a) == len(b) > 0, name
+        off[name] = max(float((x - y).norm() / y.norm().clamp(1)) for x, y in zip(a, b, strict=True))
+    return off
+
+
+@two
+def test_each_order_and_choice_of_derivatives(world: World) -> None:
+    for off in world.run(off_by_case):
+        assert {name: each for name, each in off.items() if not each < 1e-13} == {}
+        assert len(off) == 16
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(WORDS, D)
+        layer = torch.nn.TransformerEncoderLayer(D, 2, 12, dropout=0.0, batch_first=True, dtype=torch.float64)
+        self.layers = torch.nn.ModuleList([layer, torch.nn.Linear(D, D)])
+        self.double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return x @ self.embed.weight.T
+
+
+def of_a_module() -> float:
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    forward = interop.functional(Model(), remat=True)
+    params = forward.shard(mesh, sf.full_shard("shard"))
+    v = optree.tree_map(lambda x: x.cos() if x.is_floating_point() else x, params)
+    tokens = words(mesh.get_rank())[None]
+
+    def gradient(params: Any) -> Any:
+        return sf.grad(lambda p: F.cross_entropy(forward(p, tokens)[0], tokens[0]))(params)
+
+    got = sf.jvp(gradient, (params,), (v,))[1]
+    with sdpa_kernel(SDPBackend.MATH):
+        want = torch.func.jvp(gradient, (params,), (v,))[1]
+    pairs = zip(optree.tree_leaves(got), optree.tree_leaves(want), strict=True)
+    return max(float((x - y).norm() / y.norm().clamp(1)) for x, y in pairs)
+
+
+@two
+def test_a_module(world: World) -> None:
+    assert max(world.run(of_a_module)) < 1e-12
+
+
+# --- errors ---
+
+
+def told() -> dict[str, str]:
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    params, v = (sf.shard({"only": whole(seed)["layers"][0]}, mesh, sf.full_shard("shard"))["only"] for seed in (0, 1))
+    x = normal(ROWS, D, seed=1)
+    layer = sf.stage(mlp)
+    programs: dict[str, Callable[[], Any]] = {
+        "structure": lambda: sf.jvp(layer, (params, x), (v,)),
+        "no tuple": lambda: sf.jvp(torch.sin, x, x),  # type: ignore[arg-type]
+        "shape": lambda: sf.jvp(torch.sin, (x,), (x[0],)),
+        "dtype": lambda: sf.jvp(torch.sin, (x,), (x.float(),)),
+        "a number": lambda: sf.jvp(torch.sin, (x,), (1.0,)),
+        "closure": lambda: sf.grad(lambda p: sf.jvp(lambda x: layer(p, x).sum(), (x,), (x,))[1])(params),
+        "returned": lambda: sf.jvp(sf.stage(written), (params, x), (v, x)),
+    }
+    found = {}
+    for name, program in programs.items():
+        try:
+            program()
+            found[name] = "nothing"
+        except (TypeError, ValueError, RuntimeError) as error:
+            found[name] = str(error)
+    return found
+
+
+def written(p: Any, x: Tensor) -> Tensor:
+    p["s"].detach().add_(1)
+    return x
+
+
+@two
+def test_errors(world: World) -> None:
+    for found in world.run(told):
+        assert "another structure" in found["structure"]
+        assert "write (primals,)" in found["no tuple"]
+        assert "leaf 0 of the primals of sin has shape (4, 6), torch.float64, and its tangent is (6,)" in found["shape"]
+        assert "torch.float32" in found["dtype"]
+        assert "its tangent is float" in found["a number"]
+        assert "the gradient of a tangent" in found["closure"]
+        assert "writes into" in found["returned"]
