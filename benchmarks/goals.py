@@ -80,6 +80,7 @@ TIMED = [
     Command("check", 400, NOISE),
     Command("parameter_memory", 300, NOISE),
     Command("transforms", 300, NOISE),
+    Command("curvature", 300, NOISE),
     Command("interop --rounds 5", 500, NOISE),
     Command("bits --only formats memory", 400, NOISE),
     Command("bits --only convergence", 900, NOISE),

@@ -1,7 +1,7 @@
 """Stages: functions whose parameters are gathered just before they run, and whose gradients are reduced just after.
 
-The engine's schedule runs a stage's forward and first backward. Everything else (a second derivative, forward mode, a
-batch) runs the stage as a composition of collectives.
+The engine's schedule runs a stage's forward and first backward, and both with tangents in `shardfn.jvp`. Everything else
+(a second derivative, torch.func's forward mode, a batch) runs the stage as a composition of collectives.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def stage(
     Returns:
         A function with the same signature. Derivatives with respect to shards are those of the composition
         `fn(all_gather(pvary(shard)))`: gradients are reduce-scattered over the axes that cut the shard, then summed
-        over its replicas. First derivatives by reverse mode (autograd, `torch.func.grad`, `vjp`) run the schedule;
-        others run the composition, which keeps gathered parameters.
+        over its replicas. First derivatives by reverse mode (autograd, `torch.func.grad`, `vjp`) and those by
+        `shardfn.jvp` run the schedule; others run the composition, which keeps gathered parameters.
 
     Raises:
         RuntimeError: a stage inside a stage; a function that returns a parameter or a view of one, writes into one,
