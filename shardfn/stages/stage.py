@@ -1,7 +1,7 @@
 """Stages: functions whose parameters are gathered just before they run, and whose gradients are reduced just after.
 
-The engine's schedule runs a stage's forward and first backward, and both with tangents in `shardfn.jvp`. Everything else
-(a second derivative, torch.func's forward mode, a batch) runs the stage as a composition of collectives.
+The engine's schedule runs a stage's forward and first backward, and both with tangents in `shardfn.jvp`. Everything
+else (a second derivative, torch.func's forward mode, a batch) runs the stage as a composition of collectives.
 """
 
 from __future__ import annotations

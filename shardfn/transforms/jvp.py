@@ -21,8 +21,11 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], 
 
     Stages inside run on the schedule: parameters and their tangents are gathered when a stage runs, and dropped after.
     With a gradient inside, `jvp(grad(loss), (params,), (v,))` gives the gradient and a Hessian-vector product, by twice
-    the collectives of the gradient. Attention is computed by torch's `SDPBackend.MATH`, since its others have no forward
-    mode.
+    the collectives of the gradient: forward over reverse. Attention is computed by torch's `SDPBackend.MATH`, as its
+    others have no forward mode.
+
+    Inside of another transform, around one in forward mode, and where `f` closes over what a gradient outside is taken
+    of, stages are compositions of collectives, as in `torch.func.jvp`; `f` may run twice to find that out.
 
     Args:
         f: a function of pytrees.
