@@ -25,21 +25,25 @@ RANKS = 2
 KINDS = ("gradient", "jvp", "torch.func.jvp", "product", "product, remat", "product by torch.func")
 
 
+def block(p: Any, x: Tensor) -> Tensor:
+    return x + torch.tanh(x @ p["up"]) @ p["down"]
+
+
 def layer(width: int) -> Callable[[torch.Generator], Any]:
     shapes = {"up": (width, 4 * width), "down": (4 * width, width)}
-    return lambda g: {name: torch.randn(shape, generator=g).div_(width**0.5) for name, shape in shapes.items()}
+    return lambda g: {name: torch.randn(shape, generator=g) / width**0.5 for name, shape in shapes.items()}
 
 
 def program(kind: str, width: int, layers: int) -> Callable[[], Any]:
     mesh = sf.make_mesh(data=RANKS, device="cpu")
     params, v = (sf.init_sharded([layer(width)] * layers, seed, mesh, sf.full_shard("data")) for seed in (0, 1))
     x = torch.ones(32, width)
-    block = sf.stage(lambda p, x: x + torch.tanh(x @ p["up"]) @ p["down"], remat="remat" in kind)
+    staged = sf.stage(block, remat="remat" in kind)
 
     def loss(params: Any) -> Tensor:
         y = x
         for p in sf.layers(params):
-            y = block(p, y)
+            y = staged(p, y)
         return sf.psum(y.square().sum(), "data")
 
     def run(params: Any, v: Any) -> Any:

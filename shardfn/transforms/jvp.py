@@ -40,7 +40,6 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], 
 
     Raises:
         TypeError, ValueError: primals and tangents do not match.
-        RuntimeError: the gradient of such a tangent, with respect to something over which `f` closes.
 
     Example:
         >>> import torch
