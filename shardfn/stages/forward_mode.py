@@ -19,7 +19,7 @@ from shardfn.compat import autograd, functorch
 from shardfn.shards.layout import FlatShard
 from shardfn.stages.signature import Signature, signature_of
 from shardfn.transforms.jvp import moves
-from shardfn.transforms.step import pushes
+from shardfn.transforms.step import OutsideGradient, pushes
 
 if TYPE_CHECKING:
     from shardfn.stages.call import Call
@@ -193,10 +193,7 @@ class Pushed(torch.autograd.Function):
         """The gradients, with tangents."""
         engine, call = ctx.engine, ctx.call
         if torch.is_grad_enabled() and not (call.step is not None and call.step.pushed):
-            raise RuntimeError(
-                f"{call.signature}: in shardfn.jvp, a gradient whose own gradient is taken: use torch.func.jvp, whose "
-                f"stages are compositions of collectives"
-            )
+            raise OutsideGradient
         gradients = engine.backward(call, call.needs, cotangents, tuple(ctx.saved_tensors), False)
         for k, t in call.pairs.tangent_of.items():
             if gradients[k] is not None:

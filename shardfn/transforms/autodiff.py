@@ -24,7 +24,7 @@ from shardfn.mesh.scope import current_axes, mesh_of, scope
 from shardfn.shards.layout import FlatShard, Layout, is_flat, local_parameters
 from shardfn.shards.partition import with_leaves
 from shardfn.transforms.modules import module_told
-from shardfn.transforms.step import Step, escaped, owner
+from shardfn.transforms.step import OutsideGradient, Step, escaped, owner
 
 
 def value_and_grad(
@@ -147,16 +147,18 @@ def _by_autograd(
             value, aux = loss(*variables)
             others = bool(recording_outside or step.engines) and reaches_others((value, aux), variables)
             keep = recording_outside and (any(leaf.requires_grad for leaf in leaves) or others)
+            if keep and step.pushed:
+                raise OutsideGradient
             by_autograd: list[Tensor | None] = [None] * len(variables)
             with step.differentiating():
                 if value.requires_grad and variables:
                     # Derivatives of torch's, as of a determinant, are right in forward mode only if a graph is made.
-                    makes = keep or step.pushed
-                    by_autograd = list(torch.autograd.grad(value, variables, create_graph=makes, allow_unused=True))
+                    graph = keep or step.pushed
+                    by_autograd = list(torch.autograd.grad(value, variables, create_graph=graph, allow_unused=True))
             collected = step.finish()
             follow(collected, variables, layouts)
         gradients = unshared(totals(by_autograd, collected, variables, layouts))
-    if step.pushed and not keep:
+    if step.pushed:
         gradients = [detached(g) for g in gradients]
     return (value, aux, gradients) if keep else (detached(value), optree.tree_map(detached, aux), gradients)
 

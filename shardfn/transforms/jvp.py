@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardfn.compat import functorch
+from shardfn.quoting import short
 from shardfn.transforms.autodiff import name_of
-from shardfn.transforms.step import pushing
+from shardfn.transforms.step import OutsideGradient, pushing
 
 
 def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], *, has_aux: bool = False) -> Any:
@@ -24,8 +26,9 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], 
     the collectives of the gradient: forward over reverse. Attention is computed by torch's `SDPBackend.MATH`, as its
     others have no forward mode.
 
-    Inside of another transform, around one in forward mode, and where `f` closes over what a gradient outside is taken
-    of, stages are compositions of collectives, as in `torch.func.jvp`; `f` may run twice to find that out.
+    Inside of another transform, around one in forward mode, around a gradient of a gradient, and where `f` closes over
+    what a gradient outside is taken of, stages are compositions of collectives, as in `torch.func.jvp`; `f` may run
+    twice to find that out.
 
     Args:
         f: a function of pytrees.
@@ -50,15 +53,17 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], 
     leaves, tree = _flat(primals, "primals")
     moving, other = _flat(tangents, "tangents")
     if other != tree:
-        raise ValueError(f"jvp: the tangents of {name_of(f)} have another structure than its primals: {other}, {tree}")
+        told = f"{short(str(other))}, {short(str(tree))}"
+        raise ValueError(f"jvp: the tangents of {name_of(f)} have another structure than its primals: {told}")
     pairs = [_checked(f, i, *pair) for i, pair in enumerate(zip(leaves, moving, strict=True))]
     outside = functorch.inside_transform() or functorch.inside_forward_mode()
     if not outside and not any(isinstance(x, Tensor) and x.requires_grad for pair in pairs for x in pair):
-        try:
-            return _pushed(f, tree, pairs, has_aux)
-        except RuntimeError as error:
-            if "Nested forward mode" not in str(error):
-                raise  # else `f` has a forward mode of its own, which torch.func can follow
+        with contextlib.suppress(OutsideGradient):
+            try:
+                return _pushed(f, tree, pairs, has_aux)
+            except RuntimeError as error:
+                if "Nested forward mode" not in str(error):
+                    raise  # else `f` has a forward mode of its own, which torch.func can follow
     return _by_torch_func(f, tree, pairs, has_aux)
 
 
@@ -70,9 +75,11 @@ def _pushed(f: Callable[..., Any], tree: Any, pairs: Sequence[tuple[Any, Tensor 
         result, aux = result if has_aux else (result, None)
         ys, structure = optree.tree_flatten(result, none_is_leaf=True)
         parts = [functorch.unpacked(y) if isinstance(y, Tensor) else (y, None) for y in ys]
-        values = [y.detach() if moves(y) else y for y, _ in parts]
-        directions = [_direction(y, t) for y, t in parts]
-        aux = optree.tree_map(lambda x: functorch.unpacked(x)[0].detach() if isinstance(x, Tensor) else x, aux)
+        aux = optree.tree_map(lambda x: functorch.unpacked(x)[0] if isinstance(x, Tensor) else x, aux)
+    values = [y for y, _ in parts]
+    directions = [None if not moves(y) else torch.zeros_like(y) if t is None else t for y, t in parts]
+    if any(isinstance(x, Tensor) and x.requires_grad for x in (*values, *directions, *optree.tree_leaves(aux))):
+        raise OutsideGradient
     both = tuple(optree.tree_unflatten(structure, part) for part in (values, directions))
     return (*both, aux) if has_aux else both
 
@@ -98,10 +105,6 @@ def _checked(f: Callable[..., Any], number: int, x: Any, tangent: Any) -> tuple[
             f"is {said}"
         )
     return x, tangent
-
-
-def _direction(y: Any, tangent: Tensor | None) -> Any:
-    return None if not moves(y) else torch.zeros_like(y) if tangent is None else tangent.detach()
 
 
 def _by_torch_func(f: Callable[..., Any], tree: Any, pairs: Sequence[tuple[Any, Tensor | None]], has_aux: bool) -> Any:

@@ -51,6 +51,10 @@ class GradientSum:
         self.out = self.reductions.added(self.reduction, self.out, out)
 
 
+class OutsideGradient(Exception):
+    """A gradient outside is to go through one that has tangents."""
+
+
 class _Pushing(threading.local):
     on = False
 
