@@ -47,6 +47,7 @@ RANKS = "tests/stages/test_stage_ranks.py"
 REFUSALS = "tests/stages/test_stage_refusals.py"
 DTYPES = "tests/stages/test_stage_dtypes.py"
 OWN = "tests/stages/test_chaos.py"
+FORWARD = "tests/stages/test_forward_mode.py"
 ZEROS = "tests/shards/test_strategies.py::test_gradients_have_zeros_where_no_parameter_is"
 NARROW = "tests/shards/test_strategies.py::test_gradients_in_narrow_dtypes_are_rounded_once"
 COLLECTIVES = "tests/collectives/test_collectives.py"
@@ -63,6 +64,28 @@ WRONG = "tests/check/test_wrong.py::test_every_rank_hears_what_is_wrong_and_wher
 RIGHT = "tests/check/test_right.py::test_a_right_program_passes_in_silence_and_unchanged"
 
 MUTANTS = [
+    # forward mode
+    Mutant(
+        "gradients of pairs are taken without a graph",
+        "stages/engine.py",
+        "cotangents, call.pairs is not None)",
+        "cotangents, False)",
+        f"{FORWARD}::test_products_are_those_of_torch[solving]",
+    ),
+    Mutant(
+        "a tangent that is returned is lent",
+        "stages/forward_mode.py",
+        "return functorch.dual(value, tangent.clone()) if shares else y",
+        "return y",
+        f"{FORWARD}::test_each_order_and_choice_of_derivatives",
+    ),
+    Mutant(
+        "a gradient outside is lost in jvp",
+        "transforms/jvp.py",
+        "for x in (*values, *directions, *optree.tree_leaves(aux))):",
+        "for x in ()):",
+        f"{FORWARD}::test_each_order_and_choice_of_derivatives",
+    ),
     # state on other tiers
     Mutant(
         "a step leaves state on disk as it was",

@@ -24,7 +24,7 @@ def outside_transforms() -> Any:
 def followed(x: torch.Tensor) -> set[tuple[int, str]]:
     """Returns, with the level of torch.func's transforms, what is tracked for a tensor: gradient, tangent or batch."""
     functorch, kinds = torch._C._functorch, set()
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+    if tangent_of(x) is not None:
         kinds.add("tangent")
     top = functorch.peek_interpreter_stack()
     own = top is not None and functorch.is_functorch_wrapped_tensor(x) and functorch.maybe_get_level(x) == top.level()
@@ -41,7 +41,7 @@ def followed(x: torch.Tensor) -> set[tuple[int, str]]:
 def tangents(x: torch.Tensor) -> list[torch.Tensor]:
     """Returns the tangents of a tensor on each level of torch.func's transforms, unwrapped."""
     functorch, result = torch._C._functorch, list[torch.Tensor]()
-    if forward_ad._current_level >= 0 and (tangent := forward_ad.unpack_dual(x).tangent) is not None:
+    if (tangent := tangent_of(x)) is not None:
         result.append(unwrapped(tangent))
     top = functorch.peek_interpreter_stack()
     if top is None:

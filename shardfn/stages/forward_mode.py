@@ -18,7 +18,7 @@ from torch import Tensor
 from shardfn.compat import autograd, functorch
 from shardfn.shards.layout import FlatShard
 from shardfn.stages.signature import Signature, signature_of
-from shardfn.transforms.jvp import moves
+from shardfn.transforms.autodiff import moves
 from shardfn.transforms.step import OutsideGradient, pushes
 
 if TYPE_CHECKING:

@@ -31,6 +31,7 @@ from shardfn.stages.prefetch import Group, PrefetchOrder
 from shardfn.stages.refusals import refuse_inside, refuse_reentrant
 from shardfn.stages.signature import Signature, signature_of
 from shardfn.transforms import custom_vjp
+from shardfn.transforms.autodiff import moves
 from shardfn.transforms.modules import refuse_module
 
 if TYPE_CHECKING:
@@ -406,13 +407,9 @@ def _needs(signature: Signature, shards: Sequence[Tensor], inputs: Sequence[Tens
             return [False] * (len(shards) + len(inputs))
         return [x.requires_grad for x in (*shards, *inputs)]
     return [
-        *(_moves(x) and layout.trainable for x, layout in zip(shards, signature.layouts, strict=True)),
-        *map(_moves, inputs),
+        *map(moves, shards, signature.layouts),
+        *map(moves, inputs),
     ]
-
-
-def _moves(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
 
 
 def _checked(signature: Signature, leaves: Sequence[Any]) -> tuple[Tensor, ...]:

@@ -14,7 +14,6 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from shardfn.check import recording
 from shardfn.collectives import functional
@@ -267,7 +266,7 @@ def layouts_of(tree: Any) -> list[Layout | None]:
     return [node.layout if is_flat(node) else None for node in nodes]
 
 
-def moves(leaf: Any, layout: Layout | None) -> bool:
+def moves(leaf: Any, layout: Layout | None = None) -> bool:
     """Whether a leaf has a gradient."""
     differentiable = isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
     return differentiable and (layout is None or layout.trainable)
@@ -326,10 +325,8 @@ def detached(leaf: Any) -> Any:
     """A leaf without its graph; keeps its tangent in forward mode, which `detach` alone would drop."""
     if not isinstance(leaf, Tensor):
         return leaf
-    if not functorch.inside_forward_mode():
-        return leaf.detach()
-    primal, tangent = forward_ad.unpack_dual(leaf)
-    return primal.detach() if tangent is None else forward_ad.make_dual(primal.detach(), tangent.detach())
+    primal, tangent = functorch.unpacked(leaf)
+    return primal.detach() if tangent is None else functorch.dual(primal.detach(), tangent.detach())
 
 
 def name_of(f: Callable[..., Any]) -> str:

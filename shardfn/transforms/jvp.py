@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardfn.compat import functorch
 from shardfn.quoting import short
-from shardfn.transforms.autodiff import name_of
+from shardfn.transforms.autodiff import moves, name_of
 from shardfn.transforms.step import OutsideGradient, pushing
 
 
@@ -82,11 +82,6 @@ def _pushed(f: Callable[..., Any], tree: Any, pairs: Sequence[tuple[Any, Tensor 
         raise OutsideGradient
     both = tuple(optree.tree_unflatten(structure, part) for part in (values, directions))
     return (*both, aux) if has_aux else both
-
-
-def moves(x: Any) -> bool:
-    """Whether a leaf may have a tangent."""
-    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 def _flat(values: Sequence[Any], what: str) -> tuple[list[Any], Any]:

@@ -51,8 +51,8 @@ class GradientSum:
         self.out = self.reductions.added(self.reduction, self.out, out)
 
 
-class OutsideGradient(Exception):
-    """A gradient outside is to go through one that has tangents."""
+class OutsideGradient(BaseException):
+    """A gradient outside is to go through one that has tangents. No Exception, which a program might handle."""
 
 
 class _Pushing(threading.local):

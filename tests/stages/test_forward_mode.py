@@ -198,6 +198,7 @@ def cases() -> dict[str, Any]:
     case("parameters twice", lambda p: sf.grad(lambda p: loss(p, layer(p, x)))(p), (params,), (v,))
     case("a closure over what moves", lambda x: sf.stage(lambda p: mlp(p, x))(params), (x,), (dx,))
     case("a stage without what moves", lambda x: layer(params, normal(ROWS, D, seed=1)) * x, (x,), (dx,))
+    case("a parameter and one", lambda p: sf.stage(lambda p: p["s"] + 1)(p) * x, (params,), (v,))
     case("a number too", lambda p, x: {"y": layer(p, x), "n": 3.0 * x.sum()}, (params, x), (v, dx))
     case("aux", lambda p: (loss(p, x), layer(p, x).detach()), (params,), (v,), has_aux=True)
     case("a gradient by torch", lambda p: torch.func.grad(loss)(p, x), (params,), (v,))
@@ -245,7 +246,7 @@ def off_by_case() -> dict[str, float]:
 def test_each_order_and_choice_of_derivatives(world: World) -> None:
     for off in world.run(off_by_case):
         assert {name: each for name, each in off.items() if not each < 1e-13} == {}
-        assert len(off) == 18
+        assert len(off) == 19
 
 
 class Model(torch.nn.Module):
@@ -292,11 +293,11 @@ def test_a_module(world: World) -> None:
 def told() -> dict[str, str]:
     mesh = sf.make_mesh(shard=-1, device="cpu")
     params, v = (sf.shard({"only": whole(seed)["layers"][0]}, mesh, sf.full_shard("shard"))["only"] for seed in (0, 1))
-    x = normal(ROWS, D, seed=1)
+    x: Any = normal(ROWS, D, seed=1)
     layer = sf.stage(mlp)
     programs: dict[str, Callable[[], Any]] = {
         "structure": lambda: sf.jvp(layer, (params, x), (v,)),
-        "no tuple": lambda: sf.jvp(torch.sin, x, x),  # type: ignore[arg-type]
+        "no tuple": lambda: sf.jvp(torch.sin, x, x),
         "shape": lambda: sf.jvp(torch.sin, (x,), (x[0],)),
         "dtype": lambda: sf.jvp(torch.sin, (x,), (x.float(),)),
         "a number": lambda: sf.jvp(torch.sin, (x,), (1.0,)),
