@@ -80,6 +80,13 @@ MUTANTS = [
         f"{FORWARD}::test_each_order_and_choice_of_derivatives",
     ),
     Mutant(
+        "pairs lose that they are conjugates",
+        "stages/forward_mode.py",
+        "if not marked and value",
+        "if value",
+        f"{FORWARD}::test_each_order_and_choice_of_derivatives",
+    ),
+    Mutant(
         "a gradient outside is lost in jvp",
         "transforms/jvp.py",
         "for x in (*values, *directions, *optree.tree_leaves(aux))):",

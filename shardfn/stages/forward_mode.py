@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardfn.compat import autograd, functorch
 from shardfn.shards.layout import FlatShard
+from shardfn.stages.options import Offload
 from shardfn.stages.signature import Signature, signature_of
 from shardfn.transforms.autodiff import moves
 from shardfn.transforms.step import OutsideGradient, pushes
@@ -28,14 +29,19 @@ if TYPE_CHECKING:
 
 def scheduled(signature: Signature, leaves: Sequence[Any]) -> bool:
     """Whether a call in forward mode runs on the schedule; else it is composed."""
-    if not pushes() or functorch.inside_transform() or _rounded(signature):
+    if not pushes() or functorch.inside_transform() or _composes(signature):
         return False
     return any(isinstance(x, Tensor) and functorch.tangent_of(x) is not None for x in leaves)
 
 
-def _rounded(signature: Signature) -> bool:
-    """Whether parameters or gradients are rounded on their way, which a composition leaves out of derivatives."""
+def _composes(signature: Signature) -> bool:
+    """Whether parameters or gradients are rounded on their way, which a composition leaves out of derivatives.
+
+    Or activations leave the device: aliases of parameters would go with them.
+    """
     options = signature.options
+    if isinstance(options.remat, Offload):
+        return True
     formats = [options.gather, options.reduce]
     formats += [f for layout in signature.layouts for f in (layout.placement.gather, layout.placement.reduce)]
     return any(formats) or bool(signature.packed or signature.wholes)
@@ -85,16 +91,20 @@ class Pairs:
 
     def parted(self, needs: Sequence[bool], gradients: Any, parameters: Sequence[Sequence[Tensor]]) -> Any:
         """What is needed, and the gradients; those of tangents of parameters are the tangents of gradients."""
-        lent = {autograd.storage_of(p) for ps in parameters for p in ps}
+        lent = [(p.data_ptr(), p.data_ptr() + p.nbytes) for ps in parameters for p in ps if type(p) is Tensor]
         (of_parameters, of_inputs), needs = gradients, list(needs)
         for k, t in self.tangent_of.items():
             pairs = [(None, None) if g is None else functorch.unpacked(g) for g in of_parameters[k]]
-            of_parameters[k] = [None if g is None else g.detach() for g, _ in pairs]
+            of_parameters[k] = [None if g is None else _own(g.detach(), lent) for g, _ in pairs]
             of_parameters[t] = [None if dg is None else _own(dg.detach(), lent) for _, dg in pairs]
             needs[t] = needs[k]
         pairs = [(None, None) if g is None else functorch.unpacked(g) for g in of_inputs]
         of_inputs = [
-            g if g is None else g.detach() if dg is None else functorch.dual(g.detach(), _own(dg.detach(), lent))
+            None
+            if g is None
+            else _own(g.detach(), lent)
+            if dg is None
+            else functorch.dual(_own(g.detach(), lent), _own(dg.detach(), lent))
             for g, dg in pairs
         ]
         return needs, (of_parameters, of_inputs)
@@ -104,8 +114,9 @@ def _tangent(value: Any, tangent: Tensor | None) -> Any:
     return torch.zeros_like(value) if tangent is None and moves(value) else value if tangent is None else tangent
 
 
-def _own(x: Tensor, lent: set[int]) -> Tensor:
-    return x.clone() if autograd.storage_of(x) in lent else x
+def _own(x: Tensor, lent: Sequence[tuple[int, int]]) -> Tensor:
+    """A gradient in memory of its own, and not in what is lent, of which pairs are aliases with other storages."""
+    return x.clone() if type(x) is Tensor and any(start <= x.data_ptr() < stop for start, stop in lent) else x
 
 
 def _source(signature: Signature, leaf: int) -> int:
@@ -140,7 +151,8 @@ def _dual(value: Any, tangent: Any) -> Any:
     """A pair. Torch would copy the tangent if it were at another place in its storage, with a storage as large."""
     if not moves(value):
         return value
-    if value.untyped_storage().nbytes() > value.nbytes:
+    marked = any(x.is_conj() or x.is_neg() for x in (value, tangent))  # which an alias would lose
+    if not marked and value.untyped_storage().nbytes() > value.nbytes:
         alias, other = autograd.second_storage(value.detach()), autograd.second_storage(tangent)
         if alias is not None and other is not None:
             return functorch.dual(_Alias.apply(value, alias), other)  # type: ignore[no-untyped-call]

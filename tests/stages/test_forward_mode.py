@@ -174,6 +174,49 @@ def test_a_hessian_vector_product_is_that_of_one_process_by_twice_the_collective
 # --- what has tangents, and what is differentiated ---
 
 
+class Same(torch.autograd.Function):
+    """A copy, with a tangent that is no copy."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> Tensor:
+        return ct
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent
+
+
+class Product(torch.autograd.Function):
+    """A product under a sum, whose gradients are its arguments."""
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        return x * w
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return w, x
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor, dw: Tensor) -> Tensor:
+        x, w = ctx.saved_tensors
+        return dx * w + x * dw
+
+
 def cases() -> dict[str, Any]:
     """Results, and what torch.func makes of the same."""
     mesh = sf.make_mesh(shard=-1, device="cpu")
@@ -198,7 +241,23 @@ def cases() -> dict[str, Any]:
     case("parameters twice", lambda p: sf.grad(lambda p: loss(p, layer(p, x)))(p), (params,), (v,))
     case("a closure over what moves", lambda x: sf.stage(lambda p: mlp(p, x))(params), (x,), (dx,))
     case("a stage without what moves", lambda x: layer(params, normal(ROWS, D, seed=1)) * x, (x,), (dx,))
-    case("a parameter and one", lambda p: sf.stage(lambda p: p["s"] + 1)(p) * x, (params,), (v,))
+    three = tuple(sf.shard({"only": whole(k)["layers"][0]}, mesh, strategy)["only"] for k in (2, 3, 4))
+
+    def late(p: Any, q: Any, r: Any) -> Tensor:  # others have the memory of the first by then
+        found = sf.stage(lambda p: Same.apply(p["s"]))(p)
+        return layer(r, layer(q, x)) * found
+
+    case("a tangent as it is", late, three, three[::-1])
+
+    def under_a_sum(p: Any, q: Any, r: Any) -> Tensor:
+        y = layer(r, layer(q, x)).sum(0)
+        return sf.stage(lambda p, y: Product.apply(y, p["s"]))(p, y).sum()
+
+    case("a gradient that is a parameter", sf.grad(under_a_sum, (0, 1, 2)), three, three[::-1])
+    z = torch.complex(x, dx)
+    case(
+        "conjugates", lambda z: sf.stage(lambda p, z: (z * p["s"][:3]).imag)(params, z[:, :3].conj()), (z,), (z.sin(),)
+    )
     case("a number too", lambda p, x: {"y": layer(p, x), "n": 3.0 * x.sum()}, (params, x), (v, dx))
     case("aux", lambda p: (loss(p, x), layer(p, x).detach()), (params,), (v,), has_aux=True)
     case("a gradient by torch", lambda p: torch.func.grad(loss)(p, x), (params,), (v,))
@@ -246,7 +305,7 @@ def off_by_case() -> dict[str, float]:
 def test_each_order_and_choice_of_derivatives(world: World) -> None:
     for off in world.run(off_by_case):
         assert {name: each for name, each in off.items() if not each < 1e-13} == {}
-        assert len(off) == 19
+        assert len(off) == 21
 
 
 class Model(torch.nn.Module):
