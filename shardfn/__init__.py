@@ -7,7 +7,7 @@ gradient that calculus gives them, under the transforms of torch.func.
 
 from typing import TYPE_CHECKING, Any
 
-from shardfn import checkpoint, interop, lora, optim, parallel, quant, run, translate
+from shardfn import checkpoint, curvature, interop, lora, optim, parallel, quant, run, translate
 from shardfn.check.findings import Finding, VaryingError, VaryingWarning
 from shardfn.check.varying import typeof
 from shardfn.collectives.functional import (
@@ -121,6 +121,7 @@ __all__ = [
     "by_path",
     "checkpoint",
     "combine",
+    "curvature",
     "ddp",
     "debug",
     "fold_in",

@@ -6,7 +6,7 @@ ranks that hold the same parameter whole. There is one reduction for each set of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,19 +119,27 @@ def vdot(a: Any, b: Any) -> Tensor:
                 f"Where gradients are cut further than parameters (zero1, zero2, hfsdp), two gradients go "
                 f"together, or two trees of parameters"
             )
-    sources = [unit.values for leaves in (left, right) for unit in leaves.each if unit.trainable]
+    return dots([left], right)[0]
+
+
+def dots(many: Sequence[Units], other: Units) -> Tensor:
+    """The inner products of trees with one other, `[trees]`, as `vdot` computes them; the trees are not compared."""
+    sources = [unit.values for leaves in (*many, other) for unit in leaves.each if unit.trainable]
     numbers = 2 if any(x.is_complex() for x in sources) else 1
     products: dict[str, Tensor] = {}
-    for x, y in zip(left.each, right.each, strict=True):
-        for seg in x.segments if x.trainable else ():
-            p, q = (unit.values.reshape(-1)[seg.start : seg.stop] for unit in (x, y))
-            dtype = torch.promote_types(torch.promote_types(p.dtype, q.dtype), wide(p))
-            product = torch.vdot(p.to(dtype), q.to(dtype))
-            complete = product.to(torch.promote_types(dtype, torch.complex64)) if numbers == 2 else product
-            products[seg.path] = torch.view_as_real(complete) if numbers == 2 else product.reshape(1)
-    sums = list(totals(left, products, lambda whole: numbers, sources).values())
-    total = torch.stack(sums).sum(0) if sums else torch.zeros(numbers, device="cpu")
-    return torch.view_as_complex(total) if numbers == 2 else total[0]
+    for i, y in enumerate(other.each):
+        for seg in y.segments if y.trainable else ():
+            rows = []
+            for left in many:
+                p, q = (unit.values.reshape(-1)[seg.start : seg.stop] for unit in (left.each[i], y))
+                dtype = torch.promote_types(torch.promote_types(p.dtype, q.dtype), wide(p))
+                product = torch.vdot(p.to(dtype), q.to(dtype))
+                complete = product.to(torch.promote_types(dtype, torch.complex64)) if numbers == 2 else product
+                rows.append(torch.view_as_real(complete) if numbers == 2 else product.reshape(1))
+            products[seg.path] = torch.cat(rows)
+    sums = list(totals(other, products, lambda whole: numbers * len(many), sources).values())
+    total = torch.stack(sums).sum(0) if sums else torch.zeros(numbers * len(many), device="cpu")
+    return torch.view_as_complex(total.view(-1, 2)) if numbers == 2 else total
 
 
 def clip_by_global_norm(limit: float, *, donate: bool = True) -> Transform:

@@ -109,7 +109,7 @@ def fitted(run: Callable[[list[Any]], T], tree: Any, micro: Any, params: Any, de
         torch.OutOfMemoryError: a single row is too much on some rank.
         RuntimeError: out of memory where ranks cannot abandon an attempt; the batch or parameters were written into.
     """
-    axis, known = _together(params), known_here()
+    axis, known = together(params), known_here()
     batch, error = None, None
     try:
         batch = batch_of(tree, micro)
@@ -275,7 +275,7 @@ def _refuse_changed(fared: dict[int, Fared], who: str, name: str, parts: str) ->
 # --- who tries together ---
 
 
-def _together(params: Any) -> Axis:
+def together(params: Any) -> Axis:
     """The ranks that run the same program: of the mesh in scope, else of the flat shards' mesh, else the world."""
     flat = next((node for node in optree.tree_leaves(params, is_leaf=is_flat) if is_flat(node)), None)
     mesh = current_mesh() or (flat and mesh_of(flat.layout.grid, "accumulate: its parameters"))

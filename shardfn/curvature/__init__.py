@@ -1,0 +1,34 @@
+"""Curvature of losses of sharded parameters: operators, their eigenvalues, traces and inverses, sharpness.
+
+Imports `transforms`, `optim`, `checkpoint`, `shards`, `collectives` and `compat`.
+"""
+
+from shardfn.curvature.estimates import Estimate, diag, trace
+from shardfn.curvature.lanczos import Eigenpairs, Spectrum, spectrum, top_eig
+from shardfn.curvature.operators import Operator, empirical_fisher, fisher, ggn, hvp
+from shardfn.curvature.sharpness import CriticalRate, critical_sharpness, preconditioned, sharpness
+from shardfn.curvature.solving import Solution, solve
+from shardfn.curvature.unrolling import implicit, unroll
+
+__all__ = [
+    "CriticalRate",
+    "Eigenpairs",
+    "Estimate",
+    "Operator",
+    "Solution",
+    "Spectrum",
+    "critical_sharpness",
+    "diag",
+    "empirical_fisher",
+    "fisher",
+    "ggn",
+    "hvp",
+    "implicit",
+    "preconditioned",
+    "sharpness",
+    "solve",
+    "spectrum",
+    "top_eig",
+    "trace",
+    "unroll",
+]

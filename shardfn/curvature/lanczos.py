@@ -1,0 +1,270 @@
+"""Eigenvalues of operators: the outermost ones with eigenvectors, and the density of all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from shardfn import checkpoint
+from shardfn.curvature.operators import Operator
+from shardfn.curvature.vectors import Space, Vector, add_, combined_, scale_, subtract_
+
+Which = Literal["LM", "LA", "SA"]
+
+
+@dataclass(frozen=True)
+class Eigenpairs:
+    """Outermost eigenvalues of an operator.
+
+    Attributes:
+        values: `[count]`, float64 on the CPU, the outermost first.
+        vectors: their eigenvectors, trees of norm 1.
+        errors: `[count]`: for each there is an eigenvalue that is not farther away than this, up to rounding.
+        products: how many products it took.
+    """
+
+    values: Tensor
+    vectors: list[Any]
+    errors: Tensor
+    products: int
+
+
+def top_eig(
+    A: Operator,
+    count: int = 1,
+    *,
+    which: Which = "LM",
+    tolerance: float = 1e-3,
+    basis: int | None = None,
+    products: int = 1000,
+    seed: int = 0,
+) -> Eigenpairs:
+    """The outermost eigenvalues and their eigenvectors, by Lanczos iteration with thick restarts.
+
+    Of an eigenvalue that several eigenvectors share, it may find fewer copies.
+
+    Args:
+        A: the operator.
+        count: how many.
+        which: `"LM"`: the largest in magnitude, `"LA"`: the largest, `"SA"`: the smallest, as in scipy's `eigsh`.
+        tolerance: iteration ends when each error is at most this times the largest eigenvalue in magnitude.
+        basis: how many vectors are kept, at least `count + 2`. Default: `2 * count + 8`. Fewer take less memory and
+            more products.
+        products: it also ends after so many. Look at `errors` then.
+        seed: of the first vector.
+
+    Returns:
+        `Eigenpairs`; fewer than `count` if the parameters have fewer elements.
+
+    Raises:
+        TypeError, ValueError: an argument is out of its range.
+        FloatingPointError: a product is not finite.
+
+    Sources: Wu and Simon, Thick-restart Lanczos method for large symmetric eigenvalue problems (2000).
+
+    Example:
+        ``values = top_eig(hvp(loss, params, batches), 3).values``
+    """
+    most = 2 * count + 8 if basis is None else basis
+    if count < 1 or most < count + 2 or products < 1 or which not in get_args(Which):
+        raise ValueError(
+            f"top_eig: count={count}, basis={most}, products={products}, which={which!r}: count and products are at "
+            f"least 1, basis at least count + 2, and which is one of {', '.join(get_args(Which))}"
+        )
+    space, vectors, done, kept = A.space, list[Vector](), 0, 0
+    most = min(most, space.size())
+    T = torch.zeros(most, most, dtype=torch.float64, device="cpu")
+    following = unit(space, space.drawn("normal", seed, 0), [])
+    while True:
+        j = len(vectors)
+        vectors.append(following)
+        w = A.of(following)
+        done += 1
+        T[: j + 1, j] = T[j, : j + 1] = _orthogonal(space, w, vectors)
+        _refuse_nonfinite(A, T)
+        beta = space.norm(w)
+        values, weights = torch.linalg.eigh(T[: j + 1, : j + 1])
+        order = _order(values, which)
+        values, weights = values[order], weights[:, order]
+        size = values.abs().max().item()
+        errors = (beta * weights[-1]).abs()
+        found = len(values) >= min(count, most) and bool((errors[:count] <= tolerance * size).all())
+        if found or done == products or len(vectors) == most == space.size():
+            pairs = combined_(vectors, weights[:, :count])
+            trees = [space.written(v) for v in pairs]
+            return Eigenpairs(values[:count].clone(), trees, errors[:count].clone(), done)
+        if beta > space.rounding * size:
+            following = scale_(w, 1 / beta)
+        else:  # what was found so far is a space of its own: go on outside of it
+            kept += 1
+            following = unit(space, space.drawn("normal", seed, kept), vectors)
+        if len(vectors) == most:
+            few = min(most - 2, count + (most - count) // 2)
+            vectors = combined_(vectors, weights[:, :few])
+            T.zero_()
+            T.diagonal()[:few] = values[:few]
+
+
+def _order(values: Tensor, which: Which) -> Tensor:
+    return {"LM": values.abs(), "LA": values, "SA": -values}[which].argsort(descending=True)
+
+
+def _orthogonal(space: Space, w: Vector, vectors: list[Vector]) -> Tensor:
+    """Makes a vector orthogonal to others, in place; returns its inner products with them."""
+    first = space.dots(vectors, w)
+    subtract_(w, vectors, first)
+    second = space.dots(vectors, w)  # once more, for what rounding left
+    subtract_(w, vectors, second)
+    return first + second
+
+
+def unit(space: Space, v: Vector, others: list[Vector]) -> Vector:
+    """A vector of norm 1 that is orthogonal to others."""
+    if others:
+        _orthogonal(space, v, others)
+    return scale_(v, 1 / space.norm(v))
+
+
+def _refuse_nonfinite(A: Operator, numbers: Tensor) -> None:
+    if not numbers.isfinite().all():
+        raise FloatingPointError(
+            f"{A.name}: a product is not finite: the loss or its derivatives overflow, or have nan"
+        )
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """An estimate of all eigenvalues of an operator: each draw stands for all of them.
+
+    Attributes:
+        values: `[draws, steps]`, float64 on the CPU.
+        weights: `[draws, steps]`: the part of all eigenvalues that each value stands for; they sum to 1 in each draw.
+        size: the number of eigenvalues.
+    """
+
+    values: Tensor
+    weights: Tensor
+    size: int
+
+    def density(self, points: Tensor, width: float) -> Tensor:
+        """The density of eigenvalues at points, smoothed by a normal distribution of this standard deviation."""
+        x = (points.to(self.values)[:, None, None] - self.values) / width
+        peaks = torch.exp(-0.5 * x**2) / (width * (2 * torch.pi) ** 0.5)
+        return (peaks * self.weights).sum(-1).mean(-1)
+
+    def trace(self, f: Callable[[Tensor], Tensor] = lambda x: x) -> tuple[float, float]:
+        """An estimate of the trace of a function of the operator, and its standard error, nan for one draw.
+
+        Example:
+            ``log_det, error = spectrum.trace(lambda x: (x + damping).log())``
+        """
+        each = self.size * (f(self.values) * self.weights).sum(-1)
+        return float(each.mean()), float(each.std() / len(each) ** 0.5) if len(each) > 1 else float("nan")
+
+
+def spectrum(
+    A: Operator,
+    steps: int = 50,
+    draws: int = 1,
+    *,
+    seed: int = 0,
+    folder: str | os.PathLike[str] | None = None,
+    every: int = 10,
+) -> Spectrum:
+    """The density of an operator's eigenvalues, by stochastic Lanczos quadrature: `steps * draws` products.
+
+    It keeps two vectors besides a product's own. Vectors are not made orthogonal to all earlier ones: a converged
+    eigenvalue may appear several times, with parts of its weight.
+
+    Args:
+        A: the operator.
+        steps: Lanczos steps of each draw: the density is exact for polynomials of degrees below twice as many.
+        draws: random first vectors.
+        seed: of the first vectors.
+        folder: a checkpoint of its own for this call. If the same call is made again it goes on from there, also on
+            another mesh.
+        every: steps between writing it.
+
+    Returns:
+        `Spectrum`.
+
+    Raises:
+        ValueError: an argument is out of its range.
+        CheckpointError: the checkpoint is of another call, or cannot be written.
+        FloatingPointError: a product is not finite.
+
+    Sources: Golub and Welsch (1969); Ubaru, Chen and Saad, Fast estimation of tr(f(A)) via stochastic Lanczos
+        quadrature (2017); without orthogonalization: Chen, Trogdon and Ubaru, Analysis of stochastic Lanczos quadrature
+        (2021).
+
+    Example:
+        ``density = spectrum(H, 80, draws=4, folder="runs/1/spectrum").density(torch.linspace(-1, 20, 500), 0.05)``
+    """
+    if min(steps, draws, every) < 1:
+        raise ValueError(f"spectrum: steps={steps}, draws={draws}, every={every}: each is at least 1")
+    space = A.space
+    size = space.size()
+    steps = min(steps, size)
+    state = _begun(space, {"steps": steps, "draws": draws, "seed": seed, "size": size})
+    if folder is not None and Path(folder).exists():
+        state = checkpoint.load(folder, state)
+        asked = {"steps": steps, "draws": draws, "seed": seed, "size": size}
+        if state["asked"] != asked:
+            raise checkpoint.CheckpointError(f"spectrum: {folder} is of a call with {state['asked']}, not {asked}")
+    while state["draw"] < draws:
+        _step(A, state)
+        if folder is not None and (state["draw"] == draws or (state["done"] % every) == 0):
+            checkpoint.save(folder, state, overwrite=True)
+    values, weights = zip(
+        *(_quadrature(a, b) for a, b in zip(state["alphas"], state["betas"], strict=True)), strict=True
+    )
+    return Spectrum(torch.stack(values), torch.stack(weights), size)
+
+
+def _begun(space: Space, asked: dict[str, int]) -> dict[str, Any]:
+    """The state of a call that has made no product yet."""
+    shape = asked["draws"], asked["steps"]
+    numbers = {name: torch.zeros(shape, dtype=torch.float64, device="cpu") for name in ("alphas", "betas")}
+    v, before = space.drawn("normal", asked["seed"], 0), space.zeros()
+    scale_(v, 1 / space.norm(v))
+    return {"asked": asked, "draw": 0, "step": 0, "done": 0, **numbers, "v": space.written(v),
+            "before": space.written(before)}  # fmt: skip
+
+
+def _step(A: Operator, state: dict[str, Any]) -> None:
+    """One step of the recurrence, and of the next draw after the last."""
+    space, draw, step = A.space, state["draw"], state["step"]
+    v, before = space.read(state["v"]), space.read(state["before"])
+    w = A.of(v)
+    if step:
+        add_(w, before, -float(state["betas"][draw, step - 1]))
+    alpha = space.dots([v], w)[0]
+    add_(w, v, -float(alpha))
+    beta = space.norm(w)
+    state["alphas"][draw, step], state["betas"][draw, step] = alpha, beta
+    _refuse_nonfinite(A, state["alphas"])
+    state["done"] += 1
+    last = step + 1 == state["asked"]["steps"]
+    ended = beta <= space.rounding * float(state["alphas"][draw].abs().max() + state["betas"][draw].max())
+    if last or ended:
+        state["betas"][draw, step:] = 0
+        state["draw"], state["step"] = draw + 1, 0
+        w, v = space.drawn("normal", state["asked"]["seed"], draw + 1), space.zeros()
+        beta = space.norm(w)
+    else:
+        state["step"] = step + 1
+    state["v"], state["before"] = space.written(scale_(w, 1 / beta)), space.written(v)
+
+
+def _quadrature(alphas: Tensor, betas: Tensor) -> tuple[Tensor, Tensor]:
+    """Nodes and weights of Gauss quadrature for a tridiagonal matrix that ends at the first beta of 0."""
+    n = int((betas == 0).nonzero()[0]) + 1
+    off, more = betas[: n - 1], len(alphas) - n
+    values, vectors = torch.linalg.eigh(alphas[:n].diag() + off.diag(1) + off.diag(-1))
+    return torch.cat([values, values[-1:].expand(more)]), torch.cat([vectors[0] ** 2, values.new_zeros(more)])

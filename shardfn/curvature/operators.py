@@ -1,0 +1,302 @@
+"""Hessians, Gauss-Newton and Fisher matrices of sharded parameters, as linear maps on trees of shards.
+
+A product runs on the schedule of the stages: `sf.jvp` and `sf.grad`, one batch after another. Nothing but vectors is
+kept between products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from numbers import Real
+from typing import Any, Literal
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn.collectives.agree import agree
+from shardfn.curvature.vectors import Space, Vector, add_
+from shardfn.optim.norms import wide
+from shardfn.shards.random import int_seed
+from shardfn.transforms.autodiff import grad, name_of
+from shardfn.transforms.fitting import together
+from shardfn.transforms.jvp import jvp
+from shardfn.transforms.shortage import RandomNumbers
+
+Function = Callable[..., Any]
+
+
+class Operator:
+    """A symmetric linear map on trees of shards, which `@` applies.
+
+    Vectors are trees like the gradient of the parameters; a tree like the parameters will do. All ranks apply it
+    together. `a * A`, `A / a`, `A + B` and `A - B` are operators too, and `Operator(lambda v: v, params)` is the
+    identity.
+
+    Args:
+        apply: `v -> A v`, with a tree like the gradient of `params`.
+        params: the parameters.
+        name: for messages.
+
+    Raises:
+        ValueError: no parameter has a gradient.
+        TypeError: a parameter is complex.
+        NotImplementedError: parameters are kept on the host or on disk.
+
+    Example:
+        ``H = hvp(loss, params, batches); curvature = sf.vdot(v, H @ v) / sf.vdot(v, v)``
+    """
+
+    def __init__(self, apply: Callable[[Any], Any], params: Any, name: str = "the operator") -> None:
+        self.space, self.params, self.name = Space(params, name), params, name
+        self._apply = apply
+
+    def __matmul__(self, v: Any) -> Any:
+        """The product with a vector: a tree like the gradient, in float32 or wider."""
+        return self.space.written(self.of(self.space.read(v)))
+
+    def of(self, vector: Vector) -> Vector:
+        """The product with a vector as this folder has it."""
+        product = self.space.read(self._apply(self.space.written(vector)))
+        return [x.to(wide(x), copy=True) for x in product]  # it may be the vector itself, and callers overwrite it
+
+    def __mul__(self, factor: float) -> Operator:
+        if not isinstance(factor, Real):
+            return NotImplemented
+        number = float(factor)
+
+        def scaled(v: Any) -> Any:
+            product = self.of(self.space.read(v))
+            return self.space.written([x * number for x in product])
+
+        return Operator(scaled, self.params, self.name)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> Operator:
+        return self * (1 / divisor) if isinstance(divisor, Real) else NotImplemented
+
+    def __add__(self, other: Operator) -> Operator:
+        if not isinstance(other, Operator):
+            return NotImplemented
+
+        def added(v: Any) -> Any:
+            x, y = (a.of(self.space.read(v)) for a in (self, other))
+            return self.space.written([a + b for a, b in zip(x, y, strict=True)])
+
+        return Operator(added, self.params, f"{self.name} + {other.name}")
+
+    def __sub__(self, other: Operator) -> Operator:
+        return self + -1 * other if isinstance(other, Operator) else NotImplemented
+
+
+def hvp(f: Function, params: Any, batches: Iterable[Any] | None = None) -> Operator:
+    """The Hessian of a loss, whose products are Hessian-vector products; nothing is approximated.
+
+    It is that of the sum of `f(params, *batch)` over the batches. Each product takes about as much memory as two
+    gradients, and as much time as three.
+
+    Args:
+        f: `(params, *batch) -> loss`, or `(params, batch)` if a batch is no tuple; `(params)` without batches. As for
+            `sf.grad`: reduced over the ranks with other rows.
+        params: the parameters, at which the Hessian is taken. They must not be overwritten while it is in use.
+        batches: this rank's batches, as many on each rank. They are read again for each product, in order: a list, say.
+
+    Returns:
+        An `Operator`. Each product draws the same random numbers, so that dropout stays the same.
+
+    Raises:
+        TypeError: batches that cannot be read twice, such as a generator.
+        As `Operator`, and in products as `sf.jvp` and `sf.grad`.
+
+    Sources: Pearlmutter, Fast exact multiplication by the Hessian (1994).
+
+    Example:
+        ``w = hvp(loss, params, [(x, y)]) @ v``
+    """
+
+    def product(values: Vector, v: Vector, space: Space, batch: tuple[Any, ...]) -> Any:
+        def gradient(values: Vector) -> Any:
+            return grad(lambda p: f(p, *batch))(space.variables.tree(values))
+
+        return jvp(gradient, (values,), (v,))[1]
+
+    return _summed(product, params, batches, f"hvp of {name_of(f)}")
+
+
+def ggn(model: Function, loss: Function, params: Any, batches: Iterable[Any] | None = None) -> Operator:
+    r"""The generalized Gauss-Newton matrix :math:`\sum J^\top H_L J` of a loss of a model's outputs.
+
+    It is positive semidefinite where the loss is convex in the outputs, and the Hessian where the model is linear. A
+    product takes about the memory of a gradient, and the time of two.
+
+    Args:
+        model: `(params, *batch) -> outputs`, a tensor or a pytree of tensors: this rank's, for its own rows.
+        loss: `(outputs, *batch) -> loss`, as in `f` of `hvp`: reduced over the ranks with other rows.
+        params: as for `hvp`.
+        batches: as for `hvp`.
+
+    Returns:
+        An `Operator`.
+
+    Raises:
+        As `hvp`.
+
+    Sources: Schraudolph, Fast curvature matrix-vector products for second-order gradient descent (2002).
+
+    Example:
+        ``G = ggn(lambda p, x, y: model(p, x), lambda z, x, y: sf.psum(mse(z, y), "data"), params, batches)``
+    """
+
+    def curved(z: Any, dz: Any, batch: tuple[Any, ...]) -> Any:
+        return jvp(grad(lambda z: loss(z, *batch)), (z,), (dz,))[1]
+
+    return _through(model, curved, params, batches, f"ggn of {name_of(model)}")
+
+
+def fisher(
+    model: Function,
+    likelihood: Function,
+    params: Any,
+    batches: Iterable[Any] | None = None,
+    *,
+    labels: Literal["expected", "drawn"] | int = "expected",
+) -> Operator:
+    r"""The Fisher matrix :math:`\sum_n J_n^\top \mathrm{E}[\nabla \log p \, \nabla \log p^\top] J_n` of a model.
+
+    The sum is over all rows of all ranks: divide the operator by their number for a mean.
+
+    Args:
+        model: `(params, *batch) -> outputs`, as for `ggn`.
+        likelihood: `(outputs, *batch) -> torch.distributions.Distribution` of the labels, one for each row or, in
+            its batch shape, each label. Labels in the batch are not used.
+        params: as for `hvp`.
+        batches: as for `hvp`.
+        labels: `"expected"`: the expectation over labels, exactly, as the Hessian of the Kullback-Leibler divergence;
+            `"drawn"`, or a number of draws: the mean over labels that are drawn from the model, by torch's generator,
+            the same in each product. Ranks with other rows should have other seeds.
+
+    Returns:
+        An `Operator`. For a softmax and for a normal distribution of fixed variance the expected one is also the
+        generalized Gauss-Newton matrix of the negative log-likelihood.
+
+    Raises:
+        NotImplementedError: torch knows no divergence of two such distributions, or cannot draw from one.
+        As `hvp`.
+
+    Sources: Martens, New insights and perspectives on the natural gradient method (2020), sections 5 and 11.
+
+    Example:
+        ``A = fisher(model, lambda z, x, y: torch.distributions.Categorical(logits=z), params, batches) / rows``
+    """
+    draws = {"expected": 0, "drawn": 1}.get(labels) if isinstance(labels, str) else int_seed(labels)
+    if draws is None or (draws < 1 and labels != "expected"):
+        raise ValueError(f"fisher: labels={labels!r}; it is 'expected', 'drawn', or a number of draws above 0")
+
+    def expected(z: Any, dz: Any, batch: tuple[Any, ...]) -> Any:
+        fixed = likelihood(z, *batch)
+
+        def divergence(z: Any) -> Tensor:
+            return torch.distributions.kl_divergence(fixed, likelihood(z, *batch)).sum()
+
+        return jvp(grad(divergence), (z,), (dz,))[1]
+
+    def drawn(z: Any, dz: Any, batch: tuple[Any, ...]) -> Any:
+        total = None
+        for _ in range(draws or 0):
+            label = likelihood(z, *batch).sample()
+            slopes = jvp(lambda z, label=label: likelihood(z, *batch).log_prob(label), (z,), (dz,))[1] / draws
+            part = grad(lambda z, label=label, t=slopes: (likelihood(z, *batch).log_prob(label) * t).sum())(z)
+            total = part if total is None else optree.tree_map(torch.add, total, part)
+        return total
+
+    return _through(model, drawn if draws else expected, params, batches, f"fisher of {name_of(model)}")
+
+
+def empirical_fisher(losses: Function, params: Any, batches: Iterable[Any] | None = None) -> Operator:
+    r"""The sum :math:`\sum_n g_n g_n^\top` over all rows of the gradients of their losses, at the given labels.
+
+    Often called the empirical Fisher matrix, and no approximation of the Fisher matrix (Kunstner et al., 2019).
+
+    Args:
+        losses: `(params, *batch) -> [rows]`: the loss of each of this rank's rows, not reduced.
+        params: as for `hvp`.
+        batches: as for `hvp`.
+
+    Returns:
+        An `Operator`. A product takes about the memory of a gradient, and the time of two.
+
+    Raises:
+        As `hvp`.
+
+    Example:
+        ``A = empirical_fisher(lambda p, x, y: F.cross_entropy(model(p, x), y, reduction="none"), params, batches)``
+    """
+    return _through(losses, lambda z, dz, batch: dz, params, batches, f"empirical_fisher of {name_of(losses)}")
+
+
+def _through(model: Function, curved: Function, params: Any, batches: Iterable[Any] | None, name: str) -> Operator:
+    r"""The operator :math:`\sum J^\top C J`, with `curved(z, dz, batch)` for :math:`C \, dz`."""
+
+    def product(values: Vector, v: Vector, space: Space, batch: tuple[Any, ...]) -> Any:
+        def outputs(values: Vector) -> Any:
+            return model(space.variables.tree(values), *batch)
+
+        z, dz = jvp(outputs, (values,), (v,))
+        if all(dy is None for dy in _tensors(dz)):
+            raise TypeError(f"{name}: the model returns no floating-point tensor")
+        u = curved(z, dz, batch)
+
+        def paired(p: Any) -> Tensor:  # whose gradient is the transpose of the model at u
+            pairs = zip(_tensors(model(p, *batch)), _tensors(u), strict=True)
+            return torch.stack([(a * b.conj()).real.sum() for a, b in pairs if b is not None]).sum()
+
+        return grad(paired)(space.variables.tree(values))
+
+    return _summed(product, params, batches, name)
+
+
+def _tensors(tree: Any) -> list[Any]:
+    return optree.tree_leaves(tree, none_is_leaf=True)
+
+
+def _summed(product: Function, params: Any, batches: Iterable[Any] | None, name: str) -> Operator:
+    """The operator that sums products over batches, each time with the same random numbers."""
+    check_batches(batches, params, name)
+    space = Space(params, name)
+    values = [x.detach() for x in space.variables.values]
+    began = RandomNumbers(values)
+
+    def apply(tree: Any) -> Any:
+        before = RandomNumbers(values)
+        began.restore()
+        v, total = space.tangents(space.read(tree)), space.zeros()
+        try:
+            for batch in each_of(batches, name):
+                add_(total, space.read(product(values, v, space, batch)))
+        finally:
+            before.restore()
+        return space.written(total)
+
+    return Operator(apply, params, name)
+
+
+def check_batches(batches: Iterable[Any] | None, params: Any, name: str) -> None:
+    """Raises TypeError or ValueError for batches that can be read only once, or that are not as many on each rank."""
+    if batches is not None and (not isinstance(batches, Iterable) or iter(batches) is batches):
+        raise TypeError(
+            f"{name}: batches are read again for each product, and {type(batches).__name__} "
+            f"{'can be read only once' if isinstance(batches, Iterable) else 'is no iterable'}: pass a list of batches"
+        )
+    if isinstance(batches, Sized):
+        advice = "A product is a sum over all of them: give each rank as many batches, some of them smaller if need be"
+        agree([f"batches: {len(batches)}"], together(params), name, subject=("the numbers of batches", advice))
+
+
+def each_of(batches: Iterable[Any] | None, name: str) -> Iterator[tuple[Any, ...]]:
+    """The arguments of a function besides the parameters, for each batch; raises ValueError if there is none."""
+    number = 0
+    for number, batch in enumerate([()] if batches is None else batches, 1):  # noqa: B007
+        yield batch if isinstance(batch, tuple) else (batch,)
+    if not number:
+        raise ValueError(f"{name}: there are no batches")

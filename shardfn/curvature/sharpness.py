@@ -1,0 +1,197 @@
+"""How sharp a minimum is: figures to watch during training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from shardfn.curvature.lanczos import top_eig
+from shardfn.curvature.operators import Operator, check_batches, each_of, hvp
+from shardfn.curvature.vectors import Space, Vector
+from shardfn.transforms.autodiff import name_of
+from shardfn.transforms.shortage import RandomNumbers
+
+
+def sharpness(
+    f: Callable[..., Any],
+    params: Any,
+    batches: Iterable[Any] | None = None,
+    *,
+    state: Any = None,
+    tolerance: float = 1e-2,
+    products: int = 100,
+    seed: int = 0,
+) -> float:
+    """The largest eigenvalue of the Hessian of a loss, for the metrics of a run.
+
+    Gradient descent is stable while it is below 2 / rate, and Adam while the preconditioned one is below
+    (2 + 2 b1) / ((1 - b1) rate), 38 / rate for b1 = 0.9.
+
+    Args:
+        f: as for `hvp`.
+        params: as for `hvp`.
+        batches: as for `hvp`; often one batch, the same each time.
+        state: that of `adam` or `adamw`, or of a chain with one: of the Hessian that it preconditions, as by
+            `preconditioned`.
+        tolerance: relative.
+        products: it ends after so many, and is then a lower bound.
+        seed: of the first vector.
+
+    Raises:
+        As `hvp`, `top_eig` and `preconditioned`.
+
+    Sources: Cohen et al., Gradient descent on neural networks typically occurs at the edge of stability (2021), and
+        Adaptive gradient methods at the edge of stability (2022).
+
+    Example:
+        ``run.loop(step, state, batches, steps=1000, evaluate={"sharpness": (lambda s: {"raw": sharpness(loss, s[0],
+        [batch])}, 50)})``
+    """
+    A = hvp(f, params, batches)
+    if state is not None:
+        A = preconditioned(A, state)
+    return float(top_eig(A, which="LA", tolerance=tolerance, products=products, seed=seed).values[0])
+
+
+def preconditioned(A: Operator, state: Any) -> Operator:
+    r""":math:`D^{-1/2} A D^{-1/2}`, with the eigenvalues of :math:`D^{-1} A`.
+
+    Args:
+        A: the operator.
+        state: :math:`D`, a tree like the parameters with positive numbers; or a state of `adam` or `adamw`, or of a
+            chain with one, after its first step, whose :math:`D = (1 - \beta_1^t) (\sqrt{\hat v} + \epsilon)` divides
+            the mean of gradients.
+
+    Returns:
+        An `Operator`.
+
+    Raises:
+        ValueError, TypeError: the state has no such numbers, or they are not positive.
+
+    Example:
+        ``top_eig(preconditioned(hvp(loss, params, batches), opt_state), 3)``
+    """
+    space = A.space
+    states = [node for node in _dicts(state) if {"square", "step", "numbers"} <= set(node)]
+    if len(states) > 1:
+        raise ValueError(f"preconditioned: the state has {len(states)} states of adam or adamw: pass one of them")
+    D = _of_adam(space, states[0]) if states else space.read(state)
+    wrong = [(~(x > 0)).to(torch.float64) for x in D]
+    if count := round(float(space.dots([wrong], wrong)[0])):
+        raise ValueError(f"preconditioned: {count} numbers of D are not above 0")
+    roots = [torch.where(x > 0, x.rsqrt(), 0) for x in D]  # 0 where a rank's piece has no parameter
+
+    def apply(tree: Any) -> Any:
+        v = [x * r for x, r in zip(space.read(tree), roots, strict=True)]
+        return space.written([x * r for x, r in zip(A.of(v), roots, strict=True)])
+
+    return Operator(apply, A.params, f"preconditioned {A.name}")
+
+
+def _dicts(tree: Any) -> list[dict[str, Any]]:
+    """All dicts in nested dicts, lists and tuples."""
+    if isinstance(tree, dict):
+        return [tree, *(found for node in tree.values() for found in _dicts(node))]
+    return [found for node in tree for found in _dicts(node)] if isinstance(tree, (list, tuple)) else []
+
+
+def _of_adam(space: Space, state: dict[str, Any]) -> Vector:
+    step, numbers = float(state["step"]), state["numbers"]
+    if step < 1 or not {"b1", "b2", "eps"} <= set(numbers):
+        raise ValueError(
+            f"preconditioned: a state of adam at step {step:g} with numbers {', '.join(map(str, numbers))}: it must "
+            f"have made a step, and b1, b2 and eps must be numbers: rules for parameters are not in the state. Pass D "
+            f"itself"
+        )
+    b1, b2, eps = (float(numbers[name]) for name in ("b1", "b2", "eps"))
+    return [(1 - b1**step) * ((x / (1 - b2**step)).sqrt() + eps) for x in space.read(state["square"])]
+
+
+class CriticalRate(NamedTuple):
+    """The learning rate from which on a step increases the loss.
+
+    Attributes:
+        sharpness: 2 over the critical rate; nan if it was not found.
+        low: the largest rate that was tried and does not increase the loss; 0 for none.
+        high: the smallest one that increases it; infinity for none.
+        forwards: how many times the loss was computed.
+    """
+
+    sharpness: float
+    low: float
+    high: float
+    forwards: int
+
+
+def critical_sharpness(
+    f: Callable[..., Any],
+    params: Any,
+    update: Any,
+    batches: Iterable[Any] | None = None,
+    *,
+    rate: float = 1.0,
+    tolerance: float = 0.1,
+    forwards: int = 9,
+) -> CriticalRate:
+    """The sharpness along a step, from fewer than ten values of the loss: no derivative.
+
+    For a quadratic loss and its gradient `g` it is the curvature along it, `g.Hg / g.g`.
+
+    Args:
+        f: as for `hvp`.
+        params: as for `hvp`.
+        update: the direction of the step: it goes from `params` to `params - rate * update`.
+        batches: as for `hvp`.
+        rate: where to begin: the learning rate, or 2 over the last sharpness.
+        tolerance: relative, of the critical rate.
+        forwards: the most values of the loss.
+
+    Returns:
+        `CriticalRate`.
+
+    Raises:
+        ValueError: an argument is out of its range; the loss is not finite at `params`, or differs between ranks.
+        As `hvp`.
+
+    Sources: A scalable measure of loss landscape curvature for analyzing the training dynamics of LLMs (2026).
+
+    Example:
+        ``critical_sharpness(loss, params, gradient, [batch], rate=1e-2).sharpness``
+    """
+    name = f"critical_sharpness of {name_of(f)}"
+    if not rate > 0 or not tolerance > 0 or forwards < 2:
+        raise ValueError(
+            f"{name}: rate={rate}, tolerance={tolerance}, forwards={forwards}: above 0, above 0, at least 2"
+        )
+    check_batches(batches, params, name)
+    space = Space(params, name)
+    direction = space.tangents(space.read(update))
+    values = [x.detach() for x in space.variables.values]
+    random = RandomNumbers(values)
+
+    def loss(rate: float) -> float:
+        moved = [x - rate * u for x, u in zip(values, direction, strict=True)] if rate else values
+        random.restore()
+        with torch.no_grad():
+            found = [f(space.variables.tree(moved), *batch) for batch in each_of(batches, name)]
+        return space.same(sum(map(float, found)), "the loss")
+
+    start = loss(0.0)
+    if not math.isfinite(start):
+        raise ValueError(f"{name}: the loss at the parameters is {start}")
+    low, high, factor, count = 0.0, math.inf, 2.0, 1
+    while count < forwards and (not low or high > (1 + tolerance) * low):
+        if low and high < math.inf:
+            rate = (low * high) ** 0.5
+        elif low or high < math.inf:
+            rate, factor = (rate * factor if low else rate / factor), factor**2
+        count += 1
+        if loss(rate) > start:
+            high = rate
+        else:
+            low = rate
+    critical = (low * high) ** 0.5 if low and high < math.inf else math.nan
+    return CriticalRate(2 / critical, low, high, count)

@@ -1,0 +1,247 @@
+"""Vectors that are trees of shards: where they lie, their inner products, and random ones that are alike on any mesh.
+
+Inside this folder a vector is a list of tensors, one for each leaf that has a gradient. A rank holds of each what it
+holds of the gradient, in float32 or wider.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn.collectives import functional
+from shardfn.compat import functorch, process_groups
+from shardfn.compat.devices import elements_at_a_time
+from shardfn.mesh.scope import independent_axes, scope_of
+from shardfn.optim.norms import dots, wide
+from shardfn.optim.rounding import drawn
+from shardfn.quoting import short
+from shardfn.shards.blocks import CHUNK
+from shardfn.shards.layout import Layout, is_flat
+from shardfn.shards.pieces import Unit, refuse_complex, units
+from shardfn.transforms.autodiff import Variables, layouts_of, moves
+
+Vector = list[Tensor]
+Kind = Literal["normal", "signs"]
+
+
+class Space:
+    """The vectors that are like the gradient of some parameters.
+
+    Attributes:
+        variables: the parameters that have a gradient.
+        units: this rank's part of the gradient's leaves, with the parameters' own numbers for values.
+    """
+
+    def __init__(self, params: Any, name: str) -> None:
+        self.name, self.variables = name, Variables(params)
+        refuse_derivative(self.variables.values, name)
+        if not self.variables.values:
+            raise ValueError(f"{name}: the parameters have no leaf with a gradient: all are frozen, or no numbers")
+        nodes, self._tree = _flat(params)
+        self._moving = [moves(*(x.values, x.layout) if is_flat(x) else (x, None)) for x in nodes]
+        places = [None if layout is None else layout.placement.tiers for layout in layouts_of(params)]
+        if any(place is not None and place.params != "device" for place in places):
+            raise NotImplementedError(
+                f"{name}: parameters on the host or on disk; its products need them on the device"
+            )
+        self.units = units(self.variables.gradient([_own(x, at) for x, at in self._each()]))
+        refuse_complex(self.units, name)
+
+    def _each(self) -> Iterator[tuple[Tensor, Layout | None]]:
+        values = [x.detach() for x in self.variables.values]
+        return zip(values, self.variables.layouts, strict=True)
+
+    @property
+    def like(self) -> Vector:
+        """The parameters, on this rank as its part of a vector."""
+        return [unit.values for unit in self.moving]
+
+    @property
+    def moving(self) -> list[Unit]:
+        """The leaves that have a gradient."""
+        return [unit for unit in self.units.each if unit.trainable]
+
+    def read(self, tree: Any) -> Vector:
+        """The vector that a tree is: one like the gradient, or like the parameters, of any floating-point dtype.
+
+        Raises:
+            ValueError: it is like neither.
+            RuntimeError: its derivative may be asked for.
+        """
+        nodes, structure = _flat(tree)
+        if structure != self._tree:
+            raise ValueError(
+                f"{self.name}: a vector is a tree like the parameters, and this has another structure: "
+                f"{short(str(structure))}, {short(str(self._tree))}"
+            )
+        refuse_derivative([x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)], self.name)
+        given = [node for node, moving in zip(nodes, self._moving, strict=True) if moving]
+        rows = zip(given, self.moving, self.variables.layouts, strict=True)
+        return [self._leaf(node, unit, layout) for node, unit, layout in rows]
+
+    def _leaf(self, node: Any, unit: Unit, layout: Layout | None) -> Tensor:
+        x = node.values if is_flat(node) else node
+        here = node.layout if is_flat(node) else None
+        given = isinstance(x, Tensor) and x.is_floating_point()
+        if given and layout is not None and here == layout:
+            x = _own(x, layout)
+        elif given and here != (None if layout is None else layout.state_layout):
+            given = False
+        if not given or x.shape != unit.values.shape:
+            said = f"{here or 'plain'}, {tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                f"{self.name}: a vector is a tree like the parameters, and {unit.name or 'its leaf'} is {said}, where "
+                f"they have {layout or 'plain'}, {tuple(unit.values.shape)}"
+            )
+        return x.detach()
+
+    def written(self, vector: Vector) -> Any:
+        """The tree of a vector, like the gradient."""
+        return self.variables.gradient(vector)
+
+    def tangents(self, vector: Vector) -> Vector:
+        """The same numbers like the parameters, of their dtypes: gathered where a gradient is cut further."""
+        found = []
+        for x, p, layout in zip(vector, self.variables.values, self.variables.layouts, strict=True):
+            if layout is not None and layout.state_layout is not layout:
+                more = layout.state_layout.placement.axes[len(layout.placement.axes) :]
+                with scope_of(layout.grid, self.name):
+                    x = functional.all_gather(x, more, to="invariant")
+            found.append(x.to(p.dtype))
+        return found
+
+    def zeros(self) -> Vector:
+        """A vector of zeros."""
+        return [torch.zeros_like(x, dtype=wide(x), memory_format=torch.contiguous_format) for x in self.like]
+
+    def dots(self, many: Sequence[Vector], other: Vector) -> Tensor:
+        """Inner products of vectors with another: `[vectors]`, float64 on the CPU, the same bits on every rank."""
+        return self._alike(dots([self._units(v) for v in many], self._units(other))).to("cpu", torch.float64)
+
+    def same(self, number: float, what: str) -> float:
+        """A number that is the same on all ranks.
+
+        Raises:
+            ValueError: it differs between ranks by more than rounding.
+        """
+        found = number if math.isfinite(number) else math.inf
+        x = torch.tensor([found, -found], dtype=torch.float64, device=self.like[0].device)
+        high, low = self._alike(x).tolist()
+        if not high + low <= 1e-4 * abs(high) and high < math.inf:
+            raise ValueError(
+                f"{self.name}: {what} is from {-low:.6g} to {high:.6g} on the ranks: reduce it over all of them, "
+                f"by psum, say"
+            )
+        return float(high)
+
+    def _alike(self, numbers: Tensor) -> Tensor:
+        """The largest of all ranks' numbers, for each: what is decided by them is decided alike."""
+        for grid in {unit.layout.grid: None for unit in self.moving if unit.layout is not None}:
+            axes = tuple(name for name, _ in grid.sizes if name not in independent_axes())
+            with scope_of(grid, self.name):
+                # Replicas sum by themselves, perhaps in another order.
+                numbers = functional.pmax(numbers, axes)
+        return numbers
+
+    def norm(self, vector: Vector) -> float:
+        """The Euclidean norm."""
+        return float(self.dots([vector], vector)[0].sqrt())
+
+    @property
+    def rounding(self) -> float:
+        """A relative error that rounding may leave in a vector."""
+        return 8 * max(torch.finfo(wide(x)).eps for x in self.like)
+
+    def size(self) -> int:
+        """The number of parameters that have a gradient."""
+        ones = [torch.ones_like(x, dtype=torch.float64) for x in self.like]
+        return round(float(self.dots([ones], ones)[0]))
+
+    def _units(self, vector: Vector) -> Any:
+        values = iter(vector)
+        return self.units._replace(
+            each=[u._replace(values=next(values)) if u.trainable else u for u in self.units.each]
+        )
+
+    def drawn(self, kind: Kind, seed: int, number: int) -> Vector:
+        """A random vector: standard normal numbers, or 1 and -1 alike.
+
+        An element depends on the seed, the number, the parameter's path and its place there, and not on the mesh.
+        """
+        vector = self.zeros()
+        for unit, into in zip(self.moving, vector, strict=True):
+            step = elements_at_a_time(into.device, CHUNK)
+            for part in unit.filled:
+                for start in range(part.start, part.stop, step):
+                    stop = min(start + step, part.stop)
+                    into.view(-1)[start:stop] = _random(unit, start, stop, kind, (seed, number))
+        return vector
+
+
+def refuse_derivative(tensors: Sequence[Tensor], name: str) -> None:
+    """Raises RuntimeError where a derivative of what is made of these tensors may be asked for."""
+    followed = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if followed or functorch.inside_transform() or functorch.inside_forward_mode():
+        raise RuntimeError(
+            f"{name}: a derivative through a product or a vector would be wrong, as both are constants: write "
+            f"sf.jvp(sf.grad(loss), ...) there; or, if constants are meant, call it under torch.no_grad(), outside of "
+            f"transforms"
+        )
+
+
+def _flat(tree: Any) -> tuple[list[Any], Any]:
+    return optree.tree_flatten(tree, is_leaf=is_flat, none_is_leaf=True)
+
+
+def _own(x: Tensor, layout: Layout | None) -> Tensor:
+    """This rank's part of a leaf, where gradients are cut further than parameters."""
+    if layout is None or layout.state_layout is layout:
+        return x.detach()
+    fine = layout.state_layout
+    more = fine.placement.axes[len(layout.placement.axes) :]
+    start = layout.grid.index(process_groups.global_rank(), more) * fine.piece
+    return x.detach()[start : start + fine.piece]
+
+
+def _random(unit: Unit, start: int, stop: int, kind: Kind, salt: tuple[int, int]) -> Tensor:
+    if kind == "signs":
+        (bits,) = drawn(unit, start, stop, 1, ("signs", *salt))
+        return 1.0 - 2.0 * (bits & 1)
+    parts = [bits.double() for bits in drawn(unit, start, stop, 4, ("normal", *salt))]
+    one, other = ((high * 2**16 + low + 0.5) / 2**32 for high, low in (parts[:2], parts[2:]))
+    return (-2 * one.log()).sqrt() * (2 * torch.pi * other).cos()  # Box and Muller (1958)
+
+
+def add_(into: Vector, x: Vector, factor: float = 1.0) -> Vector:
+    """Adds a multiple of a vector to another, in place."""
+    for a, b in zip(into, x, strict=True):
+        a.add_(b, alpha=factor)
+    return into
+
+
+def scale_(x: Vector, factor: float) -> Vector:
+    """Multiplies a vector by a number, in place."""
+    torch._foreach_mul_(x, factor)
+    return x
+
+
+def subtract_(x: Vector, basis: Sequence[Vector], factors: Tensor) -> Vector:
+    """Subtracts multiples of vectors from one, in place."""
+    for v, h in zip(basis, factors.tolist(), strict=True):
+        add_(x, v, -h)
+    return x
+
+
+def combined_(basis: list[Vector], weights: Tensor) -> list[Vector]:
+    """Linear combinations of vectors `[vectors, combinations]`, in their place: one leaf at a time has a copy."""
+    for i in range(len(basis[0])):
+        leaf = torch.stack([v[i].flatten() for v in basis], 1) @ weights.to(basis[0][i])
+        for v, x in zip(basis, leaf.unbind(1), strict=False):
+            v[i].copy_(x.view_as(v[i]))
+    return basis[: weights.shape[1]]
