@@ -19,6 +19,7 @@ fitting.png: one step of two ranks with `accumulate(micro="auto")`, of which one
 micro-batch began and ended, by hooks around its forward and backward; the fastest of five steps.
 strategies.png: the time and the memory of every strategy, from the table in reference/strategies.md that
 `benchmarks.strategies` made, beside figures that others published.
+spectrum.png: what `examples.spectrum` draws: the curvature of a language model's loss while it trains, in two minutes.
 elastic.png: the steps of the run that `benchmarks.elastic` disturbs, and when it does so. It makes network namespaces,
 and takes a few minutes.
 """
@@ -766,6 +767,25 @@ def draw_strategies(path: Path) -> None:
     strategies.draw(rows, path)
 
 
+# --- curvature ---
+
+
+def watched() -> Any:
+    sys.path.insert(0, str(HERE.parent))
+    from examples import spectrum
+
+    mesh = sf.make_mesh(replica=1, shard=-1, device="cpu")
+    placed = sf.strategy("full_shard", shard="shard", replica="replica")
+    return spectrum.watch(spectrum.SMALL, mesh, spectrum.corpus()[0], 200, 20, placed)
+
+
+def draw_spectrum(path: Path) -> None:
+    found = world(2, "processes").run(watched)[0]
+    from examples import spectrum
+
+    spectrum.draw(found, spectrum.SMALL, (20, 100, 200), path)
+
+
 DRAWN = {
     "checker": draw_checker,
     "data": draw_data,
@@ -779,6 +799,7 @@ DRAWN = {
     "plan": draw_plan,
     "schedule": draw_schedule,
     "show": draw_show,
+    "spectrum": draw_spectrum,
     "strategies": draw_strategies,
 }
 

@@ -172,11 +172,12 @@ class Space:
     def drawn(self, kind: Kind, seed: int, number: int) -> Vector:
         """A random vector: standard normal numbers, or 1 and -1 alike.
 
-        An element depends on the seed, the number, the parameter's path and its place there, and not on the mesh.
+        An element depends on the seed, the number, the parameter's path and its place there, and not on the mesh, except
+        where `specs=` cut the parameter.
         """
         vector = self.zeros()
         for unit, into in zip(self.moving, vector, strict=True):
-            step = elements_at_a_time(into.device, CHUNK)
+            step = elements_at_a_time(into.device, CHUNK, 2**22)
             for part in unit.filled:
                 for start in range(part.start, part.stop, step):
                     stop = min(start + step, part.stop)
