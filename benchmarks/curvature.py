@@ -20,9 +20,10 @@ from torch import Tensor
 import shardfn as sf
 from benchmarks.crew import Crew, Usage
 from benchmarks.report import Goal, parser, publish
+from shardfn import curvature as sc
 
 RANKS = 2
-KINDS = ("gradient", "jvp", "torch.func.jvp", "product", "product, remat", "product by torch.func")
+KINDS = ("gradient", "jvp", "torch.func.jvp", "hvp", "hvp, remat", "hvp by torch.func", "ggn")
 
 
 def block(p: Any, x: Tensor) -> Tensor:
@@ -40,17 +41,25 @@ def program(kind: str, width: int, layers: int) -> Callable[[], Any]:
     x = torch.ones(32, width)
     staged = sf.stage(block, remat="remat" in kind)
 
-    def loss(params: Any) -> Tensor:
+    def outputs(params: Any) -> Tensor:
         y = x
         for p in sf.layers(params):
             y = staged(p, y)
+        return y
+
+    def curve(y: Tensor) -> Tensor:
         return sf.psum(y.square().sum(), "data")
+
+    def loss(params: Any) -> Tensor:
+        return curve(outputs(params))
 
     def run(params: Any, v: Any) -> Any:
         if kind == "gradient":
             return sf.grad(loss)(params)
-        by = torch.func.jvp if "torch" in kind else sf.jvp
-        return by(sf.grad(loss) if "product" in kind else loss, (params,), (v,))
+        if "jvp" in kind or "torch" in kind:
+            by = torch.func.jvp if "torch" in kind else sf.jvp
+            return by(sf.grad(loss) if "hvp" in kind else loss, (params,), (v,))
+        return (sc.ggn(outputs, curve, params) if kind == "ggn" else sc.hvp(loss, params)) @ v
 
     mapped = sf.shard_map(run, mesh=mesh, in_specs=..., out_specs=..., check=False)
     return lambda: mapped(params, v)
@@ -95,8 +104,10 @@ def main() -> None:
         for kind, (peak, took) in found.items()
     ]
     goals = [
-        Goal("memory of a Hessian-vector product / the gradient's", found["product"][0] / base[0], 2),
-        Goal("time of a Hessian-vector product / the gradient's", found["product"][1] / base[1], 2.5),
+        Goal("memory of a Hessian-vector product / the gradient's", found["hvp"][0] / base[0], 2),
+        Goal("time of a Hessian-vector product / the gradient's", found["hvp"][1] / base[1], 2.5),
+        Goal("memory of a Gauss-Newton product / the gradient's", found["ggn"][0] / base[0], 2),
+        Goal("time of a Gauss-Newton product / the gradient's", found["ggn"][1] / base[1], 2.5),
         Goal("memory of a forward's jvp / the gradient's", found["jvp"][0] / base[0], 1),
     ]
     publish(f"derivatives of a loss, {RANKS} ranks", rows, goals, args.json)
