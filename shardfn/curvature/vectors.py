@@ -172,8 +172,8 @@ class Space:
     def drawn(self, kind: Kind, seed: int, number: int) -> Vector:
         """A random vector: standard normal numbers, or 1 and -1 alike.
 
-        An element depends on the seed, the number, the parameter's path and its place there, and not on the mesh, except
-        where `specs=` cut the parameter.
+        An element depends on the seed, the number, the parameter's path and its place there, but not on the mesh,
+        unless `specs=` cut the parameter.
         """
         vector = self.zeros()
         for unit, into in zip(self.moving, vector, strict=True):

@@ -6,6 +6,7 @@ columns of different ranks. Here one element moves at a time, on the rank that h
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,12 +18,14 @@ from torch import Tensor
 from shardfn.check.bits import rounding
 from shardfn.collectives import functional
 from shardfn.compat import functorch, process_groups
+from shardfn.compat.norms import WrittenOut
 from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import scope_of
 from shardfn.shards.layout import Layout, is_flat
 from shardfn.shards.partition import with_leaves
 from shardfn.shards.unsharding import unshard
 from shardfn.transforms.autodiff import Variables, name_of
+from shardfn.transforms.jvp import by_transposes, followed
 
 Argnums = int | Sequence[int]
 
@@ -135,7 +138,9 @@ def _jacobian(
         _refuse_apart(variables.values, variables.layouts, variables.layouts, f"{place}: an argument that is no shard")
         values, aux = outputs(*variables.values)
         _refuse_apart(values, [None] * len(values), variables.layouts, f"{place}: its result")
-        by_output = by(outputs, variables, values, chunk_size)
+        again = followed((values, variables.values))
+        with WrittenOut() if again else contextlib.nullcontext():
+            by_output = by(outputs, variables, values, chunk_size, again)
         for gs in by_output:
             _refuse_apart(
                 gs, variables.layouts, variables.layouts, f"{place}: the part of an argument that is no shard"
@@ -148,7 +153,7 @@ def _jacobian(
 
 
 def _by_rows(
-    outputs: Callable[..., Any], variables: Variables, values: Sequence[Tensor], chunk_size: int | None
+    outputs: Callable[..., Any], variables: Variables, values: Sequence[Tensor], chunk_size: int | None, _: bool
 ) -> Sequence[Sequence[Tensor]]:
     """The Jacobian of each output with respect to each variable, by reverse mode."""
     indices = tuple(range(len(variables.values)))
@@ -160,18 +165,23 @@ def _by_rows(
 
 
 def _by_columns(
-    outputs: Callable[..., Any], variables: Variables, values: Sequence[Tensor], chunk_size: int | None
+    outputs: Callable[..., Any], variables: Variables, values: Sequence[Tensor], chunk_size: int | None, again: bool
 ) -> Sequence[Sequence[Tensor]]:
     """The Jacobian of each output with respect to each variable, by forward mode."""
     for layout in variables.layouts:
         if layout is not None:
             _refuse_cut_further(layout)
-    each = [_columns(outputs, variables, k, values, chunk_size) for k in range(len(variables.values))]
+    each = [_columns(outputs, variables, k, values, chunk_size, again) for k in range(len(variables.values))]
     return [[columns[i] for columns in each] for i in range(len(values))]
 
 
 def _columns(
-    outputs: Callable[..., Any], variables: Variables, k: int, values: Sequence[Tensor], chunk_size: int | None
+    outputs: Callable[..., Any],
+    variables: Variables,
+    k: int,
+    values: Sequence[Tensor],
+    chunk_size: int | None,
+    again: bool,
 ) -> list[Tensor]:
     """The Jacobian of each output with respect to one variable; this rank keeps its own columns."""
     x, layout = variables.values[k], variables.layouts[k]
@@ -182,7 +192,7 @@ def _columns(
         def moved(value: Tensor) -> Any:
             return outputs(*with_leaves(variables.values, [k], [value]))[0]
 
-        return torch.func.jvp(moved, (x,), (tangent.view(x.shape),))[1]
+        return (by_transposes if again else torch.func.jvp)(moved, (x,), (tangent.view(x.shape),))[1]
 
     kept: list[list[Tensor]] = [[] for _ in values]
     for owner in range(owners):

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardfn.compat import functorch
+from shardfn.compat.norms import WrittenOut
 from shardfn.quoting import short
 from shardfn.transforms.autodiff import moves, name_of
 from shardfn.transforms.step import OutsideGradient, pushing
@@ -113,6 +114,38 @@ def _by_torch_func(f: Callable[..., Any], tree: Any, pairs: Sequence[tuple[Any, 
             full[i] = value
         return f(*optree.tree_unflatten(tree, full))
 
-    values = tuple(leaves[i] for i in at)
+    values, tangents = tuple(leaves[i] for i in at), tuple(pairs[i][1] for i in at)
     with sdpa_kernel(SDPBackend.MATH):
-        return torch.func.jvp(of_moving, values, tuple(pairs[i][1] for i in at), has_aux=has_aux)
+        if not followed((values, tangents)):
+            found = torch.func.jvp(of_moving, values, tangents, has_aux=has_aux)
+            if not followed(found):  # nor anything that `f` closes over
+                return found
+        with WrittenOut():
+            return by_transposes(of_moving, values, tangents, has_aux)
+
+
+def followed(tree: Any) -> bool:
+    """Whether something outside takes a derivative of tensors in a tree."""
+    tensors = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
+    return any(kind != "batch" for x in tensors for _, kind in functorch.followed(x))
+
+
+def by_transposes(f: Callable[..., Any], primals: Any, tangents: Any, has_aux: bool = False) -> Any:
+    """As `torch.func.jvp`, by the transpose of the transpose: torch's formulas of tangents have wrong derivatives."""
+    kept: list[Any] = []
+
+    def moving(*primals: Tensor) -> Any:
+        result, aux = f(*primals) if has_aux else (f(*primals), ())
+        leaves, tree = optree.tree_flatten(result, none_is_leaf=True)
+        kept[:] = leaves, tree
+        return [y for y in leaves if moves(y)], aux
+
+    ys, pull, aux = torch.func.vjp(moving, *primals, has_aux=True)
+    _, push = torch.func.vjp(pull, [torch.zeros_like(y) for y in ys])
+    leaves, tree = kept
+    trees = []
+    for values in (ys, push(tuple(tangents))[0]):
+        each = iter(values)
+        filled = [next(each) if moves(y) else y if values is ys else None for y in leaves]
+        trees.append(optree.tree_unflatten(tree, filled))
+    return (*trees, aux) if has_aux else tuple(trees)

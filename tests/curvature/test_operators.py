@@ -104,7 +104,9 @@ def dense(kind: str) -> Tensor:
         x, y = rows(batch)
         z, J = model(point, x), torch.func.jacrev(model)(point, x)  # [rows, classes], [rows, classes, n]
         if kind == "hvp":
-            matrix += torch.func.hessian(lambda v, x=x, y=y: entropy(model(v, x), y))(point)
+            slope = torch.func.grad(lambda v, x=x, y=y: entropy(model(v, x), y))
+            basis = torch.eye(len(point), dtype=point.dtype)  # no batches: torch's of layer norms are wrong
+            matrix += torch.stack([torch.func.jvp(slope, (point,), (e,))[1] for e in basis], 1)
         elif kind in ("ggn", "joint ggn"):
             f: Callable[[Tensor], Tensor] = lambda z, y=y: entropy(z, y)  # noqa: E731
             if kind == "joint ggn":

@@ -8,6 +8,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import shardfn as sf
@@ -176,3 +177,95 @@ def test_without_a_mesh_they_are_those_of_torch() -> None:
         assert apart(ours(whole(), scale), theirs(whole(), scale)) < ROUNDING
     ours, theirs = (m.hessian(lambda ps: reference(rows, ps, scale)["square"]) for m in (sf, torch.func))
     assert apart(ours(whole()), theirs(whole())) < ROUNDING
+
+
+# --- Jacobians of Jacobians, where torch's batches of some norms lose derivatives ---
+
+NORMS: dict[str, Any] = {
+    "layer": lambda v: F.layer_norm(v[4:].view(3, 4), (4,), v[:4]),
+    "batch": lambda v: F.batch_norm(v[4:].view(6, 2), None, None, v[:2], v[2:4], training=True),
+    "instance": lambda v: F.instance_norm(v[4:].view(2, 2, 3), None, None, v[:2], v[2:4]),
+    "group": lambda v: F.group_norm(v[4:].view(1, 4, 3), 2, v[:4], v[:4]),
+    "rms": lambda v: F.rms_norm(v[4:].view(3, 4), (4,), v[:4]),
+}
+
+
+def slopes(f: Callable[[Tensor], Tensor], x: Tensor, step: float = 1e-5) -> Tensor:
+    """The Jacobian of `f` by central differences."""
+    basis = step * torch.eye(len(x), dtype=x.dtype)
+    return torch.stack([(f(x + e) - f(x - e)) / (2 * step) for e in basis], -1)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_second_derivatives_of_norms(name: str) -> None:
+    x = normal(16, seed=3)
+
+    def sums(v: Tensor) -> Tensor:
+        return (NORMS[name](v) ** 3).flatten(1).sum(-1)
+
+    def total(v: Tensor) -> Tensor:
+        return sums(v).sum()
+
+    def first(v: Tensor) -> Tensor:
+        return torch.stack([torch.func.jvp(sums, (v,), (e,))[1] for e in torch.eye(16, dtype=v.dtype)], -1)
+
+    ones = torch.ones(16, dtype=torch.float64)
+
+    def outside(v: Tensor) -> Tensor:  # by plain autograd, and through what a function closes over
+        rows = [lambda w, i=i: sf.jacrev(lambda s: sums(w * s))(ones)[0, i] for i in range(16)]
+        return torch.stack([sf.grad(row)(v) for row in rows])
+
+    want = slopes(first, x)
+    both = {"jacrev": sf.jacrev, "jacfwd": sf.jacfwd}
+    found = {f"{a} of {b}": f(g(sums))(x) for a, f in both.items() for b, g in both.items()}
+    found = {name: float((got - want).norm() / want.norm()) for name, got in found.items()}
+    found["hessian"] = float((sf.hessian(total)(x) - want.sum(0)).norm() / want.sum(0).norm())
+    by_hand = slopes(lambda v: (first(v) * v)[0], x)
+    found["gradient of jacrev"] = float((outside(x) - by_hand).norm() / by_hand.norm())
+    assert {name: off for name, off in found.items() if not off < 1e-7} == {}
+
+
+LEVELS = {
+    "sf.grad": lambda h, x: sf.grad(h)(x),
+    "torch.func.grad": lambda h, x: torch.func.grad(h)(x),
+    "sf.jvp": lambda h, x: torch.stack([sf.jvp(h, (x,), (e,))[1] for e in torch.eye(16).double()]),
+    "backward": lambda h, x: torch.autograd.grad(h(y := x.clone().requires_grad_()), y)[0],
+    "vmap in sf.grad": lambda h, x: sf.grad(
+        lambda v: torch.func.vmap(lambda s: h(v * s))(torch.ones(1).double()).sum()
+    )(x),
+}
+MEAN, VARIANCE = torch.tensor([0.1, 0.2]).double(), torch.tensor([0.5, 2.0]).double()
+FUNCTIONS = {name: (lambda v, f=f: (f(v) ** 3).sum()) for name, f in NORMS.items()} | {
+    "running": lambda v: (F.batch_norm(v[4:].view(6, 2), MEAN, VARIANCE, v[:2], v[2:4]) ** 3).sum(),
+    "instance, running": lambda v: (
+        F.instance_norm(v[4:].view(2, 2, 3), MEAN, VARIANCE, v[:2], v[2:4], use_input_stats=False) ** 3
+    ).sum(),
+    "modules": lambda v: torch.func.functional_call(
+        torch.nn.LayerNorm(4), {"weight": v[:4], "bias": v[4:8]}, (v[8:].view(2, 4),)
+    ).pow(3).sum(),
+    "weight norm": lambda v: (torch._weight_norm(v[:12].view(3, 4), v[12:15].view(3, 1), 0) ** 3).sum(),
+    "det": lambda v: torch.linalg.det(v.view(4, 4)),
+    "slogdet": lambda v: torch.linalg.slogdet(v.view(4, 4))[1],
+    "solve": lambda v: torch.linalg.solve(v.view(4, 4) + 3 * torch.eye(4), v[:4]).square().sum(),
+    "cross entropy": lambda v: F.cross_entropy(v.view(4, 4), torch.tensor([0, 1, 1, 3])),
+    "attention": lambda v: (F.scaled_dot_product_attention(*v[:12].view(3, 1, 2, 2)) ** 3).sum(),
+    "glu": lambda v: (F.glu(v.view(4, 4)) ** 3).sum(),
+    "norm": lambda v: v.view(4, 4).norm(dim=-1).prod(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_derivatives_of_tangents(name: str) -> None:
+    f, x, v = FUNCTIONS[name], normal(16, seed=5) + 0.1, normal(16, seed=6)
+    want = slopes(lambda y: (torch.func.grad(f)(y) @ v)[None], x)[0]
+    found = {level: derivative(lambda y: sf.jvp(f, (y,), (v,))[1], x) for level, derivative in LEVELS.items()}
+    wanted = dict.fromkeys(found, want)
+    if name != "weight norm":  # which has no forward mode
+
+        def closing(y: Tensor) -> Tensor:
+            return sf.jvp(lambda s: f(s * y), (torch.ones_like(x),), (v / x,))[1]
+
+        found["what f closes over"] = sf.grad(closing)(x)
+        wanted["what f closes over"] = slopes(lambda y: (torch.func.grad(f)(y) @ (y * v / x))[None], x)[0]
+    off = {level: float((got - wanted[level]).norm() / wanted[level].norm()) for level, got in found.items()}
+    assert {level: distance for level, distance in off.items() if not distance < 1e-6} == {}

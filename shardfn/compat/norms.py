@@ -1,0 +1,141 @@
+"""Norms written out in elementary operations, whose derivatives of any order are right.
+
+torch's own have formulas for two derivatives in reverse mode, and for a forward-mode derivative of one in reverse mode.
+In other orders (a derivative of a tangent, a third one, one of a batch of gradients), the formulas take the statistics
+of the input for constants, and results are silently wrong (torch 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class WrittenOut(TorchFunctionMode):
+    """A context in which layer, batch, instance and weight norms are elementary operations."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _WRITTEN.get(func, func)(*args, **(kwargs or {}))
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    x = _standard(_wide(input), tuple(range(-len(normalized_shape), 0)), eps)[0]
+    return _affine(x, weight, bias).to(input.dtype)
+
+
+def _functional_batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    shape = (1, -1, *(1,) * (input.ndim - 2))
+    if training or running_mean is None or running_var is None:
+        x, mean, var = _standard(_wide(input), (0, *range(2, input.ndim)), eps)
+        _follow(running_mean, running_var, mean, var, momentum, input.numel() // input.shape[1])
+    else:
+        x = (_wide(input) - running_mean.view(shape)) * (running_var.view(shape) + eps).rsqrt()
+    return _affine(x, *(y if y is None else y.view(shape) for y in (weight, bias))).to(input.dtype)
+
+
+def _batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    return _functional_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def _functional_instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if not use_input_stats:
+        return _functional_batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    x, mean, var = _standard(_wide(input), tuple(range(2, input.ndim)), eps)
+    _follow(running_mean, running_var, mean.mean(0), var.mean(0), momentum, input[0, 0].numel())
+    shape = (1, -1, *(1,) * (input.ndim - 2))
+    return _affine(x, *(y if y is None else y.view(shape) for y in (weight, bias))).to(input.dtype)
+
+
+def _instance_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    return _functional_instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    others = tuple(i for i in range(v.ndim) if i != dim % v.ndim) if dim != -1 else tuple(range(v.ndim))
+    return v * (g / v.square().sum(others, keepdim=True).sqrt())
+
+
+def _standard(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers of mean 0 and variance 1, and the mean and the variance that they had."""
+    mean = x.mean(dims, keepdim=True)
+    var = (x - mean).square().mean(dims, keepdim=True)
+    return (x - mean) * (var + eps).rsqrt(), mean, var
+
+
+def _follow(
+    running_mean: Tensor | None, running_var: Tensor | None, mean: Tensor, var: Tensor, momentum: float, count: int
+) -> None:
+    with torch.no_grad():
+        for running, new in ((running_mean, mean), (running_var, var * (count / max(count - 1, 1)))):
+            if running is not None:
+                running.lerp_(new.detach().view(-1).to(running.dtype), momentum)
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype.itemsize < 4 else x
+
+
+_WRITTEN = {
+    F.layer_norm: _layer_norm,
+    torch.layer_norm: _layer_norm,
+    F.batch_norm: _functional_batch_norm,
+    torch.batch_norm: _batch_norm,
+    F.instance_norm: _functional_instance_norm,
+    torch.instance_norm: _instance_norm,
+    torch._weight_norm: _weight_norm,
+}
