@@ -57,7 +57,7 @@ def trace(A: Operator, products: int = 30, *, sketch: int | None = None, seed: i
     space, found = A.space, list[Vector]()
     kept = min(kept, space.size())
     for number in range(kept):
-        v = A.of(space.drawn("signs", seed, number))
+        v = A.of(space.drawn("normal", seed, number))
         before = space.norm(v)
         if before and space.norm(outside(A, v, found)) > space.rounding * before:
             found.append(unit(space, v, found))

@@ -181,7 +181,7 @@ def critical_sharpness(
 
     start = loss(0.0)
     if not math.isfinite(start):
-        raise ValueError(f"{name}: the loss at the parameters is {start}")
+        raise ValueError(f"{name}: the loss at the parameters is not finite")
     low, high, factor, count = 0.0, math.inf, 2.0, 1
     while count < forwards and (not low or high > (1 + tolerance) * low):
         if low and high < math.inf:

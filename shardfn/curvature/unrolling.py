@@ -21,7 +21,7 @@ from shardfn.curvature.vectors import Space, Vector, add_, refuse_derivative
 from shardfn.optim.optimizer import Optimizer
 from shardfn.transforms.autodiff import Variables, grad, name_of, value_and_grad
 from shardfn.transforms.jvp import jvp
-from shardfn.transforms.shortage import RandomNumbers
+from shardfn.transforms.shortage import RandomNumbers, versions
 
 Function = Callable[..., Any]
 
@@ -106,6 +106,15 @@ class _Training:
         else:
             self.random[number] = RandomNumbers(_tensors(now))
 
+    def first(self, *given: Any) -> Any:
+        """The first step, on copies: raises RuntimeError for an optimizer that overwrites."""
+        copies = [optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree) for tree in given]
+        before = versions(_tensors(copies))
+        new = self.optimizer.step(*copies)
+        if versions(_tensors(copies)) != before:
+            raise RuntimeError("unroll: the optimizer overwrites what it is given, which is needed again: donate=False")
+        return new
+
     def steps(self, now: Any, begin: int, end: int) -> list[tuple[Any, Any]]:
         """Parameters and state before each of some steps, with the gradient there; and after the last, without."""
         found = []
@@ -113,11 +122,7 @@ class _Training:
             self.draw(number, now)
             g = grad(lambda p, batch: self.loss(p, self.hyper, *batch))(now[0], self.batches[number])
             found.append((now, g))
-            if number == begin:  # an optimizer that overwrites refuses this
-                with torch.enable_grad():
-                    now = self.optimizer.step(*(_Part(x).tracked() for x in (now[0], g, now[1])))
-            else:
-                now = self.optimizer.step(now[0], g, now[1])
+            now = self.optimizer.step(now[0], g, now[1]) if number else self.first(now[0], g, now[1])
             now = optree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, now)
         return [*found, (now, None)]
 

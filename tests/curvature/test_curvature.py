@@ -19,6 +19,7 @@ import shardfn.optim as so
 from shardfn import curvature as sc
 from shardfn import interop
 from shardfn.testing import World
+from shardfn.testing import world as started
 from tests.curvature.test_operators import (
     DATA,
     batches_of,
@@ -46,37 +47,39 @@ def on_shards(kind: str, use: Any, strategy: str = "full_shard") -> Any:
     def run(params: Any, batches: Any) -> Any:
         return use(operator(kind, sf.stage, lambda x: sf.psum(x, DATA), params, batches), params)
 
-    return sf.shard_map(run, mesh=mesh, in_specs=(..., sf.P(DATA)), out_specs=...)(params, batches_of(mesh))
+    mapped = sf.shard_map(run, mesh=mesh, in_specs=(..., sf.P(DATA)), out_specs=..., check=False)
+    return mapped(params, batches_of(mesh))
 
 
 # --- eigenvalues ---
 
 
-def eigenvalues(which: Any, strategy: str) -> tuple[Tensor, Tensor, list[float]]:
-    found = on_shards("hvp", lambda A, _: sc.top_eig(A, 3, which=which, tolerance=1e-9), strategy)
-    vectors = [flat(sf.unshard(v)) for v in found.vectors]
-    matrix = dense("hvp")
-    residuals = [float((matrix @ v - x * v).norm()) for v, x in zip(vectors, found.values, strict=True)]
-    return found.values, found.errors, residuals
+def eigenvalues(strategy: str) -> list[tuple[Tensor, Tensor, list[float], int]]:
+    found = on_shards("hvp", lambda A, _: [sc.top_eig(A, 3, which=w, tolerance=1e-8) for w in ("LM", "SA")], strategy)
+    matrix, told = dense("hvp"), []
+    for each in found:
+        vectors = [flat(sf.unshard(v)) for v in each.vectors]
+        residuals = [float((matrix @ v - x * v).norm()) for v, x in zip(vectors, each.values, strict=True)]
+        told.append((each.values, each.errors, residuals, each.products))
+    return told
 
 
-@pytest.mark.parametrize("ranks", SIZES)
-def test_outermost_eigenvalues_are_those_of_the_dense_matrix(world: World, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "strategy"),
+    [((1, "processes"), "full_shard"), ((2, "processes"), "zero1"), ((4, "processes"), "hybrid_shard")],
+    indirect=["world"], ids=["1", "2", "4"],
+)  # fmt: skip
+def test_outermost_eigenvalues_are_those_of_the_dense_matrix(world: World, strategy: str) -> None:
     exact = torch.linalg.eigvalsh(dense("hvp"))
-    orders = {"LM": exact[exact.abs().argsort(descending=True)], "LA": exact.flip(0), "SA": exact}
-    for which, want in orders.items():
-        for values, errors, residuals in world.run(eigenvalues, which, "full_shard"):
-            assert worst((values - want[:3]).abs().tolist()) < 1e-8 * float(exact.abs().max())
-            assert worst(errors.tolist()) <= 1e-9 * float(exact.abs().max())
-            assert worst(residuals) < 1e-8 * float(exact.abs().max())
-
-
-@four
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_eigenvalues_are_right_with_each_strategy(world: World, strategy: str) -> None:
-    exact = torch.linalg.eigvalsh(dense("hvp"))
-    for values, *_ in world.run(eigenvalues, "LA", strategy):
-        assert worst((values - exact.flip(0)[:3]).abs().tolist()) < 1e-8 * float(exact.abs().max())
+    size = float(exact.abs().max())
+    for told in world.run(eigenvalues, strategy):
+        for want, (values, errors, residuals, products) in zip(
+            (exact[exact.abs().argsort(descending=True)], exact), told, strict=True
+        ):
+            assert worst((values - want[:3]).abs().tolist()) < 1e-8 * size
+            assert worst(errors.tolist()) <= 1e-8 * size
+            assert worst(residuals) < 2e-8 * size
+            assert products < 150
 
 
 def given(matrix: Tensor) -> sc.Operator:
@@ -180,7 +183,7 @@ def _first(A: sc.Operator, _: Any) -> list[Any]:
     return [A.space.written(A.space.drawn(kind, 0, n)) for kind in ("normal", "signs") for n in (0, 1)]
 
 
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", SIZES[1:])
 def test_densities_are_those_of_the_dense_matrix(world: World, ranks: int) -> None:
     starts = world.run(first_vectors)[0]
     for values, weights in world.run(density, "", None):
@@ -192,8 +195,8 @@ def test_densities_are_those_of_the_dense_matrix(world: World, ranks: int) -> No
                 assert abs(a - b) < 1e-10 * float((want.abs() ** power * heavy).sum())
 
 
-def test_random_vectors_are_alike_on_any_mesh(worlds: Any) -> None:
-    found = {n: worlds(n).run(first_vectors)[0] for n in (1, 2, 4)}
+def test_random_vectors_are_alike_on_any_mesh() -> None:
+    found = {n: started(n, "processes").run(first_vectors)[0] for n in (1, 2, 4)}
     for n in (2, 4):
         for a, b in zip(found[1], found[n], strict=True):
             assert torch.equal(a, b)
@@ -249,19 +252,19 @@ def test_traces_of_functions() -> None:
 # --- traces and diagonals ---
 
 
-def estimates(products: int, sketch: int | None) -> Any:
-    return on_shards("ggn", lambda A, _: sc.trace(A, products, sketch=sketch))
+def estimates() -> Any:
+    return on_shards("ggn", lambda A, _: [sc.trace(A, 30), sc.trace(A, 30, sketch=0), sc.trace(A, 100)])
 
 
-@pytest.mark.parametrize("ranks", SIZES)
-def test_traces_are_those_of_the_dense_matrix(world: World, ranks: int) -> None:
+@two
+def test_traces_are_those_of_the_dense_matrix(world: World) -> None:
     exact = float(dense("ggn").trace())
-    for products, sketch in ((60, None), (60, 0), (200, 0)):
-        for value, error in world.run(estimates, products, sketch):
-            assert abs(value - exact) < 4 * error + 1e-10 * exact
-    for value, error in world.run(estimates, 120, None):  # the sketch has the whole range: 2 x 8 rows x 2
-        assert abs(value - exact) < 1e-10 * exact
-        assert error < 1e-10 * exact
+    for *rough, fine in world.run(estimates):
+        for value, error in rough:
+            assert 0 < error < exact
+            assert abs(value - exact) < 4 * error
+        assert abs(fine.value - exact) < 1e-10 * exact  # its sketch has the whole range: 2 x 8 rows x 2
+        assert fine.error < 1e-10 * exact
 
 
 def test_a_trace_by_hand() -> None:
@@ -272,7 +275,7 @@ def test_a_trace_by_hand() -> None:
     value, error = sc.trace(A, 12, sketch=0, seed=5)
     assert abs(value - float(each.mean())) < 1e-12
     assert abs(error - float(each.std()) / 12**0.5) < 1e-12
-    q = torch.linalg.qr(matrix @ torch.stack(draws[:4], 1))[0]
+    q = torch.linalg.qr(matrix @ torch.stack([A.space.drawn("normal", 5, k)[0] for k in range(4)], 1))[0]
     rest = [v - q @ (q.T @ v) for v in draws[4:8]]
     want = float((q.T @ matrix @ q).trace() + torch.stack([v @ matrix @ v for v in rest]).mean())
     assert abs(sc.trace(A, 12, seed=5).value - want) < 1e-11
@@ -283,8 +286,8 @@ def diagonals() -> Tensor:
     return flat(sf.unshard(on_shards("ggn", lambda A, _: sc.diag(A, 40, seed=2))))
 
 
-@pytest.mark.parametrize("ranks", SIZES)
-def test_diagonals_are_means_over_signs(world: World, ranks: int) -> None:
+@two
+def test_diagonals_are_means_over_signs(world: World) -> None:
     matrix = dense("ggn")
     for found in world.run(diagonals):
         spread = ((matrix**2).sum(1) - matrix.diagonal() ** 2).sqrt() / 40**0.5
@@ -296,27 +299,38 @@ def test_diagonals_are_means_over_signs(world: World, ranks: int) -> None:
 # --- systems ---
 
 
-def solutions(by: Any, more: dict[str, Any]) -> tuple[Tensor, float, int, bool]:
+def solutions(by: Any) -> tuple[Tensor, float, int, bool]:
     def use(A: sc.Operator, params: Any) -> Any:
-        b = sf.shard(whole(3), grid(), STRATEGIES["full_shard"])
-        found = sc.solve(A, b, by, damping=0.1, tolerance=1e-12, products=4000, **more)
+        b = sf.shard(whole(3), grid(), STRATEGIES["zero1"])
+        found = sc.solve(A, b, by, damping=1.0, tolerance=1e-10)
         return found.x, found.residual, found.products, found.converged
 
-    x, *rest = on_shards("ggn", use)
+    x, *rest = on_shards("ggn", use, "zero1")
     return flat(sf.unshard(x)), *rest
 
 
-@pytest.mark.parametrize("ranks", SIZES)
-def test_solutions_are_those_of_the_dense_matrix(world: World, ranks: int) -> None:
-    matrix = dense("ggn") + 0.1 * torch.eye(len(dense("ggn")), dtype=torch.float64)
+@two
+@pytest.mark.parametrize("by", ["cg", "lsmr"])
+def test_solutions_are_those_of_the_dense_matrix(world: World, by: str) -> None:
+    matrix = dense("ggn") + torch.eye(len(dense("ggn")), dtype=torch.float64)
     b = flat(whole(3))
     want = torch.linalg.solve(matrix, b)
-    scale = 1 / float(torch.linalg.eigvalsh(matrix).max())
-    for by, more in (("cg", {}), ("lsmr", {}), ("neumann", {"scale": scale})):
-        for x, residual, products, converged in world.run(solutions, by, more):
-            assert converged, (by, residual, products)
-            assert float((x - want).norm() / want.norm()) < 1e-9
-            assert abs(residual - float((b - matrix @ x).norm() / b.norm())) < 1e-11
+    for x, residual, products, converged in world.run(solutions, by):
+        assert converged, (residual, products)
+        assert float((x - want).norm() / want.norm()) < 1e-8
+        assert abs(residual - float((b - matrix @ x).norm() / b.norm())) < 1e-11
+
+
+@pytest.mark.parametrize("by", ["cg", "lsmr", "neumann"])
+def test_each_method_solves(by: Any) -> None:
+    matrix, b = rotated(torch.linspace(0.5, 4, 50).double()), torch.linspace(-1, 2, 50).double()
+    found = sc.solve(given(matrix), {"x": b}, by, damping=0.25, tolerance=1e-12, products=999,
+                     scale=0.4 if by == "neumann" else None)  # fmt: skip
+    want = torch.linalg.solve(matrix + 0.25 * torch.eye(50).double(), b)
+    assert found.converged
+    assert float((found.x["x"] - want).norm() / want.norm()) < 1e-11
+    off = float((b - matrix @ found.x["x"] - 0.25 * found.x["x"]).norm() / b.norm())
+    assert abs(found.residual - off) < 1e-12
 
 
 def test_systems_that_are_singular_or_indefinite() -> None:
@@ -363,7 +377,8 @@ def sharpnesses(strategy: str) -> dict[str, Any]:
             "none": sc.critical_sharpness(loss, params, gradient, batches[:1], rate=1e-9, forwards=3),
         }
 
-    found = sf.shard_map(run, mesh=mesh, in_specs=(..., sf.P(DATA)), out_specs=...)(params, batches_of(mesh))
+    mapped = sf.shard_map(run, mesh=mesh, in_specs=(..., sf.P(DATA)), out_specs=..., check=False)
+    found = mapped(params, batches_of(mesh))
     return found | {"gradient": flat(sf.unshard(found["gradient"]))}
 
 
@@ -495,7 +510,7 @@ def of_module(frozen: tuple[str, ...], dtype: torch.dtype = torch.float64) -> tu
 
 
 @two
-@pytest.mark.parametrize("frozen", [(), (r"blocks\.0",)])
+@pytest.mark.parametrize("frozen", [(), ("blocks.0.*",)])
 def test_products_of_modules(world: World, frozen: tuple[str, ...]) -> None:
     for off, missing in world.run(of_module, frozen):
         assert worst(off) < 1e-12
@@ -532,7 +547,7 @@ def test_products_of_modules(world: World, frozen: tuple[str, ...]) -> None:
         (lambda p, m: sc.fisher(None, None, p, labels="true"), ValueError, "labels='true'"),
         (lambda p, m: sc.fisher(None, None, p, labels=0), ValueError, "labels=0"),
         (lambda p, m: sc.preconditioned(given(torch.eye(3)), {"x": torch.zeros(3)}), ValueError, "3 numbers of D"),
-        (lambda p, m: sc.critical_sharpness(lambda p: p["x"].sum() * math.nan, X, X), ValueError, "is nan"),
+        (lambda p, m: sc.critical_sharpness(lambda p: p["x"].sum() * math.nan, X, X), ValueError, "is not finite"),
         (lambda p, m: sc.critical_sharpness(lambda p: p["x"].sum(), X, X, rate=-1.0), ValueError, "rate=-1.0"),
         (lambda p, m: sf.grad(lambda v: (given(torch.eye(3)) @ {"x": v})["x"].sum())(torch.ones(3)),
          RuntimeError, "a derivative through"),

@@ -23,7 +23,7 @@ OPTIMIZERS = {
     "sgd": lambda: so.sgd(0.1, momentum=0.9, nesterov=True, donate=False),
     "adamw": lambda: so.adamw(torch.tensor(0.05, dtype=torch.float64), weight_decay=0.1, eps=1e-3, donate=False),
     "clipped": lambda: so.chain(so.clip_by_global_norm(0.3, donate=False), so.adam(0.05, eps=1e-3, donate=False)),
-    "average": lambda: so.ema(so.sgd(0.2, donate=False), decay=0.9),
+    "average": lambda: so.ema(so.sgd(0.2, donate=False), decay=0.9, donate=False),
 }
 
 
