@@ -772,11 +772,11 @@ def draw_strategies(path: Path) -> None:
 
 def watched() -> Any:
     sys.path.insert(0, str(HERE.parent))
-    from examples import spectrum
+    from examples import run, spectrum
 
     mesh = sf.make_mesh(replica=1, shard=-1, device="cpu")
     placed = sf.strategy("full_shard", shard="shard", replica="replica")
-    return spectrum.watch(spectrum.SMALL, mesh, spectrum.corpus()[0], 200, 20, placed)
+    return spectrum.watch(spectrum.SMALL, mesh, run.corpus()[0], 200, 20, placed)
 
 
 def draw_spectrum(path: Path) -> None:

@@ -47,7 +47,7 @@ def watch(
 ) -> Watched:
     """Trains, and looks at the curvature after `every` steps, on one batch that stays the same."""
     opt = optimizer(config, steps)
-    batches = sf.run.batches(stretches(text, config.context + 1), mesh, DATA, config.batch)
+    batches = sf.run.batches(stretches(text, config.context + 1), mesh, DATA, config.batch, seed=0)
     densities: dict[int, sc.Spectrum] = {}
 
     def loss(params: Params, rows: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ of the input for constants, and results are silently wrong (torch 2.13).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +16,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+_thread = threading.local()
+
 
 class WrittenOut(TorchFunctionMode):
     """A context in which layer, batch, instance and weight norms are elementary operations."""
+
+    @staticmethod
+    def active() -> bool:
+        """Whether this thread is inside of one."""
+        return getattr(_thread, "inside", 0) > 0
+
+    def __enter__(self) -> WrittenOut:
+        _thread.inside = getattr(_thread, "inside", 0) + 1
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _thread.inside -= 1
+        super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _WRITTEN.get(func, func)(*args, **(kwargs or {}))

@@ -81,7 +81,7 @@ def solve(
         raise FloatingPointError(f"solve: b is not finite: its norm is {size}")
     if not size:
         return Solution(A.space.written(right), 0.0, 0, converged=True)
-    method = {"cg": _cg, "lsmr": _lsmr, "neumann": _neumann}[by]
+    method: Any = {"cg": _cg, "lsmr": _lsmr, "neumann": _neumann}[by]
     x, residual, converged = method(system, right, size, tolerance, *([] if scale is None else [scale]))
     return Solution(A.space.written(x), residual / size, system.done, converged)
 

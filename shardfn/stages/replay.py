@@ -14,6 +14,7 @@ from torch import Tensor
 from shardfn.check.bits import rounding
 from shardfn.collectives.capturing import capturing
 from shardfn.compat import functorch
+from shardfn.compat.norms import WrittenOut
 
 SAMPLE = 2**16  # most numbers that are compared of one tensor
 
@@ -38,12 +39,13 @@ _NOT_AGAIN = (
 
 
 class RngAndAutocast:
-    """The random state and autocast, on which a function may depend besides its arguments, for running it again.
+    """The random state, autocast and `WrittenOut`, on which a function may depend besides its arguments, for running it
+    again.
 
     The random state is read only if it may run `again`.
     """
 
-    __slots__ = ("device", "generators", "numbers", "more", "autocast")  # noqa: RUF023
+    __slots__ = ("device", "generators", "numbers", "more", "autocast", "written")  # noqa: RUF023
 
     def __init__(self, device: torch.device, generators: Sequence[torch.Generator], again: bool) -> None:
         self.device = device
@@ -52,6 +54,7 @@ class RngAndAutocast:
         on_device = again and device.type != "cpu" and capturing() is None
         self.more = torch.get_device_module(device).get_rng_state(device) if on_device else None
         kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
+        self.written = WrittenOut.active()
         self.autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
 
     def uncached(self) -> Any:
@@ -62,7 +65,7 @@ class RngAndAutocast:
     def again(self) -> Iterator[None]:
         """A context with the random numbers and autocast of that time."""
         present = RngAndAutocast(self.device, [generator for generator, _ in self.generators], again=True)
-        contexts = []
+        contexts: list[Any] = [WrittenOut()] if self.written else []
         for kind in dict.fromkeys([*self.autocast, *present.autocast]):
             enabled, dtype = kind in self.autocast, self.autocast.get(kind)
             contexts.append(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False))

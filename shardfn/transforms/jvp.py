@@ -115,13 +115,12 @@ def _by_torch_func(f: Callable[..., Any], tree: Any, pairs: Sequence[tuple[Any, 
         return f(*optree.tree_unflatten(tree, full))
 
     values, tangents = tuple(leaves[i] for i in at), tuple(pairs[i][1] for i in at)
-    with sdpa_kernel(SDPBackend.MATH):
+    with sdpa_kernel(SDPBackend.MATH), WrittenOut():
         if not followed((values, tangents)):
             found = torch.func.jvp(of_moving, values, tangents, has_aux=has_aux)
             if not followed(found):  # nor anything that `f` closes over
                 return found
-        with WrittenOut():
-            return by_transposes(of_moving, values, tangents, has_aux)
+        return by_transposes(of_moving, values, tangents, has_aux)
 
 
 def followed(tree: Any) -> bool:
@@ -140,8 +139,9 @@ def by_transposes(f: Callable[..., Any], primals: Any, tangents: Any, has_aux: b
         kept[:] = leaves, tree
         return [y for y in leaves if moves(y)], aux
 
-    ys, pull, aux = torch.func.vjp(moving, *primals, has_aux=True)
-    _, push = torch.func.vjp(pull, [torch.zeros_like(y) for y in ys])
+    transposed: Any = torch.func.vjp
+    ys, pull, aux = transposed(moving, *primals, has_aux=True)
+    _, push = transposed(pull, [torch.zeros_like(y) for y in ys])
     leaves, tree = kept
     trees = []
     for values in (ys, push(tuple(tangents))[0]):

@@ -82,7 +82,7 @@ def test_outermost_eigenvalues_are_those_of_the_dense_matrix(world: World, strat
             assert products < 150
 
 
-def given(matrix: Tensor) -> sc.Operator:
+def given(matrix: Tensor) -> Any:
     """An operator by a dense matrix, of a vector."""
     return sc.Operator(lambda v: {"x": matrix.to(v["x"]) @ v["x"]}, {"x": torch.zeros(len(matrix), dtype=matrix.dtype)})
 
@@ -499,7 +499,8 @@ def of_module(frozen: tuple[str, ...], dtype: torch.dtype = torch.float64) -> tu
 
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         H = torch.func.jvp(torch.func.grad(plain), (whole,), (direction,))[1]
-        _, dz = torch.func.jvp(lambda p: model(p, x), (whole,), (direction,))
+        push: Any = torch.func.jvp
+        _, dz = push(lambda p: model(p, x), (whole,), (direction,))
         G = torch.func.vjp(lambda p: model(p, x), whole)[1](2 * dz)[0]
     found = []
     for got, want in zip(products, (H, G), strict=True):
@@ -517,45 +518,48 @@ def test_products_of_modules(world: World, frozen: tuple[str, ...]) -> None:
         assert missing is bool(frozen)
 
 
+X = {"x": torch.ones(3)}
+
+
 @two
 @pytest.mark.parametrize(
     ("make", "error", "said"),
     [
-        (lambda p, m: sc.hvp(lambda p, b: p, p, iter([1])), TypeError, "can be read only once: pass a list"),
-        (lambda p, m: sc.hvp(lambda p, b: p, p, 3), TypeError, "int is no iterable"),
-        (lambda p, m: sc.hvp(lambda p, b: p, p, [1] * (1 + m.get_rank())), ValueError, "numbers of batches"),
-        (lambda p, m: sc.hvp(lambda p, b: p, p, []) @ p, ValueError, "there are no batches"),
-        (lambda p, m: sc.hvp(lambda p: p, {"n": torch.arange(3)}), ValueError, "no leaf with a gradient"),
-        (lambda p, m: sc.hvp(lambda p: p, {"z": torch.zeros(3) * 1j}), TypeError, "complex"),
-        (lambda p, m: given(torch.eye(3)) @ {"y": torch.zeros(3)}, ValueError, "another structure"),
-        (lambda p, m: given(torch.eye(3)) @ {"x": torch.zeros(4)}, ValueError, r"x is plain, \(4,\)"),
-        (lambda p, m: given(torch.eye(3)) @ {"x": torch.zeros(3, dtype=torch.int64)}, ValueError, "int64"),
-        (lambda p, m: given(torch.eye(3)) @ p, ValueError, "another structure"),
-        (lambda p, m: given(torch.eye(3)) @ {"x": None}, ValueError, "x is NoneType"),
-        (lambda p, m: sc.top_eig(given(torch.eye(3)), 0), ValueError, "count=0"),
-        (lambda p, m: sc.top_eig(given(torch.eye(3)), which="SM"), ValueError, "which='SM'"),
-        (lambda p, m: sc.top_eig(given(torch.eye(3) * math.nan)), FloatingPointError, "not finite"),
-        (lambda p, m: sc.spectrum(given(torch.eye(3) * math.inf)), FloatingPointError, "not finite"),
-        (lambda p, m: sc.trace(given(torch.eye(30) * math.nan), 8), FloatingPointError, "not finite"),
-        (lambda p, m: sc.spectrum(given(torch.eye(3)), 0), ValueError, "steps=0"),
-        (lambda p, m: sc.trace(given(torch.eye(3)), 4, sketch=2), ValueError, "takes 4 products"),
-        (lambda p, m: sc.diag(given(torch.eye(3)), 0), ValueError, "products=0"),
-        (lambda p, m: sc.solve(given(torch.eye(3)), {"x": torch.ones(3)}, "lu"), ValueError, "by='lu'"),
-        (lambda p, m: sc.solve(given(torch.eye(3)), {"x": torch.ones(3)}, scale=1.0), ValueError, "scale=1.0"),
-        (lambda p, m: sc.solve(given(torch.eye(3)), {"x": torch.ones(3) / 0}), FloatingPointError, "b is not finite"),
-        (lambda p, m: sc.solve(given(torch.eye(3) / 0), {"x": torch.ones(3)}), FloatingPointError, "not finite"),
-        (lambda p, m: sc.fisher(None, None, p, labels="true"), ValueError, "labels='true'"),
-        (lambda p, m: sc.fisher(None, None, p, labels=0), ValueError, "labels=0"),
-        (lambda p, m: sc.preconditioned(given(torch.eye(3)), {"x": torch.zeros(3)}), ValueError, "3 numbers of D"),
-        (lambda p, m: sc.critical_sharpness(lambda p: p["x"].sum() * math.nan, X, X), ValueError, "is not finite"),
-        (lambda p, m: sc.critical_sharpness(lambda p: p["x"].sum(), X, X, rate=-1.0), ValueError, "rate=-1.0"),
-        (lambda p, m: sf.grad(lambda v: (given(torch.eye(3)) @ {"x": v})["x"].sum())(torch.ones(3)),
+        (lambda sc, p, m: sc.hvp(lambda p, b: p, p, iter([1])), TypeError, "can be read only once: pass a list"),
+        (lambda sc, p, m: sc.hvp(lambda p, b: p, p, 3), TypeError, "int is no iterable"),
+        (lambda sc, p, m: sc.hvp(lambda p, b: p, p, [1] * (1 + m.get_rank())), ValueError, "numbers of batches"),
+        (lambda sc, p, m: sc.hvp(lambda p, b: p, p, []) @ p, ValueError, "there are no batches"),
+        (lambda sc, p, m: sc.hvp(lambda p: p, {"n": torch.arange(3)}), ValueError, "no leaf with a gradient"),
+        (lambda sc, p, m: sc.hvp(lambda p: p, {"z": torch.zeros(3) * 1j}), TypeError, "complex"),
+        (lambda sc, p, m: given(torch.eye(3)) @ {"y": torch.zeros(3)}, ValueError, "another structure"),
+        (lambda sc, p, m: given(torch.eye(3)) @ {"x": torch.zeros(4)}, ValueError, r"x is plain, \(4,\)"),
+        (lambda sc, p, m: given(torch.eye(3)) @ {"x": torch.zeros(3, dtype=torch.int64)}, ValueError, "int64"),
+        (lambda sc, p, m: given(torch.eye(3)) @ p, ValueError, "another structure"),
+        (lambda sc, p, m: given(torch.eye(3)) @ {"x": None}, ValueError, "x is NoneType"),
+        (lambda sc, p, m: sc.top_eig(given(torch.eye(3)), 0), ValueError, "count=0"),
+        (lambda sc, p, m: sc.top_eig(given(torch.eye(3)), which="SM"), ValueError, "which='SM'"),
+        (lambda sc, p, m: sc.top_eig(given(torch.eye(3) * math.nan)), FloatingPointError, "not finite"),
+        (lambda sc, p, m: sc.spectrum(given(torch.eye(3) * math.inf)), FloatingPointError, "not finite"),
+        (lambda sc, p, m: sc.trace(given(torch.eye(30) * math.nan), 8), FloatingPointError, "not finite"),
+        (lambda sc, p, m: sc.spectrum(given(torch.eye(3)), 0), ValueError, "steps=0"),
+        (lambda sc, p, m: sc.trace(given(torch.eye(3)), 4, sketch=2), ValueError, "takes 4 products"),
+        (lambda sc, p, m: sc.diag(given(torch.eye(3)), 0), ValueError, "products=0"),
+        (lambda sc, p, m: sc.solve(given(torch.eye(3)), {"x": torch.ones(3)}, "lu"), ValueError, "by='lu'"),
+        (lambda sc, p, m: sc.solve(given(torch.eye(3)), {"x": torch.ones(3)}, scale=1.0), ValueError, "scale=1.0"),
+        (lambda sc, p, m: sc.solve(given(torch.eye(3)), {"x": torch.ones(3) / 0}), FloatingPointError, "b is not fin"),
+        (lambda sc, p, m: sc.solve(given(torch.eye(3) / 0), {"x": torch.ones(3)}), FloatingPointError, "not finite"),
+        (lambda sc, p, m: sc.fisher(None, None, p, labels="true"), ValueError, "labels='true'"),
+        (lambda sc, p, m: sc.fisher(None, None, p, labels=0), ValueError, "labels=0"),
+        (lambda sc, p, m: sc.preconditioned(given(torch.eye(3)), {"x": torch.zeros(3)}), ValueError, "3 numbers of D"),
+        (lambda sc, p, m: sc.critical_sharpness(lambda p: p["x"].sum() * math.nan, X, X), ValueError, "is not finite"),
+        (lambda sc, p, m: sc.critical_sharpness(lambda p: p["x"].sum(), X, X, rate=-1.0), ValueError, "rate=-1.0"),
+        (lambda sc, p, m: sf.grad(lambda v: (given(torch.eye(3)) @ {"x": v})["x"].sum())(torch.ones(3)),
          RuntimeError, "a derivative through"),
-        (lambda p, m: sf.grad(lambda p: sf.vdot(p, sc.hvp(lambda p: p["x"].sum(), p) @ p))(X),
+        (lambda sc, p, m: sf.grad(lambda p: sf.vdot(p, sc.hvp(lambda p: p["x"].sum(), p) @ p))(X),
          RuntimeError, "a derivative through"),
-        (lambda p, m: torch.func.grad(lambda v: (given(torch.eye(3)) @ {"x": v})["x"].sum())(torch.ones(3)),
+        (lambda sc, p, m: torch.func.grad(lambda v: (given(torch.eye(3)) @ {"x": v})["x"].sum())(torch.ones(3)),
          RuntimeError, "a derivative through"),
-        (lambda p, m: sf.jvp(lambda v: (given(torch.eye(3)) @ {"x": v})["x"], (torch.ones(3),), (torch.ones(3),)),
+        (lambda sc, p, m: sf.jvp(lambda v: (given(torch.eye(3)) @ {"x": v})["x"], (torch.ones(3),), (torch.ones(3),)),
          RuntimeError, "a derivative through"),
     ],
 )  # fmt: skip
@@ -566,14 +570,11 @@ def test_bad_input_is_one_clear_error(world: World, make: Any, error: Any, said:
         assert len(told[1]) < 700
 
 
-X = {"x": torch.ones(3)}
-
-
 def refused(make: Any) -> tuple[str | None, str]:
     mesh = sf.make_mesh(shard=-1, device="cpu")
     params = sf.shard(whole(), mesh, sf.full_shard("shard"))
     try:
-        make(params, mesh)
+        make(sc, params, mesh)
     except Exception as error:
         return type(error).__name__, str(error)
     return None, ""

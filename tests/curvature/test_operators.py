@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -34,7 +33,7 @@ def whole(seed: int = 0) -> Any:
 
 def rows(batch: int) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(batch)
-    return tuple(torch.randint(0, n, (ROWS,), generator=draw) for n in (WORDS, CLASSES))
+    return torch.randint(0, WORDS, (ROWS,), generator=draw), torch.randint(0, CLASSES, (ROWS,), generator=draw)
 
 
 def plainly(f: Any) -> Any:
@@ -51,6 +50,10 @@ def net(stage: Any, params: Any, tokens: Tensor) -> Tensor:
 
 def entropy(z: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(z, y, reduction="sum") / ROWS
+
+
+def joint(z: Tensor, y: Tensor) -> Tensor:
+    return entropy(z, y).square() + z.sum().sin()
 
 
 def categorical(z: Tensor, x: Tensor, y: Tensor) -> Categorical:
@@ -108,9 +111,7 @@ def dense(kind: str) -> Tensor:
             basis = torch.eye(len(point), dtype=point.dtype)  # no batches: torch's of layer norms are wrong
             matrix += torch.stack([torch.func.jvp(slope, (point,), (e,))[1] for e in basis], 1)
         elif kind in ("ggn", "joint ggn"):
-            f: Callable[[Tensor], Tensor] = lambda z, y=y: entropy(z, y)  # noqa: E731
-            if kind == "joint ggn":
-                f = lambda z, y=y: entropy(z, y).square() + z.sum().sin()  # noqa: E731
+            f = functools.partial(joint if kind == "joint ggn" else entropy, y=y)
             matrix += torch.einsum("rcn,rcsd,sdm->nm", J, torch.func.hessian(f)(z), J)
         elif kind == "empirical":
             g = torch.func.jacrev(lambda v, x=x, y=y: F.cross_entropy(model(v, x), y, reduction="none"))(point)
@@ -137,7 +138,7 @@ def flat(tree: Any) -> Tensor:
     return torch.cat([x.flatten() for x in optree.tree_leaves(tree)])
 
 
-def batches_of(mesh: Any) -> list[tuple[Tensor, Tensor]]:
+def batches_of(mesh: Any) -> list[tuple[Tensor, ...]]:
     n, k = mesh.size(), mesh.get_rank()
     return [tuple(x.chunk(n)[k] for x in rows(batch)) for batch in range(2)]
 

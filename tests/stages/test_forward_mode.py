@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shardfn as sf
 from shardfn import interop
+from shardfn.compat.norms import WrittenOut
 from shardfn.testing import World
 from tests.models import STRATEGIES, distance, normal
 from tests.reference import worst
@@ -218,6 +219,11 @@ class Product(torch.autograd.Function):
         return dx * w + x * dw
 
 
+def by_torch(*args: Any, **more: Any) -> Any:
+    with WrittenOut():  # torch's derivatives of tangents of a layer norm are wrong
+        return torch.func.jvp(*args, **more)
+
+
 def cases() -> dict[str, Any]:
     """Results, and what torch.func makes of the same."""
     mesh = sf.make_mesh(shard=-1, device="cpu")
@@ -225,7 +231,7 @@ def cases() -> dict[str, Any]:
     params, v = (sf.shard({"only": whole(seed)["layers"][0]}, mesh, strategy)["only"] for seed in (0, 1))
     x, dx = normal(ROWS, D, seed=20 + rank), normal(ROWS, D, seed=30 + rank)
     layer, lean = sf.stage(normed), sf.stage(mlp, remat=True)
-    both: list[Any] = [sf.jvp, torch.func.jvp]
+    both: list[Any] = [sf.jvp, by_torch]
     found: dict[str, Any] = {}
 
     def case(name: str, f: Callable[..., Any], primals: Any, tangents: Any, **more: Any) -> None:
@@ -269,7 +275,7 @@ def cases() -> dict[str, Any]:
     def tangent(by: Any) -> Any:
         return sf.grad(lambda p: by(lambda p: loss(p, x), (p,), (v,))[1])(params)
 
-    found["the gradient of a tangent"] = tangent(sf.jvp), tangent(torch.func.jvp)
+    found["the gradient of a tangent"] = tangent(sf.jvp), tangent(by_torch)
 
     def closed_over(by: Any) -> Any:
         return sf.grad(lambda p: by(lambda x: loss(p, x), (x,), (dx,))[1])(params)
@@ -281,8 +287,8 @@ def cases() -> dict[str, Any]:
 
         return sf.grad(product)(x)
 
-    found["the gradient of a tangent, closed over"] = closed_over(sf.jvp), closed_over(torch.func.jvp)
-    found["the gradient of a product, closed over"] = hypergradient(sf.jvp), hypergradient(torch.func.jvp)
+    found["the gradient of a tangent, closed over"] = closed_over(sf.jvp), closed_over(by_torch)
+    found["the gradient of a product, closed over"] = hypergradient(sf.jvp), hypergradient(by_torch)
     batch = torch.stack([dx, 2 * dx])
     mapped = [torch.func.vmap(lambda d, by=by: by(lambda x: layer(params, x), (x,), (d,))[1])(batch) for by in both]
     found["a batch"] = mapped[0], mapped[1]

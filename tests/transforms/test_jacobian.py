@@ -216,7 +216,7 @@ def test_second_derivatives_of_norms(name: str) -> None:
         return torch.stack([sf.grad(row)(v) for row in rows])
 
     want = slopes(first, x)
-    both = {"jacrev": sf.jacrev, "jacfwd": sf.jacfwd}
+    both: dict[str, Any] = {"jacrev": sf.jacrev, "jacfwd": sf.jacfwd}
     found = {f"{a} of {b}": f(g(sums))(x) for a, f in both.items() for b, g in both.items()}
     found = {name: float((got - want).norm() / want.norm()) for name, got in found.items()}
     found["hessian"] = float((sf.hessian(total)(x) - want.sum(0)).norm() / want.sum(0).norm())
