@@ -780,7 +780,8 @@ def watched() -> Any:
 
 
 def draw_spectrum(path: Path) -> None:
-    found = world(2, "processes").run(watched)[0]
+    with World(2, "processes", deadline=1200) as ranks:
+        found = ranks.run(watched)[0]
     from examples import spectrum
 
     spectrum.draw(found, spectrum.SMALL, (20, 100, 200), path)
