@@ -780,7 +780,7 @@ def watched() -> Any:
 
 
 def draw_spectrum(path: Path) -> None:
-    with World(2, "processes", deadline=1200) as ranks:
+    with World(2, deadline=1200) as ranks:
         found = ranks.run(watched)[0]
     from examples import spectrum
 
