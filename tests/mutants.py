@@ -47,6 +47,7 @@ RANKS = "tests/stages/test_stage_ranks.py"
 REFUSALS = "tests/stages/test_stage_refusals.py"
 DTYPES = "tests/stages/test_stage_dtypes.py"
 OWN = "tests/stages/test_chaos.py"
+CURVATURE = "tests/curvature/test_curvature.py"
 FORWARD = "tests/stages/test_forward_mode.py"
 ZEROS = "tests/shards/test_strategies.py::test_gradients_have_zeros_where_no_parameter_is"
 NARROW = "tests/shards/test_strategies.py::test_gradients_in_narrow_dtypes_are_rounded_once"
@@ -64,6 +65,63 @@ WRONG = "tests/check/test_wrong.py::test_every_rank_hears_what_is_wrong_and_wher
 RIGHT = "tests/check/test_right.py::test_a_right_program_passes_in_silence_and_unchanged"
 
 MUTANTS = [
+    # curvature
+    Mutant(
+        "a search begins again without what joins its vectors",
+        "curvature/lanczos.py",
+        "T[: j + 1, j] = T[j, : j + 1] = _orthogonal(space, w, vectors)",
+        "T[j, j] = _orthogonal(space, w, vectors)[-1]",
+        f"{CURVATURE}::test_eigenvalues_of_matrices_that_end_early",
+    ),
+    Mutant(
+        "a density loses what joins its vectors",
+        "curvature/lanczos.py",
+        'add_(w, before, -float(state["betas"][draw, step - 1]))',
+        "add_(w, before, 0.0)",
+        f"{CURVATURE}::test_traces_of_functions",
+    ),
+    Mutant(
+        "the space of a sketch is not left out",
+        "curvature/estimates.py",
+        'v = outside(A, space.drawn("signs", seed, kept + number), found)',
+        'v = space.drawn("signs", seed, kept + number)',
+        f"{CURVATURE}::test_a_trace_by_hand",
+    ),
+    Mutant(
+        "products draw other random numbers",
+        "curvature/operators.py",
+        "        began.restore()\n",
+        "",
+        f"{CURVATURE}::test_each_product_draws_the_same_random_numbers",
+    ),
+    Mutant(
+        "a result shares the memory of the vector",
+        "curvature/operators.py",
+        "copy=True) for x in product]",
+        "copy=False) for x in product]",
+        f"{CURVATURE}::test_operators_add_and_scale",
+    ),
+    Mutant(
+        "a step that is made again draws other random numbers",
+        "curvature/unrolling.py",
+        "self.random[number].restore()",
+        "pass",
+        "tests/curvature/test_unrolling.py::test_steps_that_are_made_again_draw_the_same_numbers",
+    ),
+    Mutant(
+        "tangents are differentiated by torch's formulas",
+        "transforms/jvp.py",
+        "with sdpa_kernel(SDPBackend.MATH), WrittenOut():",
+        "with sdpa_kernel(SDPBackend.MATH):",
+        "tests/transforms/test_jacobian.py::test_derivatives_of_tangents[layer]",
+    ),
+    Mutant(
+        "a function that runs again has torch's norms",
+        "stages/replay.py",
+        "contexts: list[Any] = [WrittenOut()] if self.written else []",
+        "contexts: list[Any] = []",
+        f"{FORWARD}::test_each_order_and_choice_of_derivatives",
+    ),
     # forward mode
     Mutant(
         "gradients of pairs are taken without a graph",
