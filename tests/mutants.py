@@ -78,7 +78,7 @@ MUTANTS = [
         "curvature/lanczos.py",
         'add_(w, before, -float(state["betas"][draw, step - 1]))',
         "add_(w, before, 0.0)",
-        f"{CURVATURE}::test_traces_of_functions",
+        f"{CURVATURE}::test_densities_are_those_of_the_dense_matrix",
     ),
     Mutant(
         "the space of a sketch is not left out",
