@@ -95,7 +95,7 @@ def draw(watched: Watched, config: Config, shown: Sequence[int], file: Path) -> 
     points = torch.linspace(least - 5 * width, most + 5 * width, 600, dtype=torch.float64)
     for step in shown:
         left.semilogy(points, watched.densities[step].density(points, width), label=f"step {step}", linewidth=1)
-    left.set(xlabel="eigenvalue of the Hessian", ylabel="density", ylim=(1e-7, None))
+    left.set(xlabel="eigenvalue of the Hessian", ylabel="density", ylim=(1e-7, 1e2))
     left.legend()
     for name in FIGURES:
         curve = watched.run.metrics[f"eval/{name}"]
