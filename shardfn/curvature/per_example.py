@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import optree
@@ -52,10 +52,10 @@ class PerExample:
 
     values: Tensor
     norms: Tensor
-    _losses: Losses
-    _params: Any
-    _batch: Batch
-    _micro: int
+    _losses: Losses = field(repr=False)
+    _params: Any = field(repr=False)
+    _batch: Batch = field(repr=False)
+    _micro: int = field(repr=False)
 
     def dots(self, direction: Any) -> Tensor:
         """The inner product of each example's gradient with a tree like the parameters, `[rows]`.
@@ -64,9 +64,7 @@ class PerExample:
             direction: a tree like the parameters, with their layouts. For leaves without a gradient, anything.
         """
         parts = self._batch.parts(self._micro)
-        found = [
-            jvp(lambda p, part=part: part.of(self._losses, p), (self._params,), (direction,))[1] for part in parts
-        ]
+        found = [jvp(lambda p, part=part: part.of(self._losses, p), (self._params,), (direction,))[1] for part in parts]
         return torch.cat(found)
 
     def clipped(self, limit: float) -> Any:
@@ -169,8 +167,8 @@ def dp_grads(
 ) -> Any:
     r"""A differentially private gradient: clipped per example, summed over all ranks, with noise, and divided.
 
-    :math:`(\\sum_i g_i \\min(1, C / \\lVert g_i \\rVert) + \\sigma C z) / B`, with z normal. Each element of each parameter
-    gets one number, which depends on seed, step and its place alone, so it is the same on any mesh.
+    :math:`(\sum_i g_i \min(1, C / \lVert g_i \rVert) + \sigma C z) / B`, with z normal. Each element of each
+    parameter gets one number, which depends on seed, step and its place alone, so it is the same on any mesh.
 
     This is the arithmetic. A guarantee also needs batches sampled as the accounting assumes, a `size` that does not
     depend on the sample, and a secret seed. The numbers come from a hash, not from a cryptographic generator.
@@ -214,8 +212,8 @@ def dp_grads(
 def noise_scale(norms: Tensor, gradient: Any) -> Tensor:
     r"""The simple noise scale: the size of a batch at which noise and mean of its gradient are equally large.
 
-    :math:`\\operatorname{tr} \\Sigma / \\lVert G \\rVert^2`, both without bias, from the gradients of the n examples of all
-    ranks. An estimate from few examples may be negative, or large; average both of many steps, or the result.
+    :math:`\operatorname{tr} \Sigma / \lVert G \rVert^2`, both without bias, from the gradients of the n examples of
+    all ranks. An estimate from few examples may be negative, or large; average both of many steps, or the result.
 
     Args:
         norms: of this rank's examples' gradients, `[rows]`.
@@ -305,7 +303,7 @@ class Found(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _way(code: Any, sharded: bool) -> Way:
-    """How losses with this code are run. With shards, ranks call stages equally often, so not for some rows at a time."""
+    """How losses with this code are run. With shards ranks call stages equally often, so not for some rows at a time."""
     return Way(1 if sharded else 2, bounded=not sharded)
 
 
@@ -414,13 +412,16 @@ def _compare(losses: Losses, params: Any, batch: Batch, found: Found) -> None:
     other = found.norms[:1].double()
     flags = torch.zeros(2, dtype=torch.float64, device=batch.device)
     flags[0] = float((apart > 4 * rough).any())
-    if first:
-        flags[1] = float(((norm - other).abs() > max(rough, 0.0 if rough < 1e-6 else 2e-2) * norm.maximum(other)).any())
+    if first:  # where gradients are summed in fewer bits, the norm as written is a rough one
+        most = rough if rough < 1e-6 else max(rough, 2e-2)
+        flags[1] = float(((norm - other).abs() > most * norm.maximum(other)).any())
     if mesh is not None and mesh.size() > 1:
         with scope(mesh):
             flags = functional.psum(flags, tuple(mesh.mesh_dim_names or ()))
     if bool(flags[0] > 0):
-        here = f" (here row {row}: {float(each[row]):.6g} in the batch, {float(found.values[row]):.6g} alone)" if bool((apart > 4 * rough).any()) else ""
+        here = ""
+        if bool((apart > 4 * rough).any()):
+            here = f" (here row {row}: {float(each[row]):.6g} in the batch, {float(found.values[row]):.6g} alone)"
         raise RuntimeError(
             f"per_example: the loss of a row is another one when {name_of(losses)} is called with this row alone"
             f"{here}: rows are mixed, as by a batch norm or a mean over the batch, or draw random numbers in another "

@@ -1,7 +1,7 @@
 """Gradients of single rows with respect to one parameter, as the factors of which they are made, and their norms.
 
-The gradient of row r with respect to a matrix is a sum over its tokens of outer products, `sum_t a[r, t] b[r, t]^T`. Its
-norm is found without it where that is less work: the square is `sum_tu (a_t . a_u) (b_t . b_u)`.
+The gradient of row r with respect to a matrix is a sum over its tokens of outer products, `sum_t a[r, t] b[r, t]^T`.
+Its norm is found without it where that is less work: the square is `sum_tu (a_t . a_u) (b_t . b_u)`.
 
 Sources: Goodfellow, Efficient per-example gradient computations (2015); Li et al., Large language models can be strong
 differentially private learners (2022), section 4.
@@ -10,6 +10,7 @@ differentially private learners (2022), section 4.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,7 +49,8 @@ class Dense:
 
     def squares(self) -> Tensor:
         """The square of each row's norm, `[rows]`."""
-        return torch.linalg.vector_norm(self.values.flatten(1), dim=1, dtype=_wide(self.values)).square()
+        values = torch.view_as_real(self.values.resolve_conj()) if self.values.is_complex() else self.values
+        return torch.linalg.vector_norm(values.flatten(1), dim=1, dtype=_wide(values)).square()
 
     def part(self, rows: slice) -> Tensor:
         """The gradients of some rows."""
@@ -214,10 +216,11 @@ def whole(numel: int, uses: Sequence[Used], rows: slice) -> Tensor:
 def _merged(uses: Sequence[Used]) -> list[Used]:
     groups: dict[Any, list[Used]] = {}
     for form, place in uses:
-        if isinstance(form, Outer) and form.a.shape[1] == 1 and len(place.shape) == 2:
-            if place.strides[0] < place.strides[1]:
-                form, place = form.swapped(), Place(place.shape[::-1], place.strides[::-1], place.offset)
-        key = type(form), place, form.a.shape[1:2] + form.a.shape[3:] if isinstance(form, Outer) else ()
+        matrix = isinstance(form, Outer) and form.a.shape[1] == 1 and len(place.shape) == 2
+        if matrix and place.strides[0] < place.strides[1]:
+            form, place = form.swapped(), Place(place.shape[::-1], place.strides[::-1], place.offset)
+        heads = form.a.shape[1] if isinstance(form, Outer) else 0
+        key = (type(form), place, heads) if isinstance(form, (Outer, Picked, Dense)) else id(form)
         groups.setdefault(key, []).append((form, place))
     return [(_sum([form for form, _ in group]), group[0][1]) for group in groups.values()]
 
@@ -235,8 +238,10 @@ def _sum(forms: Sequence[Any]) -> Form:
 
 @functools.lru_cache(maxsize=1024)
 def _disjoint(numel: int, places: tuple[Place, ...]) -> bool:
-    ends = sorted((p.offset, p.offset + sum((n - 1) * s for n, s in zip(p.shape, p.strides, strict=True))) for p in places)
-    if all(stop < start for (_, stop), (start, _) in zip(ends, ends[1:], strict=False)):
+    ends = sorted(
+        (p.offset, p.offset + sum((n - 1) * s for n, s in zip(p.shape, p.strides, strict=True))) for p in places
+    )
+    if all(stop < start for (_, stop), (start, _) in itertools.pairwise(ends)):
         return True
     counts = torch.zeros((1, numel), dtype=torch.int32, device="cpu")
     for place in places:

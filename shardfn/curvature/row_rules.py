@@ -1,7 +1,7 @@
 """Ops of which the gradients of rows have factors, so that their norms need no gradients.
 
-A rule gets the arguments of a call, of which at least one is a row and one is computed from parameters alone. It returns
-NotImplemented for what it does not know for certain; the general way then takes over.
+A rule gets the arguments of a call, of which at least one is a row and one is computed from parameters alone. It
+returns NotImplemented for what it does not know for certain; the general way then takes over.
 """
 
 from __future__ import annotations
@@ -320,10 +320,13 @@ def convolution(dims: int) -> Callable[..., Any]:
         apart: Apart, input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
         groups: int = 1,
     ) -> Any:  # fmt: skip
-        if not (apart.row(input) and apart.shared(weight) and _real(input, weight)) or isinstance(padding, str):
+        if not (apart.row(input) and apart.shared(weight) and _real(input, weight)) or input.ndim != dims + 2:
             return NotImplemented
-        if input.ndim != dims + 2:
-            return NotImplemented
+        if isinstance(padding, str):
+            whole = [d * (n - 1) for d, n in zip(each(dilation), weight.shape[2:], strict=True)]
+            if padding == "same" and any(n % 2 for n in whole):
+                return NotImplemented
+            padding = tuple(n // 2 for n in whole) if padding == "same" else 0
         op = Convolution(tuple(weight.shape), each(stride), each(padding), each(dilation), groups)
         y = apart.by(op, input, weight, range(weight.ndim))
         return y if bias is None else apart.call(torch.add, y, bias.reshape(-1, *(1,) * dims))

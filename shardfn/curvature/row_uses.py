@@ -1,7 +1,7 @@
 """Where rows and parameters meet: what a row's gradient with respect to a parameter is made of.
 
-Inside a function whose rows are apart, tensors that are computed from parameters alone, such as a transposed weight, are
-whole, and have a graph of their own that leads to the parameters. An op that takes one of them and a row uses it. Each
+Inside a function whose rows are apart, tensors that are computed from parameters alone, such as a transposed weight,
+are whole, and have a graph of their own that leads to the parameters. An op that takes one of them and a row uses it. Each
 use hands over, in backward, every row's gradient with respect to that tensor.
 """
 
@@ -241,11 +241,13 @@ class Begin(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, collector: Collector) -> Tensor:
+        """The anchor."""
         ctx.collector = collector
         return anchor.clone()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        """Finishes the norms of the run."""
         ctx.collector.finish()
         return g, None
 
@@ -255,11 +257,13 @@ class Expand(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, anchor: Tensor, collector: Collector, use: Use) -> Tensor:
+        """A view."""
         ctx.collector, ctx.use, ctx.anchor = collector, use, anchor
         return tensor.expand(collector.count, *tensor.shape)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        """Hands over the gradients of rows with respect to the tensor."""
         ctx.collector.hand_over(ctx.use, Dense(g), g.dtype)
         return None, torch.zeros_like(ctx.anchor), None, None
 
@@ -272,6 +276,7 @@ class Shared(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tensor: Tensor, anchor: Tensor, collector: Collector, use: Use, op: Any) -> Tensor:
+        """The result of the op."""
         ctx.collector, ctx.use, ctx.op, ctx.anchor = collector, use, op, anchor
         ctx.save_for_backward(x, tensor)
         y: Tensor = op.forward(x, tensor)
@@ -279,6 +284,7 @@ class Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        """Hands over the gradients of rows with respect to the tensor."""
         x, tensor = ctx.saved_tensors
         ctx.collector.hand_over(ctx.use, ctx.op.form(x, g), g.dtype)
         back = ctx.op.back(x, g, tensor) if ctx.needs_input_grad[0] else None

@@ -175,7 +175,13 @@ class Way:
 
 
 def apart(
-    way: Way, call: Call, leaves: Sequence[Any], mapped: Sequence[bool], keys: Sequence[Any], anchor: Tensor, norms: Norms
+    way: Way,
+    call: Call,
+    leaves: Sequence[Any],
+    mapped: Sequence[bool],
+    keys: Sequence[Any],
+    anchor: Tensor,
+    norms: Norms,
 ) -> Result:
     """Runs a function with its rows apart.
 
@@ -203,20 +209,18 @@ def _cannot(error: Exception) -> bool:
     """Whether an error says that the way is none for the function, and not that the function is wrong."""
     if isinstance(error, Undecided):
         return True
-    return any(word in str(error) for word in ("vmap", "functorch", "BatchedTensor", "atching rule", "doesn't have storage"))
+    return any(
+        word in str(error) for word in ("vmap", "functorch", "BatchedTensor", "atching rule", "doesn't have storage")
+    )
 
 
-def _by_rules(
-    call: Call, leaves: Any, mapped: Any, keys: Any, anchor: Tensor, norms: Norms, bounded: bool
-) -> Result:
+def _by_rules(call: Call, leaves: Any, mapped: Any, keys: Any, anchor: Tensor, norms: Norms, bounded: bool) -> Result:
     collector = Collector(norms, slice(0, norms.rows))
     own = [collector.parameter(x, key) if key is not None else x for x, key in zip(leaves, keys, strict=True)]
     return _under_vmap(call, own, mapped, Begin.apply(anchor, collector), collector, bounded)
 
 
-def _expanded(
-    call: Call, leaves: Any, mapped: Any, keys: Any, anchor: Tensor, norms: Norms, bounded: bool
-) -> Result:
+def _expanded(call: Call, leaves: Any, mapped: Any, keys: Any, anchor: Tensor, norms: Norms, bounded: bool) -> Result:
     numel = sum(x.numel() for x, key in zip(leaves, keys, strict=True) if key is not None)
     results = []
     for rows in parts(norms.rows, numel if bounded else 0):
@@ -236,9 +240,7 @@ def _each(x: Tensor, key: Any, begin: Tensor, collector: Collector) -> Tensor:
     return Expand.apply(leaf.detach(), begin, collector, collector.use(leaf))  # type: ignore[no-any-return]
 
 
-def _one_by_one(
-    call: Call, leaves: Any, mapped: Any, keys: Any, anchor: Tensor, norms: Norms, bounded: bool
-) -> Result:
+def _one_by_one(call: Call, leaves: Any, mapped: Any, keys: Any, anchor: Tensor, norms: Norms, bounded: bool) -> Result:
     results = []
     for i in range(norms.rows):
         collector = Collector(norms, slice(i, i + 1))

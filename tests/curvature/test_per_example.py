@@ -270,7 +270,9 @@ def sharded(name: str, strategy: str, options: dict[str, Any], tied: bool, rows:
     losses = losses_of(sf.stage, LAYERS[name], tied, **options)
     reference = losses_of(plainly, LAYERS[name], tied)
     parts = [tokens(k, rows[k % len(rows)]) for k in range(mesh.size())]
-    return [x for _ in range(2) for x in differences(losses, params, reference, whole(), parts, mesh.get_rank(), **more)]
+    return [
+        x for _ in range(2) for x in differences(losses, params, reference, whole(), parts, mesh.get_rank(), **more)
+    ]
 
 
 @two
@@ -473,9 +475,7 @@ def private(strategy: str, noise: float) -> Any:
     n = 8 // mesh.size()
     own = tokens(0, 8)[n * mesh.get_rank() : n * (mesh.get_rank() + 1)]
     options = {"clip": 0.5, "noise": noise, "size": 10.0, "seed": 3, "step": 7}
-    got = [
-        dp_grads(losses_of(sf.stage, mlp), params, own, micro=micro, **options) for micro in (1, 2)
-    ]
+    got = [dp_grads(losses_of(sf.stage, mlp), params, own, micro=micro, **options) for micro in (1, 2)]
     return [sf.unshard(g) for g in got]
 
 
@@ -491,7 +491,9 @@ def test_private_gradients_are_the_same_on_any_mesh() -> None:
                 assert distance(clean, exact, floor=1.0) < 1e-12
             noisy += shared_world(n).run(private, strategy, 1.1)[0]
     assert max(distance(other, noisy[0], floor=1.0) for other in noisy) < 1e-12
-    drawn = [(a - b).flatten() * 10 / (1.1 * 0.5) for a, b in zip(*map(optree.tree_leaves, (noisy[0], exact)), strict=True)]
+    drawn = [
+        (a - b).flatten() * 10 / (1.1 * 0.5) for a, b in zip(*map(optree.tree_leaves, (noisy[0], exact)), strict=True)
+    ]
     z = torch.cat(drawn)
     assert abs(float(z.mean())) < 4 / len(z) ** 0.5
     assert abs(float(z.std()) - 1) < 4 / (2 * len(z)) ** 0.5
@@ -563,7 +565,9 @@ def told() -> dict[str, str]:
         return losses(optree.tree_map(lambda y: y * 2, p), x)
 
     tensor = sf.make_mesh(device="cpu", tensor=2)
-    cut = sf.shard({"only": {"w": normal(D, D, seed=1)}}, tensor, sf.ddp("tensor"), specs={"only": {"w": sf.P("tensor")}})
+    cut = sf.shard(
+        {"only": {"w": normal(D, D, seed=1)}}, tensor, sf.ddp("tensor"), specs={"only": {"w": sf.P("tensor")}}
+    )
     programs: dict[str, Callable[[], Any]] = {
         "a batch norm": lambda: per_example(lambda p, x: sf.stage(batch_normed)(p, x).square().sum((1, 2)), params, x),
         "a mean": lambda: per_example(lambda p, x: losses(p, x) - losses(p, x).mean(), params, x),

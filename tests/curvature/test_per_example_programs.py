@@ -335,7 +335,11 @@ def vision_transformer() -> Any:
         return x + torch.cat((p["pos"][:, :1], pos), dim=1)
 
     def layer(p: Any, x: Tensor) -> Tensor:
-        q, k, v = F.linear(F.layer_norm(x, (8,), p["n"], p["m"]), p["qkv"]).reshape(len(x), -1, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            F.linear(F.layer_norm(x, (8,), p["n"], p["m"]), p["qkv"])
+            .reshape(len(x), -1, 3, 2, 4)
+            .permute(2, 0, 3, 1, 4)
+        )
         return x + p["gamma"] * F.linear(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2), p["o"])
 
     def losses(stage: Any, params: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -366,7 +370,11 @@ def convnext() -> Any:
 @program()
 def unet() -> Any:
     """A transposed convolution, a skip between stages, a residual to the input."""
-    params = {"down": drawn(w=(C, 1, 3, 3)), "mid": drawn(w=(C, C, 3, 3), b=(C,)), "up": drawn(t=(C, C, 2, 2), w=(1, 2 * C, 1, 1))}
+    params = {
+        "down": drawn(w=(C, 1, 3, 3)),
+        "mid": drawn(w=(C, C, 3, 3), b=(C,)),
+        "up": drawn(t=(C, C, 2, 2), w=(1, 2 * C, 1, 1)),
+    }
 
     def losses(stage: Any, params: Any, x: Tensor) -> Tensor:
         skip = stage(lambda p, x: F.relu(F.conv2d(x, p["w"], padding=1)))(params["down"], x)
@@ -393,7 +401,9 @@ def diffusion() -> Any:
     def losses(stage: Any, params: Any, x: Tensor, t: Tensor, noise: Tensor) -> Tensor:
         a = torch.cos(t)[:, None]
         e = stage(embed)(params["t"], t)
-        return F.mse_loss(stage(net)(params["n"], a * x + (1 - a**2).sqrt() * noise, e), noise, reduction="none").mean(1)
+        return F.mse_loss(stage(net)(params["n"], a * x + (1 - a**2).sqrt() * noise, e), noise, reduction="none").mean(
+            1
+        )
 
     return params, losses, (images(6), torch.linspace(0, 1, 2 * ROWS, dtype=torch.float64), images(6).cos())
 
@@ -477,7 +487,11 @@ def orthogonal() -> Any:
     def f(p: Any, x: Tensor) -> Tensor:
         skew = p["w"].triu(1) - p["w"].triu(1).T
         q = torch.linalg.solve(torch.eye(6, dtype=skew.dtype) + skew, torch.eye(6, dtype=skew.dtype) - skew)
-        return (x @ q) * p["d"] + x @ torch.diag_embed(p["d"]) + F.linear(x, torch.block_diag(p["w"][:3, :3], p["w"][3:, 3:]))
+        return (
+            (x @ q) * p["d"]
+            + x @ torch.diag_embed(p["d"])
+            + F.linear(x, torch.block_diag(p["w"][:3, :3], p["w"][3:, 3:]))
+        )
 
     def losses(stage: Any, params: Any, x: Tensor) -> Tensor:
         return stage(f)(params["w"], x).sin().sum(1)
@@ -907,7 +921,9 @@ def difference_of_module(name: str) -> list[float]:
     norms = []
     for i in range(ROWS):
         each_of(module(x[i : i + 1]), y[i : i + 1]).sum().backward()
-        norms.append(torch.stack([p.grad.square().sum() for p in module.parameters() if p.grad is not None]).sum().sqrt())
+        norms.append(
+            torch.stack([p.grad.square().sum() for p in module.parameters() if p.grad is not None]).sum().sqrt()
+        )
         module.zero_grad()
     forward = interop.functional(module)
     params = forward.shard(mesh, STRATEGIES["full_shard"])
