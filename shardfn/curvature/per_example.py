@@ -303,7 +303,7 @@ class Found(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _way(code: Any, sharded: bool) -> Way:
-    """How losses with this code are run. With shards ranks call stages equally often, so not for some rows at a time."""
+    """How losses with this code are run. With shards, ranks call stages equally often, so not for some rows alone."""
     return Way(1 if sharded else 2, bounded=not sharded)
 
 

@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn.compat import functorch
+from shardfn.compat import autograd, functorch
 from shardfn.curvature.row_uses import Key, Norms
 from shardfn.curvature.rows import Way, apart, now
 from shardfn.quant.packed import is_packed
@@ -92,7 +92,8 @@ def _aside(variables: Mapping[int, Tensor]) -> Iterator[None]:
     for x in variables.values():
         x.requires_grad_(False)
     try:
-        yield
+        with autograd.saved_tensors_hooks_enabled():
+            yield
     finally:
         instead.call, now.mode = before
         for x in variables.values():

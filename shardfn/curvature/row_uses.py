@@ -1,8 +1,8 @@
 """Where rows and parameters meet: what a row's gradient with respect to a parameter is made of.
 
 Inside a function whose rows are apart, tensors that are computed from parameters alone, such as a transposed weight,
-are whole, and have a graph of their own that leads to the parameters. An op that takes one of them and a row uses it. Each
-use hands over, in backward, every row's gradient with respect to that tensor.
+are whole, and have a graph of their own that leads to the parameters. An op that takes one of them and a row uses it.
+Each use hands over, in backward, every row's gradient with respect to that tensor.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Collector:
         leaves = {id(leaf) for leaf in autograd.leaves_of([tensor])}
         if leaves.isdisjoint(self.parameters):
             return None
-        if not leaves <= self.parameters.keys():
+        if not leaves <= self.parameters.keys() or any(self.parameters[i].leaf._backward_hooks for i in leaves):
             raise Undecided("a tensor that is computed from parameters and others that need a gradient")
         use = Use(tensor, range(tensor.ndim) if order is None else order, [self.parameters[i] for i in sorted(leaves)])
         for parameter in use.parameters:
@@ -285,6 +285,10 @@ class Shared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         """Hands over the gradients of rows with respect to the tensor."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "per_example: a gradient that is differentiated again: write torch.func.grad inside a stage"
+            )
         x, tensor = ctx.saved_tensors
         ctx.collector.hand_over(ctx.use, ctx.op.form(x, g), g.dtype)
         back = ctx.op.back(x, g, tensor) if ctx.needs_input_grad[0] else None

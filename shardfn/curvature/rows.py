@@ -7,6 +7,7 @@ that vmap cannot run is called for one row after another.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -207,11 +208,13 @@ def apart(
 
 def _cannot(error: Exception) -> bool:
     """Whether an error says that the way is none for the function, and not that the function is wrong."""
-    if isinstance(error, Undecided):
-        return True
-    return any(
-        word in str(error) for word in ("vmap", "functorch", "BatchedTensor", "atching rule", "doesn't have storage")
-    )
+    return isinstance(error, Undecided) or any(sign in str(error) for sign in _SIGNS)
+
+
+_SIGNS = (
+    "vmap", "functorch", "BatchedTensor", "atching rule", "doesn't have storage", "does not require grad",
+    "not have a grad_fn",
+)  # fmt: skip
 
 
 def _by_rules(call: Call, leaves: Any, mapped: Any, keys: Any, anchor: Tensor, norms: Norms, bounded: bool) -> Result:
@@ -259,7 +262,7 @@ _WAYS = (_by_rules, _expanded, _one_by_one)
 
 def _under_vmap(call: Call, leaves: Any, mapped: Any, begin: Tensor, collector: Collector, bounded: bool) -> Result:
     count = collector.count
-    with functorch.mapping(count) as level, Rows(collector, level, begin, bounded) as rows:
+    with functorch.mapping(count) as level, Rows(collector, level, begin, bounded) as rows, _no_hooks():
         result = call([functorch.mapped(x, level) if yes else x for x, yes in zip(leaves, mapped, strict=True)])
         ys, tree = optree.tree_flatten(result)
         made, which = [], []
@@ -277,6 +280,16 @@ def _under_vmap(call: Call, leaves: Any, mapped: Any, begin: Tensor, collector: 
     if not reached.isdisjoint(collector.parameters):
         raise Undecided("a Function of the program's own")
     return optree.tree_unflatten(tree, made), which
+
+
+def _no_hooks() -> Any:
+    """A context in which nothing runs a part of the function again in backward, where rows are not apart."""
+    if autograd.saved_tensors_hooks() is not None or not autograd.saved_tensors_hooks_allowed():
+        return contextlib.nullcontext()
+    return torch.autograd.graph.disable_saved_tensors_hooks(
+        "per_example runs this under vmap, where nobody takes what autograd saves: write stage(f, remat=True) in place "
+        "of torch.utils.checkpoint, or put it into a stage"
+    )
 
 
 def _joined(results: Sequence[Result], join: Callable[..., Tensor]) -> Result:

@@ -73,8 +73,11 @@ def gpt() -> Any:
     """Learned positions, fused attention weights with biases, tied head, a mask made by hand."""
     params = {
         "embed": drawn(wte=(V, 8), wpe=(T, 8)),
-        "blocks": [drawn(ln=(8,), lnb=(8,), qkv=(24, 8), qb=(24,), o=(8, 8), ob=(8,), f=(32, 8), fb=(32,), g=(8, 32)) for _ in range(2)],
-    }  # fmt: skip
+        "blocks": [
+            drawn(ln=(8,), lnb=(8,), qkv=(24, 8), qb=(24,), o=(8, 8), ob=(8,), f=(32, 8), fb=(32,), g=(8, 32))
+            for _ in range(2)
+        ],
+    }
 
     def block(p: Any, x: Tensor) -> Tensor:
         b, t, d = x.shape
@@ -104,7 +107,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def llama() -> Any:
     """Rotary positions from a stage, grouped queries, a gated perceptron, norms in float32."""
     params = {"embed": drawn(e=(V, 8)), "rope": drawn(base=(2,)), "head": drawn(w=(V, 8), n=(8,)),
-              "blocks": [drawn(n1=(8,), n2=(8,), q=(8, 8), k=(8, 4), v=(8, 4), o=(8, 8), gate=(8, 12), up=(8, 12), down=(12, 8))]}  # fmt: skip
+              "blocks": [drawn(n1=(8,), n2=(8,), q=(8, 8), k=(8, 4), v=(8, 4), o=(8, 8), gate=(8, 12), up=(8, 12),
+                               down=(12, 8))]}  # fmt: skip
 
     def norm(x: Tensor, w: Tensor) -> Tensor:
         y = x.to(torch.float64)
@@ -306,7 +310,8 @@ def dense_experts() -> Any:
 @program()
 def small_resnet() -> Any:
     """Strided convolutions, group norms, a projected shortcut, pooling."""
-    params = {"stem": drawn(w=(C, 3, 3, 3), b=(C,)), "block": drawn(a=(2 * C, C, 3, 3), b=(2 * C, 2 * C, 3, 3), s=(2 * C, C, 1, 1), g=(2 * C,), h=(2 * C,)),
+    params = {"stem": drawn(w=(C, 3, 3, 3), b=(C,)),
+              "block": drawn(a=(2 * C, C, 3, 3), b=(2 * C, 2 * C, 3, 3), s=(2 * C, C, 1, 1), g=(2 * C,), h=(2 * C,)),
               "head": drawn(w=(3, 2 * C), b=(3,))}  # fmt: skip
 
     def block(p: Any, x: Tensor) -> Tensor:
@@ -324,7 +329,8 @@ def small_resnet() -> Any:
 @program()
 def vision_transformer() -> Any:
     """Patches by a convolution, a class token, resized positions, layer scale."""
-    params = {"patch": drawn(w=(8, 3, 2, 2), b=(8,), cls=(1, 1, 8), pos=(1, 5, 8)), "l": drawn(qkv=(24, 8), o=(8, 8), gamma=(8,), n=(8,), m=(8,)),
+    params = {"patch": drawn(w=(8, 3, 2, 2), b=(8,), cls=(1, 1, 8), pos=(1, 5, 8)),
+              "l": drawn(qkv=(24, 8), o=(8, 8), gamma=(8,), n=(8,), m=(8,)),
               "head": drawn(w=(3, 8))}  # fmt: skip
 
     def embed(p: Any, x: Tensor) -> Tensor:
@@ -352,7 +358,9 @@ def vision_transformer() -> Any:
 @program()
 def convnext() -> Any:
     """Depthwise 7x7, channels last, a perceptron of the channels."""
-    params = {"stem": drawn(w=(C, 3, 2, 2)), "b": drawn(dw=(C, 1, 7, 7), db=(C,), n=(C,), m=(C,), up=(C, 4 * C), ub=(4 * C,), down=(4 * C, C), g=(C, 1, 1)),
+    params = {"stem": drawn(w=(C, 3, 2, 2)),
+              "b": drawn(dw=(C, 1, 7, 7), db=(C,), n=(C,), m=(C,), up=(C, 4 * C), ub=(4 * C,), down=(4 * C, C),
+                         g=(C, 1, 1)),
               "head": drawn(w=(C, 2))}  # fmt: skip
 
     def block(p: Any, x: Tensor) -> Tensor:
