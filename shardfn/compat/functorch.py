@@ -142,9 +142,19 @@ def inside_forward_mode() -> bool:
 # --- a vmap that is entered and left by hand ---
 
 
-def mapping(rows: int) -> Any:
-    """A context of `torch.func.vmap` over so many rows, in which each draws its own random numbers; gives its level."""
-    return vmap_increment_nesting(rows, "different")
+@contextlib.contextmanager
+def mapping(rows: int) -> Iterator[int]:
+    """A context of `torch.func.vmap` over so many rows, in which each draws its own random numbers; gives its level.
+
+    What has no rule of torch's is computed row by row, without a warning.
+    """
+    warn = torch._C._functorch._set_vmap_fallback_warning_enabled  # type: ignore[attr-defined]
+    warn(False)
+    try:
+        with vmap_increment_nesting(rows, "different") as level:
+            yield level
+    finally:
+        warn(True)
 
 
 def level() -> int:

@@ -329,6 +329,7 @@ def _norms(losses: Losses, params: Any, batch: Batch) -> Found:
     if not batch.rows:  # other ranks call stages, so this one does, with a row of zeros
         rows = [x.new_zeros((1, *x.shape[1:])) if yes else x for x, yes in zip(rows, batch.mapped, strict=True)]
     rows = [x.detach() if isinstance(x, Tensor) else x for x in rows]
+    rows = [x[:, None] if yes else x for x, yes in zip(rows, batch.mapped, strict=True)]  # each a batch of one row
     wide = torch.float64 if any(x.dtype in (torch.float64, torch.complex128) for x in values) else torch.float32
     device = values[0].device if values else next(x.device for x in rows if isinstance(x, Tensor))
     norms = Norms(max(batch.rows, 1), wide, device)

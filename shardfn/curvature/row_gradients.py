@@ -50,7 +50,7 @@ class Dense:
     def squares(self) -> Tensor:
         """The square of each row's norm, `[rows]`."""
         values = torch.view_as_real(self.values.resolve_conj()) if self.values.is_complex() else self.values
-        return torch.linalg.vector_norm(values.flatten(1), dim=1, dtype=_wide(values)).square()
+        return torch.linalg.vector_norm(values[:, None].flatten(1), dim=1, dtype=_wide(values)).square()
 
     def part(self, rows: slice) -> Tensor:
         """The gradients of some rows."""

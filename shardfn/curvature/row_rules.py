@@ -364,6 +364,25 @@ def attention(
     return apart.together(merged, *rows)
 
 
+def cross_entropy(
+    apart: Apart, input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
+    reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Any:  # fmt: skip
+    """`F.cross_entropy` of tokens, each of which has its own loss, summed or not."""
+    if reduction not in ("none", "sum") or size_average is not None or reduce is not None or apart.shared(weight):
+        return NotImplemented
+    if not (apart.row(input) and apart.row(target)) or input.ndim < 2 or apart.row(weight):
+        return NotImplemented
+
+    def merged(logits: Tensor, labels: Tensor) -> Tensor:
+        options: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "none"}
+        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(0, 1), weight, **options)
+        each = each.unflatten(0, logits.shape[:2])
+        return each if reduction == "none" else each.flatten(1).sum(1)
+
+    return apart.together(merged, input, target)
+
+
 def _opened(function: types.FunctionType) -> Callable[..., Any]:
     """A function of torch in Python that does not hand itself over to modes, so that they see what it calls."""
     scope = {**function.__globals__, "has_torch_function": lambda *_: False}
@@ -395,7 +414,10 @@ RULES: dict[Any, Callable[..., Any]] = {
     torch.conv2d: convolution(2),
     torch.conv3d: convolution(3),
 }
-ATTENTION = F.scaled_dot_product_attention
+WITHOUT_PARAMETERS: dict[Any, Callable[..., Any]] = {
+    F.scaled_dot_product_attention: attention,
+    F.cross_entropy: cross_entropy,
+}
 
 
 def _real(*xs: Tensor) -> bool:

@@ -224,7 +224,7 @@ class Collector:
             return
         flat = Place((numel,), (1,), 0)
         for part in parts(self.count, numel) if calls == 1 else [slice(0, self.count)]:
-            gradients = [use.part(part, parameter).flatten(1) for use in uses]
+            gradients = [use.part(part, parameter)[:, None].flatten(1) for use in uses]
             total = torch.stack(gradients).sum(0) if len(gradients) > 1 else gradients[0]
             if calls == 1:
                 start = self.rows.start

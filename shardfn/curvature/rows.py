@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardfn.compat import autograd, functorch
 from shardfn.curvature.row_gradients import parts
-from shardfn.curvature.row_rules import ATTENTION, OPENED, RULES, attention
+from shardfn.curvature.row_rules import OPENED, RULES, WITHOUT_PARAMETERS
 from shardfn.curvature.row_uses import Begin, Collector, Expand, Norms, Shared, Undecided
 
 MOST_EXPANDED = 4  # times the elements of a row that an op takes, which its parameters may have in the general way
@@ -62,9 +62,9 @@ class Rows(TorchFunctionMode):
         if not rows:
             return func(*args, **kwargs)
         shared = [x for x in tensors if self.shared(x)]
-        if shared or func is ATTENTION:
-            rule = attention if func is ATTENTION else RULES.get(func)
-            result = NotImplemented if rule is None else _applied(rule, self, args, kwargs)
+        rule = (RULES if shared else WITHOUT_PARAMETERS).get(func)
+        if rule is not None and "out" not in kwargs:
+            result = rule(self, *args, **kwargs)
             if result is not NotImplemented:
                 return result
         if not shared:
@@ -125,10 +125,6 @@ class Rows(TorchFunctionMode):
             return None
         with functorch.below():
             return Expand.apply(tensor.detach(), self.anchor, self.collector, use)  # type: ignore[no-any-return]
-
-
-def _applied(rule: Callable[..., Any], rows: Rows, args: Any, kwargs: Any) -> Any:
-    return NotImplemented if "out" in kwargs else rule(rows, *args, **kwargs)
 
 
 _ASIDE = {Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.size, Tensor.dim}  # type: ignore[attr-defined]

@@ -79,7 +79,7 @@ def alone(losses: Callable[..., Tensor], params: Any, *batch: Tensor) -> Any:
 
 
 def norms_of(gradients: Any) -> Tensor:
-    return torch.stack([g.flatten(1).square().sum(1) for g in optree.tree_leaves(gradients)]).sum(0).sqrt()
+    return torch.stack([g.reshape(len(g), -1).square().sum(1) for g in optree.tree_leaves(gradients)]).sum(0).sqrt()
 
 
 def off(got: Tensor, want: Tensor) -> float:
@@ -219,7 +219,7 @@ def of_a_gradient(p: Any, x: Tensor) -> Tensor:
 
 def constants(p: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
-        scale = p["square"].norm() + (x @ p["square"]).sum()
+        scale = p["square"].norm() + (x @ p["square"]).sum((1, 2), keepdim=True)
     return x + torch.tanh(x @ p["odd"]) * scale.detach() * 0.1 + x @ p["square"].detach()
 
 
@@ -457,7 +457,7 @@ def products() -> list[float]:
     own, plain = tokens(mesh.get_rank()), losses_of(plainly, attending)
     gradients = alone(plain, whole(), own)
     pairs = zip(optree.tree_leaves(gradients), optree.tree_leaves(whole(1)), strict=True)
-    want = torch.stack([(g * x).flatten(1).sum(1) for g, x in pairs]).sum(0)
+    want = torch.stack([(g * x).reshape(len(g), -1).sum(1) for g, x in pairs]).sum(0)
     return [off(per_example(losses_of(sf.stage, attending), params, own, micro=n).dots(v), want) for n in (1, 2)]
 
 
@@ -535,7 +535,7 @@ def scale() -> float:
 @pytest.mark.world(4, "processes")
 def test_noise_scale(world: World) -> None:
     gradients = alone(losses_of(plainly, mlp), whole(), tokens(0, 16))
-    g = torch.cat([x.flatten(1) for x in optree.tree_leaves(gradients)], 1)
+    g = torch.cat([x.reshape(len(x), -1) for x in optree.tree_leaves(gradients)], 1)
     spread = g.var(0, correction=1).sum()
     want = float(spread / (g.mean(0).square().sum() - spread / 16))
     assert worst([abs(got / want - 1) for got in world.run(scale)]) < 1e-10
