@@ -391,7 +391,7 @@ def _unseen(losses: Losses, params: Any, batch: Batch) -> Callable[[], None] | N
 
 
 def _compare(losses: Losses, params: Any, batch: Batch, found: Found) -> None:
-    """Compares losses, and the norm of the first row of the first rank, with those of the losses as they are written.
+    """Compares losses, and the norm of the last row of the first rank, with those of the losses as they are written.
 
     Raises:
         RuntimeError: on every rank, if they differ on one.
@@ -399,7 +399,7 @@ def _compare(losses: Losses, params: Any, batch: Batch, found: Found) -> None:
     mesh, _ = _axes(params)
     first = batch.rows > 0 and (mesh is None or mesh.get_rank() == int(mesh.mesh.flatten()[0]))
     weights = torch.zeros(batch.rows, device=batch.device)
-    weights[:1] = float(first)
+    weights[-1:] = float(first)
 
     def total(params: Any) -> tuple[Tensor, Tensor]:
         each = batch.of(losses, params)
@@ -410,7 +410,7 @@ def _compare(losses: Losses, params: Any, batch: Batch, found: Found) -> None:
     rough = math.sqrt(found.eps)
     apart = (each - found.values).abs().double() / each.abs().max().clamp(min=1e-30) if batch.rows else each.double()
     row = int(apart.argmax()) if batch.rows else 0
-    other = found.norms[:1].double()
+    other = found.norms[-1:].double()
     flags = torch.zeros(2, dtype=torch.float64, device=batch.device)
     flags[0] = float((apart > 4 * rough).any())
     if first:  # where gradients are summed in fewer bits, the norm as written is a rough one
@@ -430,7 +430,7 @@ def _compare(losses: Losses, params: Any, batch: Batch, found: Found) -> None:
         )
     if bool(flags[1] > 0):
         raise RuntimeError(
-            f"per_example: the norm of the first row's gradient is not that of the gradient of {name_of(losses)} as it "
+            f"per_example: the norm of the last row's gradient is not that of the gradient of {name_of(losses)} as it "
             f"is written, on rank 0{f' ({float(other):.6g}, and {float(norm):.6g} as written)' if first else ''}: its "
             f"derivative mixes rows, or is not what autograd computes of one row"
         )

@@ -224,6 +224,14 @@ def embedding(
     return _picked(apart, weight, input, None if padding_idx is None else padding_idx % len(weight))
 
 
+def padded_embedding(apart: Apart, input: Any, weight: Any, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Any:
+    """`F.embedding` of a table for each row, of which torch's vmap lets only that of the first row have padding."""
+    if padding_idx is None or not apart.row(weight):
+        return NotImplemented
+    y = F.embedding(input, weight, None, *args, **kwargs)
+    return torch.where((input == padding_idx % len(weight))[..., None], y.detach(), y)
+
+
 def getitem(apart: Apart, table: Any, index: Any) -> Any:
     """`table[tokens]`."""
     at = index[0] if isinstance(index, tuple) and len(index) == 1 else index
@@ -415,6 +423,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     torch.conv3d: convolution(3),
 }
 WITHOUT_PARAMETERS: dict[Any, Callable[..., Any]] = {
+    F.embedding: padded_embedding,
     F.scaled_dot_product_attention: attention,
     F.cross_entropy: cross_entropy,
 }

@@ -290,6 +290,6 @@ class Shared(torch.autograd.Function):
                 "per_example: a gradient that is differentiated again: write torch.func.grad inside a stage"
             )
         x, tensor = ctx.saved_tensors
-        ctx.collector.hand_over(ctx.use, ctx.op.form(x, g), g.dtype)
+        ctx.collector.hand_over(ctx.use, ctx.op.form(x.detach(), g), g.dtype)
         back = ctx.op.back(x, g, tensor) if ctx.needs_input_grad[0] else None
         return back, None, torch.zeros_like(ctx.anchor), None, None, None

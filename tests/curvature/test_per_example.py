@@ -18,7 +18,7 @@ from shardfn import interop
 from shardfn.curvature.per_example import PerExample, dp_grads, noise_scale, per_example
 from shardfn.testing import World
 from shardfn.testing import world as shared_world
-from tests.models import STRATEGIES, data_mesh, distance, normal
+from tests.models import STRATEGIES, data_mesh, distance, gradients, normal, variables
 from tests.reference import worst
 
 WORDS, T, D, H = 11, 5, 6, 2
@@ -71,11 +71,12 @@ def losses_of(stage: Any, layer: Layer, tied: bool = False, **options: Any) -> C
 def alone(losses: Callable[..., Tensor], params: Any, *batch: Tensor) -> Any:
     """Every row's gradient, on one process."""
 
-    def one(params: Any, *row: Tensor) -> Tensor:
-        return losses(params, *(x[None] for x in row))[0]
+    def gradient(*row: Tensor) -> Any:
+        leaves = variables(params)
+        losses(leaves, *(x[None] for x in row))[0].backward()
+        return gradients(leaves)
 
-    rows = [torch.func.grad(one)(params, *row) for row in zip(*batch, strict=True)]
-    return optree.tree_map(lambda *gs: torch.stack(gs), *rows)
+    return optree.tree_map(lambda *gs: torch.stack(gs), *[gradient(*row) for row in zip(*batch, strict=True)])
 
 
 def norms_of(gradients: Any) -> Tensor:
@@ -245,14 +246,14 @@ UNMAPPABLE = {"by_function", "deciding", "routed"}  # outside of stages vmap can
 
 def differences(losses: Any, params: Any, reference: Any, of: Any, rows: list[Tensor], mine: int, **more: Any) -> Any:
     """How far losses, norms and a clipped sum are from those of one process."""
-    gradients = alone(reference, of, torch.cat(rows))
-    norms = norms_of(gradients)
+    each = alone(reference, of, torch.cat(rows))
+    norms = norms_of(each)
     limit = float(norms.median())
     counts = [len(x) for x in rows]
     want = norms.split(counts)[mine]
     found = per_example(losses, params, rows[mine], **more)
     weights = (limit / norms).clamp(max=1)
-    clipped = optree.tree_map(lambda g: torch.einsum("r,r...->...", weights, g), gradients)
+    clipped = optree.tree_map(lambda g: torch.einsum("r,r...->...", weights, g), each)
     apart = distance(sf.unshard(found.clipped(limit)), clipped, floor=1.0)
     return [off(found.norms, want), off(found.values, reference(of, torch.cat(rows)).split(counts)[mine]), apart]
 
@@ -366,8 +367,8 @@ def beside_stages() -> list[float]:
     def one(params: Any, t: Tensor, w: Tensor) -> Tensor:
         return losses(plainly)(params, {"t": t[None], "w": w[None]}, 0.5)[0]
 
-    gradients = [[torch.func.grad(one)(own, t, w) for t, w in zip(b["t"], b["w"], strict=True)] for b in batches]
-    stacked = [optree.tree_map(lambda *gs: torch.stack(gs), *gs) for gs in gradients]
+    found = [[torch.func.grad(one)(own, t, w) for t, w in zip(b["t"], b["w"], strict=True)] for b in batches]
+    stacked = [optree.tree_map(lambda *gs: torch.stack(gs), *gs) for gs in found]
     norms = [norms_of(g) for g in stacked]
     found = per_example(losses(sf.stage), both, batches[rank], 0.5)
     limit = float(torch.cat(norms).median())
@@ -455,8 +456,8 @@ def products() -> list[float]:
     mesh = data_mesh(dist.get_world_size())
     params, v = (sf.shard(whole(seed), mesh, STRATEGIES["full_shard"]) for seed in (0, 1))
     own, plain = tokens(mesh.get_rank()), losses_of(plainly, attending)
-    gradients = alone(plain, whole(), own)
-    pairs = zip(optree.tree_leaves(gradients), optree.tree_leaves(whole(1)), strict=True)
+    each = alone(plain, whole(), own)
+    pairs = zip(optree.tree_leaves(each), optree.tree_leaves(whole(1)), strict=True)
     want = torch.stack([(g * x).reshape(len(g), -1).sum(1) for g, x in pairs]).sum(0)
     return [off(per_example(losses_of(sf.stage, attending), params, own, micro=n).dots(v), want) for n in (1, 2)]
 
@@ -480,10 +481,10 @@ def private(strategy: str, noise: float) -> Any:
 
 
 def test_private_gradients_are_the_same_on_any_mesh() -> None:
-    gradients = alone(losses_of(plainly, mlp), whole(), tokens(0, 8))
-    weights = (0.5 / norms_of(gradients)).clamp(max=1)
+    each = alone(losses_of(plainly, mlp), whole(), tokens(0, 8))
+    weights = (0.5 / norms_of(each)).clamp(max=1)
     assert (weights < 1).any()
-    exact = optree.tree_map(lambda g: torch.einsum("r,r...->...", weights, g) / 10, gradients)
+    exact = optree.tree_map(lambda g: torch.einsum("r,r...->...", weights, g) / 10, each)
     noisy: list[Any] = []
     for n in (1, 2, 4):
         for strategy in ("full_shard", "zero1", "hfsdp") if n == 4 else ("full_shard",):
@@ -534,8 +535,8 @@ def scale() -> float:
 
 @pytest.mark.world(4, "processes")
 def test_noise_scale(world: World) -> None:
-    gradients = alone(losses_of(plainly, mlp), whole(), tokens(0, 16))
-    g = torch.cat([x.reshape(len(x), -1) for x in optree.tree_leaves(gradients)], 1)
+    each = alone(losses_of(plainly, mlp), whole(), tokens(0, 16))
+    g = torch.cat([x.reshape(len(x), -1) for x in optree.tree_leaves(each)], 1)
     spread = g.var(0, correction=1).sum()
     want = float(spread / (g.mean(0).square().sum() - spread / 16))
     assert worst([abs(got / want - 1) for got in world.run(scale)]) < 1e-10
@@ -566,7 +567,7 @@ def told() -> dict[str, str]:
 
     tensor = sf.make_mesh(device="cpu", tensor=2)
     cut = sf.shard(
-        {"only": {"w": normal(D, D, seed=1)}}, tensor, sf.ddp("tensor"), specs={"only": {"w": sf.P("tensor")}}
+        {"only": {"w": normal(D, D, seed=1)}}, tensor, sf.ddp("tensor"), specs=sf.P("tensor")
     )
     programs: dict[str, Callable[[], Any]] = {
         "a batch norm": lambda: per_example(lambda p, x: sf.stage(batch_normed)(p, x).square().sum((1, 2)), params, x),

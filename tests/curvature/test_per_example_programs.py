@@ -21,7 +21,7 @@ import shardfn as sf
 from shardfn import interop
 from shardfn.curvature.per_example import per_example
 from shardfn.testing import World
-from tests.models import STRATEGIES, data_mesh, normal
+from tests.models import STRATEGIES, data_mesh, gradients, normal, variables
 from tests.reference import worst
 
 ROWS, C, S, T, V = 3, 4, 6, 5, 12
@@ -588,7 +588,7 @@ def indices_of_all_kinds() -> Any:
     def f(p: Any, x: Tensor, t: Tensor) -> Tensor:
         a = p["t"][t[:, 0] % 4, t[:, 1] % 3]
         b = p["t"][:, t[:, 2] % 3].sum(0)
-        c = p["w"].gather(1, (t[:, :1] % 6).expand(6, 1) if t.ndim == 1 else (t[0, :1] % 6).expand(6, 1)).sum()
+        c = p["w"].expand(len(t), 6, 6).gather(2, (t[:, :1, None] % 6).expand(-1, 6, 1)).sum((1, 2))[:, None]
         d = torch.take_along_dim(p["b"], t[:, :1] % V, 0).sum(1, keepdim=True) + p["b"][-t % V].sum((1, 2))[:, None]
         return x * a + b + c + d + p["w"][[0, 2]].sum(0) + p["w"][..., 1] + p["w"].diagonal() * x + x @ p["w"].flip(0)
 
@@ -828,18 +828,16 @@ def difference(name: str, stages: bool) -> list[float]:
         params, stage, rank = sf.shard(whole, mesh, STRATEGIES["full_shard"]), sf.stage, mesh.get_rank()
     own = optree.tree_map(lambda x: x[ROWS * rank : ROWS * (rank + 1)], batch)
 
-    def one(params: Any, batch: Any) -> Tensor:
-        return losses(plainly, params, *optree.tree_map(lambda x: x[None], batch))[0]
-
-    rows = [optree.tree_map(lambda x, i=i: x[i], own) for i in range(ROWS)]
-    values = torch.stack([one(whole, row) for row in rows])
-    gradients = [torch.func.grad(one)(whole, row) for row in rows]
-    squares = [torch.stack([g.square().sum() for g in optree.tree_leaves(gs)]).sum() for gs in gradients]
-    norms = torch.stack(squares).sqrt()
+    leaves, values, norms = [variables(whole) for _ in range(ROWS)], [], []
+    for i in range(ROWS):
+        value = losses(plainly, leaves[i], *optree.tree_map(lambda x, i=i: x[i : i + 1], own))[0]
+        value.backward()
+        values.append(value.detach())
+        norms.append(torch.stack([g.square().sum() for g in optree.tree_leaves(gradients(leaves[i]))]).sum().sqrt())
     off = []
     for _ in range(2):
         found = per_example(lambda params, *batch: losses(stage, params, *batch), params, *own)
-        pairs = ((found.values, values), (found.norms, norms))
+        pairs = ((found.values, torch.stack(values)), (found.norms, torch.stack(norms)))
         off += [float(((got - want).abs() / want.abs().clamp(1)).max()) for got, want in pairs]
     return off
 
