@@ -148,13 +148,19 @@ def mapping(rows: int) -> Iterator[int]:
 
     What has no rule of torch's is computed row by row, without a warning.
     """
+    global _mappings
     warn = torch._C._functorch._set_vmap_fallback_warning_enabled  # type: ignore[attr-defined]
+    _mappings += 1
     warn(False)
     try:
         with vmap_increment_nesting(rows, "different") as level:
             yield level
     finally:
-        warn(True)
+        _mappings -= 1
+        warn(not _mappings)
+
+
+_mappings = 0
 
 
 def level() -> int:

@@ -22,7 +22,7 @@ from shardfn.compat import autograd, functorch
 from shardfn.curvature.row_gradients import AT_ONCE
 from shardfn.curvature.row_stages import stages_apart
 from shardfn.curvature.row_uses import Key, Norms
-from shardfn.curvature.rows import Way, apart
+from shardfn.curvature.rows import Task, Way, cannot
 from shardfn.mesh.axes import per_mesh
 from shardfn.mesh.lanes import lane
 from shardfn.mesh.scope import current_mesh, mesh_of, scope
@@ -347,7 +347,15 @@ def _norms(losses: Losses, params: Any, batch: Batch) -> Found:
         mapped = [False] * len(values) + batch.mapped
         own = [*keys, *[None] * len(rows)]
         with stages_apart(norms, shards):
-            result, which = apart(way, call, [*values, *rows], mapped, own, anchor, norms)
+            try:
+                result, which = way.run(Task(call, [*values, *rows], mapped, own, anchor, norms))
+            except (RuntimeError, ValueError, NotImplementedError) as error:
+                if not cannot(error) or not shards:
+                    raise
+                raise RuntimeError(
+                    f"per_example: {name_of(losses)} does something outside of stages that torch.func.vmap cannot do "
+                    f"for rows: let a stage do it. It said: {short(error)}"
+                ) from error
         each = result[:, 0] if which[0] else result.expand(norms.rows)
         if not shards.keys().isdisjoint(id(leaf) for leaf in autograd.leaves_of([each])):
             raise RuntimeError(

@@ -184,6 +184,33 @@ class Place:
 Used = tuple[Form, Place]
 
 
+@dataclass(frozen=True)
+class Several:
+    """The sum of several uses of one tensor of this shape."""
+
+    uses: tuple[Used, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.uses[0][0].rows
+
+    def squares(self) -> Tensor:
+        """The square of each row's norm, `[rows]`."""
+        return squares(math.prod(self.shape), self.uses)
+
+    def part(self, rows: slice) -> Tensor:
+        """The gradients of some rows."""
+        return whole(math.prod(self.shape), self.uses, rows).unflatten(1, self.shape or (1,)).reshape(-1, *self.shape)
+
+
+def everywhere(shape: Sequence[int]) -> Place:
+    """The place of a whole parameter of this shape."""
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return Place(tuple(shape), tuple(strides), 0)
+
+
 def squares(numel: int, uses: Sequence[Used]) -> Tensor:
     """The square of the norm of each row's gradient with respect to one parameter, `[rows]`.
 
@@ -215,7 +242,7 @@ def whole(numel: int, uses: Sequence[Used], rows: slice) -> Tensor:
 
 def _merged(uses: Sequence[Used]) -> list[Used]:
     groups: dict[Any, list[Used]] = {}
-    for form, place in uses:
+    for form, place in _single(uses):
         matrix = isinstance(form, Outer) and form.a.shape[1] == 1 and len(place.shape) == 2
         if matrix and place.strides[0] < place.strides[1]:
             form, place = form.swapped(), Place(place.shape[::-1], place.strides[::-1], place.offset)
@@ -223,6 +250,15 @@ def _merged(uses: Sequence[Used]) -> list[Used]:
         key = (type(form), place, heads) if isinstance(form, (Outer, Picked, Dense)) else id(form)
         groups.setdefault(key, []).append((form, place))
     return [(_sum([form for form, _ in group]), group[0][1]) for group in groups.values()]
+
+
+def _single(uses: Sequence[Used]) -> list[Used]:
+    """The uses, with those in place of the sum that is of the whole parameter."""
+    single: list[Used] = []
+    for form, place in uses:
+        whole = isinstance(form, Several) and place == everywhere(form.shape)
+        single += _single(form.uses) if whole and isinstance(form, Several) else [(form, place)]
+    return single
 
 
 def _sum(forms: Sequence[Any]) -> Form:

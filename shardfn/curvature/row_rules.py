@@ -224,7 +224,9 @@ def embedding(
     return _picked(apart, weight, input, None if padding_idx is None else padding_idx % len(weight))
 
 
-def padded_embedding(apart: Apart, input: Any, weight: Any, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Any:
+def padded_embedding(
+    apart: Apart, input: Any, weight: Any, padding_idx: int | None = None, *args: Any, **kwargs: Any
+) -> Any:
     """`F.embedding` of a table for each row, of which torch's vmap lets only that of the first row have padding."""
     if padding_idx is None or not apart.row(weight):
         return NotImplemented

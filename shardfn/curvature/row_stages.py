@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from shardfn.compat import autograd, functorch
-from shardfn.curvature.row_uses import Key, Norms
-from shardfn.curvature.rows import Way, apart, now
+from shardfn.curvature.row_uses import Key, Norms, Ticket
+from shardfn.curvature.rows import Task, Way, now
 from shardfn.quant.packed import is_packed
 from shardfn.shards.layout import assemble
 from shardfn.stages.forward_mode import nodes_of
@@ -33,10 +33,12 @@ class Plan:
         keys: for each argument, what identifies its parameters, None for one that is not trained; None for an argument
             that is no stage's.
         norms: where the norms go.
+        tickets: those of results that are computed from parameters alone, by number; the same if the stage runs again.
     """
 
     def __init__(self, mapped: Sequence[bool], keys: Sequence[list[Key | None] | None], norms: Norms) -> None:
         self.mapped, self.keys, self.norms = mapped, keys, norms
+        self.tickets: dict[int, Ticket] = {}
 
 
 @contextlib.contextmanager
@@ -80,7 +82,12 @@ def _called(norms: Norms, variables: Mapping[int, Tensor], signature: Signature,
     with functorch.below(), _aside(variables):
         result, which = _stage(signature)(args, kwargs, mode.anchor, plan)
     ys, tree = optree.tree_flatten(result)
-    ys = [functorch.mapped(y, mode.level) if yes else y for y, yes in zip(ys, which, strict=True)]
+    for i, (y, kind) in enumerate(zip(ys, which, strict=True)):
+        if kind == "rows":
+            ys[i] = functorch.mapped(y, mode.level)
+        elif kind == "shared":
+            with functorch.below():
+                ys[i] = mode.collector.returned(y, plan.tickets[i])
     return optree.tree_unflatten(tree, ys)
 
 
@@ -164,5 +171,6 @@ def _run(signature: Signature, args: Any, kwargs: Any, anchor: Tensor, plan: Pla
         args, kwargs = optree.tree_unflatten(signature.outer, nodes)
         return signature.function(*args, **kwargs)
 
-    result, which = apart(_way(signature.code), call, leaves, mapped, keys, anchor, plan.norms)
-    return result, tuple(which)
+    task = Task(call, leaves, mapped, keys, anchor, plan.norms, plan.tickets)
+    result, which = _way(signature.code).run(task)
+    return result, tuple("shared" if yes is None else "rows" if yes else "other" for yes in which)

@@ -7,7 +7,7 @@ Each use hands over, in backward, every row's gradient with respect to that tens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardfn.compat import autograd
-from shardfn.curvature.row_gradients import Dense, Form, Place, Used, parts, squares, whole
+from shardfn.curvature.row_gradients import Dense, Form, Place, Several, Used, everywhere, parts, squares, whole
 
 _VIEWS = {  # nodes of autograd through which a norm passes as it is
     "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0", "SelectBackward0",
@@ -75,7 +75,7 @@ class Norms:
             return
         place = Place((numel,), (1,), 0)
         if not kept or not (isinstance(kept[0][0], Dense) and kept[0][1] == place):
-            values = uses[0][0].part(slice(0, 0))
+            values = uses[0][0].part(slice(0, 1))
             kept.insert(0, (Dense(values.new_zeros((self.rows, numel))), place))
         into = kept[0][0]
         assert isinstance(into, Dense), "it was just made"
@@ -89,21 +89,33 @@ class Norms:
         return self.squares
 
 
+class Ticket:
+    """A tensor that a stage computed from parameters alone, and returned.
+
+    Attributes:
+        taken: how the uses outside of the stage are taken from where they were handed over.
+    """
+
+    def __init__(self) -> None:
+        self.taken: Callable[[], list[Used]] = list
+
+
 class Parameter:
     """A parameter in one run of a function.
 
     Attributes:
         leaf: its tensor, a leaf of autograd that nothing outside of the run reaches.
-        key: what identifies it between runs.
+        key: what identifies it between runs; None if a stage returned it.
+        source: the result of the stage, if one returned it.
         awaited: number of its uses that have not handed over anything.
         uses: those that have.
         simple: whether all are views of it.
     """
 
-    __slots__ = ("awaited", "key", "leaf", "simple", "uses")
+    __slots__ = ("awaited", "key", "leaf", "simple", "source", "uses")
 
-    def __init__(self, leaf: Tensor, key: Key) -> None:
-        self.leaf, self.key = leaf, key
+    def __init__(self, leaf: Tensor, key: Key | None, source: Tensor | None = None) -> None:
+        self.leaf, self.key, self.source = leaf, key, source
         self.awaited, self.simple = 0, True
         self.uses: list[Use] = []
 
@@ -123,7 +135,7 @@ class Use:
 
     def __init__(self, tensor: Tensor, order: Sequence[int], parameters: Sequence[Parameter]) -> None:
         self.tensor, self.order, self.parameters = tensor, tuple(order), parameters
-        self.place = _place(tensor.detach().permute(self.order), tensor, parameters)
+        self.place = _place(self.order, tensor, parameters)
         self.form: Form | None = None
 
     def part(self, rows: slice, parameter: Parameter) -> Tensor:
@@ -145,16 +157,20 @@ class Use:
         return pulled
 
 
-def _place(ordered: Tensor, tensor: Tensor, parameters: Sequence[Parameter]) -> Place | None:
+def _place(order: Sequence[int], tensor: Tensor, parameters: Sequence[Parameter]) -> Place | None:
     leaf = parameters[0].leaf
-    if len(parameters) > 1 or autograd.storage_of(tensor) != autograd.storage_of(leaf) or tensor.dtype != leaf.dtype:
+    if len(parameters) > 1 or tensor.dtype != leaf.dtype or tensor._backward_hooks or not leaf.is_contiguous():
         return None
     node, names = tensor.grad_fn, set()
     while node is not None and len(node.next_functions) == 1:
         names.add(node.name())
         node = node.next_functions[0][0]
-    if not names <= _VIEWS or tensor._backward_hooks or leaf._backward_hooks or not leaf.is_contiguous():
+    if names == {"CloneBackward0"} and tensor.shape == leaf.shape:
+        ordered = leaf.detach().permute(tuple(order))
+        return Place(tuple(ordered.shape), ordered.stride(), 0)
+    if not names <= _VIEWS or autograd.storage_of(tensor) != autograd.storage_of(leaf):
         return None
+    ordered = tensor.detach().permute(tuple(order))
     place = Place(tuple(ordered.shape), ordered.stride(), ordered.storage_offset() - leaf.storage_offset())
     return place if place.once else None
 
@@ -175,6 +191,18 @@ class Collector:
         """A parameter for the function: a leaf of its own."""
         leaf = x.detach().requires_grad_()
         self.parameters[id(leaf)] = Parameter(leaf, key)
+        return leaf
+
+    def returned(self, source: Tensor, ticket: Ticket) -> Tensor:
+        """The same for what a stage returned."""
+        leaf = source.detach().requires_grad_()
+        parameter = self.parameters[id(leaf)] = Parameter(leaf, None, source)
+
+        def taken() -> list[Used]:
+            uses, parameter.uses = parameter.uses, []
+            return self._used(parameter, uses, slice(0, self.count)) if uses else []
+
+        ticket.taken = taken
         return leaf
 
     def use(self, tensor: Tensor, order: Sequence[int] | None = None) -> Use | None:
@@ -201,36 +229,33 @@ class Collector:
         for parameter in use.parameters:
             parameter.awaited -= 1
             parameter.uses.append(use)
-            if parameter.awaited == 0:
-                self._finish(parameter)
+            if parameter.awaited == 0 and parameter.key is not None:
+                self._finish(parameter, parameter.key)
 
     def finish(self) -> None:
         """Finishes what waits for uses that backward does not reach."""
         for parameter in self.parameters.values():
-            if parameter.uses:
-                self._finish(parameter)
+            if parameter.uses and parameter.key is not None:
+                self._finish(parameter, parameter.key)
         self.parameters.clear()
 
-    def _finish(self, parameter: Parameter) -> None:
+    def _finish(self, parameter: Parameter, key: Key) -> None:
         uses, parameter.uses = parameter.uses, []
-        numel = parameter.leaf.numel()
-        calls = self.norms.calls.get(parameter.key.shard, 1)
-        if parameter.simple:
-            used = [(use.form, use.place) for use in uses if use.form is not None and use.place is not None]
-            if calls == 1:
-                self.norms.add(self.rows, squares(numel, used))
-            else:
-                self.norms.keep(parameter.key, numel, self.rows, used)
+        numel, whole = parameter.leaf.numel(), slice(0, self.count)
+        if self.norms.calls.get(key.shard, 1) > 1:
+            self.norms.keep(key, numel, self.rows, self._used(parameter, uses, whole))
             return
-        flat = Place((numel,), (1,), 0)
-        for part in parts(self.count, numel) if calls == 1 else [slice(0, self.count)]:
-            gradients = [use.part(part, parameter)[:, None].flatten(1) for use in uses]
-            total = torch.stack(gradients).sum(0) if len(gradients) > 1 else gradients[0]
-            if calls == 1:
-                start = self.rows.start
-                self.norms.add(slice(start + part.start, start + part.stop), Dense(total).squares())
-            else:
-                self.norms.keep(parameter.key, numel, self.rows, [(Dense(total), flat)])
+        for part in [whole] if parameter.simple else parts(self.count, numel):
+            found = squares(numel, self._used(parameter, uses, part))
+            self.norms.add(slice(self.rows.start + part.start, self.rows.start + part.stop), found)
+
+    def _used(self, parameter: Parameter, uses: Sequence[Use], part: slice) -> list[Used]:
+        """The uses of a parameter; of some rows if they are not simple."""
+        if parameter.simple:
+            return [(use.form, use.place) for use in uses if use.form is not None and use.place is not None]
+        gradients = [use.part(part, parameter) for use in uses]
+        total = gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)
+        return [(Dense(total), everywhere(parameter.leaf.shape))]
 
 
 # --- nodes of autograd; each takes the scalar `anchor`, for which alone a gradient is asked ---
@@ -250,6 +275,40 @@ class Begin(torch.autograd.Function):
         """Finishes the norms of the run."""
         ctx.collector.finish()
         return g, None
+
+
+class Link(torch.autograd.Function):
+    """The anchor of a use of what stages returned, so that their backward comes after the use's."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *sources: Tensor) -> Tensor:
+        """The anchor."""
+        ctx.sources = [(x.shape, x.dtype, x.device) for x in sources]
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
+        """Zeros for the stages."""
+        zeros = [torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.sources]
+        return (g, *zeros)
+
+
+class Export(torch.autograd.Function):
+    """A tensor that a stage returns; in its backward all uses outside of the stage have been handed over."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, anchor: Tensor, collector: Collector, use: Use, ticket: Ticket) -> Tensor:
+        """The tensor."""
+        ctx.collector, ctx.use, ctx.ticket, ctx.anchor = collector, use, ticket, anchor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        """Hands over the uses outside as one."""
+        uses = ctx.ticket.taken()
+        if uses:
+            ctx.collector.hand_over(ctx.use, Several(tuple(uses), tuple(g.shape)), g.dtype)
+        return None, torch.zeros_like(ctx.anchor), None, None, None
 
 
 class Expand(torch.autograd.Function):

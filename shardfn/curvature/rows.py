@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import optree
@@ -20,7 +21,19 @@ from torch.overrides import TorchFunctionMode
 from shardfn.compat import autograd, functorch
 from shardfn.curvature.row_gradients import parts
 from shardfn.curvature.row_rules import OPENED, RULES, WITHOUT_PARAMETERS
-from shardfn.curvature.row_uses import Begin, Collector, Expand, Norms, Shared, Undecided
+from shardfn.curvature.row_uses import (
+    Begin,
+    Collector,
+    Expand,
+    Export,
+    Key,
+    Link,
+    Norms,
+    Shared,
+    Ticket,
+    Undecided,
+    Use,
+)
 
 MOST_EXPANDED = 4  # times the elements of a row that an op takes, which its parameters may have in the general way
 
@@ -116,7 +129,7 @@ class Rows(TorchFunctionMode):
         if torch.is_autocast_enabled(kind) and x.is_floating_point():
             dtype = torch.get_autocast_dtype(kind)
             x, plain = x.to(dtype), plain.to(dtype)
-        return self.together(lambda rows: Shared.apply(rows, plain, self.anchor, self.collector, use, op), x)
+        return self.together(lambda rows: Shared.apply(rows, plain, self._anchor(use), self.collector, use, op), x)
 
     def all_of(self, tensor: Tensor) -> Tensor | None:
         """A shared tensor once for each row, `[rows, *shape]`; None if it depends on no parameter."""
@@ -124,7 +137,19 @@ class Rows(TorchFunctionMode):
         if use is None:
             return None
         with functorch.below():
-            return Expand.apply(tensor.detach(), self.anchor, self.collector, use)  # type: ignore[no-any-return]
+            return Expand.apply(tensor.detach(), self._anchor(use), self.collector, use)  # type: ignore[no-any-return]
+
+    def exported(self, tensor: Tensor, ticket: Ticket) -> Tensor | None:
+        """A shared tensor that a stage returns; None if it depends on no parameter."""
+        use = self.collector.use(tensor)
+        if use is None:
+            return None
+        with functorch.below():
+            return Export.apply(tensor.detach(), self._anchor(use), self.collector, use, ticket)  # type: ignore[no-any-return]
+
+    def _anchor(self, use: Use) -> Tensor:
+        sources = [parameter.source for parameter in use.parameters if parameter.source is not None]
+        return Link.apply(self.anchor, *sources) if sources else self.anchor  # type: ignore[no-any-return]
 
 
 _ASIDE = {Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.size, Tensor.dim}  # type: ignore[attr-defined]
@@ -154,8 +179,30 @@ def _replaced(tree: Any, given: dict[int, Tensor]) -> Any:
 
 # --- a whole function ---
 
-Call = Callable[[list[Any]], Any]
-Result = tuple[Any, list[bool]]  # a tree, and which of its leaves are `[rows, *]`
+Result = tuple[Any, list[bool | None]]  # a tree, and which of its leaves are `[rows, *]`; None for those with a ticket
+
+
+@dataclass(frozen=True)
+class Task:
+    """A call of a function.
+
+    Attributes:
+        call: the function of leaves.
+        leaves: its arguments.
+        mapped: which of them are `[rows, *]`.
+        keys: which of them are parameters: what identifies each; None for the others.
+        anchor: a scalar that needs a gradient.
+        norms: where the norms go.
+        tickets: for results that are computed from parameters alone, by number; None to have them once for each row.
+    """
+
+    call: Callable[[list[Any]], Any]
+    leaves: Sequence[Any]
+    mapped: Sequence[bool]
+    keys: Sequence[Key | None]
+    anchor: Tensor
+    norms: Norms
+    tickets: dict[int, Ticket] | None = None
 
 
 class Way:
@@ -170,39 +217,20 @@ class Way:
     def __init__(self, most: int, bounded: bool) -> None:
         self.at, self.most, self.bounded = 0, most, bounded
 
-
-def apart(
-    way: Way,
-    call: Call,
-    leaves: Sequence[Any],
-    mapped: Sequence[bool],
-    keys: Sequence[Any],
-    anchor: Tensor,
-    norms: Norms,
-) -> Result:
-    """Runs a function with its rows apart.
-
-    Args:
-        way: how; it is changed if that is no way for this function.
-        call: the function of leaves.
-        leaves: its arguments.
-        mapped: which of them are `[rows, *]`.
-        keys: which of them are parameters: what identifies each; None for the others.
-        anchor: a scalar that needs a gradient.
-        norms: where the norms go.
-    """
-    while True:
-        state, tried = torch.get_rng_state(), way.at
-        try:
-            return _WAYS[tried](call, leaves, mapped, keys, anchor, norms, way.bounded)
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            if tried >= way.most or not _cannot(error):
-                raise
-            way.at = max(way.at, tried + 1)  # ranks may be threads
-            torch.set_rng_state(state)
+    def run(self, task: Task) -> Result:
+        """Runs a function with its rows apart."""
+        while True:
+            state, tried = torch.get_rng_state(), self.at
+            try:
+                return _WAYS[tried](task, self.bounded)
+            except (RuntimeError, ValueError, NotImplementedError) as error:
+                if tried >= self.most or not cannot(error):
+                    raise
+                self.at = max(self.at, tried + 1)  # ranks may be threads
+                torch.set_rng_state(state)
 
 
-def _cannot(error: Exception) -> bool:
+def cannot(error: Exception) -> bool:
     """Whether an error says that the way is none for the function, and not that the function is wrong."""
     return isinstance(error, Undecided) or any(sign in str(error) for sign in _SIGNS)
 
@@ -213,42 +241,30 @@ _SIGNS = (
 )  # fmt: skip
 
 
-def _by_rules(call: Call, leaves: Any, mapped: Any, keys: Any, anchor: Tensor, norms: Norms, bounded: bool) -> Result:
-    collector = Collector(norms, slice(0, norms.rows))
-    own = [collector.parameter(x, key) if key is not None else x for x, key in zip(leaves, keys, strict=True)]
-    return _under_vmap(call, own, mapped, Begin.apply(anchor, collector), collector, bounded)
+def _by_rules(task: Task, bounded: bool) -> Result:
+    collector = Collector(task.norms, slice(0, task.norms.rows))
+    pairs = zip(task.leaves, task.keys, strict=True)
+    leaves = [x if key is None else collector.parameter(x, key) for x, key in pairs]
+    begin = Begin.apply(task.anchor, collector)
+    return _under_vmap(task.call, leaves, task.mapped, begin, collector, bounded, task.tickets)
 
 
-def _expanded(call: Call, leaves: Any, mapped: Any, keys: Any, anchor: Tensor, norms: Norms, bounded: bool) -> Result:
-    numel = sum(x.numel() for x, key in zip(leaves, keys, strict=True) if key is not None)
+def _expanded(task: Task, bounded: bool) -> Result:
+    numel = sum(x.numel() for x, key in zip(task.leaves, task.keys, strict=True) if key is not None)
+    mapped = [yes or key is not None for yes, key in zip(task.mapped, task.keys, strict=True)]
     results = []
-    for rows in parts(norms.rows, numel if bounded else 0):
-        collector = Collector(norms, rows)
-        begin = Begin.apply(anchor, collector)
-        own = [
-            _each(x, key, begin, collector) if key is not None else x[rows] if yes else x
-            for x, yes, key in zip(leaves, mapped, keys, strict=True)
-        ]
-        both = [yes or key is not None for yes, key in zip(mapped, keys, strict=True)]
-        results.append(_under_vmap(call, own, both, begin, collector, bounded))
+    for rows in parts(task.norms.rows, numel if bounded else 0):
+        leaves, begin, collector = _of_rows(task, rows)
+        results.append(_under_vmap(task.call, leaves, mapped, begin, collector, bounded, None))
     return _joined(results, torch.cat)
 
 
-def _each(x: Tensor, key: Any, begin: Tensor, collector: Collector) -> Tensor:
-    leaf = collector.parameter(x, key)
-    return Expand.apply(leaf.detach(), begin, collector, collector.use(leaf))  # type: ignore[no-any-return]
-
-
-def _one_by_one(call: Call, leaves: Any, mapped: Any, keys: Any, anchor: Tensor, norms: Norms, bounded: bool) -> Result:
+def _one_by_one(task: Task, bounded: bool) -> Result:
+    mapped = [yes or key is not None for yes, key in zip(task.mapped, task.keys, strict=True)]
     results = []
-    for i in range(norms.rows):
-        collector = Collector(norms, slice(i, i + 1))
-        begin = Begin.apply(anchor, collector)
-        own = [
-            _each(x, key, begin, collector)[0] if key is not None else x[i] if yes else x
-            for x, yes, key in zip(leaves, mapped, keys, strict=True)
-        ]
-        result = call(own)
+    for i in range(task.norms.rows):
+        leaves, _, _ = _of_rows(task, slice(i, i + 1))
+        result = task.call([x[0] if yes else x for x, yes in zip(leaves, mapped, strict=True)])
         results.append((result, [isinstance(y, Tensor) for y in optree.tree_leaves(result)]))
     return _joined(results, torch.stack)
 
@@ -256,20 +272,46 @@ def _one_by_one(call: Call, leaves: Any, mapped: Any, keys: Any, anchor: Tensor,
 _WAYS = (_by_rules, _expanded, _one_by_one)
 
 
-def _under_vmap(call: Call, leaves: Any, mapped: Any, begin: Tensor, collector: Collector, bounded: bool) -> Result:
+def _of_rows(task: Task, rows: slice) -> tuple[list[Any], Tensor, Collector]:
+    """The arguments for some rows, with every parameter once for each; the anchor, and what collects."""
+    collector = Collector(task.norms, rows)
+    begin = Begin.apply(task.anchor, collector)
+    leaves = []
+    for x, yes, key in zip(task.leaves, task.mapped, task.keys, strict=True):
+        if key is not None:
+            leaf = collector.parameter(x, key)
+            leaves.append(Expand.apply(leaf.detach(), begin, collector, collector.use(leaf)))
+        else:
+            leaves.append(x[rows] if yes else x)
+    return leaves, begin, collector
+
+
+def _under_vmap(
+    call: Callable[[list[Any]], Any],
+    leaves: Sequence[Any],
+    mapped: Sequence[bool],
+    begin: Tensor,
+    collector: Collector,
+    bounded: bool,
+    tickets: dict[int, Ticket] | None,
+) -> Result:
     count = collector.count
     with functorch.mapping(count) as level, Rows(collector, level, begin, bounded) as rows, _no_hooks():
         result = call([functorch.mapped(x, level) if yes else x for x, yes in zip(leaves, mapped, strict=True)])
         ys, tree = optree.tree_flatten(result)
-        made, which = [], []
-        for y in ys:
-            if rows.row(y):
+        made: list[Any] = []
+        which: list[bool | None] = []
+        for number, y in enumerate(ys):
+            yes: bool | None = rows.row(y)
+            if yes:
                 with functorch.below():
-                    all_of = functorch.rows_of(y)
-            else:
-                all_of = rows.all_of(y) if rows.shared(y) else None
-            which.append(all_of is not None)
-            made.append(y if all_of is None else all_of)
+                    y = functorch.rows_of(y)
+            elif rows.shared(y):
+                ticket = None if tickets is None else tickets.setdefault(number, Ticket())
+                shared = rows.all_of(y) if ticket is None else rows.exported(y, ticket)
+                y, yes = (y, False) if shared is None else (shared, True if ticket is None else None)
+            which.append(yes)
+            made.append(y)
     if any(yes and len(y) != count for y, yes in zip(made, which, strict=True)):
         raise Undecided("rows of another function")
     reached = {id(x) for x in autograd.leaves_of([y for y in made if isinstance(y, Tensor)])}
