@@ -243,8 +243,8 @@ def whole(numel: int, uses: Sequence[Used], rows: slice) -> Tensor:
 def _merged(uses: Sequence[Used]) -> list[Used]:
     groups: dict[Any, list[Used]] = {}
     for form, place in _single(uses):
-        matrix = isinstance(form, Outer) and form.a.shape[1] == 1 and len(place.shape) == 2
-        if matrix and place.strides[0] < place.strides[1]:
+        rising = len(place.shape) == 2 and place.strides[0] < place.strides[1]
+        if rising and isinstance(form, Outer) and form.a.shape[1] == 1:
             form, place = form.swapped(), Place(place.shape[::-1], place.strides[::-1], place.offset)
         heads = form.a.shape[1] if isinstance(form, Outer) else 0
         key = (type(form), place, heads) if isinstance(form, (Outer, Picked, Dense)) else id(form)
@@ -262,13 +262,14 @@ def _single(uses: Sequence[Used]) -> list[Used]:
 
 
 def _sum(forms: Sequence[Any]) -> Form:
-    first = forms[0]
+    """The sum of forms of one kind."""
+    first: Form = forms[0]
     if len(forms) == 1:
-        return first  # type: ignore[no-any-return]
+        return first
     if isinstance(first, Outer):
-        return Outer(*(torch.cat(xs, 2) for xs in zip(*((f.a, f.b) for f in forms), strict=True)), first.shape)
+        return Outer(torch.cat([f.a for f in forms], 2), torch.cat([f.b for f in forms], 2), first.shape)
     if isinstance(first, Picked):
-        return Picked(*(torch.cat(xs, 1) for xs in zip(*((f.at, f.g) for f in forms), strict=True)), first.shape)
+        return Picked(torch.cat([f.at for f in forms], 1), torch.cat([f.g for f in forms], 1), first.shape)
     return Dense(torch.stack([f.part(slice(None)) for f in forms]).sum(0))
 
 

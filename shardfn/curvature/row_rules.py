@@ -393,7 +393,7 @@ def cross_entropy(
     return apart.together(merged, input, target)
 
 
-def _opened(function: types.FunctionType) -> Callable[..., Any]:
+def _opened(function: Any) -> Callable[..., Any]:
     """A function of torch in Python that does not hand itself over to modes, so that they see what it calls."""
     scope = {**function.__globals__, "has_torch_function": lambda *_: False}
     opened = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)

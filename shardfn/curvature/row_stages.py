@@ -155,7 +155,10 @@ def _stage(signature: Signature) -> Any:
 
 
 def _run(signature: Signature, args: Any, kwargs: Any, anchor: Tensor, plan: Plan) -> Any:
-    leaves, mapped, keys, trees = [], [], [], []
+    leaves: list[Any] = []
+    mapped: list[bool] = []
+    keys: list[Key | None] = []
+    trees: list[tuple[int, Any]] = []
     for node, yes, own in zip(signature.outer.flatten_up_to((args, kwargs)), plan.mapped, plan.keys, strict=True):
         parts, tree = ([node], None) if own is None else optree.tree_flatten(node)
         leaves += parts

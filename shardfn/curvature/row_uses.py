@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.compat import autograd
+from shardfn.compat import autograd, functorch
 from shardfn.curvature.row_gradients import Dense, Form, Place, Several, Used, everywhere, parts, squares, whole
 
 _VIEWS = {  # nodes of autograd through which a norm passes as it is
@@ -151,10 +151,12 @@ class Use:
             return torch.zeros_like(parameter.leaf) if found is None else found
 
         try:
-            pulled: Tensor = torch.func.vmap(pull)(gradients)
+            with functorch.mapping(len(gradients)) as level:
+                pulled = pull(functorch.mapped(gradients, level))
+                with functorch.below():
+                    return functorch.rows_of(pulled)
         except (RuntimeError, NotImplementedError):  # a Function of the program's own, that cannot be mapped
-            pulled = torch.stack([pull(g) for g in gradients])
-        return pulled
+            return torch.stack([pull(g) for g in gradients])
 
 
 def _place(order: Sequence[int], tensor: Tensor, parameters: Sequence[Parameter]) -> Place | None:
@@ -171,7 +173,7 @@ def _place(order: Sequence[int], tensor: Tensor, parameters: Sequence[Parameter]
     if not names <= _VIEWS or autograd.storage_of(tensor) != autograd.storage_of(leaf):
         return None
     ordered = tensor.detach().permute(tuple(order))
-    place = Place(tuple(ordered.shape), ordered.stride(), ordered.storage_offset() - leaf.storage_offset())
+    place = Place(tuple(ordered.shape), ordered.stride(), int(ordered.storage_offset() - leaf.storage_offset()))
     return place if place.once else None
 
 

@@ -129,7 +129,7 @@ class Rows(TorchFunctionMode):
         if torch.is_autocast_enabled(kind) and x.is_floating_point():
             dtype = torch.get_autocast_dtype(kind)
             x, plain = x.to(dtype), plain.to(dtype)
-        return self.together(lambda rows: Shared.apply(rows, plain, self._anchor(use), self.collector, use, op), x)
+        return self.together(lambda rows: Shared.apply(rows, plain, self._anchor(use), self.collector, use, op), x)  # type: ignore[no-untyped-call]
 
     def all_of(self, tensor: Tensor) -> Tensor | None:
         """A shared tensor once for each row, `[rows, *shape]`; None if it depends on no parameter."""
@@ -137,7 +137,7 @@ class Rows(TorchFunctionMode):
         if use is None:
             return None
         with functorch.below():
-            return Expand.apply(tensor.detach(), self._anchor(use), self.collector, use)  # type: ignore[no-any-return]
+            return Expand.apply(tensor.detach(), self._anchor(use), self.collector, use)  # type: ignore[no-untyped-call]
 
     def exported(self, tensor: Tensor, ticket: Ticket) -> Tensor | None:
         """A shared tensor that a stage returns; None if it depends on no parameter."""
@@ -145,11 +145,11 @@ class Rows(TorchFunctionMode):
         if use is None:
             return None
         with functorch.below():
-            return Export.apply(tensor.detach(), self._anchor(use), self.collector, use, ticket)  # type: ignore[no-any-return]
+            return Export.apply(tensor.detach(), self._anchor(use), self.collector, use, ticket)  # type: ignore[no-untyped-call]
 
     def _anchor(self, use: Use) -> Tensor:
         sources = [parameter.source for parameter in use.parameters if parameter.source is not None]
-        return Link.apply(self.anchor, *sources) if sources else self.anchor  # type: ignore[no-any-return]
+        return Link.apply(self.anchor, *sources) if sources else self.anchor  # type: ignore[no-untyped-call]
 
 
 _ASIDE = {Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.size, Tensor.dim}  # type: ignore[attr-defined]
@@ -245,7 +245,7 @@ def _by_rules(task: Task, bounded: bool) -> Result:
     collector = Collector(task.norms, slice(0, task.norms.rows))
     pairs = zip(task.leaves, task.keys, strict=True)
     leaves = [x if key is None else collector.parameter(x, key) for x, key in pairs]
-    begin = Begin.apply(task.anchor, collector)
+    begin = Begin.apply(task.anchor, collector)  # type: ignore[no-untyped-call]
     return _under_vmap(task.call, leaves, task.mapped, begin, collector, bounded, task.tickets)
 
 
@@ -261,7 +261,7 @@ def _expanded(task: Task, bounded: bool) -> Result:
 
 def _one_by_one(task: Task, bounded: bool) -> Result:
     mapped = [yes or key is not None for yes, key in zip(task.mapped, task.keys, strict=True)]
-    results = []
+    results: list[Result] = []
     for i in range(task.norms.rows):
         leaves, _, _ = _of_rows(task, slice(i, i + 1))
         result = task.call([x[0] if yes else x for x, yes in zip(leaves, mapped, strict=True)])
@@ -275,12 +275,12 @@ _WAYS = (_by_rules, _expanded, _one_by_one)
 def _of_rows(task: Task, rows: slice) -> tuple[list[Any], Tensor, Collector]:
     """The arguments for some rows, with every parameter once for each; the anchor, and what collects."""
     collector = Collector(task.norms, rows)
-    begin = Begin.apply(task.anchor, collector)
+    begin = Begin.apply(task.anchor, collector)  # type: ignore[no-untyped-call]
     leaves = []
     for x, yes, key in zip(task.leaves, task.mapped, task.keys, strict=True):
         if key is not None:
             leaf = collector.parameter(x, key)
-            leaves.append(Expand.apply(leaf.detach(), begin, collector, collector.use(leaf)))
+            leaves.append(Expand.apply(leaf.detach(), begin, collector, collector.use(leaf)))  # type: ignore[no-untyped-call]
         else:
             leaves.append(x[rows] if yes else x)
     return leaves, begin, collector

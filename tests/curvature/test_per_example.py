@@ -361,14 +361,16 @@ def beside_stages() -> list[float]:
         return run
 
     both = {"layer": sf.shard({"a": layer}, mesh, STRATEGIES["full_shard"])["a"], **plain}
-    batches = [{"t": t, "w": torch.linspace(0.5, 2, len(t), dtype=torch.float64), "n": 3} for t in rows]
+    batches: list[dict[str, Any]] = [
+        {"t": t, "w": torch.linspace(0.5, 2, len(t), dtype=torch.float64), "n": 3} for t in rows
+    ]
     own = {"layer": layer, **plain}
 
     def one(params: Any, t: Tensor, w: Tensor) -> Tensor:
         return losses(plainly)(params, {"t": t[None], "w": w[None]}, 0.5)[0]
 
-    found = [[torch.func.grad(one)(own, t, w) for t, w in zip(b["t"], b["w"], strict=True)] for b in batches]
-    stacked = [optree.tree_map(lambda *gs: torch.stack(gs), *gs) for gs in found]
+    each = [[torch.func.grad(one)(own, t, w) for t, w in zip(b["t"], b["w"], strict=True)] for b in batches]
+    stacked = [optree.tree_map(lambda *gs: torch.stack(gs), *gs) for gs in each]
     norms = [norms_of(g) for g in stacked]
     found = per_example(losses(sf.stage), both, batches[rank], 0.5)
     limit = float(torch.cat(norms).median())
@@ -475,7 +477,7 @@ def private(strategy: str, noise: float) -> Any:
     params = sf.shard(whole(), mesh, STRATEGIES[strategy])
     n = 8 // mesh.size()
     own = tokens(0, 8)[n * mesh.get_rank() : n * (mesh.get_rank() + 1)]
-    options = {"clip": 0.5, "noise": noise, "size": 10.0, "seed": 3, "step": 7}
+    options: dict[str, Any] = {"clip": 0.5, "noise": noise, "size": 10.0, "seed": 3, "step": 7}
     got = [dp_grads(losses_of(sf.stage, mlp), params, own, micro=micro, **options) for micro in (1, 2)]
     return [sf.unshard(g) for g in got]
 
@@ -566,9 +568,7 @@ def told() -> dict[str, str]:
         return losses(optree.tree_map(lambda y: y * 2, p), x)
 
     tensor = sf.make_mesh(device="cpu", tensor=2)
-    cut = sf.shard(
-        {"only": {"w": normal(D, D, seed=1)}}, tensor, sf.ddp("tensor"), specs=sf.P("tensor")
-    )
+    cut = sf.shard({"only": {"w": normal(D, D, seed=1)}}, tensor, sf.ddp("tensor"), specs=sf.P("tensor"))
     programs: dict[str, Callable[[], Any]] = {
         "a batch norm": lambda: per_example(lambda p, x: sf.stage(batch_normed)(p, x).square().sum((1, 2)), params, x),
         "a mean": lambda: per_example(lambda p, x: losses(p, x) - losses(p, x).mean(), params, x),
