@@ -390,6 +390,35 @@ def test_tensors_beside_stages(world: World) -> None:
         assert worst(found) < 1e-12, found
 
 
+@pytest.mark.world(1)
+def test_one_rank(world: World) -> None:
+    for name, tied in (("attending", True), ("routed", False)):
+        assert worst(world.run(sharded, name, "full_shard", {}, tied, [4])[0]) < 1e-12
+
+
+def in_few_bits(options: dict[str, Any], autocast: bool) -> float:
+    mesh = data_mesh(dist.get_world_size())
+    params = sf.shard(optree.tree_map(lambda x: x.float(), whole()), mesh, STRATEGIES["full_shard"])
+    own = tokens(mesh.get_rank())
+    want = norms_of(alone(losses_of(plainly, attending, True), whole(), own))
+
+    def stage(f: Any, **_: Any) -> Any:
+        return sf.stage(f, **options)
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = [per_example(losses_of(stage, attending, True), params, own).norms for _ in range(2)]
+    return worst([float((got / want - 1).abs().max()) for got in found])
+
+
+@two
+def test_few_bits(world: World) -> None:
+    half = torch.bfloat16
+    few = {"gather_dtype": half, "reduce_dtype": torch.float32, "input_dtype": half}
+    for options, autocast in ((few, False), ({}, True), ({"gather": sf.quant.int8()}, False)):
+        assert worst(world.run(in_few_bits, options, autocast)) < 0.1
+    assert worst(world.run(in_few_bits, {}, False)) < 1e-4
+
+
 class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
