@@ -81,6 +81,7 @@ TIMED = [
     Command("parameter_memory", 300, NOISE),
     Command("transforms", 300, NOISE),
     Command("curvature", 300, NOISE),
+    Command("per_example", 400, NOISE),
     Command("interop --rounds 5", 500, NOISE),
     Command("bits --only formats memory", 400, NOISE),
     Command("bits --only convergence", 900, NOISE),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
+from torch._functorch.vmap import vmap_increment_nesting
 from torch.autograd import forward_ad
 
 from shardfn.compat.dispatch import temporarily_pop_interpreter_stack
@@ -134,3 +137,57 @@ def forward_mode_on() -> Any:
 def inside_forward_mode() -> bool:
     """Whether tensors may carry tangents here."""
     return forward_ad._current_level >= 0
+
+
+# --- a vmap that is entered and left by hand ---
+
+
+@contextlib.contextmanager
+def mapping(rows: int) -> Iterator[int]:
+    """A context of `torch.func.vmap` over so many rows, in which each draws its own random numbers; gives its level.
+
+    What has no rule of torch's is computed row by row, without a warning.
+    """
+    global _mappings
+    warn = torch._C._functorch._set_vmap_fallback_warning_enabled  # type: ignore[attr-defined]
+    _mappings += 1
+    warn(False)
+    try:
+        with vmap_increment_nesting(rows, "different") as level:
+            yield level
+    finally:
+        _mappings -= 1
+        warn(not _mappings)
+
+
+_mappings = 0
+
+
+def level() -> int:
+    """The level of the innermost transform that is running here; 0 if there is none."""
+    top = torch._C._functorch.peek_interpreter_stack()
+    return 0 if top is None else top.level()
+
+
+def mapped(x: torch.Tensor, level: int) -> torch.Tensor:
+    """Returns a tensor with a first dimension of rows as one row of it, inside of the vmap at this level."""
+    return torch._C._functorch._add_batch_dim(x, 0, level)
+
+
+def is_mapped(x: torch.Tensor, level: int) -> bool:
+    """Whether a tensor is one row of several in the vmap at this level."""
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(x) and functorch.maybe_get_level(x) == level
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """Returns all rows of a tensor that `is_mapped`, in its first dimension. Called in `below`."""
+    functorch = torch._C._functorch
+    return functorch.get_unwrapped(x).movedim(functorch.maybe_get_bdim(x), 0)
+
+
+@contextlib.contextmanager
+def below() -> Iterator[None]:
+    """A context outside of the innermost transform that is running here."""
+    with temporarily_pop_interpreter_stack():
+        yield

@@ -1,4 +1,4 @@
-"""Curvature of losses of sharded parameters: operators, their eigenvalues, traces and inverses, sharpness.
+"""Curvature of losses of sharded parameters: operators, their eigenvalues, traces and inverses, single examples.
 
 Imports `transforms`, `optim`, `checkpoint`, `shards`, `collectives` and `compat`.
 """
@@ -6,6 +6,7 @@ Imports `transforms`, `optim`, `checkpoint`, `shards`, `collectives` and `compat
 from shardfn.curvature.estimates import Estimate, diag, trace
 from shardfn.curvature.lanczos import Eigenpairs, Spectrum, spectrum, top_eig
 from shardfn.curvature.operators import Operator, empirical_fisher, fisher, ggn, hvp
+from shardfn.curvature.per_example import PerExample, dp_grads, noise_scale, per_example
 from shardfn.curvature.sharpness import CriticalRate, critical_sharpness, preconditioned, sharpness
 from shardfn.curvature.solving import Solution, solve
 from shardfn.curvature.unrolling import implicit, unroll
@@ -15,15 +16,19 @@ __all__ = [
     "Eigenpairs",
     "Estimate",
     "Operator",
+    "PerExample",
     "Solution",
     "Spectrum",
     "critical_sharpness",
     "diag",
+    "dp_grads",
     "empirical_fisher",
     "fisher",
     "ggn",
     "hvp",
     "implicit",
+    "noise_scale",
+    "per_example",
     "preconditioned",
     "sharpness",
     "solve",

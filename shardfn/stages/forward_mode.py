@@ -70,8 +70,8 @@ class Pairs:
             any(parts[i][1] is not None or (needs[i] and i in shards) for i in source) for source in signature.sources
         )
         tangents = [_tangent(*part) for part in parts]
-        moving = [node for node, yes in zip(_nodes(signature, tangents), has, strict=True) if yes]
-        arguments: Any = (_nodes(signature, values), moving), {}
+        moving = [node for node, yes in zip(nodes_of(signature, tangents), has, strict=True) if yes]
+        arguments: Any = (nodes_of(signature, values), moving), {}
         if has not in signature.paired:
             function = functools.wraps(signature.function)(functools.partial(_on_pairs, signature, has))
             made = signature.paired[has] = signature_of(signature.name, function, signature.options, *arguments)
@@ -123,7 +123,7 @@ def _source(signature: Signature, leaf: int) -> int:
     return next(k for k, source in enumerate(signature.sources) if leaf in source)
 
 
-def _nodes(signature: Signature, leaves: Sequence[Any]) -> list[Any]:
+def nodes_of(signature: Signature, leaves: Sequence[Any]) -> list[Any]:
     """The arguments, with each stage's parameters as one."""
     found: list[Any] = []
     layouts = iter(signature.layouts)

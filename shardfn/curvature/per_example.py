@@ -1,0 +1,491 @@
+"""Gradients of single examples, without ever holding one for each: their norms, their products, their clipped sum.
+
+The gradient of an example is that of its own loss with respect to all parameters. Stages run on their schedule; while a
+stage's parameters are gathered, the norms of its rows' gradients are found from what backward has anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn.collectives import functional
+from shardfn.compat import autograd, functorch
+from shardfn.curvature.row_gradients import AT_ONCE
+from shardfn.curvature.row_stages import stages_apart
+from shardfn.curvature.row_uses import Key, Norms
+from shardfn.curvature.rows import Task, Way, cannot
+from shardfn.mesh.axes import per_mesh
+from shardfn.mesh.lanes import lane
+from shardfn.mesh.scope import current_mesh, mesh_of, scope
+from shardfn.optim.norms import global_norm
+from shardfn.optim.rounding import drawn
+from shardfn.quoting import listed, short
+from shardfn.shards.layout import Layout, is_flat
+from shardfn.shards.pieces import Unit, units
+from shardfn.shards.random import int_seed
+from shardfn.stages.replay import RngAndAutocast
+from shardfn.transforms.accumulate import accumulate
+from shardfn.transforms.autodiff import Variables, grad, layouts_of, moves, name_of, value_and_grad
+from shardfn.transforms.jvp import jvp
+from shardfn.transforms.modules import refuse_module
+
+Losses = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class PerExample:
+    """The examples of this rank.
+
+    Attributes:
+        values: their losses, `[rows]`.
+        norms: norms of the gradients of these losses with respect to all parameters, `[rows]`.
+    """
+
+    values: Tensor
+    norms: Tensor
+    _losses: Losses = field(repr=False)
+    _params: Any = field(repr=False)
+    _batch: Batch = field(repr=False)
+    _micro: int = field(repr=False)
+
+    def dots(self, direction: Any) -> Tensor:
+        """The inner product of each example's gradient with a tree like the parameters, `[rows]`.
+
+        Args:
+            direction: a tree like the parameters, with their layouts. For leaves without a gradient, anything.
+        """
+        parts = self._batch.parts(self._micro)
+        found = [jvp(lambda p, part=part: part.of(self._losses, p), (self._params,), (direction,))[1] for part in parts]
+        return torch.cat(found)
+
+    def clipped(self, limit: float) -> Any:
+        """The sum over the rows of all ranks of gradients scaled to a norm of at most `limit`; a tree like a gradient.
+
+        If the gradient of any row is not finite, the sum is not. Takes one more forward and backward.
+        """
+        weights = (limit / self.norms.clamp(min=limit)).where(self.norms.isfinite(), self.norms)
+        return self.weighted(weights)
+
+    def weighted(self, weights: Tensor) -> Any:
+        """The sum over the rows of all ranks of weights times gradients; a tree like a gradient.
+
+        Args:
+            weights: of this rank's rows, `[rows]`.
+        """
+        if weights.shape != self.norms.shape:
+            raise ValueError(f"weights: {tuple(weights.shape)}, for {len(self.norms)} examples of this rank")
+        parts = self._batch.parts(self._micro)
+        pairs = list(zip(weights.detach().split([part.rows for part in parts]), parts, strict=True))
+
+        def total(params: Any, weights: Tensor, part: Batch) -> Tensor:
+            each = part.of(self._losses, params)
+            return (each * weights.to(each.dtype)).sum()
+
+        if len(pairs) == 1:
+            gradient = grad(total)(self._params, *pairs[0])
+        else:
+            gradient = accumulate(total, pairs)(self._params)[1]
+        return _summed(self._params, gradient)
+
+
+def per_example(losses: Losses, params: Any, *batch: Any, micro: int = 1) -> PerExample:
+    """Norms of the gradients of single examples, and what follows from them.
+
+    Where rows are used by matrix products, embeddings and convolutions, norms are found from activations and their
+    gradients; elsewhere from the gradients of as many rows as fit into some memory. At the first call with a function
+    all losses, and one gradient, are compared with those of `losses` as it is written.
+
+    Args:
+        losses: `(params, *batch) -> [rows]`: the loss of each row, of this rank's rows, neither summed nor averaged. A
+            row's loss depends on no other row. It is called with one row at a time, of which `torch.func.vmap` makes
+            all; a stage may do what vmap cannot, and is then called for each row.
+        params: a pytree of flat shards and tensors.
+        *batch: pytrees; every tensor in them has this rank's rows in dim 0. Anything else is the same for all rows.
+        micro: in how many parts the batch is taken, one after another, on every rank.
+
+    Returns:
+        `PerExample`, with values and norms of this rank's rows.
+
+    Raises:
+        ValueError, TypeError: rows that do not match; a result that is not one loss a row; parameters that are cut over
+            tensor-parallel axes, or live on some ranks only.
+        RuntimeError: rows that are mixed, as by a batch norm; other random numbers than in `losses` as it is written;
+            a transform around it.
+
+    Sources: Goodfellow, Efficient per-example gradient computations (2015); Li et al., Large language models can be
+    strong differentially private learners (2022); Bu et al., Differentially private optimization on large model at
+    small cost (2023).
+
+    Example:
+        >>> import torch
+        >>> losses = lambda w, x: (x @ w).square()
+        >>> rows = per_example(losses, torch.tensor([1.0, 0.0]), torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
+        >>> rows.norms
+        tensor([2., 0.])
+    """
+    refuse_module("per_example", losses)
+    if functorch.inside_transform() or functorch.inside_forward_mode():
+        raise RuntimeError("per_example inside of another transform: take it outside")
+    if not isinstance(micro, int) or micro < 1:
+        raise ValueError(f"per_example: micro={micro}; a batch is cut into 1 part or more")
+    _refuse_cut(params)
+    rows = _batch(batch)
+    check = _unseen(losses, params, rows)
+    found = []
+    for part in rows.parts(micro):
+        surroundings = RngAndAutocast(part.device, [], again=check is not None)
+        found.append(_norms(losses, params, part))
+        if check is not None:
+            with surroundings.again():
+                _compare(losses, params, part, found[-1])
+            check()
+            check = None
+    values, norms = (torch.cat([getattr(each, name) for each in found]) for name in ("values", "norms"))
+    return PerExample(values, norms, losses, params, rows, micro)
+
+
+def dp_grads(
+    losses: Losses,
+    params: Any,
+    batch: Any,
+    *,
+    clip: float,
+    noise: float,
+    size: float,
+    seed: int,
+    step: int,
+    micro: int = 1,
+) -> Any:
+    r"""A differentially private gradient: clipped per example, summed over all ranks, with noise, and divided.
+
+    :math:`(\sum_i g_i \min(1, C / \lVert g_i \rVert) + \sigma C z) / B`, with z normal. Each element of each
+    parameter gets one number, which depends on seed, step and its place alone, so it is the same on any mesh.
+
+    This is the arithmetic. A guarantee also needs batches sampled as the accounting assumes, a `size` that does not
+    depend on the sample, and a secret seed. The numbers come from a hash, not from a cryptographic generator.
+
+    Args:
+        losses: as for `per_example`.
+        params: as for `per_example`.
+        batch: the batch, or a tuple of what follows the parameters in a call of `losses`.
+        clip: C, above 0.
+        noise: sigma, 0 or more.
+        size: B, the expected number of examples of all ranks.
+        seed: any int.
+        step: the number of the step.
+        micro: in how many parts the batch is taken.
+
+    Returns:
+        A tree like a gradient.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as `per_example`; a limit or a size that is not above 0.
+
+    Sources: Abadi et al., Deep learning with differential privacy (2016), algorithm 1.
+    """
+    for name, value in {"clip": clip, "size": size}.items():
+        if not value > 0 or not math.isfinite(value):
+            raise ValueError(f"dp_grads: {name}={value}; it is a finite number above 0")
+    if not noise >= 0 or not math.isfinite(noise):
+        raise ValueError(f"dp_grads: noise={noise}; it is a finite number, 0 or more")
+    rows = per_example(losses, params, *(batch if isinstance(batch, tuple) else (batch,)), micro=micro)
+    leaves = units(rows.clipped(clip))
+    salt = int_seed(seed), "noise", int_seed(step)
+
+    def noisy(unit: Unit) -> Any:
+        if not unit.trainable or unit.values is None:
+            return unit.values
+        return (unit.values + noise * clip * _normal(unit, salt)) / size if noise else unit.values / size
+
+    return leaves.like(noisy(unit) for unit in leaves.each)
+
+
+def noise_scale(norms: Tensor, gradient: Any) -> Tensor:
+    r"""The simple noise scale: the size of a batch at which noise and mean of its gradient are equally large.
+
+    :math:`\operatorname{tr} \Sigma / \lVert G \rVert^2`, both without bias, from the gradients of the n examples of
+    all ranks. An estimate from few examples may be negative, or large; average both of many steps, or the result.
+
+    Args:
+        norms: of this rank's examples' gradients, `[rows]`.
+        gradient: their mean over the examples of all ranks.
+
+    Returns:
+        A 0-d tensor, the same on every rank; nan from fewer than two examples.
+
+    Sources: McCandlish et al., An empirical model of large-batch training (2018), equations 2.8 and A.2.
+    """
+    wide = norms.double()
+    total, n = _over_ranks(gradient, torch.stack([wide.square().sum(), wide.new_tensor(float(len(wide)))])).unbind()
+    mean = global_norm(gradient).double().square()
+    spread = (total / n - mean) * n / (n - 1)
+    return spread / (mean - spread / n)
+
+
+# --- the batch ---
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Arguments after the parameters.
+
+    Attributes:
+        leaves: their leaves.
+        tree: their structure.
+        mapped: which leaves have rows.
+        rows: number of rows.
+    """
+
+    leaves: list[Any]
+    tree: optree.PyTreeSpec
+    mapped: list[bool]
+    rows: int
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the rows."""
+        return next(x.device for x, yes in zip(self.leaves, self.mapped, strict=True) if yes)
+
+    def of(self, losses: Losses, params: Any) -> Tensor:
+        """The losses as they are written."""
+        result = losses(params, *optree.tree_unflatten(self.tree, self.leaves))
+        if not isinstance(result, Tensor) or result.shape != (self.rows,):
+            raise TypeError(_not_losses(losses, result, f"{self.rows} rows"))
+        return result
+
+    def parts(self, n: int) -> list[Batch]:
+        """The batch in parts; with too few rows the last have none."""
+        if n == 1:
+            return [self]
+        counts = [self.rows // n + (i < self.rows % n) for i in range(n)]
+        split = [x.split(counts) if yes else [x] * n for x, yes in zip(self.leaves, self.mapped, strict=True)]
+        return [Batch([xs[i] for xs in split], self.tree, self.mapped, counts[i]) for i in range(n)]
+
+
+def _batch(batch: tuple[Any, ...]) -> Batch:
+    paths, leaves, tree = optree.tree_flatten_with_path(batch, none_is_leaf=True)
+    if any(is_flat(node) for node in optree.tree_leaves(batch, is_leaf=is_flat)):
+        raise TypeError("per_example: there is a flat shard in the batch; pass parameters as `params`")
+    mapped = [isinstance(x, Tensor) and x.ndim > 0 for x in leaves]
+    counts = {str(path): len(x) for path, x, yes in zip(paths, leaves, mapped, strict=True) if yes}
+    if not counts:
+        raise ValueError("per_example: no tensor of the batch has rows")
+    if len(set(counts.values())) > 1:
+        told = listed(f"{path} has {n}" for path, n in counts.items())
+        raise ValueError(f"per_example: every tensor of the batch has this rank's rows in dim 0, and {told}")
+    return Batch(leaves, tree, mapped, next(iter(counts.values())))
+
+
+def _not_losses(losses: Losses, result: Any, of: str) -> str:
+    said = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+    return f"per_example: {name_of(losses)} returns one loss a row, [rows], and returned {said} for {of}"
+
+
+# --- norms ---
+
+
+class Found(NamedTuple):
+    """Losses and norms of some rows, and the relative rounding of the coarsest numbers from which they come."""
+
+    values: Tensor
+    norms: Tensor
+    eps: float
+
+
+@functools.lru_cache(maxsize=1024)
+def _way(code: Any, sharded: bool) -> Way:
+    """How losses with this code are run. With shards, ranks call stages equally often, so not for some rows alone."""
+    return Way(1 if sharded else 2, bounded=not sharded)
+
+
+def _code(function: Any, depth: int = 3) -> Any:
+    """The code of a function, and of those that it closes over: the same if it is made anew at each step."""
+    if isinstance(function, functools.partial):
+        return tuple(_code(each, depth - 1) for each in (function.func, *function.args) if callable(each) and depth)
+    cells = getattr(function, "__closure__", None) or ()
+    with contextlib.suppress(ValueError):  # an empty cell
+        inner = [cell.cell_contents for cell in cells if callable(cell.cell_contents)]
+        return getattr(function, "__code__", type(function)), *(_code(each, depth - 1) for each in inner if depth)
+    return getattr(function, "__code__", type(function))
+
+
+def _norms(losses: Losses, params: Any, batch: Batch) -> Found:
+    """Losses and norms of the rows."""
+    wrapped = Variables(params)
+    layouts = wrapped.layouts
+    values = [x.detach() for x in wrapped.values]
+    shards = {id(x): x.requires_grad_() for x, layout in zip(values, layouts, strict=True) if layout is not None}
+    keys = [Key(-1 - i) if layout is None else None for i, layout in enumerate(layouts)]
+    rows = batch.leaves
+    if not batch.rows:  # other ranks call stages, so this one does, with a row of zeros
+        rows = [x.new_zeros((1, *x.shape[1:])) if yes else x for x, yes in zip(rows, batch.mapped, strict=True)]
+    rows = [x.detach() if isinstance(x, Tensor) else x for x in rows]
+    rows = [x[:, None] if yes else x for x, yes in zip(rows, batch.mapped, strict=True)]  # each a batch of one row
+    wide = torch.float64 if any(x.dtype in (torch.float64, torch.complex128) for x in values) else torch.float32
+    device = values[0].device if values else next(x.device for x in rows if isinstance(x, Tensor))
+    norms = Norms(max(batch.rows, 1), wide, device)
+    way = _way(_code(losses), bool(shards))
+
+    def call(leaves: list[Any]) -> Any:
+        norms.calls.clear()
+        own = optree.tree_unflatten(batch.tree, leaves[len(values) :])
+        result = losses(wrapped.tree(leaves[: len(values)]), *own)
+        if not isinstance(result, Tensor) or result.shape != (1,):
+            raise TypeError(_not_losses(losses, result, "one row"))
+        return result
+
+    def total(anchor: Tensor) -> tuple[Tensor, Tensor]:
+        mapped = [False] * len(values) + batch.mapped
+        own = [*keys, *[None] * len(rows)]
+        with stages_apart(norms, shards):
+            try:
+                result, which = way.run(Task(call, [*values, *rows], mapped, own, anchor, norms))
+            except (RuntimeError, ValueError, NotImplementedError) as error:
+                if not cannot(error) or not shards:
+                    raise
+                raise RuntimeError(
+                    f"per_example: {name_of(losses)} does something outside of stages that torch.func.vmap cannot do "
+                    f"for rows: let a stage do it. It said: {short(error)}"
+                ) from error
+        each = result[:, 0] if which[0] else result.expand(norms.rows)
+        if not shards.keys().isdisjoint(id(leaf) for leaf in autograd.leaves_of([each])):
+            raise RuntimeError(
+                f"per_example: {name_of(losses)} computes with a flat shard outside of stages, where its rows cannot "
+                f"be told apart: let a stage do it"
+            )
+        return each.sum(), each.detach()
+
+    anchor = torch.zeros((), dtype=wide, device=device)
+    with torch.no_grad():  # nothing outside takes a gradient of it
+        (_, each), _ = value_and_grad(total, has_aux=True)(anchor)
+    return Found(each[: batch.rows], norms.finish().sqrt()[: batch.rows], norms.eps)
+
+
+def _refuse_cut(params: Any) -> None:
+    """Raises ValueError if ranks hold only parts of the gradient of one row."""
+    for layout in layouts_of(params):
+        if layout is None or not layout.trainable:
+            continue
+        cut = {axis for entry in layout.entries for axis in entry.spec.axes if layout.grid.size(axis) > 1}
+        cut |= set(layout.placement.only_at_axes)
+        if cut:
+            raise ValueError(
+                f"per_example: {short(layout.stage)!r} is cut over {', '.join(sorted(cut))}, along which ranks hold "
+                f"parts of each row's gradient: shard parameters over axes of data alone, without specs="
+            )
+
+
+# --- the first call, compared with the losses as they are written ---
+
+
+_seen: set[Any] = set()
+
+
+def _unseen(losses: Losses, params: Any, batch: Batch) -> Callable[[], None] | None:
+    """What notes that a function was compared; None if it was. All ranks of a mesh compare, or none."""
+    mesh, _ = _axes(params)
+    seen: set[Any] = _seen if mesh is None else per_mesh(mesh, ("per_example", lane()), set)
+    key = _code(losses), batch.tree
+    return None if key in seen else lambda: seen.add(key)
+
+
+def _compare(losses: Losses, params: Any, batch: Batch, found: Found) -> None:
+    """Compares losses, and the norm of the last row of the first rank, with those of the losses as they are written.
+
+    Raises:
+        RuntimeError: on every rank, if they differ on one.
+    """
+    mesh, _ = _axes(params)
+    first = batch.rows > 0 and (mesh is None or mesh.get_rank() == int(mesh.mesh.flatten()[0]))
+    weights = torch.zeros(batch.rows, device=batch.device)
+    weights[-1:] = float(first)
+
+    def total(params: Any) -> tuple[Tensor, Tensor]:
+        each = batch.of(losses, params)
+        return (each * weights.to(each.dtype)).sum(), each
+
+    (_, each), gradient = value_and_grad(total, has_aux=True)(params)
+    norm = global_norm(_summed(params, gradient)).double()
+    rough = math.sqrt(found.eps)
+    apart = (each - found.values).abs().double() / each.abs().max().clamp(min=1e-30) if batch.rows else each.double()
+    row = int(apart.argmax()) if batch.rows else 0
+    other = found.norms[-1:].double()
+    flags = torch.zeros(2, dtype=torch.float64, device=batch.device)
+    flags[0] = float((apart > 4 * rough).any())
+    if first:  # where gradients are summed in fewer bits, the norm as written is a rough one
+        most = rough if rough < 1e-6 else max(rough, 2e-2)
+        flags[1] = float(((norm - other).abs() > most * norm.maximum(other)).any())
+    if mesh is not None and mesh.size() > 1:
+        with scope(mesh):
+            flags = functional.psum(flags, tuple(mesh.mesh_dim_names or ()))
+    if bool(flags[0] > 0):
+        here = ""
+        if bool((apart > 4 * rough).any()):
+            here = f" (here row {row}: {float(each[row]):.6g} in the batch, {float(found.values[row]):.6g} alone)"
+        raise RuntimeError(
+            f"per_example: the loss of a row is another one when {name_of(losses)} is called with this row alone"
+            f"{here}: rows are mixed, as by a batch norm or a mean over the batch, or draw random numbers in another "
+            f"order, as in a stage that is run for some rows at a time. Draw before, and pass the numbers as rows"
+        )
+    if bool(flags[1] > 0):
+        raise RuntimeError(
+            f"per_example: the norm of the last row's gradient is not that of the gradient of {name_of(losses)} as it "
+            f"is written, on rank 0{f' ({float(other):.6g}, and {float(norm):.6g} as written)' if first else ''}: its "
+            f"derivative mixes rows, or is not what autograd computes of one row"
+        )
+
+
+# --- sums over ranks ---
+
+
+def _layout(tree: Any) -> Layout | None:
+    return next((layout for layout in layouts_of(tree) if layout is not None), None)
+
+
+def _axes(tree: Any) -> tuple[Any, tuple[str, ...]]:
+    """The mesh along which ranks have different rows, and its axes."""
+    layout = _layout(tree)
+    if layout is None:
+        mesh = current_mesh()
+        return mesh, tuple(mesh.mesh_dim_names or ()) if mesh is not None else ()
+    return mesh_of(layout.grid, "per_example"), (*layout.placement.axes, *layout.placement.replicas)
+
+
+def _over_ranks(tree: Any, x: Tensor) -> Tensor:
+    mesh, axes = _axes(tree)
+    if not axes:
+        return x
+    with scope(mesh):
+        total: Tensor = functional.psum(x, axes)
+    return total
+
+
+def _summed(params: Any, gradient: Any) -> Any:
+    """A gradient whose plain tensors are summed over ranks; stages have summed the others."""
+    return optree.tree_map(
+        lambda node: node if is_flat(node) or not moves(node) else _over_ranks(params, node), gradient, is_leaf=is_flat
+    )
+
+
+# --- noise ---
+
+
+def _normal(unit: Unit, salt: tuple[Any, ...]) -> Tensor:
+    """Normal numbers for the elements of a unit, and zeros where no parameter is: the same on any mesh."""
+    noise = torch.zeros_like(unit.values).reshape(-1)
+    for segment in unit.filled:
+        for start in range(segment.start, segment.stop, AT_ONCE):
+            stop = min(start + AT_ONCE, segment.stop)
+            a, b, c, d = (bits.double() for bits in drawn(unit, start, stop, 4, salt))
+            radius = torch.log((a * 2**16 + b + 0.5) / 2**32).mul_(-2).sqrt_()
+            noise[start:stop] = radius.mul_(torch.cos((c * 2**16 + d).mul_(2 * math.pi / 2**32))).to(noise.dtype)
+    return noise.view_as(unit.values)

@@ -1,0 +1,435 @@
+"""Ops of which the gradients of rows have factors, so that their norms need no gradients.
+
+A rule gets the arguments of a call, of which at least one is a row and one is computed from parameters alone. It
+returns NotImplemented for what it does not know for certain; the general way then takes over.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardfn.curvature.row_gradients import Dense, Form, Outer, Picked, parts
+
+
+class Apart(Protocol):
+    """A function whose rows are apart, as far as rules need it."""
+
+    def row(self, x: Any) -> bool:
+        """Whether x is a row."""
+
+    def shared(self, x: Any) -> bool:
+        """Whether x is computed from parameters alone."""
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a function of torch, by a rule if there is one."""
+
+    def by(self, op: Any, x: Tensor, tensor: Tensor, order: Any) -> Any:
+        """Applies `op` to a row and a tensor whose dimensions are taken in this order."""
+
+    def together(self, function: Callable[..., Tensor], *rows: Tensor) -> Any:
+        """Calls a function with all rows at once, `[rows, *]`."""
+
+
+# --- products with a matrix ---
+
+
+@dataclass(frozen=True)
+class Product:
+    """`x @ w`, of `[rows, *, m]` and `[m, n]`."""
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        """The product."""
+        return x @ w
+
+    def back(self, x: Tensor, g: Tensor, w: Tensor) -> Tensor:
+        """The gradient of x."""
+        return g @ w.T
+
+    def form(self, x: Tensor, g: Tensor) -> Form:
+        """Those of w."""
+        tokens = math.prod(x.shape[1:-1])
+        a, b = (y.reshape(len(y), 1, tokens, y.shape[-1]) for y in (x, g))
+        return Outer(a, b, (x.shape[-1], g.shape[-1]))
+
+
+def linear(apart: Apart, input: Any, weight: Any, bias: Any = None) -> Any:
+    """`F.linear`."""
+    if not (apart.row(input) and apart.shared(weight) and weight.ndim == 2 and _real(input, weight)):
+        return NotImplemented
+    y = apart.by(Product(), input, weight, (1, 0))
+    return y if bias is None else apart.call(torch.add, y, bias)
+
+
+def matmul(apart: Apart, input: Any, other: Any) -> Any:
+    """`x @ w`, and `w @ x` for a vector or a matrix x."""
+    if not (isinstance(input, Tensor) and isinstance(other, Tensor) and _real(input, other)):
+        return NotImplemented
+    if apart.row(input) and apart.shared(other) and input.ndim >= 1:
+        if other.ndim == 2:
+            return apart.by(Product(), input, other, (0, 1))
+        if input.ndim == other.ndim > 2 and input.shape[:-2] == other.shape[:-2]:
+            heads = "abcdefgh"[: input.ndim - 2]
+            return einsum(apart, f"{heads}ti,{heads}ij->{heads}tj", input, other)
+    if apart.shared(input) and apart.row(other) and input.ndim == 2:
+        if other.ndim == 1:
+            return apart.by(Product(), other, input, (1, 0))
+        if other.ndim == 2:
+            return apart.by(Product(), other.T, input, (1, 0)).T
+    return NotImplemented
+
+
+def mm(apart: Apart, input: Any, mat2: Any) -> Any:
+    """`torch.mm`."""
+    return matmul(apart, input, mat2)
+
+
+def reversed_matmul(apart: Apart, input: Any, other: Any) -> Any:
+    """`Tensor.__rmatmul__`."""
+    return matmul(apart, other, input)
+
+
+def addmm(apart: Apart, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    """`torch.addmm` without factors."""
+    if (beta, alpha) != (1, 1):
+        return NotImplemented
+    y = matmul(apart, mat1, mat2)
+    return y if y is NotImplemented else apart.call(torch.add, y, input)
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """An einsum of two operands, `[rows, *]` and a tensor, whose letters are these.
+
+    Attributes:
+        x: letters of the rows' operand.
+        w: letters of the tensor: `heads`, `ins` and `outs`, in this order.
+        y: letters of the result.
+        heads: letters of all three.
+        ins: letters of the operands alone.
+        outs: letters of the tensor and the result alone.
+        tokens: letters of the rows' operand and the result alone.
+        row: a letter for the rows.
+    """
+
+    x: str
+    w: str
+    y: str
+    heads: str
+    ins: str
+    outs: str
+    tokens: str
+    row: str
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        """The result."""
+        return torch.einsum(f"{self.row}{self.x},{self.w}->{self.row}{self.y}", x, w)
+
+    def back(self, x: Tensor, g: Tensor, w: Tensor) -> Tensor:
+        """The gradient of x."""
+        return torch.einsum(f"{self.row}{self.y},{self.w}->{self.row}{self.x}", g, w)
+
+    def form(self, x: Tensor, g: Tensor) -> Form:
+        """Those of the tensor."""
+        sizes = dict(zip(self.x + self.y, (*x.shape[1:], *g.shape[1:]), strict=True))
+
+        def ordered(y: Tensor, letters: str, last: str) -> Tensor:
+            at = [1 + letters.index(c) for c in self.heads + self.tokens + last]
+            shape = [math.prod(sizes[c] for c in part) for part in (self.heads, self.tokens, last)]
+            return y.permute(0, *at).reshape(len(y), *shape)
+
+        shape = tuple(sizes[c] for c in self.w)
+        return Outer(ordered(x, self.x, self.ins), ordered(g, self.y, self.outs), shape)
+
+
+def einsum(apart: Apart, equation: Any, *operands: Any) -> Any:
+    """`torch.einsum` of a row and a tensor, in which each letter occurs in two places at least."""
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation:
+        return NotImplemented
+    inputs, result = equation.replace(" ", "").split("->")
+    one, other = inputs.split(",")
+    x, w = operands
+    if apart.row(w) and apart.shared(x):
+        one, other, x, w = other, one, w, x
+    if not (apart.row(x) and apart.shared(w) and _real(x, w)):
+        return NotImplemented
+    letters = one, other, result
+    unclear = any("." in each or len(set(each)) < len(each) for each in letters)
+    sizes = [dict(zip(names, y.shape, strict=False)) for names, y in ((one, x), (other, w))]
+    if unclear or any(sizes[0][c] != sizes[1][c] for c in set(one) & set(other)):
+        return NotImplemented
+    if any(sum(c in each for each in letters) < 2 for c in one + other):
+        return NotImplemented
+    heads = "".join(c for c in other if c in one and c in result)
+    ins = "".join(c for c in other if c in one and c not in result)
+    outs = "".join(c for c in other if c not in one)
+    tokens = "".join(c for c in one if c not in other)
+    row = next(c for c in "zyxwvutsrqponmlkjihgfedcbaABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in inputs)
+    ordered = heads + ins + outs
+    op = Contraction(one, ordered, result, heads, ins, outs, tokens, row)
+    return apart.by(op, x, w, [other.index(c) for c in ordered])
+
+
+# --- tables ---
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of a table at places `[rows, *]`; those at `padding` have no gradient."""
+
+    count: int
+    padding: int | None = None
+
+    def forward(self, at: Tensor, table: Tensor) -> Tensor:
+        """What the places pick."""
+        return table[at]
+
+    def form(self, at: Tensor, g: Tensor) -> Form:
+        """The gradients of the table."""
+        places = (at.long() % self.count).flatten(1)
+        values = g.reshape(*places.shape, -1)
+        if self.padding is not None:
+            values = values * (places != self.padding)[..., None]
+        return Picked(places, values, (self.count, *g.shape[at.ndim :]))
+
+
+def _picked(apart: Apart, table: Tensor, at: Tensor, padding: int | None = None) -> Any:
+    if at.dtype not in (torch.int64, torch.int32) or not _real(table) or not at.numel() or not table.numel():
+        return NotImplemented
+    return apart.by(Table(len(table), padding), at, table, range(table.ndim))
+
+
+def embedding(
+    apart: Apart,
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: Any = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """`F.embedding`."""
+    if not (apart.row(input) and apart.shared(weight)) or max_norm or scale_grad_by_freq or sparse:
+        return NotImplemented
+    return _picked(apart, weight, input, None if padding_idx is None else padding_idx % len(weight))
+
+
+def padded_embedding(
+    apart: Apart, input: Any, weight: Any, padding_idx: int | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    """`F.embedding` of a table for each row, of which torch's vmap lets only that of the first row have padding."""
+    if padding_idx is None or not apart.row(weight):
+        return NotImplemented
+    y = F.embedding(input, weight, None, *args, **kwargs)
+    return torch.where((input == padding_idx % len(weight))[..., None], y.detach(), y)
+
+
+def getitem(apart: Apart, table: Any, index: Any) -> Any:
+    """`table[tokens]`."""
+    at = index[0] if isinstance(index, tuple) and len(index) == 1 else index
+    if not (isinstance(at, Tensor) and apart.row(at) and apart.shared(table)):
+        return NotImplemented
+    return _picked(apart, table, at)
+
+
+def index_select(apart: Apart, input: Any, dim: Any, index: Any) -> Any:
+    """`torch.index_select` in the first dimension."""
+    if dim != 0 or not (apart.row(index) and apart.shared(input)) or index.ndim != 1:
+        return NotImplemented
+    return _picked(apart, input, index)
+
+
+# --- convolutions ---
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Gradients of a convolution's weight, by a convolution in which each row is a group of its own."""
+
+    x: Tensor
+    g: Tensor
+    op: Convolution
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.x)
+
+    def squares(self) -> Tensor:
+        """The square of each row's norm, `[rows]`."""
+        numel = math.prod(self.op.shape)
+        return torch.cat([Dense(self.part(rows)).squares() for rows in parts(self.rows, numel)])
+
+    def part(self, rows: slice) -> Tensor:
+        """The gradients of some rows."""
+        return self.op.of_weight(self.x[rows], self.g[rows])
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution of `[rows, images, channels, *]`.
+
+    Attributes:
+        shape: of the weight.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        """The convolution."""
+        return self._of(x.flatten(0, 1), w, self.groups).unflatten(0, x.shape[:2])
+
+    def _of(self, x: Tensor, w: Tensor, groups: int) -> Tensor:
+        zeros = [0] * len(self.stride)
+        return torch.convolution(x, w, None, self.stride, self.padding, self.dilation, False, zeros, groups)
+
+    def back(self, x: Tensor, g: Tensor, w: Tensor) -> Tensor:
+        """The gradient of x."""
+        return self._backward(g.flatten(0, 1), x.flatten(0, 1), w, self.groups, 0).unflatten(0, x.shape[:2])
+
+    def form(self, x: Tensor, g: Tensor) -> Form:
+        """Those of the weight."""
+        return Kernel(x, g, self)
+
+    def of_weight(self, x: Tensor, g: Tensor) -> Tensor:
+        """The gradient of the weight for each row, `[rows, *shape]`."""
+        rows = len(x)
+        a, b = (y.transpose(0, 1).flatten(1, 2) for y in (x, g))  # [images, rows * channels, *]
+        like = x.new_empty((1,)).expand(rows * self.shape[0], *self.shape[1:])
+        return self._backward(b, a, like, rows * self.groups, 1).unflatten(0, (rows, self.shape[0]))
+
+    def _backward(self, g: Tensor, x: Tensor, w: Tensor, groups: int, which: int) -> Tensor:
+        mask, zeros = [which == 0, which == 1, False], [0] * len(self.stride)
+        found: Tensor = torch.ops.aten.convolution_backward(
+            g, x, w, None, self.stride, self.padding, self.dilation, False, zeros, groups, mask
+        )[which]
+        return found
+
+
+def convolution(dims: int) -> Callable[..., Any]:
+    """The rule of `torch.conv1d`, `conv2d` or `conv3d`."""
+
+    def each(value: Any) -> tuple[int, ...]:
+        return (value,) * dims if isinstance(value, int) else tuple(value) * (dims if len(value) == 1 else 1)
+
+    def rule(
+        apart: Apart, input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
+        groups: int = 1,
+    ) -> Any:  # fmt: skip
+        if not (apart.row(input) and apart.shared(weight) and _real(input, weight)) or input.ndim != dims + 2:
+            return NotImplemented
+        if isinstance(padding, str):
+            whole = [d * (n - 1) for d, n in zip(each(dilation), weight.shape[2:], strict=True)]
+            if padding == "same" and any(n % 2 for n in whole):
+                return NotImplemented
+            padding = tuple(n // 2 for n in whole) if padding == "same" else 0
+        op = Convolution(tuple(weight.shape), each(stride), each(padding), each(dilation), groups)
+        y = apart.by(op, input, weight, range(weight.ndim))
+        return y if bias is None else apart.call(torch.add, y, bias.reshape(-1, *(1,) * dims))
+
+    return rule
+
+
+# --- what has no parameters, but no kernel for mapped rows either, or hides ops with parameters ---
+
+
+def attention(
+    apart: Apart, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+    is_causal: bool = False, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """`F.scaled_dot_product_attention` of rows, which are images of one batch to it."""
+    rows = [query, key, value]
+    if any(not apart.row(x) or x.ndim != 4 for x in rows) or len({len(x) for x in rows}) > 1:
+        return NotImplemented
+    if isinstance(attn_mask, Tensor):
+        if apart.shared(attn_mask) or (attn_mask.ndim == 4 and len(attn_mask) not in (1, len(query))):
+            return NotImplemented
+        if apart.row(attn_mask):
+            if attn_mask.ndim != 4 or len(attn_mask) != len(query):
+                return NotImplemented
+            rows.append(attn_mask)
+        elif attn_mask.ndim == 4 and len(attn_mask) != 1:
+            return NotImplemented
+
+    def merged(*rows: Tensor) -> Tensor:
+        q, k, v, *own = (x.flatten(0, 1) for x in rows)
+        mask = own[0] if own else attn_mask
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, **kwargs)
+        return y.unflatten(0, rows[0].shape[:2])
+
+    return apart.together(merged, *rows)
+
+
+def cross_entropy(
+    apart: Apart, input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
+    reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Any:  # fmt: skip
+    """`F.cross_entropy` of tokens, each of which has its own loss, summed or not."""
+    if reduction not in ("none", "sum") or size_average is not None or reduce is not None or apart.shared(weight):
+        return NotImplemented
+    if not (apart.row(input) and apart.row(target)) or input.ndim < 2 or apart.row(weight):
+        return NotImplemented
+
+    def merged(logits: Tensor, labels: Tensor) -> Tensor:
+        options: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "none"}
+        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(0, 1), weight, **options)
+        each = each.unflatten(0, logits.shape[:2])
+        return each if reduction == "none" else each.flatten(1).sum(1)
+
+    return apart.together(merged, input, target)
+
+
+def _opened(function: Any) -> Callable[..., Any]:
+    """A function of torch in Python that does not hand itself over to modes, so that they see what it calls."""
+    scope = {**function.__globals__, "has_torch_function": lambda *_: False}
+    opened = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+    opened.__kwdefaults__ = function.__kwdefaults__
+    return opened
+
+
+OPENED: dict[Any, Callable[..., Any]] = {
+    F.multi_head_attention_forward: _opened(F.multi_head_attention_forward),
+}
+
+RULES: dict[Any, Callable[..., Any]] = {
+    F.linear: linear,
+    torch.matmul: matmul,
+    Tensor.matmul: matmul,
+    Tensor.__matmul__: matmul,
+    Tensor.__rmatmul__: reversed_matmul,
+    torch.mm: mm,
+    Tensor.mm: mm,
+    torch.addmm: addmm,
+    Tensor.addmm: addmm,
+    torch.einsum: einsum,
+    F.embedding: embedding,
+    Tensor.__getitem__: getitem,
+    torch.index_select: index_select,
+    Tensor.index_select: index_select,
+    torch.conv1d: convolution(1),
+    torch.conv2d: convolution(2),
+    torch.conv3d: convolution(3),
+}
+WITHOUT_PARAMETERS: dict[Any, Callable[..., Any]] = {
+    F.embedding: padded_embedding,
+    F.scaled_dot_product_attention: attention,
+    F.cross_entropy: cross_entropy,
+}
+
+
+def _real(*xs: Tensor) -> bool:
+    return all(x.is_floating_point() for x in xs)

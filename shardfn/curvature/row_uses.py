@@ -1,0 +1,356 @@
+"""Where rows and parameters meet: what a row's gradient with respect to a parameter is made of.
+
+Inside a function whose rows are apart, tensors that are computed from parameters alone, such as a transposed weight,
+are whole, and have a graph of their own that leads to the parameters. An op that takes one of them and a row uses it.
+Each use hands over, in backward, every row's gradient with respect to that tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.compat import autograd, functorch
+from shardfn.curvature.row_gradients import Dense, Form, Place, Several, Used, everywhere, parts, squares, whole
+
+_VIEWS = {  # nodes of autograd through which a norm passes as it is
+    "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0", "SelectBackward0",
+    "ReshapeAliasBackward0", "SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0",
+    "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2", "UnsqueezeBackward0", "AliasBackward0",
+    "DiagonalBackward0", "NarrowBackward0",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Key:
+    """What identifies a parameter in all runs.
+
+    Attributes:
+        shard: id of the flat shard that holds it, or a negative number for a plain tensor.
+        number: its index there.
+    """
+
+    shard: int
+    number: int = 0
+
+
+class Undecided(RuntimeError):
+    """A function uses parameters in a way that rules do not follow."""
+
+
+class Norms:
+    """The squares of the norms of this rank's rows' gradients, as far as they are known.
+
+    Attributes:
+        squares: `[rows]`.
+        calls: how many calls of stages use a shard, by its id.
+        kept: uses of parameters of several calls, by parameter: number of elements, and the uses.
+        eps: relative rounding of the coarsest gradients that were met.
+    """
+
+    def __init__(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.squares = torch.zeros(rows, dtype=dtype, device=device)
+        self.calls: dict[int, int] = {}
+        self.kept: dict[Key, tuple[int, list[Used]]] = {}
+        self.eps = torch.finfo(dtype).eps
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.squares)
+
+    def add(self, rows: slice, squares: Tensor) -> None:
+        """Adds to the squares of some rows."""
+        self.squares[rows] += squares.to(self.squares.dtype)
+
+    def keep(self, key: Key, numel: int, rows: slice, uses: Sequence[Used]) -> None:
+        """Keeps uses of a parameter that other calls use too."""
+        kept = self.kept.setdefault(key, (numel, []))[1]
+        if rows == slice(0, self.rows):
+            kept += uses
+            return
+        place = Place((numel,), (1,), 0)
+        if not kept or not (isinstance(kept[0][0], Dense) and kept[0][1] == place):
+            values = uses[0][0].part(slice(0, 1))
+            kept.insert(0, (Dense(values.new_zeros((self.rows, numel))), place))
+        into = kept[0][0]
+        assert isinstance(into, Dense), "it was just made"
+        into.values[rows] += whole(numel, uses, slice(None))
+
+    def finish(self) -> Tensor:
+        """Adds what was kept; returns the squares."""
+        for numel, uses in self.kept.values():
+            self.add(slice(None), squares(numel, uses))
+        self.kept.clear()
+        return self.squares
+
+
+class Ticket:
+    """A tensor that a stage computed from parameters alone, and returned.
+
+    Attributes:
+        taken: how the uses outside of the stage are taken from where they were handed over.
+    """
+
+    def __init__(self) -> None:
+        self.taken: Callable[[], list[Used]] = list
+
+
+class Parameter:
+    """A parameter in one run of a function.
+
+    Attributes:
+        leaf: its tensor, a leaf of autograd that nothing outside of the run reaches.
+        key: what identifies it between runs; None if a stage returned it.
+        source: the result of the stage, if one returned it.
+        awaited: number of its uses that have not handed over anything.
+        uses: those that have.
+        simple: whether all are views of it.
+    """
+
+    __slots__ = ("awaited", "key", "leaf", "simple", "source", "uses")
+
+    def __init__(self, leaf: Tensor, key: Key | None, source: Tensor | None = None) -> None:
+        self.leaf, self.key, self.source = leaf, key, source
+        self.awaited, self.simple = 0, True
+        self.uses: list[Use] = []
+
+
+class Use:
+    """One use of a tensor that is computed from parameters alone.
+
+    Attributes:
+        tensor: that tensor, with its graph.
+        order: the order of its dimensions in `form`.
+        parameters: those that it is computed from.
+        place: where its elements, in that order, are in the only parameter; None if it is no view of one.
+        form: every row's gradient, once it is handed over.
+    """
+
+    __slots__ = ("form", "order", "parameters", "place", "tensor")
+
+    def __init__(self, tensor: Tensor, order: Sequence[int], parameters: Sequence[Parameter]) -> None:
+        self.tensor, self.order, self.parameters = tensor, tuple(order), parameters
+        self.place = _place(self.order, tensor, parameters)
+        self.form: Form | None = None
+
+    def part(self, rows: slice, parameter: Parameter) -> Tensor:
+        """The gradients of some rows with respect to a parameter, `[rows, *shape]`."""
+        assert self.form is not None, "it was handed over"
+        back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        gradients = self.form.part(rows).permute(0, *(i + 1 for i in back))
+        if parameter.leaf is self.tensor:
+            return gradients
+
+        def pull(g: Tensor) -> Tensor:
+            found = torch.autograd.grad(self.tensor, parameter.leaf, g, retain_graph=True, allow_unused=True)[0]
+            return torch.zeros_like(parameter.leaf) if found is None else found
+
+        try:
+            with functorch.mapping(len(gradients)) as level:
+                pulled = pull(functorch.mapped(gradients, level))
+                with functorch.below():
+                    return functorch.rows_of(pulled)
+        except (RuntimeError, NotImplementedError):  # a Function of the program's own, that cannot be mapped
+            return torch.stack([pull(g) for g in gradients])
+
+
+def _place(order: Sequence[int], tensor: Tensor, parameters: Sequence[Parameter]) -> Place | None:
+    leaf = parameters[0].leaf
+    if len(parameters) > 1 or tensor.dtype != leaf.dtype or tensor._backward_hooks or not leaf.is_contiguous():
+        return None
+    node, names = tensor.grad_fn, set()
+    while node is not None and len(node.next_functions) == 1:
+        names.add(node.name())
+        node = node.next_functions[0][0]
+    if names == {"CloneBackward0"} and tensor.shape == leaf.shape:
+        ordered = leaf.detach().permute(tuple(order))
+        return Place(tuple(ordered.shape), ordered.stride(), 0)
+    if not names <= _VIEWS or autograd.storage_of(tensor) != autograd.storage_of(leaf):
+        return None
+    ordered = tensor.detach().permute(tuple(order))
+    place = Place(tuple(ordered.shape), ordered.stride(), int(ordered.storage_offset() - leaf.storage_offset()))
+    return place if place.once else None
+
+
+class Collector:
+    """The uses in one run of a function on some of the rows."""
+
+    def __init__(self, norms: Norms, rows: slice) -> None:
+        self.norms, self.rows = norms, rows
+        self.parameters: dict[int, Parameter] = {}
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return self.rows.stop - self.rows.start
+
+    def parameter(self, x: Tensor, key: Key) -> Tensor:
+        """A parameter for the function: a leaf of its own."""
+        leaf = x.detach().requires_grad_()
+        self.parameters[id(leaf)] = Parameter(leaf, key)
+        return leaf
+
+    def returned(self, source: Tensor, ticket: Ticket) -> Tensor:
+        """The same for what a stage returned."""
+        leaf = source.detach().requires_grad_()
+        parameter = self.parameters[id(leaf)] = Parameter(leaf, None, source)
+
+        def taken() -> list[Used]:
+            uses, parameter.uses = parameter.uses, []
+            return self._used(parameter, uses, slice(0, self.count)) if uses else []
+
+        ticket.taken = taken
+        return leaf
+
+    def use(self, tensor: Tensor, order: Sequence[int] | None = None) -> Use | None:
+        """A new use; None if the tensor depends on no parameter of the run.
+
+        Raises:
+            Undecided: it depends on others too.
+        """
+        leaves = {id(leaf) for leaf in autograd.leaves_of([tensor])}
+        if leaves.isdisjoint(self.parameters):
+            return None
+        if not leaves <= self.parameters.keys() or any(self.parameters[i].leaf._backward_hooks for i in leaves):
+            raise Undecided("a tensor that is computed from parameters and others that need a gradient")
+        use = Use(tensor, range(tensor.ndim) if order is None else order, [self.parameters[i] for i in sorted(leaves)])
+        for parameter in use.parameters:
+            parameter.awaited += 1
+            parameter.simple = parameter.simple and use.place is not None
+        return use
+
+    def hand_over(self, use: Use, form: Form, dtype: torch.dtype) -> None:
+        """Takes the gradients of a use, which come from numbers of this dtype."""
+        use.form = form
+        self.norms.eps = max(self.norms.eps, torch.finfo(dtype).eps)
+        for parameter in use.parameters:
+            parameter.awaited -= 1
+            parameter.uses.append(use)
+            if parameter.awaited == 0 and parameter.key is not None:
+                self._finish(parameter, parameter.key)
+
+    def finish(self) -> None:
+        """Finishes what waits for uses that backward does not reach."""
+        for parameter in self.parameters.values():
+            if parameter.uses and parameter.key is not None:
+                self._finish(parameter, parameter.key)
+        self.parameters.clear()
+
+    def _finish(self, parameter: Parameter, key: Key) -> None:
+        uses, parameter.uses = parameter.uses, []
+        numel, whole = parameter.leaf.numel(), slice(0, self.count)
+        if self.norms.calls.get(key.shard, 1) > 1:
+            self.norms.keep(key, numel, self.rows, self._used(parameter, uses, whole))
+            return
+        for part in [whole] if parameter.simple else parts(self.count, numel):
+            found = squares(numel, self._used(parameter, uses, part))
+            self.norms.add(slice(self.rows.start + part.start, self.rows.start + part.stop), found)
+
+    def _used(self, parameter: Parameter, uses: Sequence[Use], part: slice) -> list[Used]:
+        """The uses of a parameter; of some rows if they are not simple."""
+        if parameter.simple:
+            return [(use.form, use.place) for use in uses if use.form is not None and use.place is not None]
+        gradients = [use.part(part, parameter) for use in uses]
+        total = gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)
+        return [(Dense(total), everywhere(parameter.leaf.shape))]
+
+
+# --- nodes of autograd; each takes the scalar `anchor`, for which alone a gradient is asked ---
+
+
+class Begin(torch.autograd.Function):
+    """The anchor of one run, whose backward comes after that of every use."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, collector: Collector) -> Tensor:
+        """The anchor."""
+        ctx.collector = collector
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        """Finishes the norms of the run."""
+        ctx.collector.finish()
+        return g, None
+
+
+class Link(torch.autograd.Function):
+    """The anchor of a use of what stages returned, so that their backward comes after the use's."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *sources: Tensor) -> Tensor:
+        """The anchor."""
+        ctx.sources = [(x.shape, x.dtype, x.device) for x in sources]
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
+        """Zeros for the stages."""
+        zeros = [torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.sources]
+        return (g, *zeros)
+
+
+class Export(torch.autograd.Function):
+    """A tensor that a stage returns; in its backward all uses outside of the stage have been handed over."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, anchor: Tensor, collector: Collector, use: Use, ticket: Ticket) -> Tensor:
+        """The tensor."""
+        ctx.collector, ctx.use, ctx.ticket, ctx.anchor = collector, use, ticket, anchor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        """Hands over the uses outside as one."""
+        uses = ctx.ticket.taken()
+        if uses:
+            ctx.collector.hand_over(ctx.use, Several(tuple(uses), tuple(g.shape)), g.dtype)
+        return None, torch.zeros_like(ctx.anchor), None, None, None
+
+
+class Expand(torch.autograd.Function):
+    """A tensor once for each row, `[rows, *shape]`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, anchor: Tensor, collector: Collector, use: Use) -> Tensor:
+        """A view."""
+        ctx.collector, ctx.use, ctx.anchor = collector, use, anchor
+        return tensor.expand(collector.count, *tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        """Hands over the gradients of rows with respect to the tensor."""
+        ctx.collector.hand_over(ctx.use, Dense(g), g.dtype)
+        return None, torch.zeros_like(ctx.anchor), None, None
+
+
+class Shared(torch.autograd.Function):
+    """An op of rows and one tensor that all rows share.
+
+    `forward(x, tensor)` computes it, `back(g, tensor)` gives the gradient of x, and `form(x, g)` that of the tensor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tensor: Tensor, anchor: Tensor, collector: Collector, use: Use, op: Any) -> Tensor:
+        """The result of the op."""
+        ctx.collector, ctx.use, ctx.op, ctx.anchor = collector, use, op, anchor
+        ctx.save_for_backward(x, tensor)
+        y: Tensor = op.forward(x, tensor)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        """Hands over the gradients of rows with respect to the tensor."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "per_example: a gradient that is differentiated again: write torch.func.grad inside a stage"
+            )
+        x, tensor = ctx.saved_tensors
+        ctx.collector.hand_over(ctx.use, ctx.op.form(x.detach(), g), g.dtype)
+        back = ctx.op.back(x, g, tensor) if ctx.needs_input_grad[0] else None
+        return back, None, torch.zeros_like(ctx.anchor), None, None, None

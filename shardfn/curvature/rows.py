@@ -1,0 +1,340 @@
+"""Runs a function with its rows apart, so that each row's gradient can be told from the others'.
+
+The function runs under a vmap over rows, as if it were called with one row alone. Ops that take parameters and rows do
+so by rules, which leave whole products whole. What no rule knows gets every parameter once for each row; and a function
+that vmap cannot run is called for one row after another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from shardfn.compat import autograd, functorch
+from shardfn.curvature.row_gradients import parts
+from shardfn.curvature.row_rules import OPENED, RULES, WITHOUT_PARAMETERS
+from shardfn.curvature.row_uses import (
+    Begin,
+    Collector,
+    Expand,
+    Export,
+    Key,
+    Link,
+    Norms,
+    Shared,
+    Ticket,
+    Undecided,
+    Use,
+)
+
+MOST_EXPANDED = 4  # times the elements of a row that an op takes, which its parameters may have in the general way
+
+
+class _Now(threading.local):
+    mode: Rows | None = None
+
+
+now = _Now()
+
+
+class Rows(TorchFunctionMode):
+    """A context in which ops meet rows, and tensors that are computed from parameters alone."""
+
+    def __init__(self, collector: Collector, level: int, anchor: Tensor, bounded: bool) -> None:
+        super().__init__()
+        self.collector, self.level, self.anchor, self.bounded = collector, level, anchor, bounded
+        self.before: list[Rows | None] = []
+
+    def __enter__(self) -> Rows:
+        self.before.append(now.mode)
+        now.mode = self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        now.mode = self.before.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if now.mode is self and functorch.level() == self.level and func not in _ASIDE:
+            return self._met(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _met(self, func: Any, args: Any, kwargs: Any) -> Any:
+        tensors = _tensors((args, kwargs))
+        rows = [x for x in tensors if self.row(x)]
+        if not rows:
+            return func(*args, **kwargs)
+        shared = [x for x in tensors if self.shared(x)]
+        rule = (RULES if shared else WITHOUT_PARAMETERS).get(func)
+        if rule is not None and "out" not in kwargs:
+            result = rule(self, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if not shared:
+            return func(*args, **kwargs)
+        if func in OPENED:
+            with self:
+                return OPENED[func](*args, **kwargs)
+        return self._generally(func, args, kwargs, rows, shared)
+
+    def _generally(self, func: Any, args: Any, kwargs: Any, rows: list[Tensor], shared: list[Tensor]) -> Any:
+        most = MOST_EXPANDED * max(x.numel() for x in rows)
+        for x in shared if self.bounded else ():
+            if x.numel() > most and parts(self.collector.count, x.numel())[1:]:
+                raise Undecided(f"{getattr(func, '__name__', func)} of a parameter of {x.numel()} elements")
+        all_of = {id(x): self.all_of(x) for x in shared}
+        given = {key: functorch.mapped(x, self.level) for key, x in all_of.items() if x is not None}
+        args, kwargs = _replaced((args, kwargs), given)
+        return func(*args, **kwargs)
+
+    # --- for rules ---
+
+    def row(self, x: Any) -> bool:
+        """Whether x is a row."""
+        return isinstance(x, Tensor) and functorch.is_mapped(x, self.level)
+
+    def shared(self, x: Any) -> bool:
+        """Whether x is computed from parameters alone."""
+        if not isinstance(x, Tensor) or functorch.wrapped(x):
+            return False
+        return x.requires_grad and torch.is_grad_enabled()
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a function of torch, by a rule if there is one."""
+        return self._met(function, args, kwargs)
+
+    def together(self, function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+        """Calls a function with all rows at once, `[rows, *]`."""
+        with functorch.below():
+            y = function(*[functorch.rows_of(x) for x in rows])
+        return functorch.mapped(y, self.level)
+
+    def by(self, op: Any, x: Tensor, tensor: Tensor, order: Any) -> Any:
+        """Applies `op` to a row and a tensor whose dimensions are taken in this order."""
+        use = self.collector.use(tensor, order)
+        if use is None:
+            return NotImplemented
+        plain = tensor.detach().permute(use.order)
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind) and x.is_floating_point():
+            dtype = torch.get_autocast_dtype(kind)
+            x, plain = x.to(dtype), plain.to(dtype)
+        return self.together(lambda rows: Shared.apply(rows, plain, self._anchor(use), self.collector, use, op), x)  # type: ignore[no-untyped-call]
+
+    def all_of(self, tensor: Tensor) -> Tensor | None:
+        """A shared tensor once for each row, `[rows, *shape]`; None if it depends on no parameter."""
+        use = self.collector.use(tensor)
+        if use is None:
+            return None
+        with functorch.below():
+            return Expand.apply(tensor.detach(), self._anchor(use), self.collector, use)  # type: ignore[no-untyped-call]
+
+    def exported(self, tensor: Tensor, ticket: Ticket) -> Tensor | None:
+        """A shared tensor that a stage returns; None if it depends on no parameter."""
+        use = self.collector.use(tensor)
+        if use is None:
+            return None
+        with functorch.below():
+            return Export.apply(tensor.detach(), self._anchor(use), self.collector, use, ticket)  # type: ignore[no-untyped-call]
+
+    def _anchor(self, use: Use) -> Tensor:
+        sources = [parameter.source for parameter in use.parameters if parameter.source is not None]
+        return Link.apply(self.anchor, *sources) if sources else self.anchor  # type: ignore[no-untyped-call]
+
+
+_ASIDE = {Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.size, Tensor.dim}  # type: ignore[attr-defined]
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    stack = [tree]
+    while stack:
+        x = stack.pop()
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, (tuple, list)):
+            stack += x
+        elif isinstance(x, dict):
+            stack += x.values()
+    return found
+
+
+def _replaced(tree: Any, given: dict[int, Tensor]) -> Any:
+    if isinstance(tree, (tuple, list)):
+        return type(tree)([_replaced(x, given) for x in tree])
+    if isinstance(tree, dict):
+        return {key: _replaced(x, given) for key, x in tree.items()}
+    return given.get(id(tree), tree)
+
+
+# --- a whole function ---
+
+Result = tuple[Any, list[bool | None]]  # a tree, and which of its leaves are `[rows, *]`; None for those with a ticket
+
+
+@dataclass(frozen=True)
+class Task:
+    """A call of a function.
+
+    Attributes:
+        call: the function of leaves.
+        leaves: its arguments.
+        mapped: which of them are `[rows, *]`.
+        keys: which of them are parameters: what identifies each; None for the others.
+        anchor: a scalar that needs a gradient.
+        norms: where the norms go.
+        tickets: for results that are computed from parameters alone, by number; None to have them once for each row.
+    """
+
+    call: Callable[[list[Any]], Any]
+    leaves: Sequence[Any]
+    mapped: Sequence[bool]
+    keys: Sequence[Key | None]
+    anchor: Tensor
+    norms: Norms
+    tickets: dict[int, Ticket] | None = None
+
+
+class Way:
+    """How a function is run: with rules, with every parameter once for each row, or row by row.
+
+    Attributes:
+        at: the way that was found.
+        most: the last that may be tried.
+        bounded: whether the function may be called for some rows at a time, to use less memory.
+    """
+
+    def __init__(self, most: int, bounded: bool) -> None:
+        self.at, self.most, self.bounded = 0, most, bounded
+
+    def run(self, task: Task) -> Result:
+        """Runs a function with its rows apart."""
+        while True:
+            state, tried = torch.get_rng_state(), self.at
+            try:
+                return _WAYS[tried](task, self.bounded)
+            except (RuntimeError, ValueError, NotImplementedError) as error:
+                if tried >= self.most or not cannot(error):
+                    raise
+                self.at = max(self.at, tried + 1)  # ranks may be threads
+                torch.set_rng_state(state)
+
+
+def cannot(error: Exception) -> bool:
+    """Whether an error says that the way is none for the function, and not that the function is wrong."""
+    return isinstance(error, Undecided) or any(sign in str(error) for sign in _SIGNS)
+
+
+_SIGNS = (
+    "vmap", "functorch", "BatchedTensor", "atching rule", "doesn't have storage", "does not require grad",
+    "not have a grad_fn",
+)  # fmt: skip
+
+
+def _by_rules(task: Task, bounded: bool) -> Result:
+    collector = Collector(task.norms, slice(0, task.norms.rows))
+    pairs = zip(task.leaves, task.keys, strict=True)
+    leaves = [x if key is None else collector.parameter(x, key) for x, key in pairs]
+    begin = Begin.apply(task.anchor, collector)  # type: ignore[no-untyped-call]
+    return _under_vmap(task.call, leaves, task.mapped, begin, collector, bounded, task.tickets)
+
+
+def _expanded(task: Task, bounded: bool) -> Result:
+    numel = sum(x.numel() for x, key in zip(task.leaves, task.keys, strict=True) if key is not None)
+    mapped = [yes or key is not None for yes, key in zip(task.mapped, task.keys, strict=True)]
+    results = []
+    for rows in parts(task.norms.rows, numel if bounded else 0):
+        leaves, begin, collector = _of_rows(task, rows)
+        results.append(_under_vmap(task.call, leaves, mapped, begin, collector, bounded, None))
+    return _joined(results, torch.cat)
+
+
+def _one_by_one(task: Task, bounded: bool) -> Result:
+    mapped = [yes or key is not None for yes, key in zip(task.mapped, task.keys, strict=True)]
+    results: list[Result] = []
+    for i in range(task.norms.rows):
+        leaves, _, _ = _of_rows(task, slice(i, i + 1))
+        result = task.call([x[0] if yes else x for x, yes in zip(leaves, mapped, strict=True)])
+        results.append((result, [isinstance(y, Tensor) for y in optree.tree_leaves(result)]))
+    return _joined(results, torch.stack)
+
+
+_WAYS = (_by_rules, _expanded, _one_by_one)
+
+
+def _of_rows(task: Task, rows: slice) -> tuple[list[Any], Tensor, Collector]:
+    """The arguments for some rows, with every parameter once for each; the anchor, and what collects."""
+    collector = Collector(task.norms, rows)
+    begin = Begin.apply(task.anchor, collector)  # type: ignore[no-untyped-call]
+    leaves = []
+    for x, yes, key in zip(task.leaves, task.mapped, task.keys, strict=True):
+        if key is not None:
+            leaf = collector.parameter(x, key)
+            leaves.append(Expand.apply(leaf.detach(), begin, collector, collector.use(leaf)))  # type: ignore[no-untyped-call]
+        else:
+            leaves.append(x[rows] if yes else x)
+    return leaves, begin, collector
+
+
+def _under_vmap(
+    call: Callable[[list[Any]], Any],
+    leaves: Sequence[Any],
+    mapped: Sequence[bool],
+    begin: Tensor,
+    collector: Collector,
+    bounded: bool,
+    tickets: dict[int, Ticket] | None,
+) -> Result:
+    count = collector.count
+    with functorch.mapping(count) as level, Rows(collector, level, begin, bounded) as rows, _no_hooks():
+        result = call([functorch.mapped(x, level) if yes else x for x, yes in zip(leaves, mapped, strict=True)])
+        ys, tree = optree.tree_flatten(result)
+        made: list[Any] = []
+        which: list[bool | None] = []
+        for number, y in enumerate(ys):
+            yes: bool | None = rows.row(y)
+            if yes:
+                with functorch.below():
+                    y = functorch.rows_of(y)
+            elif rows.shared(y):
+                ticket = None if tickets is None else tickets.setdefault(number, Ticket())
+                shared = rows.all_of(y) if ticket is None else rows.exported(y, ticket)
+                y, yes = (y, False) if shared is None else (shared, True if ticket is None else None)
+            which.append(yes)
+            made.append(y)
+    if any(yes and len(y) != count for y, yes in zip(made, which, strict=True)):
+        raise Undecided("rows of another function")
+    reached = {id(x) for x in autograd.leaves_of([y for y in made if isinstance(y, Tensor)])}
+    if not reached.isdisjoint(collector.parameters):
+        raise Undecided("a Function of the program's own")
+    return optree.tree_unflatten(tree, made), which
+
+
+def _no_hooks() -> Any:
+    """A context in which nothing runs a part of the function again in backward, where rows are not apart."""
+    if autograd.saved_tensors_hooks() is not None or not autograd.saved_tensors_hooks_allowed():
+        return contextlib.nullcontext()
+    return torch.autograd.graph.disable_saved_tensors_hooks(
+        "per_example runs this under vmap, where nobody takes what autograd saves: write stage(f, remat=True) in place "
+        "of torch.utils.checkpoint, or put it into a stage"
+    )
+
+
+def _joined(results: Sequence[Result], join: Callable[..., Tensor]) -> Result:
+    """One result of several, of some rows each."""
+    first, which = results[0]
+    if len(results) == 1 and join is torch.cat:
+        return results[0]
+    columns = zip(*(optree.tree_leaves(result) for result, _ in results), strict=True)
+    ys = [join(column) if yes else column[0] for column, yes in zip(columns, which, strict=True)]
+    return optree.tree_unflatten(optree.tree_structure(first), ys), which
