@@ -1,6 +1,6 @@
 """Curvature of losses of sharded parameters: operators, their eigenvalues, traces and inverses, single examples.
 
-Imports `transforms`, `optim`, `checkpoint`, `shards`, `collectives` and `compat`.
+Imports `stages`, `transforms`, `optim`, `checkpoint`, `shards`, `collectives` and `compat`.
 """
 
 from shardfn.curvature.estimates import Estimate, diag, trace
