@@ -211,7 +211,9 @@ class Block:
     def parts(self, rank: int) -> Iterator[Part]:
         """The elements of the block that a rank holds."""
         held, first = self.held(rank), 0
-        for box in boxes(held.shape, held.start, held.stop) if held else ():
+        if held is None:
+            return
+        for box in boxes(held.shape, held.start, held.stop):
             moved = box.moved(held.corner)
             common = moved.common(self.box)
             if common is not None:

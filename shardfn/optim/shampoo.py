@@ -316,7 +316,7 @@ def _eigh(x: Tensor) -> tuple[Tensor, Tensor]:
     clean, nan = torch.nan_to_num(x, 0.0, 0.0, 0.0), 0 * x.sum()
     try:
         values, vectors = torch.linalg.eigh(clean)
-    except torch.linalg.LinAlgError:  # in float32 it may not converge
+    except RuntimeError:  # in float32 it may not converge
         values, vectors = torch.linalg.eigh(clean.double())
     return values.to(x.dtype) + nan, vectors.to(x.dtype) + nan
 
