@@ -613,7 +613,7 @@ MUTANTS = [
         "optim/owners.py",
         "            first += box.numel\n",
         "",
-        "tests/optim/test_shampoo.py::test_programs_train_as_one_process[shampoo-full_shard-2]",
+        "tests/optim/test_shampoo.py::test_programs_train_as_one_process",
     ),
     Mutant(
         "a background save copies nothing",

@@ -22,7 +22,7 @@ from shardfn.testing import World, world
 from tests.models import DATA, STRATEGIES, data_mesh, distance, normal
 from tests.refusals import refused
 
-STEPS = 5
+STEPS, PARTS = 5, 8
 B1, B2, EPS, RIDGE, RATE, DECAY = 0.9, 0.8, 1e-6, 1e-4, 0.05, 0.1
 
 
@@ -286,9 +286,9 @@ def by_one_process(name: str, program: str) -> Any:
     return trained(make(), params(), grads)[0]
 
 
-def compared(name: str, strategy: str, n: int) -> dict[str, float]:
+def compared(name: str, part: int, strategy: str, n: int) -> dict[str, float]:
     mesh, found = data_mesh(n), {}
-    for program, (params, make, grads) in programs(MAKE[name]).items():
+    for program, (params, make, grads) in list(programs(MAKE[name]).items())[part::PARTS]:
         flat = sf.shard(params(), mesh, STRATEGIES[strategy])
         before = optree.tree_map(torch.clone, flat)
         got, _ = trained(make(), flat, grads)
@@ -302,9 +302,10 @@ def compared(name: str, strategy: str, n: int) -> dict[str, float]:
     "world", [(1, "processes"), (2, "processes"), (4, "processes")], indirect=True, ids=["1", "2", "4"]
 )
 @pytest.mark.parametrize("strategy", ["full_shard", "ddp", "zero1", "hfsdp", "hybrid_shard"])
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("name", MAKE)
-def test_programs_train_as_one_process(world: World, name: str, strategy: str) -> None:
-    for found in world.within(120).run(compared, name, strategy, world.size):
+def test_programs_train_as_one_process(world: World, name: str, part: int, strategy: str) -> None:
+    for found in world.within(60).run(compared, name, part, strategy, world.size):
         assert not {program: x for program, x in found.items() if not x < 1}
 
 
