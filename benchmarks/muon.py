@@ -31,7 +31,7 @@ from benchmarks.report import Goal, parser, publish
 from benchmarks.train_step import KEEPS_MEMORY
 from shardfn import optim
 from shardfn.optim.muon import cost, orthogonalised
-from shardfn.optim.muon_plan import assigned
+from shardfn.optim.owners import assigned
 from shardfn.shards.layout import is_flat
 
 RATE, MOMENTUM, DECAY, ITERATIONS, DTYPE = 0.02, 0.95, 0.1, 5, ORTHOGONALISES

@@ -653,6 +653,27 @@ MUTANTS = [
         f"{OPTIMIZERS}::test_a_swapped_call_is_noticed_wherever_the_parameters_are_known",
     ),
     Mutant(
+        "roots of factors keep their bias",
+        "optim/shampoo.py",
+        'factor / (1 - n["b2"] ** t)',
+        "factor",
+        "tests/optim/test_shampoo.py::test_shampoo_is_the_papers",
+    ),
+    Mutant(
+        "rounding chooses eigenvectors",
+        "optim/shampoo.py",
+        "factor - values[-1] * (zero * fixed) @ zero",
+        "factor",
+        f"{OPTIMIZERS}::test_every_optimizer_with_every_strategy_trains_as_one_process[full_shard-4]",
+    ),
+    Mutant(
+        "a part of a block is taken where the block's first part lies",
+        "optim/owners.py",
+        "            first += box.numel\n",
+        "",
+        "tests/optim/test_shampoo.py::test_programs_train_as_one_process",
+    ),
+    Mutant(
         "a background save copies nothing",
         "checkpoint/writing.py",
         "copies = snapshots.taken([box.values for box in held.boxes])",

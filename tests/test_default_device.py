@@ -20,6 +20,7 @@ OPTIMIZERS = {
     "adamw": lambda: so.chain(so.clip_by_global_norm(0.1), so.adamw(1e-2)),
     "adamw8bit": lambda: so.adamw8bit(1e-2),
     "muon": lambda: so.masked(so.muon(0.02), lambda path, shape: len(shape) == 2, so.adamw(1e-2)),
+    "soap": lambda: so.soap(1e-2, every=2, block=5),
     "adafactor": lambda: so.adafactor(1e-2),
 }
 

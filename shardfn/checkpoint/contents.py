@@ -13,7 +13,6 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn.checkpoint.boxes import Box, Ints, steps, whole
 from shardfn.compat import process_groups
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.spec import is_dtensor, joined, keys_of
@@ -21,6 +20,7 @@ from shardfn.quant.packed import Packed, is_packed
 from shardfn.quoting import findings
 from shardfn.shards import blocks
 from shardfn.shards.blocks import Blocks
+from shardfn.shards.boxes import Box, Ints, steps, whole
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.pieces import Piece, is_unit, split_keys
 from shardfn.tiers import copying

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from shardfn.checkpoint import folders, safetensors
-from shardfn.checkpoint.boxes import steps, whole
 from shardfn.checkpoint.contents import BUFFER, FEW
 from shardfn.checkpoint.disk import write_at
 from shardfn.checkpoint.folders import source_of
@@ -21,6 +20,7 @@ from shardfn.checkpoint.reading import CheckpointReader, Report, meter, silent
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.checkpoint.tools import chosen
 from shardfn.checkpoint.writing import Writer
+from shardfn.shards.boxes import steps, whole
 
 Count = Callable[[int], None]
 

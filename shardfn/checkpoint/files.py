@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from shardfn.checkpoint import disk, safetensors
-from shardfn.checkpoint.boxes import steps, whole
 from shardfn.checkpoint.contents import SCALARS, Kind, LocalBox, lack
 from shardfn.checkpoint.disk import Flaw, checked
 from shardfn.checkpoint.manifest import Entries
@@ -26,6 +25,7 @@ from shardfn.checkpoint.reading import Reader
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.mesh.spec import dotted, is_dtensor
 from shardfn.quoting import listed
+from shardfn.shards.boxes import steps, whole
 from shardfn.tiers import copying, mapping
 
 MODELS = (safetensors.MODEL, safetensors.INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -15,7 +15,6 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn.checkpoint.boxes import whole
 from shardfn.checkpoint.contents import Contents, Kind, contents, pieces
 from shardfn.checkpoint.loading import filled
 from shardfn.checkpoint.matching import Asked, Rule, by_rules, refuse_flat, renamed, turned
@@ -29,6 +28,7 @@ from shardfn.mesh.axes import device_of
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.quant.packed import Packed
 from shardfn.quoting import listed, short_errors
+from shardfn.shards.boxes import whole
 from shardfn.shards.layout import FlatShard, is_flat
 from shardfn.shards.pieces import is_unit
 from shardfn.tiers.copying import read

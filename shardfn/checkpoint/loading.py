@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from shardfn.checkpoint import matching
-from shardfn.checkpoint.boxes import whole
 from shardfn.checkpoint.contents import Contents, LocalBox, contents, generators, rebuilt
 from shardfn.checkpoint.files import MODELS, FileReader, model_in
 from shardfn.checkpoint.folders import is_checkpoint, manifests, restored, source_of
@@ -24,6 +23,7 @@ from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
 from shardfn.mesh import waiting
 from shardfn.quoting import listed, short_errors
+from shardfn.shards.boxes import whole
 from shardfn.tiers import copying
 
 _log = logging.getLogger("shardfn")

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from shardfn.checkpoint.boxes import Box, flaw
 from shardfn.checkpoint.contents import Kind, Scalar
 from shardfn.checkpoint.disk import write_whole
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.compat import dcp
 from shardfn.quoting import listed
+from shardfn.shards.boxes import Box, flaw
 
 MANIFEST, METADATA = "manifest.json", ".metadata"
 FORMAT = "shardfn checkpoint 1"

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shardfn.checkpoint.boxes import Box, Ints
 from shardfn.checkpoint.contents import Contents, Kind, LocalBox
 from shardfn.checkpoint.manifest import Entries
 from shardfn.checkpoint.team import CheckpointError, Team
 from shardfn.mesh.spec import joined
 from shardfn.quoting import findings, listed, short
+from shardfn.shards.boxes import Box, Ints
 
 Rule = tuple[str, str] | tuple[str, str, str]
 """`(regular expression, template)`: our names that match become the template; `"T"` also swaps the last two dims."""

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.checkpoint.boxes import Box, boxes, runs, span
 from shardfn.checkpoint.contents import BUFFER, Kind, LocalBox, memory
 from shardfn.checkpoint.disk import Flaw, checked, opened, read_at, unpickled
 from shardfn.checkpoint.manifest import Chunk, Entries, Source
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.quoting import listed
+from shardfn.shards.boxes import Box, boxes, runs, span
 from shardfn.tiers.tensors import on_disk
 
 STEP = 2**22  # approximate size of the buffer in bytes; a multiple of every element size

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from shardfn.checkpoint import folders
-from shardfn.checkpoint.boxes import Box, Ints, runs
 from shardfn.checkpoint.contents import Kind, memory
 from shardfn.checkpoint.disk import sync, write_at, write_whole
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.quoting import listed
+from shardfn.shards.boxes import Box, Ints, runs
 
 MODEL, INDEX, HEADER = "model.safetensors", "model.safetensors.index.json", "__metadata__"
 OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")

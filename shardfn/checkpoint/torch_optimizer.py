@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.checkpoint.boxes import Ints, whole
 from shardfn.checkpoint.contents import Contents, Value, parameters
 from shardfn.checkpoint.disk import Flaw, opened, unpickled
 from shardfn.checkpoint.loading import filled
@@ -26,6 +25,7 @@ from shardfn.checkpoint.team import CheckpointError, on_each_rank
 from shardfn.mesh import waiting
 from shardfn.mesh.spec import joined
 from shardfn.quoting import listed, short_errors
+from shardfn.shards.boxes import Ints, whole
 
 SLOTS = {"mean": "exp_avg", "square": "exp_avg_sq"}
 NUMBERS: dict[str, tuple[str, int | None]] = {  # our name -> torch's name, and the index where torch has a pair

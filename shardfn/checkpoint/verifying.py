@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardfn.checkpoint.boxes import whole
 from shardfn.checkpoint.contents import Kind
 from shardfn.checkpoint.disk import Flaw, checked, opened
 from shardfn.checkpoint.folders import found_at
@@ -16,6 +15,7 @@ from shardfn.checkpoint.manifest import MANIFEST, METADATA, Chunk, Manifest, rea
 from shardfn.checkpoint.reading import OTHER, Buffer, Report, blocks, elements, located, meter, silent
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.quoting import short_errors
+from shardfn.shards.boxes import whole
 
 Count = Callable[[int], None]
 

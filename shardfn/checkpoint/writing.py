@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from shardfn.checkpoint import folders, snapshots
-from shardfn.checkpoint.boxes import Box
 from shardfn.checkpoint.contents import Scalar, as_bytes, contents, crc, most_of, pieces
 from shardfn.checkpoint.disk import Item
 from shardfn.checkpoint.manifest import Chunk, Manifest
 from shardfn.checkpoint.team import CheckpointError, team_of
 from shardfn.collectives.late_checks import late_checks
 from shardfn.quoting import findings, listed
+from shardfn.shards.boxes import Box
 from shardfn.tiers import copying
 from shardfn.tiers.copying import arrivals
 

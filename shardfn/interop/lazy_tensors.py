@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.checkpoint.boxes import Box, Ints, whole
 from shardfn.quoting import listed
+from shardfn.shards.boxes import Box, Ints, whole
 
 
 class Part(NamedTuple):

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn.checkpoint.boxes import Box, steps, whole
 from shardfn.checkpoint.contents import Kind, LocalBox
 from shardfn.checkpoint.matching import Differences, part_with, patterns
 from shardfn.checkpoint.team import CheckpointError, Team, team_of
@@ -34,6 +33,7 @@ from shardfn.mesh.spec import dotted
 from shardfn.quant.formats import Format
 from shardfn.quant.packed import Packed, is_packed, pack
 from shardfn.quoting import listed, short_errors
+from shardfn.shards.boxes import Box, steps, whole
 from shardfn.shards.layout import Layout, is_flat, local_parameters
 from shardfn.shards.placement import Strategy
 from shardfn.shards.sharding import Rules, Specs, agreed

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from shardfn.checkpoint import folders
-from shardfn.checkpoint.boxes import flaw, whole
 from shardfn.checkpoint.contents import Kind, pieces
 from shardfn.checkpoint.disk import sync
 from shardfn.checkpoint.huggingface import STEP, refuse_options, turns
@@ -32,6 +31,7 @@ from shardfn.mesh.spec import dotted
 from shardfn.quant import bitsandbytes
 from shardfn.quant.packed import Packed, is_packed
 from shardfn.quoting import listed, short_errors
+from shardfn.shards.boxes import flaw, whole
 from shardfn.shards.layout import is_flat
 
 SETTINGS = ".settings.writing"  # holds the other files until all are complete

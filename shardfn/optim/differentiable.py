@@ -79,7 +79,7 @@ def varied(number: Any, unit: Unit) -> Any:
 PURE = "pass donate=False to each optimizer and transform of the chain"
 
 
-def refuse_overwriting(name: str, *trees: Any, instead: str = PURE) -> None:
+def refuse_overwriting(name: str, *trees: Any, does: str = "overwrites what it is given", instead: str = PURE) -> None:
     """Raises RuntimeError if a step that overwrites is given anything that is being differentiated.
 
     The derivative through a value that was overwritten would be silently wrong, whether it is that of a parameter, a
@@ -98,7 +98,7 @@ def refuse_overwriting(name: str, *trees: Any, instead: str = PURE) -> None:
         for accessor, x in zip(optree.tree_accessors(tree), optree.tree_leaves(tree), strict=True):
             if isinstance(x, Tensor) and (_taped(x) if transformed else x.requires_grad):
                 raise RuntimeError(
-                    f"{name} overwrites what it is given, and {dotted(accessor) or 'a tensor of that'} may be "
+                    f"{name} {does}, and {dotted(accessor) or 'a tensor of that'} may be "
                     f"differentiated here, inside a function under grad, value_and_grad or a transform of torch.func: "
                     f"{instead}, or detach() what is no part of the derivative"
                 )

@@ -19,6 +19,8 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "b1": (0, 1, "[)"),
     "b2": (0, 1, "[)"),
     "eps": (0, math.inf, "[)"),
+    "ridge": (0, math.inf, "()"),
+    "exponent": (0, math.inf, "()"),
     "weight_decay": (0, math.inf, "[)"),
     "clip": (0, math.inf, "()"),
     "least": (0, math.inf, "[)"),
@@ -41,7 +43,7 @@ def check(name: str, numbers: dict[str, Any], rules: Container[str] = ("weight_d
         rules: the arguments that may be functions of a parameter's path and shape.
     """
     for key, value in numbers.items():
-        if key in ("nesterov", "donate"):
+        if key in ("nesterov", "graft", "donate"):
             if not isinstance(value, bool):
                 raise TypeError(f"{name}: {key}={_short(value)} is {kind(value)}; it is True or False")
         elif callable(value) and not isinstance(value, type) and (key == "lr" or key in rules):

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.optim.differentiable import filled, lerped, numbered, refuse_overwriting
+from shardfn.optim.differentiable import lerped, refuse_overwriting
 from shardfn.optim.elementwise import Schedule
 from shardfn.optim.hyperparameters import at_step, check, constants, whole
-from shardfn.optim.muon_plan import on_everyone, on_owner
-from shardfn.optim.optimizer import Optimizer, Rule, of_rule
+from shardfn.optim.optimizer import Optimizer, Rule
+from shardfn.optim.owners import Block, moved, on_everyone, on_owner
 from shardfn.optim.state_offload import on_whole
+from shardfn.shards.boxes import Ints
 from shardfn.shards.pieces import Unit, pairs, refuse_complex, units, zeros_like
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -65,7 +66,7 @@ def muon(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"muon: dtype={dtype!r}; it is a floating dtype, or None for the gradient's")
 
-    def orthogonalize(x: Tensor) -> Tensor:
+    def orthogonalize(_: Block, x: Tensor) -> Tensor:
         return orthogonalised(x, iterations, dtype)
 
     def init(params: Any) -> Any:
@@ -95,32 +96,11 @@ def muon(
             orthogonal = (on_owner if donate else on_everyone)(chosen, updates, orthogonalize, cost, dtype)
             values = [unit.values for unit in leaves.each]
             for i, unit, o, m in zip(moving, chosen, orthogonal, averages, strict=True):
-                values[i], momenta[i] = _moved(unit, o, now, donate), m
+                values[i], momenta[i] = moved(unit, o, now, donate, _scale), m
         new_params = params if donate else leaves.like(values)
         return new_params, state | {"step": count, "momentum": leaves.like(momenta)}
 
     return Optimizer(init, on_whole(step))
-
-
-def _moved(unit: Unit, o: Tensor, now: dict[str, Any], donate: bool) -> Tensor:
-    """A unit's values after a step along `o`."""
-    flat = unit.values.reshape(-1)
-    parts: list[Tensor] = []
-    rates, ties = numbered(now["lr"], unit)
-    for segment in unit.filled:
-        lr = rates[segment.path]
-        scale = lr * max(1.0, segment.whole[0] / segment.whole[1]) ** 0.5
-        keep = 1 - lr * of_rule(now["weight_decay"], segment)
-        p, direction = flat[segment.start : segment.stop], o.reshape(-1)[segment.start : segment.stop].to(flat.dtype)
-        if donate:
-            p.mul_(keep)
-            # As `alpha` a tensor would be read by the host, which waits for the device.
-            p.sub_(direction * scale) if isinstance(scale, Tensor) else p.add_(direction, alpha=-scale)
-        else:
-            parts.append(p * keep - scale * direction)
-    if donate:
-        return unit.values if unit.values.is_contiguous() else unit.values.copy_(flat.view(unit.values.shape))
-    return filled(unit.values, unit, parts, [o, *ties])
 
 
 def _refuse(unit: Unit) -> None:
@@ -132,6 +112,10 @@ def _refuse(unit: Unit) -> None:
                 f"muon: {e.path} has shape {e.shape}, and only matrices can be orthogonalised; give the others to "
                 f"another optimizer: masked(muon(...), lambda path, shape: len(shape) == 2, adamw(...))"
             )
+
+
+def _scale(shape: Ints) -> float:
+    return max(1.0, shape[0] / shape[1]) ** 0.5
 
 
 def orthogonalised(x: Tensor, iterations: int, dtype: torch.dtype | None) -> Tensor:
@@ -147,7 +131,7 @@ def orthogonalised(x: Tensor, iterations: int, dtype: torch.dtype | None) -> Ten
     return y.mT if tall else y
 
 
-def cost(shape: tuple[int, int]) -> int:
+def cost(shape: Ints) -> int:
     """Operations of an iteration: two products of `m x m` with `m x n`, and one of `m x m` with `m x m`."""
     least = min(shape)
     return 4 * shape[0] * shape[1] * least + 2 * least**3

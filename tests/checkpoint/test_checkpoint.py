@@ -34,10 +34,11 @@ from torch import Tensor
 import shardfn as sf
 import shardfn.optim as so
 from shardfn import P, checkpoint
-from shardfn.checkpoint import boxes, contents, folders, manifest, writing
-from shardfn.checkpoint.boxes import Box
+from shardfn.checkpoint import contents, folders, manifest, writing
 from shardfn.checkpoint.folders import source_of
 from shardfn.checkpoint.verifying import verify
+from shardfn.shards import boxes
+from shardfn.shards.boxes import Box
 from shardfn.testing import World, world
 from shardfn.testing.strategies import mesh_sizes, pytrees, shapes, tensor_of
 from tests.models import drawn, mesh_of
@@ -169,6 +170,8 @@ OPTIMIZERS: dict[str, Any] = {
     "chain": lambda: so.chain(so.clip_by_global_norm(0.5), so.sgd(0.1, momentum=0.9)),
     "adafactor": lambda: so.adafactor(1e-2),
     "muon": lambda: so.masked(so.muon(1e-2), lambda path, shape: len(shape) == 2, so.adamw(1e-3)),
+    "shampoo": lambda: so.shampoo(1e-2, ridge=1e-6, every=2, block=5),
+    "soap": lambda: so.soap(1e-2, every=2, block=5),
     "average": lambda: so.ema(so.lion(1e-3), 0.9),
     "scaled": lambda: so.loss_scaled(so.adamw(1e-2)),
 }

@@ -24,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardfn as sf
 from shardfn import P, checkpoint
 from shardfn.checkpoint import converting, disk, reading, tools
-from shardfn.checkpoint.boxes import Box, boxes, runs, whole
 from shardfn.checkpoint.folders import source_of
 from shardfn.checkpoint.manifest import MANIFEST, METADATA, Chunk, read_manifest, write_manifest
 from shardfn.cli import main
+from shardfn.shards.boxes import Box, boxes, runs, whole
 from shardfn.testing import world
 from tests.models import mesh_of
 

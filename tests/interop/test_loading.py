@@ -25,9 +25,9 @@ from torch import Tensor, nn
 import shardfn as sf
 from shardfn import P, checkpoint, interop
 from shardfn.checkpoint import huggingface
-from shardfn.checkpoint.boxes import Box, flaw, whole
 from shardfn.interop import loading, saving
 from shardfn.interop.lazy_tensors import lazy
+from shardfn.shards.boxes import Box, flaw, whole
 from shardfn.shards.layout import is_flat
 from shardfn.testing import World
 from tests.interop import zoo

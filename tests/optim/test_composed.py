@@ -26,6 +26,8 @@ OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
     "lion8bit": lambda: so.lion8bit(0.1),
     "adamw8bit": lambda: so.adamw8bit(0.1),
     "muon": lambda: so.masked(so.muon(0.1), lambda path, shape: len(shape) == 2, so.adamw(0.1)),
+    "shampoo": lambda: so.shampoo(1e-2, ridge=1e-6, every=2, block=5),
+    "soap": lambda: so.soap(1e-2, every=2, block=5),
     "ema": lambda: so.ema(so.adamw(0.1), 0.9),
     "shard_state": lambda: so.shard_state(so.adamw(0.1), "replica"),
     "torch's": lambda: so.from_torch(torch.optim.RMSprop, lr=0.1),

@@ -16,7 +16,7 @@ import shardfn as sf
 import shardfn.optim as so
 from shardfn.optim import elementwise
 from shardfn.optim.muon import cost as muon_cost
-from shardfn.optim.muon_plan import on_everyone, on_owner
+from shardfn.optim.owners import on_everyone, on_owner
 from shardfn.shards.pieces import units
 from shardfn.testing import World
 from tests.models import DATA, STRATEGIES, copied, data_mesh, distance, normal, plainly, scaled
@@ -51,6 +51,8 @@ OPTIMIZERS: dict[str, Callable[..., so.Optimizer]] = {
     "rounded": lambda **k: so.stochastic_rounding(so.adamw8bit(0.02, **k), seed=2, **k),
     "adafactor": lambda **k: so.adafactor(0.02, weight_decay=0.1, **k),
     "muon": lambda **k: so.masked(so.muon(0.02, dtype=None, **k), is_matrix, so.adamw(0.02, **k)),
+    "shampoo": lambda **k: so.shampoo(0.02, ridge=1e-6, every=2, block=5, weight_decay=decay, **k),
+    "soap": lambda **k: so.soap(0.02, eps=1e-6, every=2, weight_decay=decay, **k),
     "rmsprop of torch": lambda donate: so.from_torch(torch.optim.RMSprop, lr=0.01, weight_decay=decay),
     "adam of torch": lambda donate: so.from_torch(torch.optim.Adam, lr=0.01, amsgrad=True),
     "everything": lambda **k: so.chain(
@@ -59,6 +61,8 @@ OPTIMIZERS: dict[str, Callable[..., so.Optimizer]] = {
         so.accumulate(so.ema(so.skip_nonfinite(so.adamw(0.02, weight_decay=decay, **k)), 0.9, **k), 2),
     ),
 }
+
+ROUNDING = {"soap": 1e-8}  # the eigenvectors of small eigenvalues amplify it
 
 
 def containers(tree: Any) -> set[int]:
@@ -137,7 +141,7 @@ def compare(strategy: str, names: list[str], n: int) -> Any:
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
 def test_every_optimizer_with_every_strategy_trains_as_one_process(world: World, strategy: str) -> None:
     for found in world.within(120).run(compare, strategy, list(OPTIMIZERS), world.size):
-        assert not {name: d for name, d in found.items() if not d < 1e-10}
+        assert not {name: d for name, d in found.items() if not d < ROUNDING.get(name[0], 1e-10)}
 
 
 def torch_of(name: str, leaves: list[Tensor]) -> torch.optim.Optimizer:
@@ -254,10 +258,10 @@ def cut_further(name: str, replicated: bool) -> tuple[float, float]:
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize("replicated", [True, False], ids=["ddp", "hybrid_shard"])
-@pytest.mark.parametrize("name", ["adamw-masked", "adafactor", "muon", "rmsprop of torch", "everything"])
+@pytest.mark.parametrize("name", ["adamw-masked", "adafactor", "muon", "soap", "rmsprop of torch", "everything"])
 def test_shard_state_cuts_the_state_of_any_optimizer(world: World, name: str, replicated: bool) -> None:
     for d, share in world.within(60).run(cut_further, name, replicated):
-        assert d < 1e-10
+        assert d < ROUNDING.get(name, 1e-10)
         slots = {"adamw-masked": 2, "everything": 4}.get(name)
         assert slots is None or share == slots / (4 if replicated else 2)
 
@@ -450,6 +454,9 @@ NUMBERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"lr": 0.1, "decay": -0.8, "clip": 1.0, "eps": 1e-8, "least": 1e-3, "weight_decay": 0.1},
     ),
     "muon": (so.muon, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "iterations": 5}),
+    "shampoo": (so.shampoo, {"lr": 0.1, "b1": 0.9, "b2": 0.9, "eps": 1e-8, "ridge": 1e-8, "exponent": 0.5,
+                             "weight_decay": 0.1, "every": 2, "block": 9}),
+    "soap": (so.soap, {"lr": 0.1, "b1": 0.9, "b2": 0.9, "eps": 1e-8, "weight_decay": 0.1, "every": 2, "block": 9}),
     "from_torch": (lambda **k: so.from_torch(torch.optim.Adam, **k), {"lr": 0.1, "block": 1}),
     "clip_by_global_norm": (so.clip_by_global_norm, {"limit": 1.0}),
     "clip_by_value": (so.clip_by_value, {"limit": 1.0}),
@@ -471,14 +478,16 @@ def test_a_number_that_makes_no_sense_is_refused_by_name(name: str) -> None:
     make, numbers = NUMBERS[name]
     make(**numbers)
     for key, value in itertools.product(numbers, [*SENSELESS, None]):
-        if (key == "eps" and value is None) or (name == "adafactor" and key == "decay" and repr(value)[0] == "-"):
+        if (key in ("eps", "exponent") and value is None) or (
+            name == "adafactor" and key == "decay" and repr(value)[0] == "-"
+        ):
             continue  # which make sense
         with pytest.raises((TypeError, ValueError)) as caught:
             make(**numbers | {key: value})
         assert str(caught.value).startswith(f"{name}: {key}")
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion", "adafactor", "muon"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion", "adafactor", "muon", "shampoo", "soap"])
 def test_numbers_at_the_ends_of_their_ranges_are_taken(name: str) -> None:
     make, numbers = NUMBERS[name]
     make(**numbers | {"lr": 0, "weight_decay": 0})
@@ -493,6 +502,7 @@ RATE_FREE: dict[str, Callable[[Any], so.Optimizer]] = {
     "lion": lambda lr: so.lion(lr, weight_decay=decay),
     "adafactor": so.adafactor,
     "muon": lambda lr: so.masked(so.muon(lr, dtype=None, weight_decay=decay), is_matrix, so.lion(lr)),
+    "soap": lambda lr: so.soap(lr, weight_decay=decay),
 }
 
 
@@ -830,7 +840,7 @@ def test_a_state_may_be_used_again_where_that_is_meant() -> None:
         ps, state = own.step(ps, grads, state)
 
 
-def whitened(x: Tensor) -> Tensor:
+def whitened(_: Any, x: Tensor) -> Tensor:
     """What needs the whole matrix, as Shampoo does."""
     CALLS.append(tuple(x.shape))
     return torch.linalg.inv(x @ x.mT + torch.eye(len(x), dtype=x.dtype)) @ x
@@ -851,7 +861,7 @@ def by_owners(strategy: Any, everyone: bool) -> tuple[float, int]:
     made = (on_everyone if everyone else on_owner)(known.each, values, whitened, muon_cost)
     calls = len(CALLS)
     got = sf.unshard(known.like(made))["stage"]
-    wanted = {name: whitened(x) for name, x in whole.items()}
+    wanted = {name: whitened(None, x) for name, x in whole.items()}
     return max((got[name] - x).abs().max().item() for name, x in wanted.items() if x.numel()), calls
 
 

@@ -36,6 +36,8 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "lion": lambda: so.lion(0.1),
     "adafactor": lambda: so.adafactor(0.1),
     "muon, masked": lambda: so.masked(so.muon(0.1), lambda path, shape: len(shape) == 2, so.adamw(0.1)),
+    "shampoo": lambda: so.shampoo(1e-2, ridge=1e-6, every=2, block=5),
+    "soap": lambda: so.soap(1e-2, every=2, block=5),
     "ema": lambda: so.ema(so.adamw(0.1), 0.9),
     "master": lambda: so.master(so.adamw(0.1)),
     "accumulated": lambda: so.accumulate(so.adamw(0.1), 2),

@@ -43,6 +43,8 @@ OPTIMIZERS: dict[str, Any] = {
     "pure": lambda: so.adamw(1e-2, donate=False),
     "adafactor": lambda: so.adafactor(1e-2),
     "muon": lambda: so.masked(so.muon(1e-2), lambda path, shape: len(shape) == 2, so.adamw(1e-3)),
+    "shampoo": lambda: so.shampoo(1e-2, ridge=1e-6, every=2, block=5),
+    "soap": lambda: so.soap(1e-2, every=2, block=5),
     "clipped, averaged": lambda: so.ema(so.chain(so.clip_by_global_norm(0.1), so.sgd(0.1)), 0.9),
 }
 STRATEGIES = {"full_shard": sf.full_shard("shard"), "zero1": sf.zero1("shard"), "ddp": sf.ddp("shard")}
@@ -68,7 +70,7 @@ def trained() -> dict[Any, float]:
 @pytest.mark.world(4)
 def test_optimizers_and_norms_count_what_lives_elsewhere(world: World) -> None:
     for found in world.run(trained):
-        assert len(found) == 18
+        assert len(found) == 3 * (1 + len(OPTIMIZERS))
         assert not {cell: x for cell, x in found.items() if not x < 1e-12}
 
 

@@ -21,6 +21,7 @@ OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
     "adamw in bfloat16": lambda: so.adamw(1e-2, state_dtype=torch.bfloat16),
     "adamw8bit": lambda: so.adamw8bit(1e-2),
     "muon": lambda: so.masked(so.muon(0.02), lambda path, shape: len(shape) == 2, so.adamw(1e-2)),
+    "soap": lambda: so.soap(1e-2, every=2, block=5),
     "adafactor": lambda: so.adafactor(1e-2),
     "torch's": lambda: so.from_torch(torch.optim.RMSprop, lr=1e-2),
 }

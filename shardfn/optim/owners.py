@@ -1,0 +1,410 @@
+"""Assembles each matrix, cut over several ranks, on one rank that owns it, and returns the results.
+
+Matrices, or blocks of large parameters, are assigned to ranks by cost, the costliest first to the rank with the least
+load. One all-to-all brings the pieces there, another returns the results; replicas share the work too. So no work is
+done twice, and a rank holds whole only the blocks it works on. An optimizer of matrices needs `on_owner`, and
+`on_everyone` where its step is to be differentiated; `muon` is the example. One that remembers something of each
+matrix keeps it where `owners` says; `shampoo` is the example.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardfn.collectives import functional
+from shardfn.collectives.ledger import record
+from shardfn.compat import process_groups
+from shardfn.mesh.axes import axis_of
+from shardfn.mesh.grid import Grid
+from shardfn.mesh.scope import mesh_of, scope_of
+from shardfn.optim.differentiable import filled, numbered, tied
+from shardfn.optim.optimizer import of_rule
+from shardfn.shards.boxes import Box, Ints, boxes, whole
+from shardfn.shards.layout import Layout, Range
+from shardfn.shards.pieces import Unit
+
+Cost = Callable[[Ints], int]  # of a block, by its shape; not a closure, as it is a key of cached plans
+Fn = Callable[["Block", Tensor], Tensor]  # from the elements of a block to as many
+
+
+def on_owner(
+    units: Sequence[Unit],
+    tensors: Sequence[Tensor | None],
+    fn: Fn,
+    cost: Cost,
+    dtype: torch.dtype | None = None,
+    most: int | None = None,
+) -> list[Tensor]:
+    """Applies `fn` to whole blocks of which ranks hold parts: one rank, the owner, computes each block.
+
+    All ranks of the mesh call it together. Each element moves once to the owner and once back, in one exchange each way
+    for all blocks that lie on the same axes.
+
+    Args:
+        units: the units that hold the parameters, whose `owners` do the work.
+        tensors: for each unit, values for the elements that this rank holds; None for a unit that is left out.
+        fn: function of a block and its elements, in `dtype` and the block's shape.
+        cost: cost of a block by its shape; balances the work.
+        dtype: dtype in which elements move; None for that of `tensors`.
+        most: length to which each dimension of a block is cut; None for parameters as they are.
+
+    Returns:
+        For each unit with values, this rank's elements of the results, in a new contiguous tensor of the same shape and
+        dtype; zero outside of the parameters.
+    """
+    results = [None if x is None else x.new_zeros(x.shape) for x in tensors]
+    groups: dict[tuple[Any, ...], list[tuple[Block, int]]] = {}
+    local: dict[str, tuple[Tensor, Tensor]] = {}
+    owner = owners(units, cost, most)
+    for unit, x, result in zip(units, tensors, results, strict=True):
+        if x is None or result is None:
+            continue
+        local |= {s.path: (x.reshape(-1)[s.start : s.stop], result.view(-1)[s.start : s.stop]) for s in unit.segments}
+        for block in blocks(unit, most):
+            groups.setdefault((*block.among, dtype or x.dtype, x.device), []).append((block, owner[block]))
+    for (grid, axes, kind, device), members in groups.items():
+        peers, here = _peers(grid, axes), [local.get(block.path) for block, _ in members]
+        plan = planned(tuple(members), peers.ranks, peers.rank)
+        _moved_and_back(plan, peers, here, torch.empty(0, dtype=kind, device=device), fn)
+    return [result for result in results if result is not None]
+
+
+def _moved_and_back(
+    plan: Plan, peers: _Peers, here: Sequence[tuple[Tensor, Tensor] | None], like: Tensor, fn: Fn
+) -> None:
+    """Runs a plan: sends parts to their owners, computes there, and writes the returned parts into the results.
+
+    `here` has this rank's elements of each block's parameter, and of its results.
+    """
+
+    def local(number: int, part: Part, which: int) -> Tensor:
+        held = here[number]
+        assert held is not None, "what is sent or wanted lies here"
+        return part.of(held[which])
+
+    if peers.group is None:  # nothing moves
+        for number, block in enumerate(plan.blocks):
+            for part in block.parts(peers.rank):
+                local(number, part, 1).copy_(fn(block, local(number, part, 0).to(like.dtype)))
+        return
+    outgoing = [[local(n, part, 0).to(like.dtype) for n, part in to] for to in plan.sent]
+    arrived = _exchanged(outgoing, plan.received, like, peers)
+    made = {}
+    for number in plan.owned:
+        x = like.new_empty(plan.blocks[number].box.sizes)
+        for part, elements in ((part, each) for n, part, each in arrived if n == number):
+            x[part.inside].copy_(elements)
+        made[number] = fn(plan.blocks[number], x)
+    outgoing = [[made[n][part.inside].to(like.dtype) for n, part in to] for to in plan.returned]
+    for number, part, x in _exchanged(outgoing, plan.wanted, like, peers):
+        local(number, part, 1).copy_(x)
+
+
+def on_everyone(
+    units: Sequence[Unit], tensors: Sequence[Tensor], fn: Fn, cost: Cost, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """As `on_owner` for matrices, by differentiable collectives: every rank has all of them, and computes all.
+
+    `fn` gets them as they are; `cost` and `dtype` are ignored.
+    """
+    del cost, dtype
+    results = []
+    for unit, tensor in zip(units, tensors, strict=True):
+        segments = {segment.path: segment for segment in unit.segments}
+        rows: dict[str, Tensor] = {}
+        ties = [tensor]
+        for matrix in blocks(unit):
+            whole = tensor.reshape(matrix.box.sizes) if matrix.layout is None else _whole(matrix, segments, tensor)
+            result = fn(matrix, whole).to(tensor.dtype)
+            ties.append(result)
+            if matrix.path in segments:
+                segment = segments[matrix.path]
+                part = None if matrix.layout is None else matrix.held(process_groups.global_rank())
+                own = result if part is None else _block(result, part)
+                rows[matrix.path] = own.reshape(-1)[segment.first : segment.first + segment.stop - segment.start]
+        results.append(filled(torch.zeros_like(tensor), unit, (rows[segment.path] for segment in unit.filled), ties))
+    return results
+
+
+# --- who owns what ---
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements of a block that a rank holds.
+
+    Attributes:
+        first: how many elements of the parameter the rank holds before those of `box`.
+        box: elements that follow each other in the rank's memory, some of which are the part.
+        common: the part.
+        block: the whole block; all three boxes are in the coordinates of the parameter.
+    """
+
+    first: int
+    box: Box
+    common: Box
+    block: Box
+
+    def of(self, held: Tensor) -> Tensor:
+        """A view of the part in all elements of the parameter that the rank holds."""
+        return held[self.first : self.first + self.box.numel].view(self.box.sizes)[self.common.within(self.box)]
+
+    @property
+    def inside(self) -> tuple[slice, ...]:
+        """The slices that select it from its block."""
+        return self.common.within(self.block)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A whole parameter of which ranks hold parts, or a box of it.
+
+    Attributes:
+        path: path of the parameter in the tree.
+        whole: shape of the parameter.
+        box: the elements.
+        layout: layout of its flat shard; None for a plain tensor, which every rank holds.
+        entry: its index in the layout.
+    """
+
+    path: str
+    whole: Ints
+    box: Box
+    layout: Layout | None = None
+    entry: int = 0
+
+    @property
+    def name(self) -> str:
+        """Path of the parameter, and where in it the block begins if it is cut."""
+        return self.path if self.box.sizes == self.whole else f"{self.path}{list(self.box.offsets)}"
+
+    @property
+    def among(self) -> tuple[Grid | None, tuple[str, ...]]:
+        """The mesh, and its axes along which ranks hold parts or copies of the parameter."""
+        if self.layout is None:
+            return None, ()
+        used = {*self.layout.placement.replicas, *self.layout.cut_axes(self.entry)}
+        return self.layout.grid, tuple(name for name, _ in self.layout.grid.sizes if name in used)
+
+    def copy(self, rank: int) -> int:
+        """Index of the copy of which a rank holds a part."""
+        if self.layout is None or not self.layout.placement.replicas:
+            return 0
+        return self.layout.grid.index(rank, self.layout.placement.replicas)
+
+    def held(self, rank: int) -> Range | None:
+        """The range of elements of the parameter that a rank holds; None if it holds none."""
+        if self.layout is None:
+            return Range(self.path, 0, math.prod(self.whole), self.whole, (0,) * len(self.whole))
+        own = self.layout.entries[self.entry].path
+        return next((held for held in self.layout.ranges(rank) if held.path == own), None)
+
+    def parts(self, rank: int) -> Iterator[Part]:
+        """The elements of the block that a rank holds."""
+        held, first = self.held(rank), 0
+        if held is None:
+            return
+        for box in boxes(held.shape, held.start, held.stop):
+            moved = box.moved(held.corner)
+            common = moved.common(self.box)
+            if common is not None:
+                yield Part(first, moved, common, self.box)
+            first += box.numel
+
+
+def _listed(
+    layout: Layout, entries: tuple[int, ...], paths: tuple[str, ...], most: int | None = None
+) -> tuple[Block, ...]:
+    rows = [(path, layout.whole_shape(number), number) for number, path in zip(entries, paths, strict=True)]
+    return tuple([Block(path, shape, box, layout, n) for path, shape, n in rows for box in _cut(shape, most)])
+
+
+_of_layout = functools.lru_cache(maxsize=4096)(_listed)
+
+
+def blocks(unit: Unit, most: int | None = None) -> tuple[Block, ...]:
+    """The parameters of a unit that have elements, cut into blocks of at most `most` along each dimension."""
+    if unit.layout is None:
+        return tuple([Block(s.path, s.whole, box) for s in unit.filled for box in _cut(s.whole, most)])
+    listed = _listed if torch.compiler.is_compiling() else _of_layout  # a graph cannot look into a cache
+    return listed(unit.layout, unit.entries, tuple(map(unit.path, unit.entries)), most)
+
+
+def _cut(shape: Ints, most: int | None) -> list[Box]:
+    """The boxes into which a tensor is cut; none if it is empty, needs no work, and no rank has a part of it."""
+    if not math.prod(shape):
+        return []
+    if most is None:
+        return [whole(shape)]
+    ranges = [[(at, min(most, n - at)) for at in range(0, n, most)] for n in shape]
+    return [Box(tuple(at for at, _ in place), tuple(n for _, n in place)) for place in itertools.product(*ranges)]
+
+
+def owners(units: Sequence[Unit], cost: Cost, most: int | None = None) -> dict[Block, int]:
+    """The rank that works on each block of these units: the same on all ranks that share the work."""
+    groups: dict[tuple[Grid | None, tuple[str, ...]], list[Block]] = {}
+    for unit in units:
+        for block in blocks(unit, most):
+            groups.setdefault(block.among, []).append(block)
+    found: dict[Block, int] = {}
+    for (grid, axes), members in groups.items():
+        ranks = _peers(grid, axes).ranks
+        found |= zip(members, [ranks[i] for i in _assigned(tuple(members), len(ranks), cost)], strict=True)
+    return found
+
+
+Share = tuple[int, Part]  # index of a block, and elements of it
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which rank works on which block, and what ranks exchange.
+
+    Attributes:
+        blocks: all blocks of the exchange.
+        owned: indices of the blocks that this rank works on.
+        sent: for each peer, the shares that this rank sends to it as owner.
+        received: for each peer, the shares of this rank's blocks that come from it.
+        returned: for each peer, the shares of this rank's results that the peer holds, on all copies.
+        wanted: for each peer, the shares of its results that this rank holds.
+    """
+
+    blocks: tuple[Block, ...]
+    owned: tuple[int, ...]
+    sent: tuple[tuple[Share, ...], ...]
+    received: tuple[tuple[Share, ...], ...]
+    returned: tuple[tuple[Share, ...], ...]
+    wanted: tuple[tuple[Share, ...], ...]
+
+
+@functools.lru_cache(maxsize=256)
+def planned(owned: tuple[tuple[Block, int], ...], peers: tuple[int, ...], rank: int) -> Plan:
+    """The plan for blocks on the same axes and their owners, as `rank` sees it."""
+
+    def shares(holder: int, owner: int, same_copy: bool) -> tuple[Share, ...]:
+        held: list[Share] = []
+        for number, (block, its) in enumerate(owned):
+            if its == owner and (not same_copy or block.copy(holder) == block.copy(owner)):
+                held += [(number, part) for part in block.parts(holder)]
+        return tuple(held)
+
+    return Plan(
+        tuple(block for block, _ in owned),
+        tuple(number for number, (_, owner) in enumerate(owned) if owner == rank),
+        tuple(shares(rank, peer, True) for peer in peers),
+        tuple(shares(peer, rank, True) for peer in peers),
+        tuple(shares(peer, rank, False) for peer in peers),
+        tuple(shares(rank, peer, False) for peer in peers),
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _assigned(blocks: tuple[Block, ...], workers: int, cost: Cost) -> list[int]:
+    return assigned([cost(block.box.sizes) for block in blocks], workers)
+
+
+def assigned(costs: Sequence[int], workers: int) -> list[int]:
+    """A worker for each job: the costliest job first, to the worker with the least load (Graham's rule)."""
+    load, worker_of = [0] * workers, [0] * len(costs)
+    for job in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        worker_of[job] = min(range(workers), key=lambda w: (load[w], w))
+        load[worker_of[job]] += costs[job]
+    return worker_of
+
+
+# --- what travels ---
+
+
+@dataclass(frozen=True)
+class _Peers:
+    """The ranks along some axes that share the work, and this one; `group` is None if it is alone."""
+
+    axes: tuple[str, ...]
+    name: str
+    group: Any
+    ranks: tuple[int, ...]
+    rank: int
+
+
+def _peers(grid: Grid | None, axes: tuple[str, ...]) -> _Peers:
+    rank = process_groups.global_rank()
+    if grid is None or not axes:
+        return _Peers((), "", None, (rank,), rank)
+    axis = axis_of(mesh_of(grid, "a tree"), axes)
+    group = process_groups.group_of(axis.group) if axis.size > 1 else None
+    return _Peers(axes, axis.group, group, tuple(dist.get_process_group_ranks(group)) if group else (rank,), rank)
+
+
+def _exchanged(
+    outgoing: list[list[Tensor]], incoming: Sequence[Sequence[Share]], like: Tensor, peers: _Peers
+) -> list[tuple[int, Part, Tensor]]:
+    """Exchanges elements; returns what the peers sent: index of a block, part, and its elements in their shape."""
+    sizes = [sum(x.numel() for x in to) for to in outgoing]
+    expected = [sum(part.common.numel for _, part in shares) for shares in incoming]
+    flat = torch.cat([like, *(x.reshape(-1) for to in outgoing for x in to)])
+    received = like.new_empty(sum(expected))
+    remote = flat.numel() - sizes[peers.ranks.index(peers.rank)]
+    record("all_to_all", peers.name, like.dtype, remote * like.element_size(), "native", peers.axes)
+    dist.all_to_all_single(received, flat, expected, sizes, group=peers.group)
+    parts = [share for shares in incoming for share in shares]
+    pieces = received.split([part.common.numel for _, part in parts])
+    return [(n, part, x.view(part.common.sizes)) for (n, part), x in zip(parts, pieces, strict=True)]
+
+
+def _block(whole: Tensor, part: Range) -> Tensor:
+    """The block of a matrix in which the range `part` lies: the value that a rank computes with."""
+    (row, column), (rows, columns) = part.corner, part.shape
+    return whole[row : row + rows, column : column + columns]
+
+
+def _whole(matrix: Block, segments: dict[str, Any], update: Tensor) -> Tensor:
+    """Gathers a matrix on every rank, by a sum of zero-padded parts, which can be differentiated."""
+    assert matrix.layout is not None, "what is gathered lies in a layout"
+    full = update.new_zeros(matrix.whole)
+    part = matrix.held(process_groups.global_rank())
+    if part is not None and matrix.path in segments:
+        segment = segments[matrix.path]
+        block = torch.nn.functional.pad(
+            update.reshape(-1)[segment.start : segment.stop], (part.start, part.shape[0] * part.shape[1] - part.stop)
+        ).view(part.shape)
+        (row, column), (rows, columns) = part.corner, part.shape
+        full = torch.nn.functional.pad(
+            block, (column, matrix.whole[1] - column - columns, row, matrix.whole[0] - row - rows)
+        )
+    cut = matrix.layout.cut_axes(matrix.entry)
+    if not cut:
+        return full
+    with scope_of(matrix.layout.grid, "a tree"):
+        return functional.pvary(functional.psum(tied(full, [update]), cut), cut)
+
+
+def moved(
+    unit: Unit, direction: Tensor, now: dict[str, Any], donate: bool, scale: Callable[[Ints], float] = lambda _: 1.0
+) -> Tensor:
+    """A unit's values after a step along a direction, times `scale` of each parameter's shape, with weight decay."""
+    flat = unit.values.reshape(-1)
+    parts: list[Tensor] = []
+    rates, ties = numbered(now["lr"], unit)
+    for segment in unit.filled:
+        rate = rates[segment.path] * scale(segment.whole)
+        keep = 1 - rates[segment.path] * of_rule(now["weight_decay"], segment)
+        p, along = (x.reshape(-1)[segment.start : segment.stop] for x in (flat, direction))
+        along = along.to(flat.dtype)
+        if donate:
+            p.mul_(keep)
+            # As `alpha` a tensor would be read by the host, which waits for the device.
+            p.sub_(along * rate) if isinstance(rate, Tensor) else p.add_(along, alpha=-rate)
+        else:
+            parts.append(p * keep - rate * along)
+    if donate:
+        return unit.values if unit.values.is_contiguous() else unit.values.copy_(flat.view(unit.values.shape))
+    return filled(unit.values, unit, parts, [direction, *ties])

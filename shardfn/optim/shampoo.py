@@ -1,0 +1,358 @@
+"""Shampoo and SOAP on flat shards: each block of a tensor, and all that is remembered of it, is on one rank.
+
+So a step moves gradients there and directions back, as Muon's does, and the factors, of `d x d` numbers for a dimension
+of length `d`, never travel. In a checkpoint they have names and shapes that do not depend on ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn.compat import dynamo, process_groups
+from shardfn.mesh.spec import P, dotted, joined
+from shardfn.optim.differentiable import refuse_overwriting
+from shardfn.optim.elementwise import Schedule, adamw
+from shardfn.optim.hyperparameters import at_step, check, check_rule, constants, whole
+from shardfn.optim.norms import wide
+from shardfn.optim.optimizer import Optimizer, Rule
+from shardfn.optim.owners import Block, blocks, moved, on_owner, owners
+from shardfn.optim.state_offload import on_whole
+from shardfn.optim.wrappers import masked
+from shardfn.shards.boxes import Ints
+from shardfn.shards.layout import FlatShard, Layout, is_flat, lay
+from shardfn.shards.pieces import Unit, Units, pairs, refuse_complex, slot, spread, units
+from shardfn.shards.placement import Placement
+
+Direction = Callable[[Tensor, dict[str, Any], int, dict[str, float]], Tensor]
+"""From the gradient of a block, what is remembered of it (overwritten), its count of steps, and its numbers."""
+
+
+def shampoo(
+    lr: float | Tensor | Schedule,
+    *,
+    b1: float | Rule = 0.9,
+    b2: float | Rule = 0.999,
+    eps: float | Rule = 1e-8,
+    ridge: float | Rule = 1e-12,
+    exponent: float | None = None,
+    graft: bool = True,
+    every: int = 10,
+    block: int = 1024,
+    weight_decay: float | Rule = 0.0,
+    donate: bool = True,
+) -> Optimizer:
+    r"""Shampoo, grafted to Adam; overwrites parameters and state unless `donate=False`.
+
+    A factor :math:`L_i \leftarrow \beta_2 L_i + (1 - \beta_2) G_i G_i^\top` for each dimension of a tensor, where
+    :math:`G_i` is the gradient as a matrix whose rows are along it. The direction is Adam's mean :math:`\hat m`, each
+    dimension of which is multiplied by :math:`(\hat L_i + \epsilon_L I)^{-1 / 2k}` for :math:`k` dimensions, and scaled
+    to the norm of Adam's step :math:`\hat m / (\sqrt{\hat v} + \epsilon)`; hats divide by :math:`1 - \beta^t`. Then
+    :math:`p \leftarrow (1 - \eta \lambda) p - \eta d`. Dimensions of length 1 do not count, longer ones than `block`
+    are cut, and each block is a tensor of its own. Vectors are updated by `adamw`.
+
+    State: two numbers a parameter, and :math:`2 d^2` for each dimension of a block, in float32 or wider; on the rank
+    that works on the block.
+
+    Args:
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the step number, which begins at 1.
+        b1: :math:`\beta_1`, from 0 to below 1, or a rule: decay of the mean of gradients, the momentum.
+        b2: :math:`\beta_2`, from 0 to below 1, or a rule: decay of factors and of the mean of squared gradients.
+        eps: :math:`\epsilon`, 0 or more, or a rule: keeps Adam's divisor above 0.
+        ridge: :math:`\epsilon_L`, above 0, or a rule: is added to the eigenvalues of factors.
+        exponent: power of the factors' inverses; None for :math:`1 / 2k`.
+        graft: whether to scale directions to Adam's.
+        every: steps from one computation of the roots to the next; the first step computes them.
+        block: longest dimension of a block.
+        weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
+        donate: whether to overwrite parameters and state. The step has no derivative in either case.
+
+    Returns:
+        An `Optimizer` for parameters of real floating-point dtypes.
+
+    Raises:
+        TypeError, ValueError: an argument is not a number, or out of its range; `init` also for complex parameters, and
+            `step` for a step count that is a tensor.
+        RuntimeError: by `step`, where it would be differentiated or compiled.
+
+    Sources: Gupta et al., Shampoo: preconditioned stochastic tensor optimization (2018), algorithm 2; Shi et al., A
+        distributed data-parallel PyTorch implementation of the distributed Shampoo optimizer (2023), algorithm 2.
+
+    Example:
+        ``shampoo(warmup_cosine(3e-4, warmup=100, steps=10_000), every=50)``
+    """
+    numbers = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "ridge": ridge, "weight_decay": weight_decay}
+    check("shampoo", numbers | ({} if exponent is None else {"exponent": exponent}) | {"graft": graft}, numbers)
+
+    def direction(g: Tensor, kept: dict[str, Any], t: int, n: dict[str, float]) -> Tensor:
+        mean, square = _moments(kept, g, g, t, n)
+        for i, (factor, root) in enumerate(zip(kept["factors"], kept["bases"], strict=True)):
+            factor.lerp_(_gram(g, i), 1 - n["b2"])
+            if (t - 1) % every == 0:
+                root.copy_(_root(factor / (1 - n["b2"] ** t), exponent or 1 / (2 * g.ndim), n["ridge"]))
+        along = _turned(mean, kept["bases"], 0)
+        if not graft:
+            return along
+        adams = (mean / (square.sqrt() + n["eps"])).norm()
+        return along * (adams / along.norm().clamp(min=torch.finfo(along.dtype).tiny))
+
+    return _optimizer("shampoo", direction, numbers, every, block, donate)
+
+
+def soap(
+    lr: float | Tensor | Schedule,
+    *,
+    b1: float | Rule = 0.95,
+    b2: float | Rule = 0.95,
+    eps: float | Rule = 1e-8,
+    every: int = 10,
+    block: int = 8192,
+    weight_decay: float | Rule = 0.01,
+    donate: bool = True,
+) -> Optimizer:
+    r"""SOAP: Adam in the eigenbases of Shampoo's factors; overwrites parameters and state unless `donate=False`.
+
+    Shampoo's factors :math:`L_i` have the eigenbases :math:`Q_i`. Adam's mean of gradients and each gradient are
+    multiplied by :math:`Q_i^\top` along each dimension, Adam's step is computed there, and multiplied by :math:`Q_i`.
+    Then :math:`p \leftarrow (1 - \eta \lambda) p - \eta d`. The first step computes the bases and moves nothing;
+    every `every` steps after it, one step of power iteration, :math:`Q_i \leftarrow \mathrm{QR}(L_i Q_i)`, follows the
+    factors. Eigenvectors for eigenvalues that are 0 up to rounding, of which there are many at first, are chosen alike
+    on any number of ranks. Vectors are updated by `adamw`, from the first step on.
+
+    State: as Shampoo's.
+
+    Args:
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the step number, which begins at 1.
+        b1: :math:`\beta_1`, from 0 to below 1, or a rule: decay of the mean of gradients.
+        b2: :math:`\beta_2`, from 0 to below 1, or a rule: decay of factors and of the mean of squared gradients.
+        eps: :math:`\epsilon`, 0 or more, or a rule: keeps Adam's divisor above 0.
+        every: steps from one power iteration to the next.
+        block: longest dimension of a block.
+        weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
+        donate: as for `shampoo`.
+
+    Returns:
+        An `Optimizer` for parameters of real floating-point dtypes.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as for `shampoo`.
+
+    Sources: Vyas et al., SOAP: improving and stabilizing Shampoo using Adam (2024), algorithm 3.
+
+    Example:
+        ``soap(3e-3, weight_decay=lambda path, shape: 0.01 if len(shape) > 1 else 0.0)``
+    """
+    numbers = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
+    check("soap", numbers, numbers)
+
+    def direction(g: Tensor, kept: dict[str, Any], t: int, n: dict[str, float]) -> Tensor:
+        bases, factors, along = kept["bases"], kept["factors"], torch.zeros_like(g)
+        if t > 1:
+            mean, square = _moments(kept, g, _turned(g, bases, 0), t - 1, n)
+            along = _turned(_turned(mean, bases, 0) / (square.sqrt() + n["eps"]), bases, 1)
+        for i, (factor, basis) in enumerate(zip(factors, bases, strict=True)):
+            factor.lerp_(_gram(g, i), 1 - n["b2"])
+            if t == 1:
+                basis.copy_(_eigenbasis(factor))
+            elif (t - 1) % every == 0:
+                _iterate(factor, basis, kept["square"], i)
+        return along
+
+    return _optimizer("soap", direction, numbers, every, block, donate, rests=1)
+
+
+# --- one step, of any direction ---
+
+
+def _optimizer(
+    name: str, direction: Direction, numbers: dict[str, Any], every: int, most: int, donate: bool, rests: int = 0
+) -> Optimizer:
+    """An optimizer by a direction for each block, and `adamw` for vectors; the first `rests` steps move no block."""
+    whole(name, "every", every, 1)
+    whole(name, "block", most, 1)
+    check(name, {"donate": donate})
+
+    def init(params: Any) -> Any:
+        refuse_complex(units(params), name)
+        each = _trained(units(params))
+        owner = owners(each, cost, most)
+        kept = {block.name: _new(unit, block, owner[block]) for unit in each for block in blocks(unit, most)}
+        counts = {path: 0 for unit in each for _, path, _ in spread(unit)}
+        return {"step": 0, "numbers": constants(numbers), "counts": counts, "blocks": kept}
+
+    def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
+        count, leaves = state["step"] + 1, units(params)
+        _refuse(name, count, params, grads, state)
+        now = numbers | state["numbers"]
+        now["lr"] = at_step(now["lr"], count)
+        each = _trained(leaves)
+        gs = [grad for unit, grad in pairs(leaves, grads) if unit.trainable]
+        counts, rates = dict(state["counts"]), {}
+        for unit, g in zip(each, gs, strict=True):
+            for _, path, shape in spread(unit):
+                counts[path] += g is not None
+                rates[path] = _of_rules(now, path, shape)
+        with torch.no_grad():
+            kept = state["blocks"] if donate else optree.tree_map(torch.clone, state["blocks"])
+
+            def of_block(block: Block, g: Tensor) -> Tensor:
+                own = kept[block.name]
+                own = optree.tree_unflatten(own.layout.tree, own.layout.views(own.values)) if is_flat(own) else own
+                x = g.to(own["mean"].dtype).view(own["mean"].shape)
+                return direction(x, own, counts[block.path], rates[block.path]).view(g.shape)
+
+            along = iter(on_owner(each, gs, of_block, cost, most=most))
+            now["weight_decay"] = lambda path, _: rates[path]["weight_decay"] * (counts[path] > rests)
+            has = iter(g is not None for g in gs)
+            values = [
+                moved(unit, next(along), now, donate) if unit.trainable and next(has) else unit.values
+                for unit in leaves.each
+            ]
+        new = params if donate else leaves.like(values)
+        return new, state | {"step": count, "counts": counts, "blocks": kept}
+
+    others = {key: numbers[key] for key in ("lr", "b1", "b2", "eps", "weight_decay")}
+    matrices = Optimizer(init, on_whole(step))
+    return masked(matrices, lambda path, shape: sum(n != 1 for n in shape) > 1, adamw(**others, donate=donate))
+
+
+def _trained(leaves: Units) -> list[Unit]:
+    return [unit for unit in leaves.each if unit.trainable]
+
+
+def _of_rules(now: dict[str, Any], path: str, shape: Ints) -> dict[str, float]:
+    """The numbers of a parameter, by every rank: an error on its owner alone would leave the others waiting."""
+    found = {key: value(path, shape) if callable(value) else value for key, value in now.items() if key != "lr"}
+    check_rule(path, tuple(found.items()))
+    return found
+
+
+def _refuse(name: str, count: Any, *trees: Any) -> None:
+    """Raises an error where the step would be differentiated, compiled or captured."""
+    if torch.compiler.is_compiling():
+        dynamo.refuse_in_graph(
+            f"{name}: the host decides in which steps to decompose matrices, which a graph of torch.compile cannot "
+            f"hold: call the optimizer's step outside of what is compiled"
+        )
+    if isinstance(count, Tensor):
+        raise TypeError(
+            f"{name}: in which steps to decompose matrices depends on the step number, which the host must know: take "
+            f"the optimizer's step out of what is captured as a graph"
+        )
+    refuse_overwriting(name, *trees, does="has no derivative", instead="call its step outside of that")
+
+
+# --- what is remembered of a block, and where ---
+
+
+def _kept(block: Block) -> dict[str, Any]:
+    """The shapes of what is remembered of a block: of its elements, and of each dimension."""
+    shape = tuple(n for n, length in zip(block.box.sizes, block.whole, strict=True) if length != 1)
+    square = [(n, n) for n in shape]
+    return {"mean": shape, "square": shape, "factors": square, "bases": square}
+
+
+def _ints(x: Any) -> bool:
+    return isinstance(x, tuple)
+
+
+def _new(unit: Unit, block: Block, owner: int) -> Any:
+    """What is remembered of a block before the first step: zeros."""
+    x = unit.values
+    if block.layout is None:
+        return optree.tree_map(lambda shape: x.new_zeros(shape, dtype=wide(x)), _kept(block), is_leaf=_ints)
+    layout = _layout_of(block, owner, wide(x))
+    return FlatShard(slot(unit, (layout.held(process_groups.global_rank()),), layout.dtype), layout)
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout_of(block: Block, owner: int, dtype: torch.dtype) -> Layout:
+    """The layout of what is remembered of a block: all of it is on its owner."""
+    (grid, axes), layout = block.among, block.layout
+    assert grid is not None, "what has an owner lies on a mesh"
+    assert layout is not None, "what has an owner lies on a mesh"
+    accessors, shapes, tree = optree.tree_flatten_with_accessor(_kept(block), is_leaf=_ints)
+    rows = enumerate(zip(accessors, shapes, strict=True))
+    parts = [(joined(block.name, dotted(accessor)), (i,), shape, P()) for i, (accessor, shape) in rows]
+    at = tuple((axis, grid.index(owner, axis)) for axis in axes)
+    return lay(block.name, tree, parts, dtype, True, Placement(only_at=at, tiers=layout.placement.tiers), grid)
+
+
+def cost(shape: Ints) -> int:
+    """Operations for a block: three products with each dimension's matrix, and in every tenth step its eigenvectors."""
+    return sum(6 * math.prod(shape) * n + 3 * n**3 for n in shape if n > 1)
+
+
+# --- arithmetic of a block ---
+
+
+def _moments(kept: dict[str, Any], g: Tensor, of_square: Tensor, t: int, n: dict[str, float]) -> tuple[Tensor, Tensor]:
+    """Adam's means of gradients and of squares after this step, without their bias."""
+    mean, square = kept["mean"].lerp_(g, 1 - n["b1"]), kept["square"].lerp_(of_square.square(), 1 - n["b2"])
+    return mean / (1 - n["b1"] ** t), square / (1 - n["b2"] ** t)
+
+
+def _gram(g: Tensor, i: int) -> Tensor:
+    """Products of the slices of a tensor along dimension `i`, `[d, d]`."""
+    rows = g.movedim(i, 0).flatten(1)
+    return rows @ rows.mT
+
+
+def _turned(x: Tensor, matrices: list[Tensor], dim: int) -> Tensor:
+    """A tensor whose every dimension is contracted with dimension `dim` of its matrix."""
+    for matrix in matrices:  # each puts the first dimension last, so all of them restore the order
+        x = torch.tensordot(x, matrix, dims=([0], [dim]))
+    return x
+
+
+def _eigh(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As `torch.linalg.eigh`; nan, on which that fails, gives nan, as one rank alone must not raise."""
+    clean, nan = torch.nan_to_num(x, 0.0, 0.0, 0.0), 0 * x.sum()
+    try:
+        values, vectors = torch.linalg.eigh(clean)
+    except RuntimeError:  # in float32 it may not converge
+        values, vectors = torch.linalg.eigh(clean.double())
+    return values.to(x.dtype) + nan, vectors.to(x.dtype) + nan
+
+
+def _root(factor: Tensor, exponent: float, ridge: float) -> Tensor:
+    """The power `-exponent` of a factor whose eigenvalues are 0 or more up to rounding."""
+    values, vectors = _eigh(factor)
+    values = values - values[0].clamp(max=0) + ridge
+    return vectors * values**-exponent @ vectors.mT
+
+
+def _eigenbasis(factor: Tensor) -> Tensor:
+    """Eigenvectors of a factor as columns, by falling eigenvalue.
+
+    In the space of eigenvalues that are 0 up to rounding any basis would do, and rounding would choose it. There it is
+    that of a fixed matrix without equal eigenvalues.
+    """
+    values, vectors = _eigh(factor)
+    zero = vectors * (values <= _least(values)) @ vectors.mT
+    fixed = 2 + torch.arange(1.0, len(factor) + 1, dtype=factor.dtype, device=factor.device).cos()
+    return _eigh(factor - values[-1] * (zero * fixed) @ zero)[1].flip(1)
+
+
+def _iterate(factor: Tensor, basis: Tensor, square: Tensor, i: int) -> None:
+    """A step of power iteration; overwrites a basis, and Adam's squares along dimension `i`, which it sorts.
+
+    Vectors with eigenvalues that are 0 up to rounding stay: the product is rounding alone.
+    """
+    product = factor @ basis
+    values = (basis * product).sum(0)
+    order = values.argsort(descending=True)
+    product = torch.where(values > _least(values), product, basis)
+    basis.copy_(torch.linalg.qr(product[:, order]).Q)
+    square.copy_(square.index_select(i, order))
+
+
+def _least(values: Tensor) -> Tensor:
+    """What rounding adds to eigenvalues."""
+    return values.max() * len(values) * torch.finfo(values.dtype).eps
