@@ -29,12 +29,12 @@ class WrittenOut(TorchFunctionMode):
 
     def __enter__(self) -> WrittenOut:
         _thread.inside = getattr(_thread, "inside", 0) + 1
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         _thread.inside -= 1
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _WRITTEN.get(func, func)(*args, **(kwargs or {}))
