@@ -19,15 +19,14 @@ from torch import Tensor
 
 from shardfn.collectives import functional
 from shardfn.compat import autograd, functorch
-from shardfn.curvature.row_gradients import AT_ONCE
 from shardfn.curvature.row_stages import stages_apart
 from shardfn.curvature.row_uses import Key, Norms
 from shardfn.curvature.rows import Task, Way, cannot
+from shardfn.curvature.vectors import random
 from shardfn.mesh.axes import per_mesh
 from shardfn.mesh.lanes import lane
 from shardfn.mesh.scope import current_mesh, mesh_of, scope
 from shardfn.optim.norms import global_norm
-from shardfn.optim.rounding import drawn
 from shardfn.quoting import listed, short
 from shardfn.shards.layout import Layout, is_flat
 from shardfn.shards.pieces import Unit, units
@@ -204,7 +203,9 @@ def dp_grads(
     def noisy(unit: Unit) -> Any:
         if not unit.trainable or unit.values is None:
             return unit.values
-        return (unit.values + noise * clip * _normal(unit, salt)) / size if noise else unit.values / size
+        if not noise:
+            return unit.values / size
+        return (unit.values + (noise * clip * random(unit, "normal", salt)).to(unit.values.dtype)) / size
 
     return leaves.like(noisy(unit) for unit in leaves.each)
 
@@ -474,18 +475,3 @@ def _summed(params: Any, gradient: Any) -> Any:
     return optree.tree_map(
         lambda node: node if is_flat(node) or not moves(node) else _over_ranks(params, node), gradient, is_leaf=is_flat
     )
-
-
-# --- noise ---
-
-
-def _normal(unit: Unit, salt: tuple[Any, ...]) -> Tensor:
-    """Normal numbers for the elements of a unit, and zeros where no parameter is: the same on any mesh."""
-    noise = torch.zeros_like(unit.values).reshape(-1)
-    for segment in unit.filled:
-        for start in range(segment.start, segment.stop, AT_ONCE):
-            stop = min(start + AT_ONCE, segment.stop)
-            a, b, c, d = (bits.double() for bits in drawn(unit, start, stop, 4, salt))
-            radius = torch.log((a * 2**16 + b + 0.5) / 2**32).mul_(-2).sqrt_()
-            noise[start:stop] = radius.mul_(torch.cos((c * 2**16 + d).mul_(2 * math.pi / 2**32))).to(noise.dtype)
-    return noise.view_as(unit.values)

@@ -177,14 +177,7 @@ class Space:
         An element depends on the seed, the number, the parameter's path and its place there, but not on the mesh,
         unless `specs=` cut the parameter.
         """
-        vector = self.zeros()
-        for unit, into in zip(self.moving, vector, strict=True):
-            step = elements_at_a_time(into.device, CHUNK, 2**22)
-            for part in unit.filled:
-                for start in range(part.start, part.stop, step):
-                    stop = min(start + step, part.stop)
-                    into.view(-1)[start:stop] = _random(unit, start, stop, kind, (seed, number))
-        return vector
+        return [random(unit, kind, (kind, seed, number)) for unit in self.moving]
 
 
 def refuse_derivative(tensors: Sequence[Tensor], name: str) -> None:
@@ -212,13 +205,21 @@ def _own(x: Tensor, layout: Layout | None) -> Tensor:
     return x.detach()[start : start + fine.piece]
 
 
-def _random(unit: Unit, start: int, stop: int, kind: Kind, salt: tuple[int, int]) -> Tensor:
-    if kind == "signs":
-        (bits,) = drawn(unit, start, stop, 1, ("signs", *salt))
-        return 1.0 - 2.0 * (bits & 1)
-    parts = [bits.double() for bits in drawn(unit, start, stop, 4, ("normal", *salt))]
-    one, other = ((high * 2**16 + low + 0.5) / 2**32 for high, low in (parts[:2], parts[2:]))
-    return (-2 * one.log()).sqrt() * (2 * torch.pi * other).cos()  # Box and Muller (1958)
+def random(unit: Unit, kind: Kind, salt: tuple[Any, ...]) -> Tensor:
+    """Random numbers for the elements of a leaf, in float32 or wider, and zeros where no parameter is."""
+    into = torch.zeros_like(unit.values, dtype=wide(unit.values), memory_format=torch.contiguous_format)
+    step = elements_at_a_time(into.device, CHUNK, 2**22)
+    for part in unit.filled:
+        for start in range(part.start, part.stop, step):
+            stop = min(start + step, part.stop)
+            bits = [x.double() for x in drawn(unit, start, stop, 4 if kind == "normal" else 1, salt)]
+            if kind == "signs":
+                numbers = 1 - 2 * (bits[0] % 2)
+            else:  # Box and Muller (1958)
+                radius = (-2 * ((bits[0] * 2**16 + bits[1] + 0.5) / 2**32).log()).sqrt()
+                numbers = radius * (2 * math.pi * (bits[2] * 2**16 + bits[3]) / 2**32).cos()
+            into.view(-1)[start:stop] = numbers
+    return into
 
 
 def add_(into: Vector, x: Vector, factor: float = 1.0) -> Vector:
