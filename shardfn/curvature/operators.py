@@ -20,7 +20,7 @@ from shardfn.collectives.agree import agree
 from shardfn.curvature.vectors import Space, Vector, add_
 from shardfn.optim.norms import wide
 from shardfn.shards.random import int_seed
-from shardfn.transforms.autodiff import grad, name_of
+from shardfn.transforms.autodiff import grad, name_of, value_and_grad
 from shardfn.transforms.fitting import together
 from shardfn.transforms.jvp import jvp
 from shardfn.transforms.shortage import RandomNumbers
@@ -102,8 +102,8 @@ def hvp(f: Function, params: Any, batches: Iterable[Any] | None = None) -> Opera
     gradients, and as much time as three.
 
     Args:
-        f: `(params, *batch) -> loss`, or `(params, batch)` if a batch is no tuple; `(params)` without batches. As for
-            `sf.grad`: reduced over the ranks with other rows.
+        f: `(params, *batch) -> loss`, or `(params, batch)` if a batch is no tuple or list; `(params)` without batches.
+            It is reduced over the ranks with other rows, so that it is the same on all.
         params: the parameters, at which the Hessian is taken. They must not be overwritten while it is in use.
         batches: this rank's batches, as many on each rank. They are read again for each product, in order: a list, say.
 
@@ -112,6 +112,7 @@ def hvp(f: Function, params: Any, batches: Iterable[Any] | None = None) -> Opera
 
     Raises:
         TypeError: batches that cannot be read twice, such as a generator.
+        ValueError: by a product, a loss that differs between ranks.
         As `Operator`, and in products as `sf.jvp` and `sf.grad`.
 
     Sources: Pearlmutter, Fast exact multiplication by the Hessian (1994).
@@ -122,9 +123,12 @@ def hvp(f: Function, params: Any, batches: Iterable[Any] | None = None) -> Opera
 
     def product(values: Vector, v: Vector, space: Space, batch: tuple[Any, ...]) -> Any:
         def gradient(values: Vector) -> Any:
-            return grad(lambda p: f(p, *batch))(space.variables.tree(values))
+            loss, g = value_and_grad(lambda p: f(p, *batch))(space.variables.tree(values))
+            return g, loss.detach()
 
-        return jvp(gradient, (values,), (v,))[1]
+        _, product, loss = jvp(gradient, (values,), (v,), has_aux=True)
+        space.same(loss)
+        return product
 
     return _summed(product, params, batches, f"hvp of {name_of(f)}")
 
@@ -153,7 +157,8 @@ def ggn(model: Function, loss: Function, params: Any, batches: Iterable[Any] | N
         ``G = ggn(lambda p, x, y: model(p, x), lambda z, x, y: sf.psum(mse(z, y), "data"), params, batches)``
     """
 
-    def curved(z: Any, dz: Any, batch: tuple[Any, ...]) -> Any:
+    def curved(z: Any, dz: Any, batch: tuple[Any, ...], space: Space) -> Any:
+        space.same(loss(z, *batch))
         return jvp(grad(lambda z: loss(z, *batch)), (z,), (dz,))[1]
 
     return _through(model, curved, params, batches, f"ggn of {name_of(model)}")
@@ -198,7 +203,7 @@ def fisher(
     if draws is None or (draws < 1 and labels != "expected"):
         raise ValueError(f"fisher: labels={labels!r}; it is 'expected', 'drawn', or a number of draws above 0")
 
-    def expected(z: Any, dz: Any, batch: tuple[Any, ...]) -> Any:
+    def expected(z: Any, dz: Any, batch: tuple[Any, ...], space: Space) -> Any:
         fixed = likelihood(z, *batch)
 
         def divergence(z: Any) -> Tensor:
@@ -206,7 +211,7 @@ def fisher(
 
         return jvp(grad(divergence), (z,), (dz,))[1]
 
-    def drawn(z: Any, dz: Any, batch: tuple[Any, ...]) -> Any:
+    def drawn(z: Any, dz: Any, batch: tuple[Any, ...], space: Space) -> Any:
         total = None
         for _ in range(draws or 0):
             label = likelihood(z, *batch).sample()
@@ -237,11 +242,11 @@ def empirical_fisher(losses: Function, params: Any, batches: Iterable[Any] | Non
     Example:
         ``A = empirical_fisher(lambda p, x, y: F.cross_entropy(model(p, x), y, reduction="none"), params, batches)``
     """
-    return _through(losses, lambda z, dz, batch: dz, params, batches, f"empirical_fisher of {name_of(losses)}")
+    return _through(losses, lambda z, dz, batch, space: dz, params, batches, f"empirical_fisher of {name_of(losses)}")
 
 
 def _through(model: Function, curved: Function, params: Any, batches: Iterable[Any] | None, name: str) -> Operator:
-    r"""The operator :math:`\sum J^\top C J`, with `curved(z, dz, batch)` for :math:`C \, dz`."""
+    r"""The operator :math:`\sum J^\top C J`, with `curved(z, dz, batch, space)` for :math:`C \, dz`."""
 
     def product(values: Vector, v: Vector, space: Space, batch: tuple[Any, ...]) -> Any:
         def outputs(values: Vector) -> Any:
@@ -250,7 +255,7 @@ def _through(model: Function, curved: Function, params: Any, batches: Iterable[A
         z, dz = jvp(outputs, (values,), (v,))
         if all(dy is None for dy in _tensors(dz)):
             raise TypeError(f"{name}: the model returns no floating-point tensor")
-        u = curved(z, dz, batch)
+        u = curved(z, dz, batch, space)
 
         def paired(p: Any) -> Tensor:  # whose gradient is the transpose of the model at u
             pairs = zip(_tensors(model(p, *batch)), _tensors(u), strict=True)
@@ -302,6 +307,6 @@ def each_of(batches: Iterable[Any] | None, name: str) -> Iterator[tuple[Any, ...
     """The arguments of a function besides the parameters, for each batch; raises ValueError if there is none."""
     number = 0
     for number, batch in enumerate([()] if batches is None else batches, 1):  # noqa: B007
-        yield batch if isinstance(batch, tuple) else (batch,)
+        yield tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
     if not number:
         raise ValueError(f"{name}: there are no batches")

@@ -78,7 +78,14 @@ def preconditioned(A: Operator, state: Any) -> Operator:
     states = [node for node in _dicts(state) if {"square", "step", "numbers"} <= set(node)]
     if len(states) > 1:
         raise ValueError(f"preconditioned: the state has {len(states)} states of adam or adamw: pass one of them")
-    D = _of_adam(space, states[0]) if states else space.read(state)
+    try:
+        D = _of_adam(space, states[0]) if states else space.read(state)
+    except ValueError as error:
+        if states:
+            raise
+        raise ValueError(
+            f"preconditioned: there is no state of adam or adamw in this, and it is no D: {error}"
+        ) from None
     wrong = [(~(x > 0)).to(torch.float64) for x in D]
     if count := round(float(space.dots([wrong], wrong)[0])):
         raise ValueError(f"preconditioned: {count} numbers of D are not above 0")
@@ -177,7 +184,7 @@ def critical_sharpness(
         random.restore()
         with torch.no_grad():
             found = [f(space.variables.tree(moved), *batch) for batch in each_of(batches, name)]
-        return space.same(sum(map(float, found)), "the loss")
+        return sum(map(space.same, found))
 
     start = loss(0.0)
     if not math.isfinite(start):

@@ -18,6 +18,7 @@ from shardfn.check.callsites import paused
 from shardfn.collectives import functional
 from shardfn.compat import functorch, process_groups
 from shardfn.compat.devices import elements_at_a_time
+from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import independent_axes, scope_of
 from shardfn.optim.norms import dots, wide
 from shardfn.optim.rounding import drawn
@@ -78,8 +79,8 @@ class Space:
         nodes, structure = _flat(tree)
         if structure != self._tree:
             raise ValueError(
-                f"{self.name}: a vector is a tree like the parameters, and this has another structure: "
-                f"{short(str(structure))}, {short(str(self._tree))}"
+                f"{self.name}: a vector is a tree of shards like the parameters. This one has another structure, "
+                f"{short(str(structure))}, and theirs is {short(str(self._tree))}"
             )
         refuse_derivative([x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)], self.name)
         given = [node for node, moving in zip(nodes, self._moving, strict=True) if moving]
@@ -97,8 +98,8 @@ class Space:
         if not given or x.shape != unit.values.shape:
             said = f"{here or 'plain'}, {tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(
-                f"{self.name}: a vector is a tree like the parameters, and {unit.name or 'its leaf'} is {said}, where "
-                f"they have {layout or 'plain'}, {tuple(unit.values.shape)}"
+                f"{self.name}: a vector is a tree of shards like the parameters. In this one "
+                f"{unit.name or 'the tensor'} is {said}, and theirs is {layout or 'plain'}, {tuple(unit.values.shape)}"
             )
         return x.detach()
 
@@ -126,19 +127,22 @@ class Space:
         with paused():  # the sums are right by construction, and the checker would follow each parameter of each vector
             return self._alike(dots([self._units(v) for v in many], self._units(other))).to("cpu", torch.float64)
 
-    def same(self, number: float, what: str) -> float:
-        """A number that is the same on all ranks.
+    def same(self, loss: Tensor) -> float:
+        """The value of a loss, which is the same on all ranks.
 
         Raises:
             ValueError: it differs between ranks by more than rounding.
         """
-        found = number if math.isfinite(number) else math.inf
-        x = torch.tensor([found, -found], dtype=torch.float64, device=self.like[0].device)
-        high, low = self._alike(x).tolist()
-        if not high + low <= 1e-4 * abs(high) and high < math.inf:
+        if planned():
+            return 0.0
+        with paused(), torch.no_grad():
+            x = loss.detach().double()
+            x = torch.where(x.isfinite(), x, math.inf)
+            low, high = self._alike(torch.stack([-x, x])).tolist()
+        if math.isfinite(high) and low + high > 1e-4 * max(abs(low), abs(high)):
             raise ValueError(
-                f"{self.name}: {what} is from {-low:.6g} to {high:.6g} on the ranks: reduce it over all of them, "
-                f"by psum, say"
+                f"{self.name}: the loss is from {-low:.6g} to {high:.6g} on the ranks: reduce it over all of them, by "
+                f"psum, say"
             )
         return float(high)
 

@@ -580,3 +580,33 @@ def refused(make: Any) -> tuple[str | None, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     return None, ""
+
+
+def unreduced(what: str) -> str:
+    """The message where a loss is each rank's own."""
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    params, x = sf.shard(whole(), mesh, sf.full_shard("shard")), torch.arange(5) + mesh.get_rank()
+    own = {
+        "hvp": lambda: sc.hvp(lambda p: net(sf.stage, p, x).square().mean(), params) @ params,
+        "ggn": lambda: sc.ggn(lambda p: net(sf.stage, p, x), lambda z: z.square().mean(), params) @ params,
+        "sharpness": lambda: sc.sharpness(lambda p: net(sf.stage, p, x).square().mean(), params),
+        "critical": lambda: sc.critical_sharpness(lambda p: net(sf.stage, p, x).square().mean(), params, params),
+    }[what]
+    try:
+        own()
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@two
+@pytest.mark.parametrize("what", ["hvp", "ggn", "sharpness", "critical"])
+def test_a_loss_that_is_not_reduced_is_refused_on_every_rank(world: World, what: str) -> None:
+    assert all("on the ranks: reduce it over all of them" in told for told in world.run(unreduced, what))
+
+
+def test_batches_are_tuples_or_lists() -> None:
+    p, x, y = {"w": torch.ones(2).double()}, torch.ones(3, 2).double(), torch.arange(3).double()
+    loss = lambda p, x, y: ((x @ p["w"] - y) ** 2).sum()  # noqa: E731
+    for batch in ((x, y), [x, y]):
+        assert torch.equal((sc.hvp(loss, p, [batch]) @ p)["w"], torch.full((2,), 12.0).double())
