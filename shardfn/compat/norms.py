@@ -48,8 +48,16 @@ def _layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
-    x = _standard(_wide(input), tuple(range(-len(normalized_shape), 0)), eps)[0]
-    return _affine(x, weight, bias).to(input.dtype)
+    shape = tuple(normalized_shape)
+    if (
+        not shape
+        or tuple(input.shape[-len(shape) :]) != shape
+        or any(p is not None and tuple(p.shape) != shape for p in (weight, bias))
+    ):
+        raise RuntimeError(f"layer_norm: normalized_shape={shape}, and the input has shape {tuple(input.shape)}")
+    x = _standard(_wide(input), tuple(range(-len(shape), 0)), eps)[0]
+    autocast = input.is_cuda and torch.is_autocast_enabled("cuda")  # where torch returns float32
+    return _affine(x, weight, bias).to(torch.float32 if autocast else input.dtype)
 
 
 def _functional_batch_norm(
@@ -63,6 +71,10 @@ def _functional_batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     shape = (1, -1, *(1,) * (input.ndim - 2))
+    if not training and (running_mean is None or running_var is None):
+        raise RuntimeError("batch_norm: running_mean and running_var must be given in evaluation mode")
+    if training and input.numel() == input.shape[1]:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
     if training or running_mean is None or running_var is None:
         x, mean, var = _standard(_wide(input), (0, *range(2, input.ndim)), eps)
         _follow(running_mean, running_var, mean, var, momentum, input.numel() // input.shape[1])
@@ -119,7 +131,8 @@ def _instance_norm(
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     others = tuple(i for i in range(v.ndim) if i != dim % v.ndim) if dim != -1 else tuple(range(v.ndim))
-    return v * (g / v.square().sum(others, keepdim=True).sqrt())
+    x = _wide(v)
+    return (x * (_wide(g) / x.square().sum(others, keepdim=True).sqrt())).to(v.dtype)
 
 
 def _standard(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor, Tensor]:

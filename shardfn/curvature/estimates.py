@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +56,7 @@ def trace(A: Operator, products: int = 30, *, sketch: int | None = None, seed: i
             f"be left"
         )
     space, found = A.space, list[Vector]()
+    space.agree("trace", products=products, sketch=sketch, seed=seed)
     kept = min(kept, space.size())
     for number in range(kept):
         v = A.of(space.drawn("normal", seed, number))
@@ -62,7 +64,7 @@ def trace(A: Operator, products: int = 30, *, sketch: int | None = None, seed: i
         if before and space.norm(outside(A, v, found)) > space.rounding * before:
             found.append(unit(space, v, found))
     exact = sum(float(space.dots([q], A.of(q))[0]) for q in found)
-    if len(found) == space.size():
+    if len(found) == space.size() and math.isfinite(exact):
         return Estimate(exact, 0.0)
     each = torch.zeros(draws, dtype=torch.float64, device="cpu")
     for number in range(draws):
@@ -104,6 +106,7 @@ def diag(A: Operator, products: int = 30, *, seed: int = 0) -> Any:
     if products < 1:
         raise ValueError(f"diag: products={products}; it is at least 1")
     space = A.space
+    space.agree("diag", products=products, seed=seed)
     total = space.zeros()
     for number in range(products):
         v = space.drawn("signs", seed, number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ class Eigenpairs:
     Attributes:
         values: `[count]`, float64 on the CPU, the outermost first.
         vectors: their eigenvectors, trees of norm 1.
-        errors: `[count]`: for each there is an eigenvalue that is not farther away than this, up to rounding.
+        errors: `[count]`: for each there is an eigenvalue that is not farther away than this, up to rounding. That it
+            is the outermost is likely, not proven.
         products: how many products it took.
     """
 
@@ -53,7 +55,8 @@ def top_eig(
         A: the operator.
         count: how many.
         which: `"LM"`: the largest in magnitude, `"LA"`: the largest, `"SA"`: the smallest, as in scipy's `eigsh`.
-        tolerance: iteration ends when each error is at most this times the largest eigenvalue in magnitude.
+        tolerance: iteration ends when the basis is full and each error is at most this times the largest eigenvalue in
+            magnitude; for `"LA"` and `"SA"`, times the eigenvalue itself.
         basis: how many vectors are kept, at least `count + 2`. Default: `2 * count + 8`. Fewer take less memory and
             more products.
         products: it also ends after so many. Look at `errors` then.
@@ -78,6 +81,7 @@ def top_eig(
             f"least 1, basis at least count + 2, and which is one of {', '.join(get_args(Which))}"
         )
     space, vectors, done, kept = A.space, list[Vector](), 0, 0
+    space.agree("top_eig", count=count, which=which, tolerance=tolerance, basis=most, products=products, seed=seed)
     most = min(most, space.size())
     T = torch.zeros(most, most, dtype=torch.float64, device="cpu")
     following = unit(space, space.drawn("normal", seed, 0), [])
@@ -87,14 +91,16 @@ def top_eig(
         w = A.of(following)
         done += 1
         T[: j + 1, j] = T[j, : j + 1] = _orthogonal(space, w, vectors)
-        _refuse_nonfinite(A, T)
         beta = space.norm(w)
+        _refuse_nonfinite(A, T, beta)
         values, weights = torch.linalg.eigh(T[: j + 1, : j + 1])
         order = _order(values, which)
         values, weights = values[order], weights[:, order]
         size = values.abs().max().item()
         errors = (beta * weights[-1]).abs()
-        found = len(values) >= min(count, most) and bool((errors[:count] <= tolerance * size).all())
+        # Before the basis is full, what is outermost may hardly be in it, and the bulk would seem to have converged.
+        scales = values[:count].abs().clamp(min=space.rounding * size) if which != "LM" else size
+        found = len(vectors) == most and bool((errors[:count] <= tolerance * scales).all())
         if found or done == products or len(vectors) == most == space.size():
             pairs = combined_(vectors, weights[:, :count])
             trees = [space.written(v) for v in pairs]
@@ -131,8 +137,8 @@ def unit(space: Space, v: Vector, others: list[Vector]) -> Vector:
     return scale_(v, 1 / space.norm(v))
 
 
-def _refuse_nonfinite(A: Operator, numbers: Tensor) -> None:
-    if not numbers.isfinite().all():
+def _refuse_nonfinite(A: Operator, numbers: Tensor, beta: float) -> None:
+    if not numbers.isfinite().all() or not math.isfinite(beta):
         raise FloatingPointError(
             f"{A.name}: a product is not finite: the loss or its derivatives overflow, or have nan"
         )
@@ -188,7 +194,7 @@ def spectrum(
         draws: random first vectors.
         seed: of the first vectors.
         folder: a checkpoint of its own for this call. If the same call is made again it goes on from there, also on
-            another mesh.
+            another mesh, after one product that shows that the operator is the same.
         every: steps between writing it.
 
     Returns:
@@ -211,12 +217,23 @@ def spectrum(
     space = A.space
     size = space.size()
     steps = min(steps, size)
-    state = _begun(space, {"steps": steps, "draws": draws, "seed": seed, "size": size})
-    if folder is not None and Path(folder).exists():
-        state = checkpoint.load(folder, state)
-        asked = {"steps": steps, "draws": draws, "seed": seed, "size": size}
-        if state["asked"] != asked:
-            raise checkpoint.CheckpointError(f"spectrum: {folder} is of a call with {state['asked']}, not {asked}")
+    asked = {"steps": steps, "draws": draws, "seed": seed, "size": size}
+    there = folder is not None and Path(folder).exists()
+    space.agree("spectrum", **asked, every=every, folder=None if folder is None else str(folder), exists=there)
+    state = _begun(space, asked)
+    if there:
+        assert folder is not None, "it exists"
+        first = space.read(state["v"])
+        told = checkpoint.load(folder, {"asked": asked}, strict=False)["asked"]
+        if told != asked:
+            raise checkpoint.CheckpointError(f"spectrum: {folder} is of a call with {told}, not {asked}")
+        state = checkpoint.load(folder, state, donate=False)
+        alpha, kept = float(space.dots([first], A.of(first))[0]), float(state["alphas"][0, 0])
+        if not abs(alpha - kept) <= 1e3 * space.rounding * max(abs(alpha), abs(kept), float(state["betas"][0, 0])):
+            raise checkpoint.CheckpointError(
+                f"spectrum: {folder} is of another operator, whose first number is {kept:.6g} and not {alpha:.6g}: "
+                f"other parameters, batches or loss. Pass another folder"
+            )
     while state["draw"] < draws:
         _step(A, state)
         if folder is not None and (state["draw"] == draws or (state["done"] % every) == 0):
@@ -248,7 +265,7 @@ def _step(A: Operator, state: dict[str, Any]) -> None:
     add_(w, v, -float(alpha))
     beta = space.norm(w)
     state["alphas"][draw, step], state["betas"][draw, step] = alpha, beta
-    _refuse_nonfinite(A, state["alphas"])
+    _refuse_nonfinite(A, state["alphas"], beta)
     state["done"] += 1
     last = step + 1 == state["asked"]["steps"]
     ended = beta <= space.rounding * float(state["alphas"][draw].abs().max() + state["betas"][draw].max())

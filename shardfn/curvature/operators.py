@@ -7,7 +7,7 @@ kept between products.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from numbers import Real
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from shardfn.shards.random import int_seed
 from shardfn.transforms.autodiff import grad, name_of, value_and_grad
 from shardfn.transforms.fitting import together
 from shardfn.transforms.jvp import jvp
-from shardfn.transforms.shortage import RandomNumbers
+from shardfn.transforms.shortage import RandomNumbers, versions
 
 Function = Callable[..., Any]
 
@@ -63,7 +63,8 @@ class Operator:
         with paused() if self._seen else contextlib.nullcontext():
             product = self.space.read(self._apply(self.space.written(vector)))
         self._seen = True
-        return [x.to(wide(x), copy=True) for x in product]  # it may be the vector itself, and callers overwrite it
+        # It may be the vector itself, and callers overwrite it.
+        return [x.to(wide(z), copy=True) for x, z in zip(product, self.space.like, strict=True)]
 
     def __mul__(self, factor: float) -> Operator:
         if not isinstance(factor, Real):
@@ -184,7 +185,8 @@ def fisher(
         batches: as for `hvp`.
         labels: `"expected"`: the expectation over labels, exactly, as the Hessian of the Kullback-Leibler divergence;
             `"drawn"`, or a number of draws: the mean over labels that are drawn from the model, by torch's generator,
-            the same in each product. Ranks with other rows should have other seeds.
+            the same in each product. Ranks with other rows should have other seeds, and those with the same rows the
+            same.
 
     Returns:
         An `Operator`. For a softmax and for a normal distribution of fixed variance the expected one is also the
@@ -200,7 +202,7 @@ def fisher(
         ``A = fisher(model, lambda z, x, y: torch.distributions.Categorical(logits=z), params, batches) / rows``
     """
     draws = {"expected": 0, "drawn": 1}.get(labels) if isinstance(labels, str) else int_seed(labels)
-    if draws is None or (draws < 1 and labels != "expected"):
+    if draws is None or isinstance(labels, bool) or (draws < 1 and labels != "expected"):
         raise ValueError(f"fisher: labels={labels!r}; it is 'expected', 'drawn', or a number of draws above 0")
 
     def expected(z: Any, dz: Any, batch: tuple[Any, ...], space: Space) -> Any:
@@ -242,7 +244,14 @@ def empirical_fisher(losses: Function, params: Any, batches: Iterable[Any] | Non
     Example:
         ``A = empirical_fisher(lambda p, x, y: F.cross_entropy(model(p, x), y, reduction="none"), params, batches)``
     """
-    return _through(losses, lambda z, dz, batch, space: dz, params, batches, f"empirical_fisher of {name_of(losses)}")
+
+    def same(z: Any, dz: Any, batch: tuple[Any, ...], space: Space) -> Any:
+        if not isinstance(z, Tensor) or z.ndim != 1:
+            said = f"a tensor of shape {tuple(z.shape)}" if isinstance(z, Tensor) else type(z).__name__
+            raise ValueError(f"{space.name}: it returns one loss a row, [rows], not {said}")
+        return dz
+
+    return _through(losses, same, params, batches, f"empirical_fisher of {name_of(losses)}")
 
 
 def _through(model: Function, curved: Function, params: Any, batches: Iterable[Any] | None, name: str) -> Operator:
@@ -252,16 +261,20 @@ def _through(model: Function, curved: Function, params: Any, batches: Iterable[A
         def outputs(values: Vector) -> Any:
             return model(space.variables.tree(values), *batch)
 
+        began = RandomNumbers(values)
         z, dz = jvp(outputs, (values,), (v,))
         if all(dy is None for dy in _tensors(dz)):
             raise TypeError(f"{name}: the model returns no floating-point tensor")
-        u = curved(z, dz, batch, space)
+        u, ended = curved(z, dz, batch, space), RandomNumbers(values)
+        began.restore()  # the transpose is that of the same function
 
         def paired(p: Any) -> Tensor:  # whose gradient is the transpose of the model at u
             pairs = zip(_tensors(model(p, *batch)), _tensors(u), strict=True)
             return torch.stack([(a * b.conj()).real.sum() for a, b in pairs if b is not None]).sum()
 
-        return grad(paired)(space.variables.tree(values))
+        product = grad(paired)(space.variables.tree(values))
+        ended.restore()
+        return product
 
     return _summed(product, params, batches, name)
 
@@ -275,9 +288,11 @@ def _summed(product: Function, params: Any, batches: Iterable[Any] | None, name:
     check_batches(batches, params, name)
     space = Space(params, name)
     values = [x.detach() for x in space.variables.values]
-    began = RandomNumbers(values)
+    began, unchanged = RandomNumbers(values), versions(values)
 
     def apply(tree: Any) -> Any:
+        if versions(values) != unchanged:
+            raise RuntimeError(f"{name}: the parameters were overwritten since, as by a step: make a new operator")
         before = RandomNumbers(values)
         began.restore()
         v, total = space.tangents(space.read(tree)), space.zeros()
@@ -292,15 +307,16 @@ def _summed(product: Function, params: Any, batches: Iterable[Any] | None, name:
 
 
 def check_batches(batches: Iterable[Any] | None, params: Any, name: str) -> None:
-    """Raises TypeError or ValueError for batches that can be read only once, or that are not as many on each rank."""
-    if batches is not None and (not isinstance(batches, Iterable) or iter(batches) is batches):
+    """Raises TypeError or ValueError for batches that are no collection, or not as many on each rank."""
+    if batches is None:
+        return
+    if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Sized) or hasattr(batches, "__next__"):
         raise TypeError(
-            f"{name}: batches are read again for each product, and {type(batches).__name__} "
-            f"{'can be read only once' if isinstance(batches, Iterable) else 'is no iterable'}: pass a list of batches"
+            f"{name}: batches are a list of batches, or another collection with a length that can be read again for "
+            f"each product, and this is {type(batches).__name__}: pass a list, [batch] for one"
         )
-    if isinstance(batches, Sized):
-        advice = "A product is a sum over all of them: give each rank as many batches, some of them smaller if need be"
-        agree([f"batches: {len(batches)}"], together(params), name, subject=("the numbers of batches", advice))
+    advice = "A product is a sum over all of them: give each rank as many batches, some of them smaller if need be"
+    agree([f"batches: {len(batches)}"], together(params), name, subject=("the numbers of batches", advice))
 
 
 def each_of(batches: Iterable[Any] | None, name: str) -> Iterator[tuple[Any, ...]]:

@@ -149,7 +149,7 @@ def critical_sharpness(
 
     Args:
         f: as for `hvp`.
-        params: as for `hvp`.
+        params: as for `hvp`; in bfloat16 small steps vanish in rounding.
         update: the direction of the step: it goes from `params` to `params - rate * update`.
         batches: as for `hvp`.
         rate: where to begin: the learning rate, or 2 over the last sharpness.
@@ -175,16 +175,20 @@ def critical_sharpness(
         )
     check_batches(batches, params, name)
     space = Space(params, name)
+    space.agree("critical_sharpness", rate=rate, tolerance=tolerance, forwards=forwards)
     direction = space.tangents(space.read(update))
     values = [x.detach() for x in space.variables.values]
     random = RandomNumbers(values)
 
     def loss(rate: float) -> float:
         moved = [x - rate * u for x, u in zip(values, direction, strict=True)] if rate else values
+        before = RandomNumbers(values)
         random.restore()
-        with torch.no_grad():
-            found = [f(space.variables.tree(moved), *batch) for batch in each_of(batches, name)]
-        return sum(map(space.same, found))
+        try:
+            with torch.no_grad():
+                return sum(space.same(f(space.variables.tree(moved), *batch)) for batch in each_of(batches, name))
+        finally:
+            before.restore()
 
     start = loss(0.0)
     if not math.isfinite(start):

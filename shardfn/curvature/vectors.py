@@ -6,6 +6,7 @@ holds of the gradient, in float32 or wider.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -16,10 +17,12 @@ from torch import Tensor
 
 from shardfn.check.callsites import paused
 from shardfn.collectives import functional
+from shardfn.collectives.agree import agree
 from shardfn.compat import functorch, process_groups
 from shardfn.compat.devices import elements_at_a_time
+from shardfn.mesh.axes import sizes
 from shardfn.mesh.planned import planned
-from shardfn.mesh.scope import independent_axes, scope_of
+from shardfn.mesh.scope import current_mesh, independent_axes, scope_of
 from shardfn.optim.norms import dots, wide
 from shardfn.optim.rounding import drawn
 from shardfn.quoting import short
@@ -27,6 +30,7 @@ from shardfn.shards.blocks import CHUNK
 from shardfn.shards.layout import Layout, is_flat
 from shardfn.shards.pieces import Unit, refuse_complex, units
 from shardfn.transforms.autodiff import Variables, layouts_of, moves
+from shardfn.transforms.fitting import together
 
 Vector = list[Tensor]
 Kind = Literal["normal", "signs"]
@@ -41,7 +45,7 @@ class Space:
     """
 
     def __init__(self, params: Any, name: str) -> None:
-        self.name, self.variables = name, Variables(params)
+        self.name, self.params, self.variables = name, params, Variables(params)
         refuse_derivative(self.variables.values, name)
         if not self.variables.values:
             raise ValueError(f"{name}: the parameters have no leaf with a gradient: all are frozen, or no numbers")
@@ -114,7 +118,7 @@ class Space:
             if layout is not None and layout.state_layout is not layout:
                 more = layout.state_layout.placement.axes[len(layout.placement.axes) :]
                 with scope_of(layout.grid, self.name):
-                    x = functional.all_gather(x, more, to="invariant")
+                    x = functional.all_gather(x.to(p.dtype), more, to="invariant")
             found.append(x.to(p.dtype))
         return found
 
@@ -137,22 +141,44 @@ class Space:
             return 0.0
         with paused(), torch.no_grad():
             x = loss.detach().double()
-            x = torch.where(x.isfinite(), x, math.inf)
-            low, high = self._alike(torch.stack([-x, x])).tolist()
-        if math.isfinite(high) and low + high > 1e-4 * max(abs(low), abs(high)):
-            raise ValueError(
-                f"{self.name}: the loss is from {-low:.6g} to {high:.6g} on the ranks: reduce it over all of them, by "
-                f"psum, say"
-            )
-        return float(high)
+            try:
+                high = float(self._alike(torch.where(x.isfinite(), x, math.inf).view(1))[0])
+            except ValueError:
+                raise ValueError(
+                    f"{self.name}: the loss differs between ranks, and is {float(x):.6g} here: reduce it over all of "
+                    f"them, by psum, say"
+                ) from None
+        return high
+
+    def agree(self, name: str, **settings: Any) -> None:
+        """Raises ValueError on every rank if ranks were given other numbers."""
+        lines = [f"{key}: {value!r}" for key, value in settings.items()]
+        agree(lines, together(self.params), name, subject=("the arguments", "All ranks search alike: pass the same"))
 
     def _alike(self, numbers: Tensor) -> Tensor:
-        """The largest of all ranks' numbers, for each: what is decided by them is decided alike."""
-        for grid in {unit.layout.grid: None for unit in self.moving if unit.layout is not None}:
-            axes = tuple(name for name, _ in grid.sizes if name not in independent_axes())
-            with scope_of(grid, self.name):
+        """Numbers that are the same on all ranks, with the same bits: what is decided by them is decided alike.
+
+        Raises:
+            ValueError: they differ by more than rounding.
+        """
+        meshes: dict[Any, Any] = {unit.layout.grid: None for unit in self.moving if unit.layout is not None}
+        scopes = [scope_of(grid, self.name) for grid in meshes] or [contextlib.nullcontext()]
+        for there in scopes:
+            with there:
+                mesh = current_mesh()
+                axes = () if mesh is None else tuple(name for name in sizes(mesh) if name not in independent_axes())
+                if not axes:
+                    continue
                 # Replicas sum by themselves, perhaps in another order.
-                numbers = functional.pmax(numbers, axes)
+                high, low = functional.pmax(torch.stack([numbers, -numbers]), axes)
+                gap, most = high + low, torch.maximum(high.abs(), low.abs())
+                if not planned() and bool((gap > 1e-3 * most.max()).any()):
+                    raise ValueError(
+                        f"{self.name}: inner products of vectors differ between ranks, from {-float(low.max()):.6g} to "
+                        f"{float(high.max()):.6g}: each rank has its own loss, vector or seed, or plain tensors that "
+                        f"are cut. What is cut is a leaf of what sf.shard returns"
+                    )
+                numbers = high
         return numbers
 
     def norm(self, vector: Vector) -> float:
@@ -189,9 +215,9 @@ def refuse_derivative(tensors: Sequence[Tensor], name: str) -> None:
     followed = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if followed or functorch.inside_transform() or functorch.inside_forward_mode():
         raise RuntimeError(
-            f"{name}: a derivative through a product or a vector would be wrong, as both are constants: write "
-            f"sf.jvp(sf.grad(loss), ...) there; or, if constants are meant, call it under torch.no_grad(), outside of "
-            f"transforms"
+            f"{name}: parameters or a vector may be differentiated here, and a derivative through a product would be "
+            f"wrong, as both are constants. If that is meant, detach them, or call it under torch.no_grad() and "
+            f"outside of transforms; else write sf.jvp(sf.grad(loss), ...)"
         )
 
 
@@ -247,9 +273,12 @@ def subtract_(x: Vector, basis: Sequence[Vector], factors: Tensor) -> Vector:
 
 
 def combined_(basis: list[Vector], weights: Tensor) -> list[Vector]:
-    """Linear combinations of vectors `[vectors, combinations]`, in their place: one leaf at a time has a copy."""
+    """Linear combinations of vectors `[vectors, combinations]`, in their place, some elements at a time."""
     for i in range(len(basis[0])):
-        leaf = torch.stack([v[i].flatten() for v in basis], 1) @ weights.to(basis[0][i])
-        for v, x in zip(basis, leaf.unbind(1), strict=False):
-            v[i].copy_(x.view_as(v[i]))
+        flat = [v[i].view(-1) for v in basis]
+        step = elements_at_a_time(flat[0].device, CHUNK, 2**22)
+        for start in range(0, len(flat[0]), step):
+            part = torch.stack([x[start : start + step] for x in flat], 1).double() @ weights.to(flat[0].device)
+            for x, new in zip(flat, part.unbind(1), strict=False):
+                x[start : start + step] = new
     return basis[: weights.shape[1]]

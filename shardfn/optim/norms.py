@@ -133,7 +133,9 @@ def dots(many: Sequence[Units], other: Units) -> Tensor:
             for left in many:
                 p, q = (unit.values.reshape(-1)[seg.start : seg.stop] for unit in (left.each[i], y))
                 dtype = torch.promote_types(torch.promote_types(p.dtype, q.dtype), wide(p))
-                product = torch.vdot(p.to(dtype), q.to(dtype))
+                p, q = p.to(dtype), q.to(dtype)
+                # On a CPU torch's products of vectors add one after another, which drifts in float32.
+                product = torch.vdot(p, q) if p.is_complex() else (p * q).sum()
                 complete = product.to(torch.promote_types(dtype, torch.complex64)) if numbers == 2 else product
                 rows.append(torch.view_as_real(complete) if numbers == 2 else product.reshape(1))
             products[seg.path] = torch.cat(rows)

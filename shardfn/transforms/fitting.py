@@ -278,7 +278,7 @@ def _refuse_changed(fared: dict[int, Fared], who: str, name: str, parts: str) ->
 def together(params: Any) -> Axis:
     """The ranks that run the same program: of the mesh in scope, else of the flat shards' mesh, else the world."""
     flat = next((node for node in optree.tree_leaves(params, is_leaf=is_flat) if is_flat(node)), None)
-    mesh = current_mesh() or (flat and mesh_of(flat.layout.grid, "accumulate: its parameters"))
+    mesh = current_mesh() or (flat and mesh_of(flat.layout.grid, "the parameters"))
     if mesh is not None:
         return _real(axis_of(mesh, tuple(name for name in sizes(mesh) if name not in independent_axes())))
     if not dist.is_initialized() or dist.get_world_size() == 1:
