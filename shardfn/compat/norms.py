@@ -1,15 +1,16 @@
-"""Norms written out in elementary operations, whose derivatives of any order are right.
+"""Functions written out in elementary operations, whose derivatives of any order are right.
 
 torch's own have formulas for two derivatives in reverse mode, and for a forward-mode derivative of one in reverse mode.
 In other orders (a derivative of a tangent, a third one, one of a batch of gradients), the formulas take the statistics
-of the input for constants, and results are silently wrong (torch 2.13).
+of the input for constants, and results are silently wrong (torch 2.13). So is the tangent of an embedding's padding,
+which has no gradient.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,25 +20,51 @@ from torch.overrides import TorchFunctionMode
 _thread = threading.local()
 
 
-class WrittenOut(TorchFunctionMode):
-    """A context in which layer, batch, instance and weight norms are elementary operations."""
+class Written(TorchFunctionMode):
+    """A context in which some functions of torch are others, by `table`."""
+
+    table: ClassVar[dict[Any, Any]] = {}
 
     @staticmethod
-    def active() -> bool:
-        """Whether this thread is inside of one."""
-        return getattr(_thread, "inside", 0) > 0
+    def active() -> type[Written] | None:
+        """The kind of the innermost of these contexts on this thread."""
+        kinds = getattr(_thread, "kinds", [])
+        return kinds[-1] if kinds else None
 
-    def __enter__(self) -> WrittenOut:
-        _thread.inside = getattr(_thread, "inside", 0) + 1
+    def __enter__(self) -> Written:
+        _thread.kinds = [*getattr(_thread, "kinds", []), type(self)]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        _thread.inside -= 1
+        _thread.kinds = _thread.kinds[:-1]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _WRITTEN.get(func, func)(*args, **(kwargs or {}))
+        return self.table.get(func, func)(*args, **(kwargs or {}))
+
+
+class Padded(Written):
+    """A context in which an embedding's row of padding has no tangent, as it has no gradient."""
+
+
+class WrittenOut(Padded):
+    """A context in which, besides, layer, batch, instance and weight norms are elementary operations."""
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    if padding_idx is None or padding_idx < -len(weight) or max_norm is not None or scale_grad_by_freq or sparse:
+        return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    y = F.embedding(input, weight)
+    return torch.where((input == padding_idx % len(weight))[..., None], y.detach(), y)
 
 
 def _layer_norm(
@@ -160,7 +187,8 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype.itemsize < 4 else x
 
 
-_WRITTEN = {
+Padded.table = {F.embedding: _embedding}
+WrittenOut.table = Padded.table | {
     F.layer_norm: _layer_norm,
     torch.layer_norm: _layer_norm,
     F.batch_norm: _functional_batch_norm,

@@ -67,7 +67,7 @@ class Operator:
         return [x.to(wide(z), copy=True) for x, z in zip(product, self.space.like, strict=True)]
 
     def __mul__(self, factor: float) -> Operator:
-        if not isinstance(factor, Real):
+        if not isinstance(factor, Real) and not (isinstance(factor, Tensor) and factor.ndim == 0):
             return NotImplemented
         number = float(factor)
 
@@ -80,7 +80,7 @@ class Operator:
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: float) -> Operator:
-        return self * (1 / divisor) if isinstance(divisor, Real) else NotImplemented
+        return self * (1 / divisor)
 
     def __add__(self, other: Operator) -> Operator:
         if not isinstance(other, Operator):
@@ -207,6 +207,7 @@ def fisher(
 
     def expected(z: Any, dz: Any, batch: tuple[Any, ...], space: Space) -> Any:
         fixed = likelihood(z, *batch)
+        _refuse_kinks(fixed)
 
         def divergence(z: Any) -> Tensor:
             return torch.distributions.kl_divergence(fixed, likelihood(z, *batch)).sum()
@@ -223,6 +224,26 @@ def fisher(
         return total
 
     return _through(model, drawn if draws else expected, params, batches, f"fisher of {name_of(model)}")
+
+
+def _refuse_kinks(found: Any) -> None:
+    """Raises an error for what has no divergence with a second derivative at the point itself."""
+    if not isinstance(found, torch.distributions.Distribution):
+        raise TypeError(f"fisher: the likelihood returned {type(found).__name__}; it is of torch.distributions")
+    inner: Any = found
+    while isinstance(inner, torch.distributions.Independent):
+        inner = inner.base_dist
+    kinds = torch.distributions.Laplace, torch.distributions.Uniform, torch.distributions.Pareto
+    try:
+        if not isinstance(inner, kinds):
+            torch.distributions.kl_divergence(found, found)
+            return
+    except NotImplementedError:
+        pass
+    raise NotImplementedError(
+        f"fisher: torch has no divergence of two distributions of type {type(inner).__name__} that is smooth: take "
+        f"labels='drawn', if its log_prob has a derivative"
+    )
 
 
 def empirical_fisher(losses: Function, params: Any, batches: Iterable[Any] | None = None) -> Operator:

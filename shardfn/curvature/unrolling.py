@@ -18,6 +18,7 @@ from torch import Tensor
 from shardfn.curvature.operators import check_batches, each_of, hvp
 from shardfn.curvature.solving import Method, solve
 from shardfn.curvature.vectors import Space, Vector, add_, refuse_derivative
+from shardfn.optim.hyperparameters import whole
 from shardfn.optim.optimizer import Optimizer
 from shardfn.transforms.autodiff import Variables, grad, name_of, value_and_grad
 from shardfn.transforms.jvp import jvp
@@ -58,6 +59,9 @@ def unroll(
     Example:
         ``value, (_, _, slope) = unroll(loss, so.adamw(1e-3, donate=False), outer)(params, state, weights, batches)``
     """
+
+    if segment is not None:
+        whole("unroll", "segment", segment, 1)
 
     def run(params: Any, state: Any, hyper: Any, batches: Sequence[Any]) -> tuple[Tensor, tuple[Any, Any, Any]]:
         name = f"unroll of {name_of(loss)}"

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardfn.check.bits import rounding
 from shardfn.collectives.capturing import capturing
 from shardfn.compat import functorch
-from shardfn.compat.norms import WrittenOut
+from shardfn.compat.norms import Written
 
 SAMPLE = 2**16  # most numbers that are compared of one tensor
 
@@ -39,7 +39,7 @@ _NOT_AGAIN = (
 
 
 class RngAndAutocast:
-    """The random state, autocast and `WrittenOut`, on which a function may depend besides its arguments, for running it
+    """The random state, autocast and `Written`, on which a function may depend besides its arguments, for running it
     again.
 
     The random state is read only if it may run `again`.
@@ -54,7 +54,7 @@ class RngAndAutocast:
         on_device = again and device.type != "cpu" and capturing() is None
         self.more = torch.get_device_module(device).get_rng_state(device) if on_device else None
         kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
-        self.written = WrittenOut.active()
+        self.written = Written.active()
         self.autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
 
     def uncached(self) -> Any:
@@ -65,7 +65,7 @@ class RngAndAutocast:
     def again(self) -> Iterator[None]:
         """A context with the random numbers and autocast of that time."""
         present = RngAndAutocast(self.device, [generator for generator, _ in self.generators], again=True)
-        contexts: list[Any] = [WrittenOut()] if self.written else []
+        contexts: list[Any] = [] if self.written is None else [self.written()]
         for kind in dict.fromkeys([*self.autocast, *present.autocast]):
             enabled, dtype = kind in self.autocast, self.autocast.get(kind)
             contexts.append(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False))

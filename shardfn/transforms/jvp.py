@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardfn.compat import functorch
-from shardfn.compat.norms import WrittenOut
+from shardfn.compat.norms import Padded, WrittenOut
 from shardfn.quoting import short
 from shardfn.transforms.autodiff import moves, name_of
 from shardfn.transforms.step import OutsideGradient, pushing
@@ -70,7 +70,7 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], 
 
 def _pushed(f: Callable[..., Any], tree: Any, pairs: Sequence[tuple[Any, Tensor | None]], has_aux: bool) -> Any:
     """The result and its tangent, with stages on the schedule."""
-    with forward_ad.dual_level(), pushing(), sdpa_kernel(SDPBackend.MATH):
+    with forward_ad.dual_level(), pushing(), sdpa_kernel(SDPBackend.MATH), Padded():
         duals = [x if t is None else functorch.dual(x, t) for x, t in pairs]
         result = f(*optree.tree_unflatten(tree, duals))
         result, aux = result if has_aux else (result, None)

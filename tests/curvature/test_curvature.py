@@ -697,3 +697,36 @@ def apart() -> str:
 @two
 def test_plain_tensors_that_are_cut_are_refused(world: World) -> None:
     assert all("differ between ranks" in told for told in world.run(apart))
+
+
+@pytest.mark.parametrize("padding", [0, -1])
+def test_padding_of_embeddings_has_no_tangents(padding: int) -> None:
+    x, y = torch.tensor([0, 1, 2, 0, 4]), torch.tensor([1, 2, 3, 4, 0])
+    p, u, v = ({"t": torch.randn(5, 3, generator=g).double(), "w": torch.randn(3, 5, generator=g).double()}
+               for g in (torch.Generator().manual_seed(k) for k in range(3)))  # fmt: skip
+
+    def model(p: Any) -> Tensor:
+        return torch.tanh(F.embedding(x, p["t"], padding_idx=padding)) @ p["w"]
+
+    def loss(z: Tensor) -> Tensor:
+        return F.cross_entropy(z, y, reduction="sum")
+
+    for A in (
+        sc.hvp(lambda p: loss(model(p)), p),
+        sc.ggn(model, loss, p),
+        sc.empirical_fisher(lambda p: model(p).sum(1), p),
+    ):
+        a, b = sf.vdot(u, A @ v), sf.vdot(v, A @ u)
+        assert abs(float(a - b)) < 1e-12 * abs(float(a))
+        assert torch.equal((A @ v)["t"][padding], torch.zeros(3).double())
+
+
+def test_distributions_without_a_smooth_divergence_are_refused() -> None:
+    p = {"z": torch.ones(3).double()}
+    for likelihood in (lambda z: torch.distributions.Laplace(z, 2.0), lambda z: torch.distributions.StudentT(z)):
+        with pytest.raises(NotImplementedError, match="take labels='drawn'"):
+            sc.fisher(lambda p: p["z"], likelihood, p) @ p
+    with pytest.raises(TypeError, match="the likelihood returned Tensor"):
+        sc.fisher(lambda p: p["z"], lambda z: z, p) @ p
+    with pytest.raises(ValueError, match="segment"):
+        sc.unroll(lambda p, h: p, so.sgd(0.1), lambda p, h: p, segment=-1)

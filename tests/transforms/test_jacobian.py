@@ -249,6 +249,7 @@ FUNCTIONS = {name: (lambda v, f=f: (f(v) ** 3).sum()) for name, f in NORMS.items
     "solve": lambda v: torch.linalg.solve(v.view(4, 4) + 3 * torch.eye(4), v[:4]).square().sum(),
     "cross entropy": lambda v: F.cross_entropy(v.view(4, 4), torch.tensor([0, 1, 1, 3])),
     "attention": lambda v: (F.scaled_dot_product_attention(*v[:12].view(3, 1, 2, 2)) ** 3).sum(),
+    "padding": lambda v: (F.embedding(torch.tensor([0, 1, 2, 0]), v.view(4, 4), padding_idx=0) ** 3).sum(),
     "glu": lambda v: (F.glu(v.view(4, 4)) ** 3).sum(),
     "norm": lambda v: v.view(4, 4).norm(dim=-1).prod(),
 }  # fmt: skip
