@@ -7,7 +7,7 @@ gradient that calculus gives them, under the transforms of torch.func.
 
 from typing import TYPE_CHECKING, Any
 
-from shardfn import checkpoint, curvature, interop, lora, optim, parallel, quant, run, translate
+from shardfn import checkpoint, interop, lora, optim, parallel, quant, run, translate
 from shardfn.check.findings import Finding, VaryingError, VaryingWarning
 from shardfn.check.varying import typeof
 from shardfn.collectives.functional import (
@@ -70,6 +70,7 @@ from shardfn.transforms.jvp import jvp
 from shardfn.transforms.shard_map import shard_map
 
 if TYPE_CHECKING:
+    from shardfn import curvature
     from shardfn.plans.chips import Chip
     from shardfn.plans.links import Links
     from shardfn.plans.measuring import measure_chip, measure_links
@@ -80,10 +81,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_WHEN_USED = {  # names for planning and showing, which a step needs not
-    "Chip": "chips", "Links": "links", "measure_chip": "measuring", "measure_links": "measuring", "Plan": "plan",
-    "plan": "planning", "planning": "planning", "Profile": "profiling", "profile_step": "profiling",
-    "show": "showing",
+_WHEN_USED = {  # names for planning, showing and curvature, which a step needs not
+    "Chip": "plans.chips", "Links": "plans.links", "measure_chip": "plans.measuring", "Plan": "plans.plan",
+    "measure_links": "plans.measuring", "plan": "plans.planning", "planning": "plans.planning",
+    "Profile": "plans.profiling", "profile_step": "plans.profiling", "show": "plans.showing", "curvature": "curvature",
 }  # fmt: skip
 
 
@@ -92,7 +93,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"shardfn.plans.{_WHEN_USED[name]}"), name)
+    module = import_module(f"shardfn.{_WHEN_USED[name]}")
+    return module if name == "curvature" else getattr(module, name)
 
 
 __all__ = [
