@@ -13,11 +13,9 @@ from shardfn.curvature.vectors import Vector, subtract_
 
 
 class Estimate(NamedTuple):
-    """An estimate by random vectors.
+    """An estimate by random vectors, and its standard error.
 
-    Attributes:
-        value: the estimate.
-        error: its standard error; nan if a single draw was left to tell it, 0 if nothing was left to chance.
+    The error is nan if a single draw was left to tell it, and 0 if nothing was left to chance.
     """
 
     value: float

@@ -120,11 +120,9 @@ def _of_adam(space: Space, state: dict[str, Any]) -> Vector:
 class CriticalRate(NamedTuple):
     """The learning rate from which on a step increases the loss.
 
-    Attributes:
-        sharpness: 2 over the critical rate; nan if it was not found.
-        low: the largest rate that was tried and does not increase the loss; 0 for none.
-        high: the smallest one that increases it; infinity for none.
-        forwards: how many times the loss was computed.
+    `sharpness` is 2 over it, nan if it was not found; `low` the largest rate that was tried and does not increase the
+    loss, 0 for none; `high` the smallest that increases it, infinity for none; `forwards` how often the loss was
+    computed.
     """
 
     sharpness: float
