@@ -97,8 +97,8 @@ MUTANTS = [
     Mutant(
         "a result shares the memory of the vector",
         "curvature/operators.py",
-        "copy=True) for x in product]",
-        "copy=False) for x in product]",
+        "wide(z), copy=True)",
+        "wide(z), copy=False)",
         f"{CURVATURE}::test_operators_add_and_scale",
     ),
     Mutant(
