@@ -316,10 +316,14 @@ def _summed(product: Function, params: Any, batches: Iterable[Any] | None, name:
             raise RuntimeError(f"{name}: the parameters were overwritten since, as by a step: make a new operator")
         before = RandomNumbers(values)
         began.restore()
-        v, total = space.tangents(space.read(tree)), space.zeros()
+        v, total = space.tangents(space.read(tree)), list[Tensor]()
         try:
             for batch in each_of(batches, name):
-                add_(total, space.read(product(values, v, space, batch)))
+                part = space.read(product(values, v, space, batch))
+                if total:
+                    add_(total, part)
+                else:  # not before, as a product needs the memory
+                    total = [x.to(wide(z), copy=True) for x, z in zip(part, space.like, strict=True)]
         finally:
             before.restore()
         return space.written(total)
