@@ -9,7 +9,6 @@ Time is a rank's processor's. `vmap of grad` has whole parameters, and gradients
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -105,12 +104,7 @@ def built(
     def measured() -> tuple[float, float]:
         step()  # compares what is new
         usage.again()
-        times = []
-        for _ in range(rounds):
-            began = time.process_time()
-            step()
-            times.append(time.process_time() - began)
-        return usage.peak() / 1e6, 1e3 * min(times)
+        return usage.of(step, rounds)
 
     return {"measured": measured}
 

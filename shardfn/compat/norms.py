@@ -9,7 +9,7 @@ which has no gradient.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -84,10 +84,10 @@ def _layer_norm(
         raise RuntimeError(f"layer_norm: normalized_shape={shape}, and the input has shape {tuple(input.shape)}")
     x = _standard(_wide(input), tuple(range(-len(shape), 0)), eps)[0]
     autocast = input.is_cuda and torch.is_autocast_enabled("cuda")  # where torch returns float32
-    return _affine(x, weight, bias).to(torch.float32 if autocast else input.dtype)
+    return _affine(x, weight, bias, shape).to(torch.float32 if autocast else input.dtype)
 
 
-def _functional_batch_norm(
+def _batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -107,24 +107,10 @@ def _functional_batch_norm(
         _follow(running_mean, running_var, mean, var, momentum, input.numel() // input.shape[1])
     else:
         x = (_wide(input) - running_mean.view(shape)) * (running_var.view(shape) + eps).rsqrt()
-    return _affine(x, *(y if y is None else y.view(shape) for y in (weight, bias))).to(input.dtype)
+    return _affine(x, weight, bias, shape).to(input.dtype)
 
 
-def _batch_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool = True,
-) -> Tensor:
-    return _functional_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-
-
-def _functional_instance_norm(
+def _instance_norm(
     input: Tensor,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
@@ -135,25 +121,19 @@ def _functional_instance_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     if not use_input_stats:
-        return _functional_batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+        return _batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     x, mean, var = _standard(_wide(input), tuple(range(2, input.ndim)), eps)
     _follow(running_mean, running_var, mean.mean(0), var.mean(0), momentum, input[0, 0].numel())
-    shape = (1, -1, *(1,) * (input.ndim - 2))
-    return _affine(x, *(y if y is None else y.view(shape) for y in (weight, bias))).to(input.dtype)
+    return _affine(x, weight, bias, (1, -1, *(1,) * (input.ndim - 2))).to(input.dtype)
 
 
-def _instance_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool = True,
-) -> Tensor:
-    return _functional_instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+def _as_torch_orders(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function of torch.nn.functional with its arguments in the order of the one in torch."""
+
+    def ordered(input: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *more: Any) -> Tensor:
+        return f(input, mean, var, weight, bias, *more[:3])  # the last, if there is one, chooses a kernel
+
+    return ordered
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
@@ -178,9 +158,9 @@ def _follow(
                 running.lerp_(new.detach().view(-1).to(running.dtype), momentum)
 
 
-def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    x = x if weight is None else x * weight
-    return x if bias is None else x + bias
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    x = x if weight is None else x * weight.view(shape)
+    return x if bias is None else x + bias.view(shape)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -191,9 +171,9 @@ Padded.table = {F.embedding: _embedding}
 WrittenOut.table = Padded.table | {
     F.layer_norm: _layer_norm,
     torch.layer_norm: _layer_norm,
-    F.batch_norm: _functional_batch_norm,
-    torch.batch_norm: _batch_norm,
-    F.instance_norm: _functional_instance_norm,
-    torch.instance_norm: _instance_norm,
+    F.batch_norm: _batch_norm,
+    torch.batch_norm: _as_torch_orders(_batch_norm),
+    F.instance_norm: _instance_norm,
+    torch.instance_norm: _as_torch_orders(_instance_norm),
     torch._weight_norm: _weight_norm,
 }

@@ -18,13 +18,14 @@ from torch import Tensor
 from shardfn.check.callsites import paused
 from shardfn.collectives import functional
 from shardfn.collectives.agree import agree
-from shardfn.compat import functorch, process_groups
+from shardfn.compat import functorch
 from shardfn.compat.devices import elements_at_a_time
 from shardfn.mesh.axes import sizes
 from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import current_mesh, independent_axes, scope_of
 from shardfn.optim.norms import dots, wide
 from shardfn.optim.rounding import drawn
+from shardfn.optim.sharded_state import finer_axes, start_of
 from shardfn.quoting import short
 from shardfn.shards.blocks import CHUNK
 from shardfn.shards.layout import Layout, is_flat
@@ -116,9 +117,9 @@ class Space:
         found = []
         for x, p, layout in zip(vector, self.variables.values, self.variables.layouts, strict=True):
             if layout is not None and layout.state_layout is not layout:
-                more = layout.state_layout.placement.axes[len(layout.placement.axes) :]
                 with scope_of(layout.grid, self.name):
-                    x = functional.all_gather(x.to(p.dtype), more, to="invariant")
+                    axes = finer_axes(layout, layout.state_layout)
+                    x = functional.all_gather(x.to(p.dtype), axes, to="invariant")
             found.append(x.to(p.dtype))
         return found
 
@@ -229,10 +230,8 @@ def _own(x: Tensor, layout: Layout | None) -> Tensor:
     """This rank's part of a leaf, where gradients are cut further than parameters."""
     if layout is None or layout.state_layout is layout:
         return x.detach()
-    fine = layout.state_layout
-    more = fine.placement.axes[len(layout.placement.axes) :]
-    start = layout.grid.index(process_groups.global_rank(), more) * fine.piece
-    return x.detach()[start : start + fine.piece]
+    start = start_of(layout, layout.state_layout)
+    return x.detach()[start : start + layout.state_layout.piece]
 
 
 def random(unit: Unit, kind: Kind, salt: tuple[Any, ...]) -> Tensor:

@@ -104,8 +104,8 @@ def _part(node: FlatShard, fine: Layout) -> FlatShard:
         return node
     if differentiable(values):
         with scope_of(layout.grid, f"stage {layout.stage!r}"):
-            return FlatShard(functional.local_slice(values, _more(layout, fine)), fine)
-    start = _start(layout, fine)
+            return FlatShard(functional.local_slice(values, finer_axes(layout, fine)), fine)
+    start = start_of(layout, fine)
     return FlatShard(values.detach()[start : start + fine.piece], fine)
 
 
@@ -138,8 +138,8 @@ def _gathered(params: Any, parts: Any, before: list[int], new_parts: Any, finer:
 def _whole(node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: list[tuple[str, str, Handle]]) -> Tensor:
     """A parameter from all ranks' new parts; in its own memory, if this rank's part was updated in place."""
     layout = node.layout
-    where, names = f"stage {layout.stage!r}", _more(layout, fine)
-    values, start = node.values, _start(layout, fine)
+    where, names = f"stage {layout.stage!r}", finer_axes(layout, fine)
+    values, start = node.values, start_of(layout, fine)
     if differentiable(new) or torch.compiler.is_compiling():
         with scope_of(layout.grid, where), torch.set_grad_enabled(not donated and torch.is_grad_enabled()):
             gathered = functional.all_gather(new, names, to="invariant")
@@ -180,11 +180,11 @@ def _version(node: Any) -> int:
     return values._version if isinstance(values, Tensor) and not values.is_inference() else 0
 
 
-def _more(layout: Layout, fine: Layout) -> tuple[str, ...]:
+def finer_axes(layout: Layout, fine: Layout) -> tuple[str, ...]:
     """The axes along which `fine` is cut and `layout` is not."""
     return fine.placement.axes[len(layout.placement.axes) :]
 
 
-def _start(layout: Layout, fine: Layout) -> int:
+def start_of(layout: Layout, fine: Layout) -> int:
     """Where this rank's part begins in its piece."""
-    return layout.grid.index(process_groups.global_rank(), _more(layout, fine)) * fine.piece
+    return layout.grid.index(process_groups.global_rank(), finer_axes(layout, fine)) * fine.piece

@@ -406,7 +406,10 @@ def test_sharpness_is_that_of_the_dense_matrix(world: World, strategy: str) -> N
 def test_critical_sharpness_of_a_quadratic_is_its_curvature_along_the_gradient() -> None:
     H = rotated(torch.linspace(0.1, 5, 12).double())
     p = {"x": torch.ones(12).double()}
-    loss = lambda p: 0.5 * p["x"] @ H @ p["x"]  # noqa: E731
+
+    def loss(p: Any) -> Any:
+        return 0.5 * p["x"] @ H @ p["x"]
+
     g = sf.grad(loss)(p)["x"]
     found = sc.critical_sharpness(loss, p, {"x": g}, tolerance=1e-8, forwards=100)
     assert abs(found.sharpness / float(g @ H @ g / (g @ g)) - 1) < 1e-7
@@ -628,7 +631,10 @@ def test_a_loss_that_is_not_reduced_is_refused_on_every_rank(world: World, what:
 
 def test_batches_are_tuples_or_lists() -> None:
     p, x, y = {"w": torch.ones(2).double()}, torch.ones(3, 2).double(), torch.arange(3).double()
-    loss = lambda p, x, y: ((x @ p["w"] - y) ** 2).sum()  # noqa: E731
+
+    def loss(p: Any, x: Tensor, y: Tensor) -> Tensor:
+        return ((x @ p["w"] - y) ** 2).sum()
+
     for batch in ((x, y), [x, y]):
         assert torch.equal((sc.hvp(loss, p, [batch]) @ p)["w"], torch.full((2,), 12.0).double())
 

@@ -79,7 +79,10 @@ def operator(kind: str, stage: Any, total: Any, params: Any, batches: Any) -> sc
     if kind == "joint ggn":  # in which all rows meet
         return sc.ggn(model, lambda z, x, y: total(entropy(z, y)).square() + total(z.sum()).sin(), params, batches)
     if kind == "empirical":
-        each = lambda p, x, y: F.cross_entropy(net(stage, p, x), y, reduction="none")  # noqa: E731
+
+        def each(p: Any, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(net(stage, p, x), y, reduction="none")
+
         return sc.empirical_fisher(each, params, batches)
     return sc.fisher(model, LIKELIHOODS[kind], params, batches)
 

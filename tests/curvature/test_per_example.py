@@ -598,6 +598,7 @@ def told() -> dict[str, str]:
 
     tensor = sf.make_mesh(device="cpu", tensor=2)
     cut = sf.shard({"only": {"w": normal(D, D, seed=1)}}, tensor, sf.ddp("tensor"), specs=sf.P("tensor"))
+    half: Any = {"seed": 0.5, "step": 0}
     programs: dict[str, Callable[[], Any]] = {
         "a batch norm": lambda: per_example(lambda p, x: sf.stage(batch_normed)(p, x).square().sum((1, 2)), params, x),
         "a mean": lambda: per_example(lambda p, x: losses(p, x) - losses(p, x).mean(), params, x),
@@ -618,7 +619,7 @@ def told() -> dict[str, str]:
         "clip": lambda: dp_grads(losses, params, x, clip=0.0, noise=1.0, size=1.0, seed=0, step=0),
         "noise": lambda: dp_grads(losses, params, x, clip=1.0, noise=-1.0, size=1.0, seed=0, step=0),
         "size": lambda: dp_grads(losses, params, x, clip=1.0, noise=1.0, size=math.inf, seed=0, step=0),
-        "seed": lambda: dp_grads(losses, params, x, clip=1.0, noise=1.0, size=1.0, seed=0.5, step=0),  # type: ignore[arg-type]
+        "seed": lambda: dp_grads(losses, params, x, clip=1.0, noise=1.0, size=1.0, **half),
     }
     found = {}
     for name, program in programs.items():

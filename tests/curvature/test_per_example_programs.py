@@ -659,7 +659,9 @@ def energy_and_force() -> Any:
     params = {"f": drawn(w=(6, 8), v=(8,))}
 
     def f(p: Any, x: Tensor) -> Any:
-        energy = lambda x: torch.tanh(x @ p["w"]) @ p["v"]  # noqa: E731
+        def energy(x: Tensor) -> Tensor:
+            return torch.tanh(x @ p["w"]) @ p["v"]
+
         return energy(x), -torch.func.grad(lambda x: energy(x).sum())(x)
 
     def losses(stage: Any, params: Any, x: Tensor, e: Tensor) -> Tensor:
@@ -688,7 +690,9 @@ def laplacian() -> Any:
     params = {"f": drawn(w=(3, 8), v=(8,))}
 
     def f(p: Any, x: Tensor) -> Tensor:
-        u = lambda x: torch.tanh(x @ p["w"]) @ p["v"]  # noqa: E731
+        def u(x: Tensor) -> Tensor:
+            return torch.tanh(x @ p["w"]) @ p["v"]
+
         return torch.func.vmap(lambda x: torch.func.hessian(u)(x).diagonal().sum() + u(x))(x)
 
     def losses(stage: Any, params: Any, x: Tensor) -> Tensor:

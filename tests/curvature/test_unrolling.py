@@ -136,7 +136,10 @@ def noisy() -> list[Tensor]:
         return (F.dropout(x @ p, 0.5) * h).square().sum()
 
     optimizer, x = so.sgd(0.05, donate=False), torch.linspace(-1, 1, 12).double().view(3, 4)
-    outer = lambda p, h: (p * h).square().sum()  # noqa: E731
+
+    def outer(p: Tensor, h: Tensor) -> Tensor:
+        return (p * h).square().sum()
+
     p, h = torch.linspace(0, 1, 4).double(), torch.tensor(0.7).double()
 
     def trained(p: Tensor, h: Tensor) -> Tensor:
