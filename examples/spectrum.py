@@ -48,7 +48,7 @@ def watch(
     """Trains, and looks at the curvature after `every` steps, on one batch that stays the same."""
     opt = optimizer(config, steps)
     batches = sf.run.batches(stretches(text, config.context + 1), mesh, DATA, config.batch, seed=0)
-    densities: dict[int, sc.Spectrum] = {}
+    densities: list[sc.Spectrum] = []
 
     def loss(params: Params, rows: Tensor) -> Tensor:
         return loss_fn(params, rows.long(), config)
@@ -74,13 +74,13 @@ def watch(
 
     def evaluate(state: Params) -> dict[str, Any]:
         seen = curvature(state, rows)
-        densities[(len(densities) + 1) * every] = seen.pop("spectrum")
+        densities.append(seen.pop("spectrum"))
         return seen
 
     params = sf.shard(init(config, 0), mesh, strategy)
     state = {"model": params, "optimizer": opt.init(params)}
     _, run = sf.run.loop(step, state, batches, steps=steps, evaluate=(evaluate, every), report=report)
-    return Watched(run, densities)
+    return Watched(run, dict(zip(run.metrics["eval/raw"], densities, strict=True)))
 
 
 def draw(watched: Watched, config: Config, shown: Sequence[int], file: Path) -> None:

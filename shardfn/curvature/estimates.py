@@ -46,6 +46,7 @@ def trace(A: Operator, products: int = 30, *, sketch: int | None = None, seed: i
     Example:
         ``value, error = trace(H, products=60)``
     """
+    A.space.agree("trace", products=products, sketch=sketch, seed=seed)
     kept = products // 3 if sketch is None else sketch
     draws = products - 2 * kept
     if kept < 0 or draws < 1:
@@ -54,7 +55,6 @@ def trace(A: Operator, products: int = 30, *, sketch: int | None = None, seed: i
             f"be left"
         )
     space, found = A.space, list[Vector]()
-    space.agree("trace", products=products, sketch=sketch, seed=seed)
     kept = min(kept, space.size())
     for number in range(kept):
         v = A.of(space.drawn("normal", seed, number))
@@ -101,10 +101,10 @@ def diag(A: Operator, products: int = 30, *, seed: int = 0) -> Any:
     Example:
         ``importance = diag(fisher(model, likelihood, params, batches), 100)``
     """
+    A.space.agree("diag", products=products, seed=seed)
     if products < 1:
         raise ValueError(f"diag: products={products}; it is at least 1")
     space = A.space
-    space.agree("diag", products=products, seed=seed)
     total = space.zeros()
     for number in range(products):
         v = space.drawn("signs", seed, number)

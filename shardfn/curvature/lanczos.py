@@ -75,13 +75,13 @@ def top_eig(
         ``values = top_eig(hvp(loss, params, batches), 3).values``
     """
     most = 2 * count + 8 if basis is None else basis
+    A.space.agree("top_eig", count=count, which=which, tolerance=tolerance, basis=basis, products=products, seed=seed)
     if count < 1 or most < count + 2 or products < 1 or which not in get_args(Which):
         raise ValueError(
             f"top_eig: count={count}, basis={most}, products={products}, which={which!r}: count and products are at "
             f"least 1, basis at least count + 2, and which is one of {', '.join(get_args(Which))}"
         )
     space, vectors, done, kept = A.space, list[Vector](), 0, 0
-    space.agree("top_eig", count=count, which=which, tolerance=tolerance, basis=most, products=products, seed=seed)
     most = min(most, space.size())
     T = torch.zeros(most, most, dtype=torch.float64, device="cpu")
     following = unit(space, space.drawn("normal", seed, 0), [])
@@ -212,14 +212,14 @@ def spectrum(
     Example:
         ``density = spectrum(H, 80, draws=4, folder="runs/1/spectrum").density(torch.linspace(-1, 20, 500), 0.05)``
     """
+    space, there = A.space, folder is not None and Path(folder).exists()
+    name = None if folder is None else str(folder)
+    space.agree("spectrum", steps=steps, draws=draws, seed=seed, folder=name, every=every, exists=there)
     if min(steps, draws, every) < 1:
         raise ValueError(f"spectrum: steps={steps}, draws={draws}, every={every}: each is at least 1")
-    space = A.space
     size = space.size()
     steps = min(steps, size)
     asked = {"steps": steps, "draws": draws, "seed": seed, "size": size}
-    there = folder is not None and Path(folder).exists()
-    space.agree("spectrum", **asked, every=every, folder=None if folder is None else str(folder), exists=there)
     state = _begun(space, asked)
     if there:
         assert folder is not None, "it exists"

@@ -31,7 +31,7 @@ def sharpness(
     (2 + 2 b1) / ((1 - b1) rate), 38 / rate for b1 = 0.9.
 
     Args:
-        f: as for `hvp`.
+        f: as for `hvp`. With collectives in it, it is under a `shard_map`, or all of this is.
         params: as for `hvp`.
         batches: as for `hvp`; often one batch, the same each time.
         state: that of `adam` or `adamw`, or of a chain with one: of the Hessian that it preconditions, as by
@@ -47,8 +47,8 @@ def sharpness(
         Adaptive gradient methods at the edge of stability (2022).
 
     Example:
-        ``run.loop(step, state, batches, steps=1000, evaluate={"sharpness": (lambda s: {"raw": sharpness(loss, s[0],
-        [batch])}, 50)})``
+        ``run.loop(step, state, batches, steps=1000, evaluate=(lambda s: {"sharpness": sharpness(loss, s[0], [batch])},
+        50))``
     """
     A = hvp(f, params, batches)
     if state is not None:
@@ -167,13 +167,13 @@ def critical_sharpness(
         ``critical_sharpness(loss, params, gradient, [batch], rate=1e-2).sharpness``
     """
     name = f"critical_sharpness of {name_of(f)}"
+    space = Space(params, name)
+    space.agree("critical_sharpness", rate=rate, tolerance=tolerance, forwards=forwards)
     if not rate > 0 or not tolerance > 0 or forwards < 2:
         raise ValueError(
             f"{name}: rate={rate}, tolerance={tolerance}, forwards={forwards}: above 0, above 0, at least 2"
         )
     check_batches(batches, params, name)
-    space = Space(params, name)
-    space.agree("critical_sharpness", rate=rate, tolerance=tolerance, forwards=forwards)
     direction = space.tangents(space.read(update))
     values = [x.detach() for x in space.variables.values]
     random = RandomNumbers(values)

@@ -67,13 +67,13 @@ def solve(
     Example:
         The natural gradient: ``solve(fisher(model, likelihood, params, batches) / rows, gradient, damping=1e-3).x``
     """
+    A.space.agree("solve", by=by, damping=damping, tolerance=tolerance, products=products, scale=scale)
     if by not in get_args(Method):
         raise ValueError(f"solve: by={by!r}; it is one of {', '.join(map(repr, get_args(Method)))}")
     if (scale is None) is (by == "neumann"):
         raise ValueError(f"solve: scale={scale}, by={by!r}: 'neumann' needs a scale, others have none")
     if products < 1 or not tolerance >= 0:
         raise ValueError(f"solve: products={products}, tolerance={tolerance}: at least 1, and at least 0")
-    A.space.agree("solve", by=by, damping=damping, tolerance=tolerance, products=products, scale=scale)
     system = _System(A, damping, products)
     right = A.space.read(b)
     right = [x.to(z.dtype, copy=True) for x, z in zip(right, A.space.zeros(), strict=True)]

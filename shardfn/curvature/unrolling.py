@@ -59,7 +59,6 @@ def unroll(
     Example:
         ``value, (_, _, slope) = unroll(loss, so.adamw(1e-3, donate=False), outer)(params, state, weights, batches)``
     """
-
     if segment is not None:
         whole("unroll", "segment", segment, 1)
 
@@ -70,24 +69,24 @@ def unroll(
                 f"{name}: batches are read twice, from both ends: pass a list, not {type(batches).__name__}"
             )
         check_batches(batches, params, name)
-        if not batches:
-            raise ValueError(f"{name}: there are no batches")
         refuse_derivative(_tensors((params, state, hyper)), name)
-        training = _Training(loss, optimizer, [b if isinstance(b, tuple) else (b,) for b in batches], hyper)
+        training = _Training(loss, optimizer, list(each_of(batches, name)), hyper)
         count, length = len(batches), segment or math.isqrt(len(batches) - 1) + 1
         begins, kept, now = range(0, count, length), [], (params, state)
         for begin in begins:
             kept.append(now)
             now = training.steps(now, begin, min(begin + length, count))[-1][0]
         after = RandomNumbers(_tensors(now))
-        value, (over, slope) = value_and_grad(outer, (0, 1))(now[0], hyper)
-        back = _Back(training, now, over, slope)
-        for begin in reversed(begins):
-            each = training.steps(kept.pop(), begin, min(begin + length, count))
-            for number in reversed(range(begin, begin + len(each) - 1)):
-                del each[-1]
-                back.over(number, *each[-1])
-        after.restore()
+        try:
+            value, (over, slope) = value_and_grad(outer, (0, 1))(now[0], hyper)
+            back = _Back(training, now, over, slope)
+            for begin in reversed(begins):
+                each = training.steps(kept.pop(), begin, min(begin + length, count))
+                for number in reversed(range(begin, begin + len(each) - 1)):
+                    del each[-1]
+                    back.over(number, *each[-1])
+        finally:
+            after.restore()
         return value, back.gradients(params, state)
 
     return run
@@ -227,11 +226,16 @@ def implicit(
     """
     name = f"implicit of {name_of(loss)}"
     refuse_derivative(_tensors((params, hyper)), name)
-    over, slope = grad(outer, (0, 1))(params, hyper)
-    solution = solve(hvp(lambda p, *batch: loss(p, hyper, *batch), params, batches), over, by, **options)
-    space = Space(params, name)
-    v = space.tangents(space.read(solution.x))
-    for batch in each_of(batches, name):
-        _, mixed = _along(loss, space, hyper, v, batch)
-        slope = optree.tree_map(torch.sub, slope, mixed)
+    began = RandomNumbers(_tensors(params))
+    try:
+        over, slope = grad(outer, (0, 1))(params, hyper)
+        began.restore()  # so that all that follows is of one function
+        solution = solve(hvp(lambda p, *batch: loss(p, hyper, *batch), params, batches), over, by, **options)
+        space = Space(params, name)
+        v = space.tangents(space.read(solution.x))
+        for batch in each_of(batches, name):
+            _, mixed = _along(loss, space, hyper, v, batch)
+            slope = optree.tree_map(torch.sub, slope, mixed)
+    finally:
+        began.restore()
     return slope, solution

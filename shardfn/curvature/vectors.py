@@ -128,9 +128,26 @@ class Space:
         return [torch.zeros_like(x, dtype=wide(x), memory_format=torch.contiguous_format) for x in self.like]
 
     def dots(self, many: Sequence[Vector], other: Vector) -> Tensor:
-        """Inner products of vectors with another: `[vectors]`, float64 on the CPU, the same bits on every rank."""
+        """Inner products of vectors with another: `[vectors]`, float64 on the CPU, the same bits on every rank.
+
+        Raises:
+            ValueError: they differ between ranks by more than rounding.
+        """
         with paused():  # the sums are right by construction, and the checker would follow each parameter of each vector
-            return self._alike(dots([self._units(v) for v in many], self._units(other))).to("cpu", torch.float64)
+            low, high = self._ends(self._dots(many, other))
+            if _apart(low, high, high.abs().max()):  # which may be rounding, if the vectors are orthogonal
+                own = self._ends(self._dots([other], other))[1]
+                largest = max(float(self._ends(self._dots([v], v))[1]) for v in many)
+                if _apart(low, high, (own.clamp(min=0) * max(largest, 0.0)).sqrt()):
+                    raise ValueError(
+                        f"{self.name}: inner products of vectors differ between ranks, from {float(low.min()):.6g} to "
+                        f"{float(high.max()):.6g}: each rank has its own loss, vector or seed, or plain tensors that "
+                        f"are cut. What is cut is a leaf of what sf.shard returns"
+                    )
+        return high.to("cpu", torch.float64)
+
+    def _dots(self, many: Sequence[Vector], other: Vector) -> Tensor:
+        return dots([self._units(v) for v in many], self._units(other))
 
     def same(self, loss: Tensor) -> float:
         """The value of a loss, which is the same on all ranks.
@@ -141,46 +158,34 @@ class Space:
         if planned():
             return 0.0
         with paused(), torch.no_grad():
-            x = loss.detach().double()
-            try:
-                high = float(self._alike(torch.where(x.isfinite(), x, math.inf).view(1))[0])
-            except ValueError:
-                raise ValueError(
-                    f"{self.name}: the loss differs between ranks, and is {float(x):.6g} here: reduce it over all of "
-                    f"them, by psum, say"
-                ) from None
-        return high
+            x = loss.detach().double().view(1)
+            low, high = self._ends(torch.where(x.isfinite(), x, math.inf))
+        if _apart(low, high, high.abs().max()):
+            raise ValueError(
+                f"{self.name}: the loss is from {float(low):.6g} to {float(high):.6g} on the ranks: reduce it over all "
+                f"of them, by psum, say"
+            )
+        return float(high)
 
     def agree(self, name: str, **settings: Any) -> None:
         """Raises ValueError on every rank if ranks were given other numbers."""
         lines = [f"{key}: {value!r}" for key, value in settings.items()]
         agree(lines, together(self.params), name, subject=("the arguments", "All ranks search alike: pass the same"))
 
-    def _alike(self, numbers: Tensor) -> Tensor:
-        """Numbers that are the same on all ranks, with the same bits: what is decided by them is decided alike.
+    def _ends(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """The least and the largest of all ranks' numbers: what is decided by them is decided alike.
 
-        Raises:
-            ValueError: they differ by more than rounding.
+        Replicas sum by themselves, perhaps in another order.
         """
+        high, low = numbers, -numbers
         meshes: dict[Any, Any] = {unit.layout.grid: None for unit in self.moving if unit.layout is not None}
-        scopes = [scope_of(grid, self.name) for grid in meshes] or [contextlib.nullcontext()]
-        for there in scopes:
+        for there in [scope_of(grid, self.name) for grid in meshes] or [contextlib.nullcontext()]:
             with there:
                 mesh = current_mesh()
                 axes = () if mesh is None else tuple(name for name in sizes(mesh) if name not in independent_axes())
-                if not axes:
-                    continue
-                # Replicas sum by themselves, perhaps in another order.
-                high, low = functional.pmax(torch.stack([numbers, -numbers]), axes)
-                gap, most = high + low, torch.maximum(high.abs(), low.abs())
-                if not planned() and bool((gap > 1e-3 * most.max()).any()):
-                    raise ValueError(
-                        f"{self.name}: inner products of vectors differ between ranks, from {-float(low.max()):.6g} to "
-                        f"{float(high.max()):.6g}: each rank has its own loss, vector or seed, or plain tensors that "
-                        f"are cut. What is cut is a leaf of what sf.shard returns"
-                    )
-                numbers = high
-        return numbers
+                if axes:
+                    high, low = functional.pmax(torch.stack([high, low]), axes)
+        return -low, high
 
     def norm(self, vector: Vector) -> float:
         """The Euclidean norm."""
@@ -209,6 +214,11 @@ class Space:
         unless `specs=` cut the parameter.
         """
         return [random(unit, kind, (kind, seed, number)) for unit in self.moving]
+
+
+def _apart(low: Tensor, high: Tensor, scale: Tensor) -> bool:
+    """Whether ranks differ by more than rounding; not if they have no numbers, as in a plan."""
+    return not planned() and bool((high - low > 1e-3 * scale).any())
 
 
 def refuse_derivative(tensors: Sequence[Tensor], name: str) -> None:

@@ -551,6 +551,12 @@ X = {"x": torch.ones(3)}
         (lambda sc, p, m: sc.hvp(lambda p, b: p, p, {"x": 1}), TypeError, "this is dict"),
         (lambda sc, p, m: sc.empirical_fisher(lambda p: p["x"].sum(), X) @ X, ValueError, "one loss a row"),
         (lambda sc, p, m: sc.top_eig(given(torch.eye(3)), seed=m.get_rank()), ValueError, "the arguments differ"),
+        (lambda sc, p, m: sc.top_eig(given(torch.eye(3)), m.get_rank()), ValueError, "the arguments differ"),
+        (lambda sc, p, m: sc.spectrum(given(torch.eye(3)), m.get_rank()), ValueError, "the arguments differ"),
+        (lambda sc, p, m: sc.diag(given(torch.eye(3)), m.get_rank()), ValueError, "the arguments differ"),
+        (lambda sc, p, m: sc.solve(given(torch.eye(3)), X, products=m.get_rank()), ValueError, "the arguments differ"),
+        (lambda sc, p, m: sc.critical_sharpness(lambda p: p["x"].sum(), X, X, rate=0.0 + m.get_rank()),
+         ValueError, "the arguments differ"),
         (lambda sc, p, m: sc.trace(given(torch.eye(3)), 9 + m.get_rank()), ValueError, "the arguments differ"),
         (lambda sc, p, m: sc.hvp(lambda p, b: p, p, 3), TypeError, "this is int"),
         (lambda sc, p, m: sc.hvp(lambda p, b: p, p, [1] * (1 + m.get_rank())), ValueError, "numbers of batches"),
@@ -626,7 +632,7 @@ def unreduced(what: str) -> str:
 @two
 @pytest.mark.parametrize("what", ["hvp", "ggn", "sharpness", "critical"])
 def test_a_loss_that_is_not_reduced_is_refused_on_every_rank(world: World, what: str) -> None:
-    assert all("the loss differs between ranks" in told for told in world.run(unreduced, what))
+    assert all("on the ranks: reduce it over all of them" in told for told in world.run(unreduced, what))
 
 
 def test_batches_are_tuples_or_lists() -> None:
@@ -736,3 +742,27 @@ def test_distributions_without_a_smooth_divergence_are_refused() -> None:
         sc.fisher(lambda p: p["z"], lambda z: z, p) @ p
     with pytest.raises(ValueError, match="segment"):
         sc.unroll(lambda p, h: p, so.sgd(0.1), lambda p, h: p, segment=-1)
+
+
+def replicas(noise: float) -> float | str:
+    """An inner product that is rounding alone, which replicas may round otherwise."""
+    mesh = sf.make_mesh(replica=2, device="cpu")
+    ones = torch.ones(4, dtype=torch.float64)
+
+    def run(p: Any) -> Any:
+        space = sc.Operator(lambda v: v, p).space
+        other = torch.tensor([1.0, -1.0, 1.0, -1.0 + noise * (1 + mesh.get_rank())]).double()
+        return float(space.dots([[ones]], [other])[0])
+
+    try:
+        return sf.shard_map(run, mesh=mesh, in_specs=..., out_specs=..., check=False)({"x": ones})
+    except ValueError as error:
+        return str(error)
+
+
+@two
+def test_rounding_of_replicas_is_no_difference(world: World) -> None:
+    first, second = world.run(replicas, 1e-12)
+    assert first == second
+    assert abs(first) < 1e-11
+    assert all("differ between ranks" in told for told in world.run(replicas, 0.1))

@@ -151,7 +151,7 @@ def noisy() -> list[Tensor]:
     torch.manual_seed(0)
     want, after = sf.grad(trained, (0, 1))(p, h), torch.get_rng_state()
     torch.manual_seed(0)
-    _, got = sc.unroll(loss, optimizer, outer)(p, optimizer.init(p), h, [(x,)] * 7)
+    _, got = sc.unroll(loss, optimizer, outer)(p, optimizer.init(p), h, [[x]] * 7)
     assert torch.equal(after, torch.get_rng_state())
     return [want[0] - got[0], want[1] - got[2]]
 
@@ -235,3 +235,14 @@ def test_bad_input_to_unroll() -> None:
         run(pure, (b for b in [(p,)]))
     with pytest.raises(RuntimeError, match="a derivative through"):
         sf.grad(lambda p: sc.unroll(loss, pure, outer)(p, pure.init(p), (), [(torch.ones(3),)])[0])(p)
+
+
+def test_random_numbers_are_left_as_they_were() -> None:
+    p, h = torch.ones(3).double(), torch.tensor(2.0).double()
+
+    def loss(p: Any, h: Tensor, x: Tensor) -> Tensor:
+        return (F.dropout(p * x, 0.5) * h).square().sum() + p.square().sum()
+
+    before = torch.get_rng_state()
+    sc.implicit(loss, lambda p, h: p.sum(), p, h, [(p,)])
+    assert torch.equal(before, torch.get_rng_state())

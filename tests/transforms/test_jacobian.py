@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardfn as sf
+from shardfn.compat.norms import WrittenOut
 from shardfn.testing import World
 from tests.models import normal
 
@@ -270,3 +271,29 @@ def test_derivatives_of_tangents(name: str) -> None:
         wanted["what f closes over"] = slopes(lambda y: (torch.func.grad(f)(y) @ (y * v / x))[None], x)[0]
     off = {level: float((got - wanted[level]).norm() / wanted[level].norm()) for level, got in found.items()}
     assert {level: distance for level, distance in off.items() if not distance < 1e-6} == {}
+
+
+W, B = normal(2, seed=1), normal(2, seed=2)
+AS_TORCH: dict[str, Callable[..., Tensor]] = {
+    "layer": lambda x, *_: F.layer_norm(x, (2, 3), normal(2, 3, seed=1), normal(2, 3, seed=2), 1e-3),
+    "layer, by torch": lambda x, *_: torch.layer_norm(x, (3,), normal(3, seed=1), None, 1e-3),
+    "batch, by torch": lambda x, mean, var: torch.batch_norm(x, W, B, mean, var, True, 0.1, 1e-3, False),
+    "batch, running, by torch": lambda x, mean, var: torch.batch_norm(x, W, B, mean, var, False, 0.1, 1e-3, False),
+    "instance, by torch": lambda x, mean, var: torch.instance_norm(x, W, B, mean, var, True, 0.1, 1e-3, False),
+    "batch": lambda x, mean, var: F.batch_norm(x, mean, var, W, B, training=True, momentum=0.3),
+    "instance": lambda x, mean, var: F.instance_norm(x, mean, var, W, B, momentum=0.3),
+    "module": lambda x, *_: torch.nn.BatchNorm1d(2, dtype=x.dtype)(x).detach(),
+    "weight": lambda x, *_: torch._weight_norm(x[0], normal(2, 1, seed=1), 0),
+    "padding": lambda x, *_: F.embedding(torch.tensor([0, 1, 1]), x[:, 0], padding_idx=-1),
+}
+
+
+@pytest.mark.parametrize("name", AS_TORCH)
+def test_norms_written_out_are_those_of_torch(name: str) -> None:
+    x, running = normal(4, 2, 3, seed=7), [(MEAN.clone(), VARIANCE.clone()) for _ in range(2)]
+    want = AS_TORCH[name](x, *running[0])
+    with WrittenOut():
+        got = AS_TORCH[name](x, *running[1])
+    for a, b in zip((got, *running[1]), (want, *running[0]), strict=True):
+        assert a.dtype == b.dtype
+        assert float((a - b).abs().max()) < 1e-12
