@@ -97,8 +97,8 @@ MUTANTS = [
     Mutant(
         "a result shares the memory of the vector",
         "curvature/operators.py",
-        "wide(z), copy=True)",
-        "wide(z), copy=False)",
+        "copy=True) for x, z in zip(product,",
+        "copy=False) for x, z in zip(product,",
         f"{CURVATURE}::test_operators_add_and_scale",
     ),
     Mutant(
