@@ -212,7 +212,8 @@ def spectrum(
     Example:
         ``density = spectrum(H, 80, draws=4, folder="runs/1/spectrum").density(torch.linspace(-1, 20, 500), 0.05)``
     """
-    space, there = A.space, folder is not None and Path(folder).exists()
+    space, place = A.space, None if folder is None else Path(folder)
+    there = place is not None and place.exists() and not (place.is_dir() and not any(place.iterdir()))
     name = None if folder is None else str(folder)
     space.agree("spectrum", steps=steps, draws=draws, seed=seed, folder=name, every=every, exists=there)
     if min(steps, draws, every) < 1:
@@ -224,7 +225,7 @@ def spectrum(
     if there:
         assert folder is not None, "it exists"
         first = space.read(state["v"])
-        told = checkpoint.load(folder, {"asked": asked}, strict=False)["asked"]
+        told = checkpoint.load(folder, {"asked": asked}, ignore=r"(?!asked\.).*")["asked"]
         if told != asked:
             raise checkpoint.CheckpointError(f"spectrum: {folder} is of a call with {told}, not {asked}")
         state = checkpoint.load(folder, state, donate=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -62,8 +63,11 @@ def threads() -> int:
 def children() -> set[int]:
     listed = Path(f"/proc/self/task/{threading.get_native_id()}/children")
     tasks = [task / "children" for task in Path("/proc/self/task").iterdir()] if listed.exists() else []
-    found = " ".join(path.read_text() for path in tasks if path.exists()).split()
-    return {int(pid) for pid in found}
+    found = set()
+    for path in tasks:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since
+            found |= {int(pid) for pid in path.read_text().split()}
+    return found
 
 
 def gone(before: set[int], within: float = 10) -> bool:
