@@ -23,7 +23,7 @@ from benchmarks.gpu_training import MODELS, fresh
 from benchmarks.model import SEED, Config, Params, block, embed, makers, tokens
 from shardfn import curvature as sc
 
-CONTEXT, BATCH, ROUNDS = 512, 2, 3
+CONTEXT, BATCH, ROUNDS = 1024, 8, 3
 KINDS = ("gradient", "hvp", "hvp, remat", "ggn", "jvp", "norms of rows", "clipped rows", "hvp by torch.func")
 NET = {"first": (16, 48), "gain": (16,), "shift": (16,), "qkv": (16, 48), "out": (16, 16), "bias": (16,)}
 
@@ -205,9 +205,13 @@ def measured(case: tuple[str, Config]) -> dict[str, Any]:
     return {"derivative": kind, "ms": statistics.median(seconds[1:]) * 1e3, "GiB": max(peaks[1:]) / 2**30 or math.nan}
 
 
+def logits(p: Params, x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], p["norm"], 1e-5) @ p["out"].T
+
+
 def derivative(kind: str, config: Config, params: Params, v: Params) -> Callable[[], Any]:
     first, middle = sf.stage(embed), sf.stage(block, remat="remat" in kind)
-    last = sf.stage(lambda p, x: F.rms_norm(x, x.shape[-1:], p["norm"], 1e-5) @ p["out"].T)
+    last = sf.stage(logits)
     batch = tokens(config, 0)
 
     def outputs(params: Params, rows: Tensor = batch) -> Tensor:
@@ -217,12 +221,11 @@ def derivative(kind: str, config: Config, params: Params, v: Params) -> Callable
         return last(params["head"], x)
 
     def losses(params: Params, rows: Tensor) -> Tensor:
-        logits = outputs(params, rows)
-        each = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
+        each = F.cross_entropy(outputs(params, rows).flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
         return each.view(len(rows), -1).mean(1)
 
-    def curve(logits: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    def curve(y: Tensor) -> Tensor:
+        return F.cross_entropy(y.flatten(0, 1), batch[:, 1:].flatten())
 
     def loss(params: Params) -> Tensor:
         return curve(outputs(params))

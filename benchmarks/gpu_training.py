@@ -182,7 +182,7 @@ def copies(world: int) -> Iterator[None]:
 STEP_OF = {"shardfn": shardfn_step, "FSDP2": fsdp2_step}
 
 
-def fresh(f: Callable[[Case], Any], case: Case) -> Any:
+def fresh(f: Callable[[Any], Any], case: Any) -> Any:
     """What a function says of a case, in a process of its own."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])

@@ -101,6 +101,11 @@ def alive(x: torch.Tensor) -> torch.Tensor:
     return torch._C._functorch.unwrap_if_dead(x)
 
 
+def lost(x: torch.Tensor) -> bool:
+    """Whether a tensor had a gradient in a transform that has ended, in which it has none any more."""
+    return torch._C._functorch.unwrap_if_dead(x) is not x and x.requires_grad
+
+
 def batched(x: torch.Tensor) -> bool:
     """Whether a tensor is a batch made by `torch.autograd.grad(is_grads_batched=True)`."""
     return torch._C._functorch.is_legacy_batchedtensor(x)

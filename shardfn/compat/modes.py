@@ -61,6 +61,11 @@ def functions_unseen() -> Any:
     return torch._C.DisableTorchFunction()
 
 
+def functions_seen() -> Any:
+    """Returns a context in which such modes see them, also inside of `functions_unseen`."""
+    return torch._C._EnableTorchFunction()
+
+
 def innermost() -> Any:
     """Returns the mode that sees ops here first; None if there is none."""
     count = torch._C._len_torch_dispatch_stack()

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from shardfn.compat import autograd, functorch
+from shardfn.compat import autograd, functorch, modes
 from shardfn.shards.layout import FlatShard
 from shardfn.stages.options import Offload
 from shardfn.stages.signature import Signature, signature_of
 from shardfn.transforms.autodiff import moves
+from shardfn.transforms.jvp import running
+from shardfn.transforms.shortage import RandomNumbers
 from shardfn.transforms.step import OutsideGradient, pushes
 
 if TYPE_CHECKING:
@@ -136,15 +138,134 @@ def nodes_of(signature: Signature, leaves: Sequence[Any]) -> list[Any]:
 
 def _on_pairs(signature: Signature, has: Sequence[bool], nodes: list[Any], moving: list[Any]) -> Any:
     """Calls the stage's function on parameters and arguments with tangents."""
+    values = optree.tree_leaves(nodes)
+    wanted = [i for i, x in enumerate(values) if isinstance(x, Tensor) and x.requires_grad]
+    if wanted and torch.is_grad_enabled() and signature.reverses:
+        began = RandomNumbers([x for x in values if isinstance(x, Tensor)])
+        generators = [(x, x.get_state()) for x in values if type(x) is torch.Generator]
+        try:
+            return _transposed(signature, has, nodes, moving, wanted)
+        except Exception:  # what is not for torch.func, or an error of its own, which it raises again
+            signature.reverses = False
+            began.restore()
+            for generator, state in generators:
+                generator.set_state(state)
+    pairs = _paired(has, nodes, moving)
+    with modes.functions_seen():
+        result = _called(signature, pairs)
+    return optree.tree_map(functools.partial(_apart, _lent((nodes, moving, pairs))), result)
+
+
+def _transposed(
+    signature: Signature, has: Sequence[bool], nodes: list[Any], moving: list[Any], wanted: Sequence[int]
+) -> Any:
+    """Calls it inside of `torch.func.vjp`.
+
+    A graph of pairs themselves would record the formulas of the tangents, too. What an operation returns and saves
+    would hold its tangent, the tangent's graph the operation, and all of it memory until `jvp` ends.
+    """
+    flat, tree = optree.tree_flatten(nodes)
+    given = [x.detach() if isinstance(x, Tensor) else x for x in flat]
+    leaves = optree.tree_leaves(_paired(has, optree.tree_unflatten(tree, given), moving))
+    kept: list[Any] = []
+
+    def run(*moved: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        arguments = list(leaves)
+        for i, x in zip(wanted, _InPlaceOf.apply(*moved, *xs), strict=True):  # type: ignore[no-untyped-call]
+            arguments[i] = x
+        with modes.functions_seen(), running(f"{signature.name} ({signature.stage})"):
+            result = _called(signature, optree.tree_unflatten(tree, arguments))
+        found, structure = optree.tree_flatten(result)
+        ys, others = ([y for y in found if isinstance(y, Tensor) and moves(y) == yes] for yes in (True, False))
+        constants = [_Place(moves(y)) if isinstance(y, Tensor) else y for y in found]
+        kept[:] = constants, structure, [y.requires_grad for y in ys]
+        return ys, others
+
+    xs = [leaves[i] for i in wanted]
+    begins = [torch.empty_strided(x.shape, (0,) * x.ndim, dtype=x.dtype, device=x.device) for x in xs]
+    transform: Any = torch.func.vjp
+    ys, pull, others = transform(run, *begins, has_aux=True)
+    constants, structure, follows = kept
+    lent = _lent((nodes, moving, leaves))
+    pairs = [functorch.unpacked(_apart(lent, y)) for y in ys]
+    values = [y for y, _ in pairs]
+    if any(follows):
+        given = [flat[i] for i in wanted]
+        outputs = _Transposed.apply(pull, follows, len(values), *values, *given)  # type: ignore[no-untyped-call]
+        values = [out if yes else y for y, out, yes in zip(values, outputs, follows, strict=True)]
+    results = iter([y if t is None else functorch.dual(y, t) for y, (_, t) in zip(values, pairs, strict=True)])
+    rest = iter(others)
+    filled = [next(results if y.moves else rest) if isinstance(y, _Place) else y for y in constants]
+    return optree.tree_unflatten(structure, filled)
+
+
+class _Place(NamedTuple):
+    """Where a tensor was, and whether it may have a tangent."""
+
+    moves: bool
+
+
+def _paired(has: Sequence[bool], nodes: list[Any], moving: list[Any]) -> list[Any]:
     tangents = iter(moving)
-    pairs = [
-        optree.tree_map(_dual, node, next(tangents)) if yes else node for node, yes in zip(nodes, has, strict=True)
-    ]
-    args, kwargs = optree.tree_unflatten(signature.outer, pairs)
-    result = signature.function(*args, **kwargs)
-    tensors = [x for x in optree.tree_leaves((nodes, moving, pairs)) if isinstance(x, Tensor)]
-    given = {autograd.storage_of(part) for x in tensors for part in functorch.unpacked(x) if part is not None}
-    return optree.tree_map(functools.partial(_apart, given), result)
+    return [optree.tree_map(_dual, node, next(tangents)) if yes else node for node, yes in zip(nodes, has, strict=True)]
+
+
+def _called(signature: Signature, nodes: list[Any]) -> Any:
+    args, kwargs = optree.tree_unflatten(signature.outer, nodes)
+    return signature.function(*args, **kwargs)
+
+
+def _lent(tree: Any) -> set[int]:
+    """The storages of tensors and their tangents."""
+    tensors = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
+    return {autograd.storage_of(part) for x in tensors for part in functorch.unpacked(x) if part is not None}
+
+
+class _InPlaceOf(torch.autograd.Function):
+    """`(*begins, *xs) -> xs`, with the gradients of `begins`: so that a graph holds what of xs it reads."""
+
+    @staticmethod
+    def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple([x.view_as(x) for x in tensors[len(tensors) // 2 :]])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *cotangents, *[None] * len(cotangents)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple([None if t is None else t.view_as(t) for t in tangents[len(tangents) // 2 :]])
+
+
+class _Transposed(torch.autograd.Function):
+    """`(pull, follows, count, *ys, *xs) -> ys`: their gradients are what `pull` makes of cotangents, with tangents."""
+
+    @staticmethod
+    def forward(ctx: Any, pull: Any, follows: Sequence[bool], count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.pull, ctx.count = pull, count
+        ctx.shapes = [(y.shape, y.dtype, y.device) for y in tensors[:count]]
+        outputs = tuple([y.view_as(y) for y in tensors[:count]])
+        ctx.mark_non_differentiable(*[y for y, yes in zip(outputs, follows, strict=True) if not yes])
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        filled = [
+            torch.zeros(shape, dtype=dtype, device=device) if ct is None else _detached(ct)
+            for ct, (shape, dtype, device) in zip(cotangents, ctx.shapes, strict=True)
+        ]
+        pull, ctx.pull = ctx.pull, None
+        return None, None, None, *[None] * ctx.count, *map(functorch.alive, pull(filled, retain_graph=False))
+
+
+def _detached(x: Tensor) -> Tensor:
+    value, tangent = functorch.unpacked(x)
+    return value.detach() if tangent is None else functorch.dual(value.detach(), tangent.detach())
 
 
 def _dual(value: Any, tangent: Any) -> Any:
@@ -193,7 +314,7 @@ class Pushed(torch.autograd.Function):
         """Runs the call."""
         n = len(call.signature.shards)
         ctx.engine, ctx.call = engine, call
-        with functorch.forward_mode_on():
+        with functorch.forward_mode_on(), modes.functions_unseen():
             outputs = engine.forward(call, tensors[:n], tensors[n:])
         ctx.save_for_backward(*tensors[n:])
         ctx.mark_non_differentiable(*[y for y, yes in zip(outputs, call.differentiable, strict=True) if not yes])
@@ -206,7 +327,8 @@ class Pushed(torch.autograd.Function):
         engine, call = ctx.engine, ctx.call
         if torch.is_grad_enabled() and not (call.step is not None and call.step.pushed):
             raise OutsideGradient
-        gradients = engine.backward(call, call.needs, cotangents, tuple(ctx.saved_tensors), False)
+        with modes.functions_unseen():
+            gradients = engine.backward(call, call.needs, cotangents, tuple(ctx.saved_tensors), False)
         for k, t in call.pairs.tangent_of.items():
             if gradients[k] is not None:
                 gradients[k] = functorch.dual(gradients[k], gradients[t])

@@ -93,6 +93,7 @@ class Signature:
         computes: whether the function uses the parameters, or this rank only takes part in the collectives.
         compared: whether the numbers of a second run were compared with those of the first.
         paired: the stages that it is in forward mode, by which arguments have tangents.
+        reverses: whether torch.func.vjp can run the function on pairs, as far as is known.
         apart: the stage that it is where the rows of a batch are apart.
     """
 
@@ -110,6 +111,7 @@ class Signature:
     computes: bool = True
     compared: bool = False
     paired: dict[tuple[bool, ...], Signature] = field(default_factory=dict)
+    reverses: bool = True
     apart: Callable[..., Any] | None = None
 
     def __str__(self) -> str:

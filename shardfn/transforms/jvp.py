@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import optree
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardfn.compat import functorch
+from shardfn.compat.blockwise_attention import attention
 from shardfn.compat.norms import Padded, WrittenOut
 from shardfn.quoting import short
 from shardfn.transforms.autodiff import moves, name_of
-from shardfn.transforms.step import OutsideGradient, pushing
+from shardfn.transforms.step import OutsideGradient, escaped, pushing
 
 
 def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], *, has_aux: bool = False) -> Any:
@@ -70,7 +73,7 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], 
 
 def _pushed(f: Callable[..., Any], tree: Any, pairs: Sequence[tuple[Any, Tensor | None]], has_aux: bool) -> Any:
     """The result and its tangent, with stages on the schedule."""
-    with forward_ad.dual_level(), pushing(), sdpa_kernel(SDPBackend.MATH), Padded():
+    with forward_ad.dual_level(), pushing(), sdpa_kernel(SDPBackend.MATH), Watched():
         duals = [x if t is None else functorch.dual(x, t) for x, t in pairs]
         result = f(*optree.tree_unflatten(tree, duals))
         result, aux = result if has_aux else (result, None)
@@ -83,6 +86,49 @@ def _pushed(f: Callable[..., Any], tree: Any, pairs: Sequence[tuple[Any, Tensor 
         raise OutsideGradient
     both = tuple(optree.tree_unflatten(structure, part) for part in (values, directions))
     return (*both, aux) if has_aux else both
+
+
+_STAGE = "_shardfn_stage"  # an attribute of tensors
+
+
+class Watched(Padded):
+    """A context in which what a stage's function computed and did not return is not used: it has lost its gradient.
+
+    And in which attention keeps no scores.
+    """
+
+    table = Padded.table | {F.scaled_dot_product_attention: attention}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(result, torch.Size) or not isinstance(result, (Tensor, tuple, list)):
+            return result
+        if _running.stage is not None:
+            for x in optree.tree_leaves(result):
+                if isinstance(x, Tensor) and x.requires_grad:
+                    setattr(x, _STAGE, _running.stage)
+        elif func is not Tensor.detach and torch.is_grad_enabled():
+            for x in optree.tree_leaves((args, kwargs)):
+                if hasattr(x, _STAGE) and functorch.lost(x):
+                    raise escaped(getattr(x, _STAGE))
+        return result
+
+
+class _Running(threading.local):
+    stage: str | None = None
+
+
+_running = _Running()
+
+
+@contextlib.contextmanager
+def running(stage: str) -> Iterator[None]:
+    """A context for the function of a stage, whose tensors belong to it."""
+    before, _running.stage = _running.stage, stage
+    try:
+        yield
+    finally:
+        _running.stage = before
 
 
 def _flat(values: Sequence[Any], what: str) -> tuple[list[Any], Any]:

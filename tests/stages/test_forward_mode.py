@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import optree
 import pytest
@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shardfn as sf
 from shardfn import interop
+from shardfn.compat import functorch
 from shardfn.compat.norms import WrittenOut
 from shardfn.testing import World
 from tests.models import STRATEGIES, distance, normal
@@ -22,6 +24,7 @@ from tests.reference import worst
 
 D, WORDS, ROWS = 6, 11, 4
 Layer = Callable[[Any, Tensor], Tensor]
+one = pytest.mark.world(1, "processes")
 two = pytest.mark.world(2, "processes")
 
 
@@ -70,6 +73,11 @@ def attending(p: Any, x: Tensor) -> Tensor:
     return x + torch.softmax(q @ k.T, -1) @ v
 
 
+def attending_in_blocks(p: Any, x: Tensor) -> Tensor:
+    q, k, v = (h.view(1, 2, len(x), D // 2) for h in (x * p["s"], x + p["t"], mlp(p, x)))
+    return x + F.scaled_dot_product_attention(q, k, v, is_causal=True).view(x.shape)
+
+
 def dropping(p: Any, x: Tensor) -> Tensor:
     return mlp(p, F.dropout(x, 0.4))
 
@@ -103,7 +111,8 @@ def solving(p: Any, x: Tensor) -> Tensor:
 
 
 LAYERS = {f.__name__: f for f in (
-    mlp, normed, batch_normed, attending, dropping, shifting, handing_through, of_parameters_alone, in_place, complexly,
+    mlp, normed, batch_normed, attending, attending_in_blocks, dropping, shifting, handing_through,
+    of_parameters_alone, in_place, complexly,
     solving,
 )}  # fmt: skip
 OPTIONS: list[dict[str, Any]] = [{}, {"remat": True}, {"reshard": False}, {"prefetch": 0}, {"remat": "offload"}]
@@ -120,7 +129,8 @@ def off_of_torch(name: str, strategy: str, options: dict[str, Any]) -> list[floa
         return loss_of(sf.stage, LAYERS[name], params, own, **options)
 
     for f in (sf.grad(loss), loss):
-        want = torch.func.jvp(f, (params,), (v,))
+        with sdpa_kernel(SDPBackend.MATH):
+            want = torch.func.jvp(f, (params,), (v,))
         for _ in range(2):  # the first call compares more
             got = sf.jvp(f, (params,), (v,))
             pairs = zip(optree.tree_leaves(got), optree.tree_leaves(want), strict=True)
@@ -351,6 +361,138 @@ def of_a_module() -> float:
 @two
 def test_a_module(world: World) -> None:
     assert worst(world.run(of_a_module)) < 1e-12
+
+
+# --- the graph of a stage ---
+
+
+class Old(torch.autograd.Function):
+    """A sine, in the form that torch.func refuses."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.save_for_forward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> Tensor:
+        return ct * ctx.saved_tensors[0].cos()
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent * ctx.saved_tensors[0].cos()
+
+
+def alone_with(layer: Layer, **options: Any) -> Any:
+    """A gradient and a Hessian-vector product on one rank."""
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    params, v = (sf.shard(whole(seed)["layers"], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    stage = sf.stage(layer, **options)
+
+    def loss(params: Any) -> Tensor:
+        torch.manual_seed(3)
+        x = normal(ROWS, D, seed=1)
+        for p in sf.layers(params):
+            x = Seen.apply(stage(p, x))
+        return x.square().sum()
+
+    Seen.said.clear()
+    return sf.jvp(sf.grad(loss), (params,), (v,))
+
+
+class Seen(torch.autograd.Function):
+    """What it is given; backward notes which of the stages' tensors are alive."""
+
+    alive: ClassVar[list[Any]] = []
+    said: ClassVar[list[int]] = []
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> Tensor:
+        Seen.said.append(sum(not one.expired() for one in Seen.alive))
+        return ct
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent.view_as(tangent)
+
+
+def noted(p: Any, x: Tensor) -> Tensor:
+    h = torch.softmax(F.rms_norm(torch.tanh(x @ p["a"]), (8,)), -1)  # what each returns, it saves
+    Seen.alive.append(StorageWeakRef(functorch.unwrapped(h).untyped_storage()))
+    return x + torch.exp(h) @ p["b"]
+
+
+def alive(remat: bool) -> list[int]:
+    Seen.alive.clear()
+    alone_with(noted, remat=remat)
+    return Seen.said
+
+
+@one
+@pytest.mark.parametrize(("remat", "counts"), [(False, [3, 2, 1]), (True, [0, 0, 0])])
+def test_what_a_stage_saves_is_let_go_as_in_a_gradient(world: World, remat: bool, counts: list[int]) -> None:
+    assert world.run(alive, remat) == [counts]
+
+
+def off_of_a_function_for_autograd_alone() -> float:
+    def by(f: Any) -> Layer:
+        return lambda p, x: f(F.dropout(mlp(p, x), 0.4))
+
+    pairs = [alone_with(by(f), remat=remat) for remat in (False, True) for f in (Old.apply, torch.sin)]
+    return worst([distance(pairs[k], pairs[k + 1]) for k in (0, 2)])
+
+
+@one
+def test_what_torch_func_refuses_has_products_too(world: World) -> None:
+    assert worst(world.run(off_of_a_function_for_autograd_alone)) < 1e-13
+
+
+def outcome(remat: bool, read: str) -> str:
+    """What comes of a loss that reads what stages have computed and not returned."""
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    params, v = (sf.shard(whole(seed)["layers"], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    kept: list[Tensor] = []
+
+    def layer(p: Any, x: Tensor) -> Tensor:
+        y = mlp(p, x)
+        kept.append(y)
+        return y
+
+    stage = sf.stage(layer, remat=remat)
+
+    def loss(params: Any) -> Tensor:
+        kept.clear()
+        x = normal(ROWS, D, seed=1)
+        for p in sf.layers(params):
+            x = stage(p, x)
+        if read == "numbers":
+            assert float(kept[0].detach().norm()) > 0
+            assert kept[0].shape == x.shape
+        return x.sum() + (kept[0].square().sum() if read == "a part of the loss" else 0)
+
+    try:
+        sf.jvp(sf.grad(loss), (params,), (v,))
+    except RuntimeError as error:
+        return str(error)
+    return "fine"
+
+
+@one
+@pytest.mark.parametrize("remat", [False, True])
+def test_what_a_stage_does_not_return_is_no_part_of_the_loss(world: World, remat: bool) -> None:
+    (told,) = world.run(outcome, remat, "a part of the loss")
+    assert "computed but did not return" in told
+    assert "stage 'layer (0)'" in told
+    assert world.run(outcome, remat, "numbers") == ["fine"]
 
 
 # --- errors ---
