@@ -18,7 +18,7 @@ from torch import Tensor
 from shardfn.compat import functorch
 from shardfn.compat.devices import elements_at_a_time
 
-SCORES = 2**18  # at a time, on a CPU
+SCORES = 2**19  # at a time, on a CPU
 _torchs = F.scaled_dot_product_attention
 
 
@@ -49,7 +49,7 @@ def attention(
         return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     bias = None
     if attn_mask is not None:
-        zero = torch.zeros((), dtype=_wide(q.dtype), device=q.device)
+        zero = torch.zeros((), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
         bias = torch.where(attn_mask, zero, -math.inf) if attn_mask.dtype == torch.bool else attn_mask.to(zero.dtype)
         bias = bias.expand(*q.shape[:-1], k.shape[-2])
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -62,8 +62,9 @@ def _moves(mask: Tensor) -> bool:
     return type(mask) is not Tensor or any(kind != "batch" for _, kind in functorch.followed(mask))
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.itemsize < 4 else dtype
+def _wide(x: Tensor) -> Tensor:
+    """In float32 at least, and contiguous: otherwise each product of matrices would copy it."""
+    return (x.float() if x.dtype.itemsize < 4 else x).contiguous()
 
 
 class _Attention(torch.autograd.Function):
@@ -73,7 +74,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
-        k_, v_ = (x.to(_wide(x.dtype)) for x in (k, v))
+        k_, v_ = _wide(k), _wide(v)
         found = [p @ v_ for _, p, _ in _blocks(q, k_, bias, causal, scale)]
         return torch.cat(found, -2).to(q.dtype)
 
@@ -86,7 +87,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, ct: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bias = ctx.saved_tensors
-        k_, v_, ct_ = (x.to(_wide(x.dtype)) for x in (k, v, ct))
+        k_, v_, ct_ = _wide(k), _wide(v), _wide(ct)
         dq, dk, dv = [], torch.zeros_like(k_), torch.zeros_like(v_)
         for at, p, rows in _blocks(q, k_, bias, ctx.causal, ctx.scale):
             c = ct_[..., at, :]
@@ -99,8 +100,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tq: Tensor | None, tk: Tensor | None, tv: Tensor | None, *_: Any) -> Tensor:
         q, k, v, bias = ctx.saved_tensors
-        k_, v_ = (x.to(_wide(x.dtype)) for x in (k, v))
-        tq_, tk_, tv_ = (None if t is None else t.to(_wide(t.dtype)) for t in (tq, tk, tv))
+        k_, v_ = _wide(k), _wide(v)
+        tq_, tk_, tv_ = (None if t is None else _wide(t) for t in (tq, tk, tv))
         found = []
         for at, p, rows in _blocks(q, k_, bias, ctx.causal, ctx.scale):
             parts = [] if tv_ is None else [p @ tv_]
