@@ -21,6 +21,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "eps": (0, math.inf, "[)"),
     "ridge": (0, math.inf, "()"),
     "exponent": (0, math.inf, "()"),
+    "initial": (0, math.inf, "()"),
     "weight_decay": (0, math.inf, "[)"),
     "clip": (0, math.inf, "()"),
     "least": (0, math.inf, "[)"),

@@ -52,6 +52,7 @@ OPTIMIZERS: dict[str, Callable[..., so.Optimizer]] = {
     "adafactor": lambda **k: so.adafactor(0.02, weight_decay=0.1, **k),
     "muon": lambda **k: so.masked(so.muon(0.02, dtype=None, **k), is_matrix, so.adamw(0.02, **k)),
     "shampoo": lambda **k: so.shampoo(0.02, ridge=1e-6, every=2, block=5, weight_decay=decay, **k),
+    "kl_shampoo": lambda **k: so.kl_shampoo(0.02, ridge=1e-6, every=2, block=5, weight_decay=decay, **k),
     "soap": lambda **k: so.soap(0.02, eps=1e-6, every=2, weight_decay=decay, **k),
     "rmsprop of torch": lambda donate: so.from_torch(torch.optim.RMSprop, lr=0.01, weight_decay=decay),
     "adam of torch": lambda donate: so.from_torch(torch.optim.Adam, lr=0.01, amsgrad=True),
