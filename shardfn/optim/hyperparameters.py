@@ -19,6 +19,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "b1": (0, 1, "[)"),
     "b2": (0, 1, "[)"),
     "eps": (0, math.inf, "[)"),
+    "gamma": (0, math.inf, "()"),
     "ridge": (0, math.inf, "()"),
     "exponent": (0, math.inf, "()"),
     "initial": (0, math.inf, "()"),
