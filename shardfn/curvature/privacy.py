@@ -58,7 +58,7 @@ def noise_for(epsilon: float, rate: float, steps: int, delta: float) -> float:
         ImportError: `dp-accounting` is not installed.
 
     Example:
-        ``noise_for(epsilon=3, rate=256 / 60_000, steps=14_062, delta=1e-5)`` is 0.97, after some seconds
+        ``noise_for(epsilon=3, rate=256 / 60_000, steps=14_062, delta=1e-5)`` is 0.97
     """
     _check("noise_for", epsilon=epsilon, rate=rate, steps=steps, delta=delta)
     if not steps:
@@ -112,7 +112,7 @@ def _found(library: Any, noise: float, rate: float, steps: int, delta: float) ->
     """Epsilon by privacy loss distributions, on a grid that is fine for one step, and not too long for all of them."""
     one = 0.5 / noise**2 + 10 / noise  # about the largest loss of a step
     mu = rate * math.sqrt(steps * math.expm1(min(noise**-2, 30)))  # about the shift of one normal of all steps
-    grid = max(one / 1e5, (mu**2 / 2 + 6 * mu) / 1e6)
+    grid = max(one / 3e4, (mu**2 / 2 + 6 * mu) / 1e6)
     accountant = library.pld.PLDAccountant(value_discretization_interval=grid)
     each = library.PoissonSampledDpEvent(rate, library.GaussianDpEvent(noise))
     try:
