@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 import shardfn as sf
+from shardfn.curvature import dp_grads
 from shardfn.run import sampling
 from shardfn.run.sampling import RARE, Sample, room
 from shardfn.testing import World, world
+from tests.models import distance, normal
 from tests.refusals import told
 from tests.run.test_batching import STEPS, flat, sources, whole
 
@@ -148,6 +152,43 @@ def test_a_sample_that_has_no_room_is_an_error_at_its_step(world: World, name: s
         assert f"step {step} samples {sizes[step]} rows, more than batch=10 has room for" in said
         assert said.startswith("ValueError")
         assert said.endswith(f" after {step}")
+
+
+@sf.stage
+def layer(p: Any, x: Tensor) -> Tensor:
+    return torch.tanh(x @ p["w"])
+
+
+def losses(params: Any, x: Tensor) -> Tensor:
+    return (layer(params["b"], layer(params["a"], x)) - 0.5).square().sum(1)
+
+
+def privately(folder: str, steps: int) -> tuple[int, Any]:
+    """The step at which a private run began, and its parameters."""
+    mesh, optimizer = sf.make_mesh(device="cpu", data=-1), sf.optim.adam(0.1)
+    batches = sf.run.batches((normal(60, 6, seed=1),), mesh, "data", 20, 5, rate=0.05)
+    params = sf.shard({"a": {"w": normal(6, 6, seed=2)}, "b": {"w": normal(6, 6, seed=3)}}, mesh, sf.full_shard("data"))
+
+    @sf.shard_map(mesh=mesh, in_specs=(..., sf.P("data")), out_specs=...)
+    def step(state: Any, batch: tuple[Tensor, Tensor]) -> Any:
+        how: dict[str, Any] = {"clip": 1.0, "noise": 0.3, "size": 3.0, "seed": 9}
+        x, mask = batch
+        grads = dp_grads(losses, state["params"], x, mask=mask, step=state["step"], **how)
+        params, moments = optimizer.step(state["params"], grads, state["moments"])
+        return {"params": params, "moments": moments, "step": state["step"] + 1}, {}
+
+    state = {"params": params, "moments": optimizer.init(params), "step": 0}
+    state, run = sf.run.loop(step, state, batches, steps=steps, save=folder, every=3, report=[])
+    return run.start, sf.unshard(state["params"])
+
+
+def test_a_private_run_goes_on_at_any_step_on_any_number_of_ranks(tmp_path: Path) -> None:
+    ((_, wanted),) = world(1).within(60).run(privately, str(tmp_path / "whole"), 9)
+    for steps, ranks in ((3, 2), (6, 4), (9, 1)):
+        for start, found in world(ranks).within(60).run(privately, str(tmp_path / "parts"), steps):
+            assert start == steps - 3
+            if steps == 9:
+                assert distance(found, wanted) < 1e-12
 
 
 def disagreeing() -> str:
