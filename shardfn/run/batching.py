@@ -138,7 +138,7 @@ def batches(
             step may have: what is missing is filled up with row 0, spread over all ranks, and every batch has a mask as
             with `last="pad"`. A sample that is larger is an error at its step; `batch` must be so large that this has a
             probability of at most 1e-9 a step. Samples depend on the seed and the step, and not on `batch`. They go on
-            for ever: `epochs`, `shuffle` and `last` are left out, and the source is no stream. Each step takes about 30
+            for ever: `epochs`, `shuffle` and `last` are left out, and the source is no stream. Each step takes about 7
             ns for each row of the source, on every rank. Random numbers in a data set's code depend on seed, step and
             row.
 

@@ -51,6 +51,11 @@ def test_a_long_source_is_sampled_a_part_at_a_time(monkeypatch: pytest.MonkeyPat
     assert sample.rows(2).tolist() == before
 
 
+def test_samples_stay_what_they_are() -> None:
+    """A run goes on with a later version of this library, and of numpy."""
+    assert Sample(1000, 1000, 7, 0.01).rows(6).tolist() == [50, 297, 345, 413, 468, 475, 512, 791, 858, 966]
+
+
 @pytest.mark.parametrize("rate", [0.03, 0.5, 0.9])
 def test_rows_come_with_the_rate_and_independently(rate: float) -> None:
     """Sizes, rows, pairs of rows, and the same row at steps that follow each other; another sample for another seed."""
