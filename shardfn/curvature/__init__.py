@@ -7,6 +7,7 @@ from shardfn.curvature.estimates import Estimate, diag, trace
 from shardfn.curvature.lanczos import Eigenpairs, Spectrum, spectrum, top_eig
 from shardfn.curvature.operators import Operator, empirical_fisher, fisher, ggn, hvp
 from shardfn.curvature.per_example import PerExample, dp_grads, noise_scale, per_example
+from shardfn.curvature.privacy import epsilon, noise_for
 from shardfn.curvature.sharpness import CriticalRate, critical_sharpness, preconditioned, sharpness
 from shardfn.curvature.solving import Solution, solve
 from shardfn.curvature.unrolling import implicit, unroll
@@ -23,10 +24,12 @@ __all__ = [
     "diag",
     "dp_grads",
     "empirical_fisher",
+    "epsilon",
     "fisher",
     "ggn",
     "hvp",
     "implicit",
+    "noise_for",
     "noise_scale",
     "per_example",
     "preconditioned",

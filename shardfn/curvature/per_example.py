@@ -145,8 +145,9 @@ def per_example(losses: Losses, params: Any, *batch: Any, micro: int = 1) -> Per
         found.append(_norms(losses, params, part))
         if check is not None:
             with surroundings.again():
-                _compare(losses, params, part, found[-1])
-            check()
+                compared = _compare(losses, params, part, found[-1])
+            if compared:
+                check()
             check = None
     values, norms = (torch.cat([getattr(each, name) for each in found]) for name in ("values", "norms"))
     return PerExample(values, norms, losses, params, rows, micro)
@@ -162,6 +163,7 @@ def dp_grads(
     size: float,
     seed: int,
     step: int,
+    mask: Tensor | None = None,
     micro: int = 1,
 ) -> Any:
     r"""A differentially private gradient: clipped per example, summed over all ranks, with noise, and divided.
@@ -169,8 +171,9 @@ def dp_grads(
     :math:`(\sum_i g_i \min(1, C / \lVert g_i \rVert) + \sigma C z) / B`, with z normal. Each element of each
     parameter gets one number, which depends on seed, step and its place alone, so it is the same on any mesh.
 
-    This is the arithmetic. A guarantee also needs batches sampled as the accounting assumes, a `size` that does not
-    depend on the sample, and a secret seed. The numbers come from a hash, not from a cryptographic generator.
+    This is the arithmetic. A guarantee also needs batches sampled as the accounting assumes, as by `rate=` of
+    `sf.run.batches`; a `size` that does not depend on the sample; and a secret seed. The numbers come from a hash, not
+    from a cryptographic generator. `epsilon` says what is guaranteed.
 
     Args:
         losses: as for `per_example`.
@@ -181,13 +184,16 @@ def dp_grads(
         size: B, the expected number of examples of all ranks.
         seed: any int.
         step: the number of the step.
+        mask: bool `[rows]`: this rank's rows that count; None for all. What others hold makes no difference, and they
+            take no time. A rank may have no rows that count, and so may all of them.
         micro: in how many parts the batch is taken.
 
     Returns:
         A tree like a gradient.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as `per_example`; a limit or a size that is not above 0.
+        ValueError, TypeError, RuntimeError: as `per_example`; a limit or a size that is not above 0; a mask that is not
+            bool `[rows]`.
 
     Sources: Abadi et al., Deep learning with differential privacy (2016), algorithm 1.
     """
@@ -196,7 +202,8 @@ def dp_grads(
             raise ValueError(f"dp_grads: {name}={value}; it is a finite number above 0")
     if not noise >= 0 or not math.isfinite(noise):
         raise ValueError(f"dp_grads: noise={noise}; it is a finite number, 0 or more")
-    rows = per_example(losses, params, *(batch if isinstance(batch, tuple) else (batch,)), micro=micro)
+    given = batch if isinstance(batch, tuple) else (batch,)
+    rows = per_example(losses, params, *(given if mask is None else _counting(given, mask)), micro=micro)
     leaves = units(rows.clipped(clip))
     salt = int_seed(seed), "noise", int_seed(step)
 
@@ -284,6 +291,19 @@ def _batch(batch: tuple[Any, ...]) -> Batch:
         told = listed(f"{path} has {n}" for path, n in counts.items())
         raise ValueError(f"per_example: every tensor of the batch has this rank's rows in dim 0, and {told}")
     return Batch(leaves, tree, mapped, next(iter(counts.values())))
+
+
+def _counting(batch: tuple[Any, ...], mask: Tensor) -> tuple[Any, ...]:
+    """The rows of a batch that count."""
+    found = _batch(batch)
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (found.rows,):
+        said = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"dp_grads: mask is {said}; it is bool, [{found.rows}], one for each of this rank's rows")
+    at = mask.nonzero()[:, 0]
+    leaves = zip(found.leaves, found.mapped, strict=True)
+    kept = [x.index_select(0, at.to(x.device)) if yes else x for x, yes in leaves]
+    counting: tuple[Any, ...] = optree.tree_unflatten(found.tree, kept)
+    return counting
 
 
 def _not_losses(losses: Losses, result: Any, of: str) -> str:
@@ -399,8 +419,11 @@ def _unseen(losses: Losses, params: Any, batch: Batch) -> Callable[[], None] | N
     return None if key in seen else lambda: seen.add(key)
 
 
-def _compare(losses: Losses, params: Any, batch: Batch, found: Found) -> None:
+def _compare(losses: Losses, params: Any, batch: Batch, found: Found) -> bool:
     """Compares losses, and the norm of the last row of the first rank, with those of the losses as they are written.
+
+    Returns:
+        Whether the first rank has a row, the same on every rank.
 
     Raises:
         RuntimeError: on every rank, if they differ on one.
@@ -420,7 +443,8 @@ def _compare(losses: Losses, params: Any, batch: Batch, found: Found) -> None:
     apart = (each - found.values).abs().double() / each.abs().max().clamp(min=1e-30) if batch.rows else each.double()
     row = int(apart.argmax()) if batch.rows else 0
     other = found.norms[-1:].double()
-    flags = torch.zeros(2, dtype=torch.float64, device=batch.device)
+    flags = torch.zeros(3, dtype=torch.float64, device=batch.device)
+    flags[2] = float(first)
     flags[0] = float((apart > 4 * rough).any())
     if first:  # where gradients are summed in fewer bits, the norm as written is a rough one
         most = rough if rough < 1e-6 else max(rough, 2e-2)
@@ -443,6 +467,7 @@ def _compare(losses: Losses, params: Any, batch: Batch, found: Found) -> None:
             f"is written, on rank 0{f' ({float(other):.6g}, and {float(norm):.6g} as written)' if first else ''}: its "
             f"derivative mixes rows, or is not what autograd computes of one row"
         )
+    return bool(flags[2] > 0)
 
 
 # --- sums over ranks ---

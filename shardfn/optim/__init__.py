@@ -10,7 +10,8 @@ from shardfn.optim.norms import Norms, clip_by_global_norm, clip_by_value, globa
 from shardfn.optim.optimizer import Optimizer, Transform, chain, shard_state
 from shardfn.optim.precision import loss_scaled, master, stochastic_rounding
 from shardfn.optim.schedules import linear, warmup_cosine, wsd
-from shardfn.optim.shampoo import shampoo, soap
+from shardfn.optim.shampoo import kl_shampoo, shampoo, soap
+from shardfn.optim.sophia import Sophia, sophia
 from shardfn.optim.torch import from_torch
 from shardfn.optim.wrappers import accumulate, ema, finite, masked, skip_nonfinite
 from shardfn.shards.pieces import Piece
@@ -22,6 +23,7 @@ __all__ = [
     "Norms",
     "Optimizer",
     "Piece",
+    "Sophia",
     "Transform",
     "accumulate",
     "adafactor",
@@ -35,6 +37,7 @@ __all__ = [
     "finite",
     "from_torch",
     "global_norm",
+    "kl_shampoo",
     "linear",
     "lion",
     "lion8bit",
@@ -49,6 +52,7 @@ __all__ = [
     "shard_state",
     "skip_nonfinite",
     "soap",
+    "sophia",
     "stochastic_rounding",
     "vdot",
     "warmup_cosine",

@@ -1,4 +1,4 @@
-"""Shampoo and SOAP on flat shards: each block of a tensor, and all that is remembered of it, is on one rank.
+"""Shampoo, KL-Shampoo and SOAP on flat shards: a block of a tensor, and all that is remembered of it, is on one rank.
 
 So a step moves gradients there and directions back, as Muon's does, and the factors, of `d x d` numbers for a dimension
 of length `d`, never travel. In a checkpoint they have names and shapes that do not depend on ranks.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
@@ -105,6 +105,81 @@ def shampoo(
     return _optimizer("shampoo", direction, numbers, every, block, donate)
 
 
+def kl_shampoo(
+    lr: float | Tensor | Schedule,
+    *,
+    b1: float | Rule = 0.9,
+    b2: float | Rule = 0.98,
+    eps: float | Rule = 1e-8,
+    ridge: float | Rule = 1e-12,
+    initial: float | Rule = 0.1,
+    every: int = 10,
+    block: int = 8192,
+    weight_decay: float | Rule = 0.01,
+    donate: bool = True,
+) -> Optimizer:
+    r"""KL-Shampoo, which needs no grafting; overwrites parameters and state unless `donate=False`.
+
+    Shampoo with factors that estimate the covariance of gradients as a Kronecker product :math:`\bigotimes_i L_i`, by
+    minimising its Kullback-Leibler divergence. So each factor's update whitens by the others: of a matrix
+    :math:`L_1 \leftarrow \beta_2 L_1 + (1 - \beta_2) G L_2^{-1} G^\top / d_2` and
+    :math:`L_2 \leftarrow \beta_2 L_2 + (1 - \beta_2) G^\top L_1^{-1} G / d_1`, and of a tensor with all other factors,
+    divided by the product of their lengths. The direction is the mean of gradients :math:`\hat m`, each dimension of
+    which is multiplied by :math:`(L_i + \epsilon_L I)^{-1/2}`; the hat divides by :math:`1 - \beta_1^t`. Then
+    :math:`p \leftarrow (1 - \eta \lambda) p - \eta d`. Blocks are as in `shampoo`. Vectors are updated by `adamw`.
+
+    Both factors' updates use the inverses of the last decomposition. The paper's fast variant, which follows
+    eigenvectors by QR decompositions and averages eigenvalues by themselves, is not this one.
+
+    State: one number a parameter, and :math:`2 d^2` for each dimension of a block, in float32 or wider; on the rank
+    that works on the block.
+
+    Args:
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the step number, which begins at 1.
+        b1: :math:`\beta_1`, from 0 to below 1, or a rule: decay of the mean of gradients, the momentum.
+        b2: :math:`\beta_2`, from 0 to below 1, or a rule: decay of factors.
+        eps: of `adamw`, for vectors: 0 or more, or a rule.
+        ridge: :math:`\epsilon_L`, above 0, or a rule: is added to the eigenvalues of factors.
+        initial: above 0, or a rule: factors begin as this number times the identity.
+        every: steps from one decomposition to the next; the first step decomposes.
+        block: longest dimension of a block.
+        weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
+        donate: as for `shampoo`.
+
+    Returns:
+        An `Optimizer` for parameters of real floating-point dtypes.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as for `shampoo`.
+
+    Sources: Lin et al., Understanding and improving Shampoo and SOAP via Kullback-Leibler minimization (2025), claim 2
+        and the moving average that follows it.
+
+    Example:
+        ``kl_shampoo(warmup_cosine(1e-3, warmup=100, steps=10_000))``
+    """
+    numbers = {
+        "lr": lr, "b1": b1, "b2": b2, "eps": eps, "ridge": ridge, "initial": initial, "weight_decay": weight_decay,
+    }  # fmt: skip
+    check("kl_shampoo", numbers, numbers)
+
+    def direction(g: Tensor, kept: dict[str, Any], t: int, n: dict[str, float]) -> Tensor:
+        factors, roots = kept["factors"], kept["bases"]
+        if t == 1:
+            for factor, root in zip(factors, roots, strict=True):
+                factor.zero_().fill_diagonal_(n["initial"])
+                root.zero_().fill_diagonal_(n["initial"] ** -0.5)
+        for i, factor in enumerate(factors):
+            whitened = _turned(g, [root if j != i else None for j, root in enumerate(roots)], 0)
+            factor.lerp_(_gram(whitened, i) * (len(factor) / g.numel()), 1 - n["b2"])
+        if (t - 1) % every == 0:
+            for factor, root in zip(factors, roots, strict=True):
+                root.copy_(_root(factor, 0.5, n["ridge"]))
+        return _turned(kept["mean"].lerp_(g, 1 - n["b1"]) / (1 - n["b1"] ** t), roots, 0)
+
+    return _optimizer("kl_shampoo", direction, numbers, every, block, donate, squares=False)
+
+
 def soap(
     lr: float | Tensor | Schedule,
     *,
@@ -171,9 +246,19 @@ def soap(
 
 
 def _optimizer(
-    name: str, direction: Direction, numbers: dict[str, Any], every: int, most: int, donate: bool, rests: int = 0
+    name: str,
+    direction: Direction,
+    numbers: dict[str, Any],
+    every: int,
+    most: int,
+    donate: bool,
+    rests: int = 0,
+    squares: bool = True,
 ) -> Optimizer:
-    """An optimizer by a direction for each block, and `adamw` for vectors; the first `rests` steps move no block."""
+    """An optimizer by a direction for each block, and `adamw` for vectors; the first `rests` steps move no block.
+
+    With `squares` a mean of squares is remembered too.
+    """
     whole(name, "every", every, 1)
     whole(name, "block", most, 1)
     check(name, {"donate": donate})
@@ -182,7 +267,7 @@ def _optimizer(
         refuse_complex(units(params), name)
         each = _trained(units(params))
         owner = owners(each, cost, most)
-        kept = {block.name: _new(unit, block, owner[block]) for unit in each for block in blocks(unit, most)}
+        kept = {block.name: _new(unit, block, owner[block], squares) for unit in each for block in blocks(unit, most)}
         counts = {path: 0 for unit in each for _, path, _ in spread(unit)}
         return {"step": 0, "numbers": constants(numbers), "counts": counts, "blocks": kept}
 
@@ -251,33 +336,33 @@ def _refuse(name: str, count: Any, *trees: Any) -> None:
 # --- what is remembered of a block, and where ---
 
 
-def _kept(block: Block) -> dict[str, Any]:
+def _kept(block: Block, squares: bool) -> dict[str, Any]:
     """The shapes of what is remembered of a block: of its elements, and of each dimension."""
     shape = tuple(n for n, length in zip(block.box.sizes, block.whole, strict=True) if length != 1)
     square = [(n, n) for n in shape]
-    return {"mean": shape, "square": shape, "factors": square, "bases": square}
+    return {"mean": shape} | ({"square": shape} if squares else {}) | {"factors": square, "bases": square}
 
 
 def _ints(x: Any) -> bool:
     return isinstance(x, tuple)
 
 
-def _new(unit: Unit, block: Block, owner: int) -> Any:
+def _new(unit: Unit, block: Block, owner: int, squares: bool) -> Any:
     """What is remembered of a block before the first step: zeros."""
     x = unit.values
     if block.layout is None:
-        return optree.tree_map(lambda shape: x.new_zeros(shape, dtype=wide(x)), _kept(block), is_leaf=_ints)
-    layout = _layout_of(block, owner, wide(x))
+        return optree.tree_map(lambda shape: x.new_zeros(shape, dtype=wide(x)), _kept(block, squares), is_leaf=_ints)
+    layout = _layout_of(block, owner, wide(x), squares)
     return FlatShard(slot(unit, (layout.held(process_groups.global_rank()),), layout.dtype), layout)
 
 
 @functools.lru_cache(maxsize=4096)
-def _layout_of(block: Block, owner: int, dtype: torch.dtype) -> Layout:
+def _layout_of(block: Block, owner: int, dtype: torch.dtype, squares: bool) -> Layout:
     """The layout of what is remembered of a block: all of it is on its owner."""
     (grid, axes), layout = block.among, block.layout
     assert grid is not None, "what has an owner lies on a mesh"
     assert layout is not None, "what has an owner lies on a mesh"
-    accessors, shapes, tree = optree.tree_flatten_with_accessor(_kept(block), is_leaf=_ints)
+    accessors, shapes, tree = optree.tree_flatten_with_accessor(_kept(block, squares), is_leaf=_ints)
     rows = enumerate(zip(accessors, shapes, strict=True))
     parts = [(joined(block.name, dotted(accessor)), (i,), shape, P()) for i, (accessor, shape) in rows]
     at = tuple((axis, grid.index(owner, axis)) for axis in axes)
@@ -304,10 +389,10 @@ def _gram(g: Tensor, i: int) -> Tensor:
     return rows @ rows.mT
 
 
-def _turned(x: Tensor, matrices: list[Tensor], dim: int) -> Tensor:
-    """A tensor whose every dimension is contracted with dimension `dim` of its matrix."""
+def _turned(x: Tensor, matrices: Sequence[Tensor | None], dim: int) -> Tensor:
+    """A tensor whose every dimension is contracted with dimension `dim` of its matrix; or stays, if that is None."""
     for matrix in matrices:  # each puts the first dimension last, so all of them restore the order
-        x = torch.tensordot(x, matrix, dims=([0], [dim]))
+        x = x.movedim(0, -1) if matrix is None else torch.tensordot(x, matrix, dims=([0], [dim]))
     return x
 
 

@@ -199,7 +199,7 @@ def masked(batch: Any, real: Any) -> Any:
     if isinstance(batch, Mapping):
         if "mask" in batch:
             raise ValueError(
-                'last="pad" adds "mask", bool [rows], to batches that are dicts, and these have a "mask": rename it'
+                'last="pad" and rate= add "mask", bool [rows], to dicts of rows, and these have a "mask": rename it'
             )
         return {**batch, "mask": mask}
     return (*batch, mask) if isinstance(batch, (tuple, list)) else (batch, mask)

@@ -54,6 +54,11 @@ class Order:
     epochs: int | None = None
 
     @property
+    def masked(self) -> bool:
+        """Whether some rows only fill a batch, so that it says which are real."""
+        return self.last == "pad"
+
+    @property
     def steps_per_epoch(self) -> int:
         """Batches of an epoch; rounded up with `last="wrap"`, where batches span epochs, and `last="pad"`."""
         return self.count // self.batch if self.last == "drop" else -(-self.count // self.batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import signal
@@ -22,6 +23,7 @@ from shardfn.run.feeding import owned
 from shardfn.run.fingerprints import described, digest, kinds
 from shardfn.run.order import Numbers, Order, Part
 from shardfn.run.randomness import lent_generators, seed_host
+from shardfn.run.sampling import Sample
 from shardfn.shards.random import mixed
 from shardfn.transforms.cutting import written
 
@@ -172,7 +174,7 @@ class Reader(Dataset[Any]):
     """
 
     source: Any
-    order: Order
+    order: Order | Sample
     first: int
     stop: int
     collate: Collate | None
@@ -187,6 +189,9 @@ class Reader(Dataset[Any]):
 
     def each(self, start: int, stop: int | None) -> Generator[Any]:
         """Yields the batches of steps from `start` to `stop`; the order is computed for several steps at once."""
+        if isinstance(self.order, Sample):  # one at a time, since a step may have no room for its sample
+            yield from map(self.__getitem__, itertools.count(start))
+            return
         size, steps = self.stop - self.first, 1
         while stop is None or start < stop:
             steps = steps if stop is None else min(steps, stop - start)
@@ -199,7 +204,7 @@ class Reader(Dataset[Any]):
     def read(self, part: Part, step: int) -> Any:
         """Reads the batch of these rows."""
         batch = self.source.take(part.rows) if self.ready else self._collated(part, step)
-        return masked(batch, part.real) if self.order.last == "pad" else batch
+        return masked(batch, part.real) if self.order.masked else batch
 
     def _collated(self, part: Part, step: int) -> Any:
         with lent_generators():

@@ -171,6 +171,8 @@ OPTIMIZERS: dict[str, Any] = {
     "adafactor": lambda: so.adafactor(1e-2),
     "muon": lambda: so.masked(so.muon(1e-2), lambda path, shape: len(shape) == 2, so.adamw(1e-3)),
     "shampoo": lambda: so.shampoo(1e-2, ridge=1e-6, every=2, block=5),
+    "kl_shampoo": lambda: so.kl_shampoo(1e-2, ridge=1e-6, every=2, block=5),
+    "sophia": lambda: so.sophia(1e-2),
     "soap": lambda: so.soap(1e-2, every=2, block=5),
     "average": lambda: so.ema(so.lion(1e-3), 0.9),
     "scaled": lambda: so.loss_scaled(so.adamw(1e-2)),

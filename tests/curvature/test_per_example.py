@@ -532,6 +532,90 @@ def test_private_gradients_are_the_same_on_any_mesh() -> None:
     assert len(set(z.tolist())) == len(z)
 
 
+def of_samples(strategy: str, rate: float, rounds: int) -> list[Any]:
+    """Private gradients of samples, by rank, and which rows they had."""
+    mesh = data_mesh(dist.get_world_size())
+    params = sf.shard(whole(), mesh, STRATEGIES[strategy])
+    axes = tuple(mesh.mesh_dim_names or ())
+    batches = sf.run.batches({"t": tokens(0, 24), "row": torch.arange(24)}, mesh, axes, 24, 5, rate=rate)
+    options: dict[str, Any] = {"clip": 0.5, "noise": 1.1, "size": 24 * rate, "seed": 3}
+    found = []
+    for step, batch in zip(range(rounds), batches, strict=False):
+        got = dp_grads(losses_of(sf.stage, mlp), params, batch["t"], mask=batch["mask"], step=step, **options)
+        parts = dp_grads(
+            losses_of(sf.stage, mlp), params, batch["t"], mask=batch["mask"], step=step, micro=2, **options
+        )
+        found.append((batch["row"][batch["mask"]].tolist(), sf.unshard(got), sf.unshard(parts)))
+    return found
+
+
+@pytest.mark.parametrize("rate", [0.03, 0.5])
+def test_private_gradients_of_samples_are_the_same_on_any_mesh(rate: float) -> None:
+    """Ranks have other numbers of rows, some of them none, and at some steps no rank has any."""
+    rounds, plain = 6, losses_of(plainly, mlp)
+    wanted = shared_world(1).run(of_samples, "full_shard", rate, rounds)[0]
+    sizes = [len(rows) for rows, _, _ in wanted]
+    assert (0 in sizes) == (rate < 0.1)
+    assert len(set(sizes)) > 1
+    for step, (rows, _, _) in enumerate(wanted):  # by one process without stages, and by its rows alone
+        options: dict[str, Any] = {"clip": 0.5, "noise": 1.1, "size": 24 * rate, "seed": 3, "step": step}
+        alone_ = dp_grads(plain, whole(), tokens(0, 24)[rows], **options)
+        assert distance(wanted[step][1], alone_, floor=1.0) < 1e-12
+        each = alone(plain, whole(), tokens(0, 24)[rows]) if rows else None
+        clean = dp_grads(plain, whole(), tokens(0, 24)[rows], **options | {"noise": 0.0})
+        weights = (0.5 / norms_of(each)).clamp(max=1) if rows else torch.zeros(0)
+        exact = [torch.einsum("r,r...->...", weights, g) / (24 * rate) for g in optree.tree_leaves(each)]
+        assert all(distance(a, b, floor=1.0) < 1e-12 for a, b in zip(optree.tree_leaves(clean), exact, strict=False))
+        assert rows or max(float(x.abs().max()) for x in optree.tree_leaves(clean)) == 0
+    for n, strategy in ((2, "full_shard"), (4, "full_shard"), (4, "zero1"), (4, "hfsdp")):
+        ranks = shared_world(n).run(of_samples, strategy, rate, rounds)
+        for step in range(rounds):
+            assert [row for rank in ranks for row in rank[step][0]] == wanted[step][0]
+            for rank in ranks:
+                for got in rank[step][1:]:
+                    assert distance(got, wanted[step][1], floor=1.0) < 1e-12
+
+
+def test_masked_rows_make_no_difference() -> None:
+    def losses(p: Any, x: Tensor) -> Tensor:
+        return (p * x).exp().sum(1)
+
+    rows = torch.tensor([[1.0, 2.0], [1e9, 1e9], [0.5, 1.0]])
+    options: dict[str, Any] = {"clip": 1.0, "noise": 0.0, "size": 2.0}
+    mask = torch.tensor([True, False, True])
+    got = dp_grads(losses, torch.ones(2), rows, mask=mask, seed=0, step=0, **options)
+    assert torch.equal(got, dp_grads(losses, torch.ones(2), rows[mask], seed=0, step=0, **options))
+    assert got.isfinite().all()
+
+
+def late_look() -> str:
+    """What is said at the first call of which the first rank has a row, after calls without."""
+    mesh = data_mesh(dist.get_world_size())
+    params = sf.shard({"only": whole()["layers"][0]}, mesh, STRATEGIES["full_shard"])["only"]
+
+    def twisted(p: Any, x: Tensor) -> Tensor:
+        y = mlp(p, x)
+        return y.detach() + y.flip(0) - y.flip(0).detach()
+
+    def losses(p: Any, x: Tensor) -> Tensor:
+        return sf.stage(twisted)(p, x).square().sum((1, 2))
+
+    x = normal(3, T, D, seed=mesh.get_rank())
+    options: dict[str, Any] = {"clip": 1.0, "noise": 0.0, "size": 1.0, "seed": 0, "step": 0}
+    for counts in ((0, 0), (0, 3)):
+        dp_grads(losses, params, x, mask=torch.arange(3) < counts[mesh.get_rank()], **options)
+    try:
+        dp_grads(losses, params, x, **options)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@two
+def test_losses_are_looked_at_when_the_first_rank_has_rows(world: World) -> None:
+    assert all("its derivative mixes rows" in said for said in world.run(late_look))
+
+
 def test_noise_is_normal_and_another_at_each_step() -> None:
     params = {"a": torch.zeros(400, 500, dtype=torch.float64), "b": torch.zeros(400, 500, dtype=torch.float64)}
     nothing = torch.zeros(1, dtype=torch.float64)
@@ -599,6 +683,10 @@ def told() -> dict[str, str]:
     tensor = sf.make_mesh(device="cpu", tensor=2)
     cut = sf.shard({"only": {"w": normal(D, D, seed=1)}}, tensor, sf.ddp("tensor"), specs=sf.P("tensor"))
     half: Any = {"seed": 0.5, "step": 0}
+
+    def of_a_mask(mask: Any) -> Any:
+        return {"clip": 1.0, "noise": 0.0, "size": 1.0, "seed": 0, "step": 0, "mask": mask}
+
     programs: dict[str, Callable[[], Any]] = {
         "a batch norm": lambda: per_example(lambda p, x: sf.stage(batch_normed)(p, x).square().sum((1, 2)), params, x),
         "a mean": lambda: per_example(lambda p, x: losses(p, x) - losses(p, x).mean(), params, x),
@@ -619,6 +707,9 @@ def told() -> dict[str, str]:
         "clip": lambda: dp_grads(losses, params, x, clip=0.0, noise=1.0, size=1.0, seed=0, step=0),
         "noise": lambda: dp_grads(losses, params, x, clip=1.0, noise=-1.0, size=1.0, seed=0, step=0),
         "size": lambda: dp_grads(losses, params, x, clip=1.0, noise=1.0, size=math.inf, seed=0, step=0),
+        "mask": lambda: dp_grads(losses, params, x, **of_a_mask(torch.ones(4))),
+        "length": lambda: dp_grads(losses, params, x, **of_a_mask(torch.ones(3, dtype=torch.bool))),
+        "no mask": lambda: dp_grads(losses, params, x, **of_a_mask([True] * 4)),
         "seed": lambda: dp_grads(losses, params, x, clip=1.0, noise=1.0, size=1.0, **half),
     }
     found = {}
@@ -652,6 +743,9 @@ def test_errors(world: World) -> None:
         assert "noise=-1.0" in found["noise"]
         assert "size=inf" in found["size"]
         assert "a seed is an int" in found["seed"]
+        assert "mask is torch.float32 of shape (4,); it is bool, [4], one for each" in found["mask"]
+        assert "mask is torch.bool of shape (3,); it is bool, [4]" in found["length"]
+        assert "mask is list; it is bool, [4]" in found["no mask"]
         assert max(map(len, found.values())) < 2000
 
 

@@ -27,6 +27,8 @@ OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
     "adamw8bit": lambda: so.adamw8bit(0.1),
     "muon": lambda: so.masked(so.muon(0.1), lambda path, shape: len(shape) == 2, so.adamw(0.1)),
     "shampoo": lambda: so.shampoo(1e-2, ridge=1e-6, every=2, block=5),
+    "kl_shampoo": lambda: so.kl_shampoo(1e-2, ridge=1e-6, every=2, block=5),
+    "sophia": lambda: so.sophia(1e-2),
     "soap": lambda: so.soap(1e-2, every=2, block=5),
     "ema": lambda: so.ema(so.adamw(0.1), 0.9),
     "shard_state": lambda: so.shard_state(so.adamw(0.1), "replica"),

@@ -36,6 +36,18 @@ def decay(path: str, shape: tuple[int, ...]) -> float:
     return 0.1 if len(shape) > 1 else 0.0
 
 
+def told_of_squares(optimizer: so.Sophia) -> so.Optimizer:
+    """Sophia, for which at every other step some function of the gradient stands for a diagonal."""
+
+    def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
+        if state["step"] % 2 == 0:
+            diagonal = optree.tree_map(lambda g: 30 * g * g - 1e-3, grads)
+            state = optimizer.estimate(params, diagonal, state)
+        return optimizer.step(params, grads, state)
+
+    return so.Optimizer(optimizer.init, step)
+
+
 OPTIMIZERS: dict[str, Callable[..., so.Optimizer]] = {
     "sgd": lambda **k: so.sgd(0.05, **k),
     "sgd-nesterov": lambda **k: so.sgd(0.05, momentum=0.9, nesterov=True, weight_decay=decay, **k),
@@ -43,6 +55,7 @@ OPTIMIZERS: dict[str, Callable[..., so.Optimizer]] = {
     "adamw": lambda **k: so.adamw(0.02, **k),
     "adamw-masked": lambda **k: so.adamw(so.warmup_cosine(0.02, warmup=2, steps=6), weight_decay=decay, **k),
     "lion": lambda **k: so.lion(0.01, weight_decay=0.1, **k),
+    "sophia": lambda **k: told_of_squares(so.sophia(0.02, gamma=0.7, weight_decay=decay, **k)),
     "adamw8bit": lambda **k: so.adamw8bit(0.02, weight_decay=decay, **k),
     "lion8bit": lambda **k: so.lion8bit(0.01, weight_decay=0.1, **k),
     "adamw in bfloat16": lambda **k: so.adamw(0.02, weight_decay=decay, state_dtype=torch.bfloat16, seed=3, **k),
@@ -52,6 +65,7 @@ OPTIMIZERS: dict[str, Callable[..., so.Optimizer]] = {
     "adafactor": lambda **k: so.adafactor(0.02, weight_decay=0.1, **k),
     "muon": lambda **k: so.masked(so.muon(0.02, dtype=None, **k), is_matrix, so.adamw(0.02, **k)),
     "shampoo": lambda **k: so.shampoo(0.02, ridge=1e-6, every=2, block=5, weight_decay=decay, **k),
+    "kl_shampoo": lambda **k: so.kl_shampoo(0.02, ridge=1e-6, every=2, block=5, weight_decay=decay, **k),
     "soap": lambda **k: so.soap(0.02, eps=1e-6, every=2, weight_decay=decay, **k),
     "rmsprop of torch": lambda donate: so.from_torch(torch.optim.RMSprop, lr=0.01, weight_decay=decay),
     "adam of torch": lambda donate: so.from_torch(torch.optim.Adam, lr=0.01, amsgrad=True),
@@ -449,6 +463,7 @@ NUMBERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "adam": (so.adam, {"lr": 0.1, "b1": 0.9, "b2": 0.9, "eps": 1e-8, "weight_decay": 0.1}),
     "adamw": (so.adamw, {"lr": 0.1, "b1": 0.9, "b2": 0.9, "eps": 1e-8, "weight_decay": 0.1}),
     "lion": (so.lion, {"lr": 0.1, "b1": 0.9, "b2": 0.9, "weight_decay": 0.1}),
+    "sophia": (so.sophia, {"lr": 0.1, "b1": 0.9, "b2": 0.9, "gamma": 0.1, "eps": 1e-8, "weight_decay": 0.1}),
     "adafactor": (
         so.adafactor,
         {"lr": 0.1, "decay": -0.8, "clip": 1.0, "eps": 1e-8, "least": 1e-3, "weight_decay": 0.1},
@@ -456,6 +471,8 @@ NUMBERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "muon": (so.muon, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "iterations": 5}),
     "shampoo": (so.shampoo, {"lr": 0.1, "b1": 0.9, "b2": 0.9, "eps": 1e-8, "ridge": 1e-8, "exponent": 0.5,
                              "weight_decay": 0.1, "every": 2, "block": 9}),
+    "kl_shampoo": (so.kl_shampoo, {"lr": 0.1, "b1": 0.9, "b2": 0.9, "eps": 1e-8, "ridge": 1e-8, "initial": 0.5,
+                                   "weight_decay": 0.1, "every": 2, "block": 9}),
     "soap": (so.soap, {"lr": 0.1, "b1": 0.9, "b2": 0.9, "eps": 1e-8, "weight_decay": 0.1, "every": 2, "block": 9}),
     "from_torch": (lambda **k: so.from_torch(torch.optim.Adam, **k), {"lr": 0.1, "block": 1}),
     "clip_by_global_norm": (so.clip_by_global_norm, {"limit": 1.0}),
@@ -487,7 +504,9 @@ def test_a_number_that_makes_no_sense_is_refused_by_name(name: str) -> None:
         assert str(caught.value).startswith(f"{name}: {key}")
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion", "adafactor", "muon", "shampoo", "soap"])
+@pytest.mark.parametrize(
+    "name", ["sgd", "adam", "adamw", "lion", "sophia", "adafactor", "muon", "shampoo", "kl_shampoo", "soap"]
+)
 def test_numbers_at_the_ends_of_their_ranges_are_taken(name: str) -> None:
     make, numbers = NUMBERS[name]
     make(**numbers | {"lr": 0, "weight_decay": 0})
@@ -500,6 +519,7 @@ RATE_FREE: dict[str, Callable[[Any], so.Optimizer]] = {
     "adam": so.adam,
     "adamw": lambda lr: so.adamw(lr, weight_decay=decay),
     "lion": lambda lr: so.lion(lr, weight_decay=decay),
+    "sophia": lambda lr: told_of_squares(so.sophia(lr, weight_decay=decay)),
     "adafactor": so.adafactor,
     "muon": lambda lr: so.masked(so.muon(lr, dtype=None, weight_decay=decay), is_matrix, so.lion(lr)),
     "soap": lambda lr: so.soap(lr, weight_decay=decay),

@@ -1,4 +1,4 @@
-"""Shampoo and SOAP: what their papers say, on any number of ranks, with each block's work and memory on one of them."""
+"""Shampoo, KL-Shampoo, SOAP: what their papers say, on any number of ranks, with each block's work on one of them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from tests.refusals import refused
 
 STEPS, PARTS = 5, 8
 B1, B2, EPS, RIDGE, RATE, DECAY = 0.9, 0.8, 1e-6, 1e-4, 0.05, 0.1
+INITIAL = 0.3
 
 
 # --- as in the papers, by one process ---
@@ -82,6 +83,32 @@ class Shampoo(Paper):
         return along * (m / (v.sqrt() + EPS)).norm() / along.norm() if self.options["graft"] else along
 
 
+class KLShampoo(Paper):
+    """By Kronecker products of whole covariances, of the gradient as one vector."""
+
+    def step(self, g: Tensor) -> Tensor:
+        if not self.t:
+            self.factors = [INITIAL * torch.eye(n).double() for n in g.shape]
+            self.inverses = [torch.eye(n).double() / INITIAL for n in g.shape]
+        new = []
+        for i, factor in enumerate(self.factors):
+            others = torch.eye(1).double()
+            for j, inverse in enumerate(self.inverses):
+                others = others if j == i else torch.kron(others, inverse)
+            rows = g.movedim(i, 0).flatten(1)
+            new.append(B2 * factor + (1 - B2) * rows @ others @ rows.mT / len(others))
+        self.factors = new
+        if self.t % self.options["every"] == 0:
+            damped = [f + RIDGE * torch.eye(len(f)).double() for f in self.factors]
+            self.matrices, self.inverses = [power(f, -0.5) for f in damped], [power(f, -1.0) for f in damped]
+        self.t += 1
+        self.mean = B1 * self.mean + (1 - B1) * g
+        along = self.mean / (1 - B1**self.t)
+        for i, matrix in enumerate(self.matrices):
+            along = times(along, matrix, i)
+        return along
+
+
 class Soap(Paper):
     def step(self, g: Tensor) -> Tensor:
         along = torch.zeros_like(g)
@@ -130,6 +157,11 @@ def shampoo(**options: Any) -> so.Optimizer:
     return so.shampoo(**{"lr": RATE} | given | options)
 
 
+def kl_shampoo(**options: Any) -> so.Optimizer:
+    given = {"b1": B1, "b2": B2, "eps": EPS, "ridge": RIDGE, "initial": INITIAL, "weight_decay": DECAY, "block": 4}
+    return so.kl_shampoo(**{"lr": RATE, "every": 2} | given | options)
+
+
 def soap(**options: Any) -> so.Optimizer:
     given = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": DECAY, "every": 2, "block": 4}
     return so.soap(**{"lr": RATE} | given | options)
@@ -157,6 +189,31 @@ def test_shampoo_is_the_papers(shape: tuple[int, ...], options: dict[str, Any], 
     for block in (4, 100):
         got, _ = trained(shampoo(block=block, donate=donate, **{"every": 1} | options), {"w": start.clone()}, each)
         assert (got["w"] - by_paper(Shampoo, start, block, 0, **options)).abs().max() < 1e-11
+
+
+@pytest.mark.parametrize("donate", [True, False], ids=["donated", "pure"])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kl_shampoo_is_the_papers(shape: tuple[int, ...], every: int, donate: bool) -> None:
+    start = normal(*shape, seed=1)
+    for block in (4, 100):
+        got, _ = trained(kl_shampoo(block=block, donate=donate, every=every), {"w": start.clone()}, each)
+        assert (got["w"] - by_paper(KLShampoo, start, block, 0, every=every)).abs().max() < 1e-11
+
+
+def test_kl_shampoo_finds_the_covariance_of_gradients() -> None:
+    """Of normal gradients with a Kronecker product for a covariance, whose estimate has the least divergence."""
+    draw = torch.Generator().manual_seed(0)
+    roots = [torch.randn(n, n, generator=draw).double() + torch.eye(n).double() for n in (3, 4)]
+    optimizer, ps = kl_shampoo(lr=0.0, every=1, b2=0.998, block=9), {"w": torch.zeros(3, 4).double()}
+    state = optimizer.init(ps)
+    for _ in range(4000):
+        z = torch.randn(3, 4, generator=draw).double()
+        ps, state = optimizer.step(ps, {"w": roots[0] @ z @ roots[1].mT}, state)
+    (block,) = state["chosen"]["blocks"].values()
+    factors = block["factors"]
+    want, got = torch.kron(*(r @ r.mT for r in roots)), torch.kron(*factors)
+    assert (got - want).norm() < 0.1 * want.norm()
 
 
 @pytest.mark.parametrize("donate", [True, False], ids=["donated", "pure"])
@@ -266,7 +323,7 @@ def programs(make: Callable[..., so.Optimizer]) -> dict[str, Program]:
     }
 
 
-MAKE: dict[str, Callable[..., so.Optimizer]] = {"shampoo": shampoo, "soap": soap}
+MAKE: dict[str, Callable[..., so.Optimizer]] = {"shampoo": shampoo, "kl_shampoo": kl_shampoo, "soap": soap}
 
 
 def off(got: Any, want: Any) -> float:

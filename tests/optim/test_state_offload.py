@@ -37,6 +37,8 @@ OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
     "clipped": lambda: so.chain(so.clip_by_global_norm(0.1), so.clip_by_value(0.01), so.adamw(1e-2)),
     "muon": lambda: so.masked(so.muon(0.02), lambda path, shape: len(shape) == 2, so.adamw(1e-2)),
     "shampoo": lambda: so.shampoo(1e-2, ridge=1e-6, every=2, block=5),
+    "kl_shampoo": lambda: so.kl_shampoo(1e-2, ridge=1e-6, every=2, block=5),
+    "sophia": lambda: so.sophia(1e-2),
     "soap": lambda: so.soap(1e-2, every=2, block=5),
     "adafactor": lambda: so.adafactor(1e-2),
     "torch's": lambda: so.from_torch(torch.optim.AdamW, lr=1e-2),

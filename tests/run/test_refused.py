@@ -104,6 +104,22 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "negative workers": (lambda: {"workers": -1}, "workers=-1; it is at least 0"),
     "negative prefetch": (lambda: {"prefetch": -2}, "prefetch=-2; it is at least 0"),
     "a shuffle that is none": (lambda: {"shuffle": 5}, "shuffle=5; it is True or False"),
+    "a rate of no number": (lambda: {"rate": "0.1"}, "TypeError: sf.run.batches: rate='0.1'; it is the probability of"),
+    "a rate of none": (
+        lambda: {"rate": 0.0},
+        "ValueError: sf.run.batches: rate=0.0; it is the probability of each row",
+    ),
+    "a rate of more than all": (lambda: {"rate": 1.5}, "rate=1.5; it is the probability of each row at each step, abo"),
+    "a rate with epochs": (lambda: {"rate": 0.1, "epochs": 1}, "samples each step anew: leave out epochs=, shuffle="),
+    "a rate in order": (lambda: {"rate": 0.1, "shuffle": False}, "leave out epochs=, shuffle= and last="),
+    "a rate of a stream": (
+        lambda: {"rate": 0.1, "source": Stream(lanes=2)},
+        "rate=0.1; rows of a stream are not fou",
+    ),
+    "a rate without room": (
+        lambda: {"rate": 0.1},
+        "batch=4 is the most rows that a step may have, and samples have 4 on average, sometimes more: say batch=20",
+    ),
     "lanes that do not divide": (
         lambda: {"source": Stream(lanes=3)},
         "batch=4 rows a step do not come in equal parts from lanes=3",
@@ -136,6 +152,7 @@ LATER: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "a row that cannot be read": (lambda: {"source": Broken(4), "batch": 40}, "the disk is gone"),
     "the same by a worker": (lambda: {"source": Broken(5), "batch": 40, "workers": 1}, "the disk is gone"),
     "a mask of its own": (lambda: {"source": {"mask": X}, "last": "pad"}, 'these have a "mask": rename it'),
+    "a rate and a mask": (lambda: {"rate": 0.1, "source": {"mask": X}, "batch": 40}, 'have a "mask": rename it'),
     "wrong lengths": (
         lambda: {"source": Stream(lanes=2, lengths=[5, 5, 4, 5]), "shuffle": False},
         "2 has 5 rows, and lengths says 4",
