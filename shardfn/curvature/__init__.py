@@ -4,6 +4,9 @@ Imports `stages`, `transforms`, `optim`, `checkpoint`, `shards`, `collectives` a
 """
 
 from shardfn.curvature.estimates import Estimate, diag, trace
+from shardfn.curvature.influence import influence
+from shardfn.curvature.kronecker import Kronecker, ekfac
+from shardfn.curvature.labels import Drawn
 from shardfn.curvature.lanczos import Eigenpairs, Spectrum, spectrum, top_eig
 from shardfn.curvature.operators import Operator, empirical_fisher, fisher, ggn, hvp
 from shardfn.curvature.per_example import PerExample, dp_grads, noise_scale, per_example
@@ -13,8 +16,10 @@ from shardfn.curvature.unrolling import implicit, unroll
 
 __all__ = [
     "CriticalRate",
+    "Drawn",
     "Eigenpairs",
     "Estimate",
+    "Kronecker",
     "Operator",
     "PerExample",
     "Solution",
@@ -22,11 +27,13 @@ __all__ = [
     "critical_sharpness",
     "diag",
     "dp_grads",
+    "ekfac",
     "empirical_fisher",
     "fisher",
     "ggn",
     "hvp",
     "implicit",
+    "influence",
     "noise_scale",
     "per_example",
     "preconditioned",
