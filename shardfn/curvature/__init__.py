@@ -4,6 +4,7 @@ Imports `stages`, `transforms`, `optim`, `checkpoint`, `shards`, `collectives` a
 """
 
 from shardfn.curvature.estimates import Estimate, diag, trace
+from shardfn.curvature.grams import Grams, grams
 from shardfn.curvature.influence import influence
 from shardfn.curvature.kronecker import Kronecker, ekfac
 from shardfn.curvature.labels import Drawn
@@ -19,6 +20,7 @@ __all__ = [
     "Drawn",
     "Eigenpairs",
     "Estimate",
+    "Grams",
     "Kronecker",
     "Operator",
     "PerExample",
@@ -31,6 +33,7 @@ __all__ = [
     "empirical_fisher",
     "fisher",
     "ggn",
+    "grams",
     "hvp",
     "implicit",
     "influence",

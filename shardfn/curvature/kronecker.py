@@ -172,11 +172,11 @@ def ekfac(
     return found
 
 
-def gather(sums: Sums, losses: Losses | Drawn, batches: Iterable[Any], name: str) -> None:
+def gather(sums: Sums, losses: Losses | Drawn, batches: Iterable[Any], name: str, *, strict: bool = True) -> None:
     """Adds to sums what all batches have. The first is compared as by `per_example`.
 
     Raises:
-        ValueError: there are matrices without factors, or no rows.
+        ValueError: there are matrices without factors, if `strict`; no rows.
     """
     params = sums.params
     refuse_cut(params)
@@ -189,7 +189,7 @@ def gather(sums: Sums, losses: Losses | Drawn, batches: Iterable[Any], name: str
             per_example(call, params, *given)
         visit(call, params, rows, sums.receiver(rows.rows, *kind_of(params, rows)))
         others = sums.refused()
-        if others:
+        if strict and others:
             raise ValueError(
                 f"{name}: the use of {listed(others)} has no Kronecker factors: a matrix is used whole, by products or "
                 f"by lookups, but not by both, and not in parts. Freeze it, or pass its path in diagonal="

@@ -158,6 +158,7 @@ class Moments(Receiver):
         super().__init__(max(rows, 1), dtype)
         self.sums, self.empty, self.dtype, self.device = sums, not rows, dtype, device
         self.found: dict[Key, Total] = {}
+        self.squares: dict[Key, Tensor] = {}
         self.waiting: dict[Key, list[tuple[int, Sequence[Used]]]] = {}
         self.settled: set[Key] = set()
 
@@ -174,7 +175,7 @@ class Moments(Receiver):
             found.kind = pair[0]
         for kind, vectors in [pair for pair in pairs if pair is not None]:
             found.tokens += math.prod(vectors[0].shape[:2])
-            for dim in self.sums.wanted[kind]:
+            for dim in self.sums.wanted.get(kind, ()):
                 moment = _counted(vectors[dim], shape[0]) if (kind, dim) == ("table", 0) else _moment(vectors[dim])
                 found.moments[dim] = found.moments[dim] + moment if dim in found.moments else moment
 
@@ -193,9 +194,8 @@ class Moments(Receiver):
             self._square(key, numel, uses, (None, None))
 
     def _square(self, key: Key, numel: int, uses: Sequence[Used], bases: Bases) -> None:
-        found, shape = self.found.setdefault(key, Total()), self.sums.places[key].shape
-        new = squares_in(shape, numel, uses, bases)
-        found.squares = new if found.squares is None else found.squares.add_(new)
+        new = squares_in(self.sums.places[key].shape, numel, uses, bases)
+        self.squares[key] = self.squares[key].add_(new) if key in self.squares else new
 
     def settle(self, keys: Sequence[Key]) -> None:
         """Sums over ranks what a stage found, on every rank alike."""
@@ -234,7 +234,7 @@ class Moments(Receiver):
                 total.other = True
                 continue
             total.kind, total.tokens = kind, total.tokens + count
-            for dim in self.sums.wanted[kind]:
+            for dim in self.sums.wanted.get(kind, ()):
                 n = place.shape[dim]
                 size = (n,) if (kind, dim) == ("table", 0) else (n, n)
                 part = found.moments.pop(dim, None)
@@ -251,7 +251,7 @@ class Moments(Receiver):
                 bases = {side: over_all(self.sums.params, x) for side, x in bases.items()}
             for numel, uses in self.waiting.pop(key, []):
                 self._square(key, numel, uses, (bases.get("left"), bases.get("right")))
-        found = self.found.pop(key, Total()).squares
+        found = self.squares.pop(key, None)
         found = torch.zeros(place.shape, dtype=self.dtype, device=self.device) if found is None else found
         found = over_all(self.sums.params, found.to(self.dtype))
         if place.mine:
