@@ -211,7 +211,7 @@ def checked(params: Any, batch: Callable[[], tuple[Any, ...]], name: str) -> tup
         rows = batch_of(given)
     except (TypeError, ValueError) as own:
         error = own
-    agree([], together(params), name, mine=error)
+    agree([] if error is None else [str(error)], together(params), name, mine=error)
     if error is not None:  # a rank alone need not agree
         raise error
     return given, rows

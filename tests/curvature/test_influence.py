@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -12,10 +15,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributions import Categorical
 
 import shardfn as sf
 from shardfn import curvature as sc
+from shardfn import interop
 from shardfn.testing import World
+from shardfn.testing import world as started
 from tests.models import STRATEGIES, data_mesh, normal
 from tests.reference import worst
 
@@ -177,4 +183,357 @@ def test_products_and_solutions_are_those_of_the_dense_matrix(world: World, opti
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_strategy(world: World, strategy: str) -> None:
     for found in world.run(applied, strategy):
+        assert worst(found) < 1e-9, found
+
+
+# --- programs ---
+
+
+def of(losses: Any, tree: Any, batch: Any, diagonal: tuple[str, ...] = (), strategy: str = "full_shard") -> Any:
+    mesh = data_mesh(dist.get_world_size())
+    params = sf.shard(tree, mesh, STRATEGIES[strategy])
+    n, k = mesh.size(), mesh.get_rank()
+    own = tuple(x.tensor_split(n)[k] for x in batch)
+    return sc.ekfac(losses, params, [own], diagonal=diagonal), params
+
+
+def by_definition(g: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+    """A dense matrix from rows' gradients `[rows, m, n]` and factors."""
+    eye = [torch.eye(n, dtype=g.dtype) for n in g.shape[1:]]
+    bases = [eye[i] if x is None else torch.linalg.eigh(x)[1] for i, x in enumerate((left, right))]
+    basis = torch.kron(*(b.contiguous() for b in bases))
+    return basis @ (g.flatten(1) @ basis).square().mean(0).diag() @ basis.T
+
+
+X = normal(6, T, D, seed=70)
+W = {"s": {"w": normal(D, D, seed=71)}}
+
+
+def recurrent(stage: Any, remat: bool = False) -> Any:
+    """A matrix that is used three times in one stage, and by two calls of it."""
+    options = {"remat": True} if remat else {}
+    f = stage(lambda p, x: torch.tanh(torch.tanh(x @ p["w"]) @ p["w"] + x @ p["w"]), **options)
+    return lambda p, x: f(p["s"], f(p["s"], x)).square().sum((1, 2))
+
+
+def of_recurrent(remat: bool) -> float:
+    F, _ = of(recurrent(sf.stage, remat), W, (X,))
+    x, w = X, W["s"]["w"]
+    met, inputs = [], []
+
+    def product(x: Tensor) -> Tensor:
+        met.append(torch.zeros_like(x, requires_grad=True))
+        inputs.append(x.detach())
+        return x @ w + met[-1]
+
+    for _ in range(2):
+        x = torch.tanh(product(torch.tanh(product(x))) + product(x))
+    x.square().sum().backward()
+    a, d = (torch.cat([y.flatten(0, 1) for y in ys]) for ys in (inputs, [z.grad for z in met]))
+    g = torch.func.vmap(
+        torch.func.grad(lambda w, x: recurrent(lambda f, **_: f)({"s": {"w": w}}, x[None])[0]), (None, 0)
+    )(w, X)
+    matrix = by_definition(g, a.T @ a, d.T @ d)
+    v = {"s": {"w": w.cos()}}
+    got = sf.unshard(F @ sf.shard(v, data_mesh(dist.get_world_size()), STRATEGIES["full_shard"]))["s"]["w"]
+    want = (matrix @ w.cos().flatten()).view_as(w)
+    return float((got - want).abs().max() / want.abs().max())
+
+
+@two
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_matrix_that_several_stages_use_several_times(world: World, remat: bool) -> None:
+    assert worst(world.run(of_recurrent, remat)) < 1e-9
+
+
+def with_rows(counts: tuple[int, ...]) -> list[float]:
+    """Ranks have other numbers of rows; the last batch has none on the first rank."""
+    mesh = data_mesh(dist.get_world_size())
+    params = sf.shard(whole(), mesh, STRATEGIES["full_shard"])
+    v = sf.shard(vector(), mesh, STRATEGIES["full_shard"])
+    k = mesh.get_rank()
+    batches = [tuple(x.split(list(counts))[k] for x in rows(0)), tuple(x.split([0, ROWS])[k] for x in rows(1))]
+    F = sc.ekfac(losses_of(sf.stage), params, batches)
+    G = sc.grams(losses_of(sf.stage), params, batches)
+    want = factors()["head.w"][0]
+    return [off(F @ v, times(dense(), torch.mv)), float((sf.unshard(G.inputs)["head.w"] - want).abs().max())]
+
+
+@two
+def test_ranks_with_other_numbers_of_rows(world: World) -> None:
+    for counts in ((5, 3), (8, 0)):
+        for found in world.run(with_rows, counts):
+            assert worst(found) < 1e-9, found
+
+
+def test_plain_tensors_on_one_process() -> None:
+    F = sc.ekfac(losses_of(plainly), whole(), [rows(0), rows(1)])
+    assert F.kinds == {"embed.e": "table", "head.w": "product"} | {
+        f"layers.{i}.{name}": kind
+        for i in range(2)
+        for name, kind in (("a", "linear"), ("b", "product"), ("g", "diagonal"), ("s", "diagonal"))
+    }
+    assert off(F @ vector(), times(dense(), torch.mv)) < 1e-9
+    assert off(F.solve(vector(), DAMPING), times(dense(), inverted)) < 1e-9
+    assert sc.top_eig(F, 1, tolerance=1e-9).values[0] == pytest.approx(
+        max(float(torch.linalg.eigvalsh(m)[-1]) for m in dense().values()), rel=1e-6
+    )
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(WORDS, D)
+        self.up, self.norm, self.down = torch.nn.Linear(D, H), torch.nn.LayerNorm(H), torch.nn.Linear(H, CLASSES)
+
+    def forward(self, t: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.norm(self.up(self.embed(t))))).sum(1)
+
+
+def of_module() -> list[float]:
+    torch.manual_seed(3)
+    module = Net().double()
+    plain = {path: x.detach().clone() for path, x in module.named_parameters()}
+    model = interop.functional(copy.deepcopy(module), small=0)
+    mesh = data_mesh(dist.get_world_size())
+    params = model.shard(mesh, STRATEGIES["full_shard"])
+    F = sc.ekfac(
+        lambda p, t, y: torch.nn.functional.cross_entropy(model(p, t), y, reduction="none"), params, mine(mesh)
+    )
+    t, y = (torch.cat(xs) for xs in zip(rows(0), rows(1), strict=True))
+
+    def loss(p: Any, t: Tensor, y: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(torch.func.functional_call(module, p, (t[None],)), y[None])
+
+    grads = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(plain, t, y)
+    x = torch.tanh(module.norm(module.up(module.embed(t)))).detach().flatten(0, 1)
+    d = torch.softmax(module(t).detach(), 1) - torch.nn.functional.one_hot(y, CLASSES)
+    matrix = by_definition(grads["down.weight"], d.T @ d, x.T @ x)
+    v = optree.tree_map(torch.cos, params)
+    got = leaves(sf.unshard(F @ v))
+    w = plain["down.weight"].detach().cos()
+    name = next(path for path in got if path.endswith("down.weight"))
+    bias = next(path for path in got if path.endswith("up.bias"))
+    want = (matrix @ w.flatten()).view_as(w)
+    other = grads["up.bias"].square().mean(0) * plain["up.bias"].cos()
+    return [float((got[p] - x).abs().max() / x.abs().max()) for p, x in ((name, want), (bias, other.detach()))]
+
+
+@two
+def test_a_module(world: World) -> None:
+    for found in world.run(of_module):
+        assert worst(found) < 1e-9, found
+
+
+# --- what is refused ---
+
+
+def tied(p: Any, t: Tensor) -> Tensor:
+    s = sf.stage(lambda p, t: F.linear(p["e"][t], p["e"]))
+    return s(p["s"], t).logsumexp(-1).sum(1)
+
+
+def in_parts(p: Any, x: Tensor) -> Tensor:
+    return sf.stage(lambda p, x: sum(x @ w.T for w in p["e"].chunk(2)))(p["s"], x[:, :, :D]).square().sum((1, 2))  # type: ignore[arg-type]
+
+
+def added(p: Any, x: Tensor) -> Tensor:
+    return sf.stage(lambda p, x: x + p["e"][:T])(p["s"], x).square().sum((1, 2))
+
+
+def refused(which: str) -> Any:
+    tokens = torch.arange(18).view(6, T) % WORDS
+    table, square = normal(WORDS, D, seed=5), normal(D, D, seed=5)
+    programs: dict[str, Any] = {
+        "tied": (tied, table, tokens), "in_parts": (in_parts, square, X), "added": (added, table, X)
+    }  # fmt: skip
+    losses, e, batch = programs[which]
+    try:
+        of(losses, {"s": {"e": e}}, (batch,))
+    except ValueError as error:
+        F, params = of(losses, {"s": {"e": e}}, (batch,), diagonal=("s.e",))
+        g = torch.func.vmap(torch.func.grad(lambda e, x: plain[which]({"s": {"e": e}}, x[None])[0]), (None, 0))(
+            e, batch
+        )
+        return str(error), float((sf.unshard(F @ params)["s"]["e"] - g.square().mean(0) * e).abs().max())
+    return "nothing", 0.0
+
+
+plain: dict[str, Any] = {
+    "tied": lambda p, t: F.linear(p["s"]["e"][t], p["s"]["e"]).logsumexp(-1).sum(1),
+    "in_parts": lambda p, x: sum(x @ w.T for w in p["s"]["e"].chunk(2)).square().sum((1, 2)),  # type: ignore[attr-defined]
+    "added": lambda p, x: (x + p["s"]["e"][:T]).square().sum((1, 2)),
+}
+
+
+@two
+@pytest.mark.parametrize("which", list(plain))
+def test_matrices_without_factors_are_refused_by_name_and_can_be_diagonal(world: World, which: str) -> None:
+    for message, apart in world.run(refused, which):
+        assert re.search(r"the use of s\.e has no Kronecker factors", message), message
+        assert apart < 1e-9
+
+
+def wrong(which: str) -> str:
+    mesh = data_mesh(dist.get_world_size())
+    params = sf.shard(whole(), mesh, STRATEGIES["full_shard"])
+    batches: Any = mine(mesh)
+    first = mesh.get_rank() == 0
+    try:
+        if which == "name":
+            sc.ekfac(losses_of(sf.stage), params, batches, diagonal=["head"])
+        if which == "string":
+            sc.ekfac(losses_of(sf.stage), params, batches, diagonal="head.w")
+        if which == "options differ":
+            sc.ekfac(losses_of(sf.stage), params, batches, corrected=first)
+        if which == "rows on one rank":
+            sc.ekfac(losses_of(sf.stage), params, [(rows(0)[0], rows(1, 5)[1])] if first else batches[:1])
+        if which == "batches differ":
+            sc.grams(losses_of(sf.stage), params, batches if first else batches[:1])
+        if which == "generator":
+            sc.grams(losses_of(sf.stage), params, iter(batches))
+        if which == "none":
+            sc.grams(losses_of(sf.stage), params, [])
+        if which == "damping":
+            sc.ekfac(losses_of(sf.stage), params, batches, corrected=False).solve(params, 0.0)
+        if which == "three dimensions":
+            sc.ekfac(losses_of(sf.stage), sf.shard({"k": {"w": torch.ones(2, 2, 2)}}, mesh, STRATEGIES["ddp"]), batches)
+        if which == "mixed rows":
+            sc.grams(lambda p, *b: (x := losses_of(sf.stage)(p, *b)) - x.mean(), params, batches)
+        if which == "a query of another kind":
+            sc.influence(lambda q: q, [{"x": torch.ones(3)}], losses_of(sf.stage), params, batches)
+        if which == "no distribution":
+            sc.ekfac(sc.Drawn(lambda p, t, y: net(sf.stage, p, t), lambda z, t, y: z), params, batches)
+    except (ValueError, TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@two
+@pytest.mark.parametrize(
+    ("which", "message"),
+    {
+        "name": "ValueError: .*no parameter is called head; there are embed.e",
+        "string": "TypeError: .*it is a collection of paths",
+        "options differ": "ValueError: .*ekfac.*corrected",
+        "rows on one rank": "ValueError: .*(has this rank's rows in dim 0|rank 0)",
+        "batches differ": "ValueError: .*numbers of batches",
+        "generator": "TypeError: .*a list of batches",
+        "none": "ValueError: .*no batches",
+        "damping": "ValueError: .*damping=0.0",
+        "three dimensions": "ValueError: .*k.w .*three or more dimensions",
+        "mixed rows": "RuntimeError: .*rows are mixed",
+        "a query of another kind": "ValueError: .*another structure",
+        "no distribution": "TypeError: .*torch.distributions",
+    }.items(),
+)
+def test_errors_are_told_on_all_ranks(world: World, which: str, message: str) -> None:
+    for told in world.run(wrong, which):
+        assert re.match(message, told, re.DOTALL), told
+
+
+# --- labels that are drawn ---
+
+
+def fisher_of_draws() -> list[float]:
+    """The matrix at labels that were drawn is the empirical one at these labels."""
+    mesh = data_mesh(dist.get_world_size())
+    params = sf.shard(whole(), mesh, STRATEGIES["full_shard"])
+    v = sf.shard(vector(), mesh, STRATEGIES["full_shard"])
+    drawn = sc.Drawn(lambda p, t: net(sf.stage, p, t), lambda z, t: Categorical(logits=z), seed=4)
+    before = torch.get_rng_state()
+    batches = [(t,) for t, _ in mine(mesh)]
+    F = sc.ekfac(drawn, params, batches)
+    assert torch.equal(before, torch.get_rng_state())
+    labels = [drawn.labelled(params, batch, i)[0] for i, batch in enumerate(batches)]
+    same = sc.ekfac(losses_of(sf.stage), params, [(t, y) for (t,), y in zip(batches, labels, strict=True)])
+    got, want = (leaves(sf.unshard(A @ v)) for A in (F, same))
+    return [float((got[k] - want[k]).abs().max() / want[k].abs().max()) for k in want]
+
+
+@two
+def test_labels_are_the_same_in_each_pass(world: World) -> None:
+    for found in world.run(fisher_of_draws):
+        assert worst(found) < 1e-12, found
+
+
+def test_labels_are_drawn_from_the_model() -> None:
+    (t, _), n = rows(0), 500
+    drawn = [sc.Drawn(lambda p, t: net(plainly, p, t), lambda z, t: Categorical(logits=z), seed) for seed in range(n)]
+    wanted = torch.softmax(net(plainly, whole(), t), 1)
+    found = sum(F.one_hot(each.labelled(whole(), (t,), 0)[0], CLASSES) for each in drawn) / n
+    assert ((found - wanted).abs() <= 4 * (wanted * (1 - wanted) / n).sqrt() + 1 / n).all()
+
+
+# --- scores ---
+
+
+def scored(strategy: str) -> list[float]:
+    mesh = data_mesh(dist.get_world_size())
+    params = sf.shard(whole(), mesh, STRATEGIES[strategy])
+    losses = losses_of(sf.stage)
+    F = sc.ekfac(losses, params, mine(mesh))
+    t, y = rows(7, 2)
+    queries = [
+        sf.grad(lambda p, i=i: losses(p, t[i : i + 1], y[i : i + 1]).sum() / mesh.size())(params) for i in range(2)
+    ]
+    got = sc.influence(lambda q: F.solve(q, DAMPING), queries, losses, params, mine(mesh))
+    one = torch.func.grad(lambda p, i: losses_of(plainly)(p, t[i : i + 1], y[i : i + 1])[0])
+    want = []
+    for i in range(2):
+        solved = {k: inverted(dense()[k], q.flatten()) for k, q in leaves(one(whole(), i)).items()}
+        want.append(sum(each()[k].flatten(1) @ solved[k] for k in solved))
+    n, k = mesh.size(), mesh.get_rank()
+    both = torch.cat([x.tensor_split(n, 1)[k] for x in torch.stack(want).chunk(2, 1)], 1)  # type: ignore[arg-type]
+    assert got.shape == both.shape == (2, 2 * ROWS // n)
+    return [float((got - both).abs().max() / both.abs().max())]
+
+
+@pytest.mark.parametrize("world", SIZES, indirect=True)
+def test_scores_are_those_of_a_dense_solution(world: World) -> None:
+    for strategy in ("full_shard", "zero1", "hybrid_shard"):
+        for found in world.run(scored, strategy):
+            assert worst(found) < 1e-9, (strategy, found)
+
+
+# --- what is kept ---
+
+
+def kept(folder: Path, first: bool) -> float:
+    mesh = data_mesh(dist.get_world_size())
+    params = sf.shard(whole(), mesh, STRATEGIES["full_shard"])
+    v = sf.shard(vector(), mesh, STRATEGIES["full_shard"])
+    batches: Any = mine(mesh) if first else []
+    F = sc.ekfac(losses_of(sf.stage), params, batches, folder=folder)
+    return off(F.solve(v, DAMPING), times(dense(), inverted))
+
+
+def test_a_folder_keeps_it_for_another_mesh(tmp_path: Path) -> None:
+    for n, first in ((4, True), (2, False), (1, False)):
+        for found in started(n).run(kept, tmp_path / "fisher", first):
+            assert found < 1e-9
+
+
+def under_a_map() -> list[float]:
+    """Everything runs under the checker too."""
+    mesh = data_mesh(dist.get_world_size())
+    params = sf.shard(whole(), mesh, STRATEGIES["full_shard"])
+
+    def run(params: Any, v: Any, batches: Any) -> Any:
+        losses = losses_of(sf.stage)
+        F = sc.ekfac(losses, params, batches)
+        return F @ v, sc.influence(lambda q: F.solve(q, DAMPING), [v], losses, params, batches)
+
+    v = sf.shard(vector(), mesh, STRATEGIES["full_shard"])
+    batches = [rows(0), rows(1)]
+    product, _ = sf.shard_map(run, mesh=mesh, in_specs=(..., ..., sf.P(DATA)), out_specs=(..., sf.P(None, DATA)))(
+        params, v, mine(mesh)
+    )
+    del batches
+    return [off(product, times(dense(), torch.mv))]
+
+
+@two
+def test_under_the_checker(world: World) -> None:
+    for found in world.run(under_a_map):
         assert worst(found) < 1e-9, found
