@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from shardfn.collectives.agree import agree
 from shardfn.curvature.kronecker import gather
 from shardfn.curvature.labels import Drawn
 from shardfn.curvature.operators import check_batches
@@ -21,6 +22,7 @@ from shardfn.curvature.vectors import Space
 from shardfn.optim.norms import wide
 from shardfn.optim.owners import Block, as_owner, on_owner, remembered
 from shardfn.transforms.autodiff import name_of
+from shardfn.transforms.fitting import together
 
 INPUTS: dict[Kind, int] = {"linear": 1, "product": 0}  # the dimension of a matrix along which its inputs are
 
@@ -57,23 +59,38 @@ class Grams:
         The rank that owns a matrix computes it, and returns it to those that hold it.
 
         Args:
-            f: `(path, weight, gram) -> weight`, with a weight `[outputs, inputs]` and a gram `[inputs, inputs]`. An
-                error in it is raised by the owner alone.
+            f: `(path, weight, gram) -> weight`, with a weight `[outputs, inputs]` and a gram `[inputs, inputs]`.
 
         Returns:
             A tree like the parameters; those without such a moment have the same numbers.
+
+        Raises:
+            ValueError: f returns another shape.
+            Exception: what f raises, on its rank, and a ValueError on others.
         """
+        errors: list[Exception] = []
 
         def of_block(block: Block, x: Tensor) -> Tensor:
             if block.name not in self.inputs:
                 return x
             flip = INPUTS[self._kinds[block.name]] == 0
             weight, gram = x.view(block.whole), as_owner(self.inputs[block.name])
-            new = f(block.path, weight.mT if flip else weight, gram)
+            given = weight.mT if flip else weight
+            try:
+                new = f(block.path, given, gram)
+                if new.shape != given.shape:
+                    raise ValueError(f"grams: {name_of(f)} returned {tuple(new.shape)} for {block.path}")
+            except Exception as error:  # others wait for this rank
+                errors.append(error)
+                return x
             return (new.mT if flip else new).reshape(x.shape)
 
         space = self._space
         values = on_owner(space.moving, [x.to(wide(x)) for x in space.like], of_block, work)
+        mine = errors[0] if errors else None
+        agree([] if mine is None else [str(mine)], together(space.params), space.name, mine=mine)
+        if mine is not None:
+            raise mine
         return space.variables.tree(space.tangents(values))
 
 
