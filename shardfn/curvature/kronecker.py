@@ -6,6 +6,7 @@ product moves a vector there and back, as Muon does with gradients.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -134,42 +135,53 @@ def ekfac(
         ``step = ekfac(losses, params, batches).solve(gradient, damping=1e-3)``
     """
     name = f"ekfac of {name_of(losses.model if isinstance(losses, Drawn) else losses)}"
-    space, place = Space(params, name), None if folder is None else Path(folder)
+    space, path = Space(params, name), None if folder is None else Path(folder)
     each = places(space)
-    there = place is not None and place.exists() and not (place.is_dir() and not any(place.iterdir()))
-    named = _named(diagonal, each, name)
-    asked = {"corrected": bool(corrected), "diagonal": named, "folder": place and str(place), "exists": there}
-    space.agree("ekfac", **asked)
+    there = path is not None and path.exists() and not (path.is_dir() and not any(path.iterdir()))
+    asked: dict[str, Any] = {"corrected": bool(corrected), "diagonal": ", ".join(sorted(diagonal))}
+    error = _wrong(diagonal, each, name)
+    lines = [f"{key}: {value!r}" for key, value in {**asked, "folder": path and str(path), "exists": there}.items()]
+    agree([*lines, *([str(error)] if error else [])], together(params), name, mine=error)
+    if error is not None:
+        raise error
     if there:
-        assert place is not None, "it exists"
-        return _read(space, each, place, name)
+        assert path is not None, "it exists"
+        return _read(space, each, path, asked, name)
     check_batches(batches, params, name)
-    matrices = [key for key, at in each.items() if len(at.shape) == 2 and at.path not in named]
+    found = _fitted(space, each, losses, batches, name, asked["corrected"], set(diagonal))
+    if path is not None:
+        checkpoint.save(path, {"asked": asked, "kinds": found.kinds, "rows": found.rows, "state": found.state})
+    return found
+
+
+def _fitted(
+    space: Space,
+    each: dict[Key, Place],
+    losses: Losses | Drawn,
+    batches: Iterable[Any],
+    name: str,
+    corrected: bool,
+    diagonal: Collection[str],
+) -> Kronecker:
+    matrices = [key for key, at in each.items() if len(at.shape) == 2 and at.path not in diagonal]
     factors = Sums(space, EVERY, matrices, [key for key in each if key not in matrices])
     gather(factors, losses, batches, name)
-    used = [key for key in matrices if factors.totals[key].kind is not None]
-    parts = {key: _decomposed(each[key], factors.totals[key]) for key in used}
-    totals = factors.totals
-    if corrected:
-        squares = Sums(space, {}, (), used, {key: part[0] for key, part in parts.items()})
-        gather(squares, losses, batches, name)
-        totals = totals | {key: squares.totals[key] for key in used}
     kinds = {at.path: factors.totals[key].kind or "diagonal" for key, at in each.items()}
-    state = {}
+    state = {at.block.name: _zeros(at, kinds[at.path]) for at in each.values()}
+    used = [key for key in matrices if factors.totals[key].kind is not None]
     for key, at in each.items():
-        kept = state[at.block.name] = _zeros(at, kinds[at.path])
-        if not at.mine:
-            continue
-        values = totals[key].squares if key not in parts or corrected else parts[key][1]
-        own, bases = as_owner(kept), parts[key][0] if key in parts else {}
-        for into, x in [*((own[side], x) for side, x in bases.items()), (own["values"], values)]:
-            if x is not None:
-                into.copy_(x)
-        own["values"].div_(factors.rows)
-    found = Kronecker(params, kinds, factors.rows, state, name)
-    if folder is not None:
-        checkpoint.save(folder, {"kinds": kinds, "rows": found.rows, "state": state})
-    return found
+        if at.mine:
+            _decompose(as_owner(state[at.block.name]), factors.totals[key], factors.rows)
+    if corrected:
+        bases = {key: functools.partial(_bases, each[key], state, kinds) for key in used}
+        squares = Sums(space, {}, (), used, bases)
+        gather(squares, losses, batches, name)
+        for key in used:
+            if each[key].mine:
+                values, found = as_owner(state[each[key].block.name])["values"], squares.totals[key].squares
+                assert found is not None, "it was asked for"
+                torch.div(found, squares.rows, out=values)
+    return Kronecker(space.params, kinds, factors.rows, state, name)
 
 
 def gather(sums: Sums, losses: Losses | Drawn, batches: Iterable[Any], name: str, *, strict: bool = True) -> None:
@@ -180,21 +192,23 @@ def gather(sums: Sums, losses: Losses | Drawn, batches: Iterable[Any], name: str
     """
     params = sums.params
     refuse_cut(params)
-    before = RandomNumbers([x.detach() for x in sums.space.variables.values])
-    call = losses.losses if isinstance(losses, Drawn) else losses
-    for number, batch in enumerate(each_of(batches, name)):
-        own = batch, number
-        given, rows = checked(params, lambda own=own: _labelled(losses, params, *own), name)  # type: ignore[misc]
-        if not number and not sums.bases:
-            per_example(call, params, *given)
-        visit(call, params, rows, sums.receiver(rows.rows, *kind_of(params, rows)))
-        others = sums.refused()
-        if strict and others:
-            raise ValueError(
-                f"{name}: the use of {listed(others)} has no Kronecker factors: a matrix is used whole, by products or "
-                f"by lookups, but not by both, and not in parts. Freeze it, or pass its path in diagonal="
-            )
-    before.restore()
+    call, before = losses.losses if isinstance(losses, Drawn) else losses, RandomNumbers(sums.space.like)
+    try:
+        for number, batch in enumerate(each_of(batches, name)):
+            given, rows = checked(params, functools.partial(_labelled, losses, params, batch, number), name)
+            if not number and not sums.bases:
+                per_example(call, params, *given)
+                before.restore()  # each pass draws the same numbers
+            visit(call, params, rows, sums.receiver(rows.rows, *kind_of(params, rows)))
+            others = sums.refused()
+            if strict and others:
+                raise ValueError(
+                    f"{name}: the use of {listed(others)} has no Kronecker factors: a matrix is used whole, by "
+                    f"products or by lookups, but not by both, and not in parts. Freeze it, or pass its path in "
+                    f"diagonal="
+                )
+    finally:
+        before.restore()
     if not sums.rows:
         raise ValueError(f"{name}: no rank has rows")
 
@@ -217,53 +231,61 @@ def checked(params: Any, batch: Callable[[], tuple[Any, ...]], name: str) -> tup
     return given, rows
 
 
-def _named(diagonal: Collection[str], each: dict[Key, Place], name: str) -> tuple[str, ...]:
+def _wrong(diagonal: Collection[str], each: dict[Key, Place], name: str) -> Exception | None:
     if isinstance(diagonal, str):
-        raise TypeError(f"{name}: diagonal={diagonal!r}; it is a collection of paths, [{diagonal!r}] for one")
+        return TypeError(f"{name}: diagonal={diagonal!r}; it is a collection of paths, [{diagonal!r}] for one")
     paths = {at.path for at in each.values()}
     unknown = sorted(set(diagonal) - paths)
     if unknown:
-        raise ValueError(f"{name}: no parameter is called {listed(unknown)}; there are {listed(sorted(paths))}")
+        return ValueError(f"{name}: no parameter is called {listed(unknown)}; there are {listed(sorted(paths))}")
     many = sorted(at.path for at in each.values() if len(at.shape) > 2 and at.path not in diagonal)
     if many:
-        raise ValueError(
+        return ValueError(
             f"{name}: {listed(many)} have three or more dimensions, for which there are no Kronecker factors here. "
             f"Freeze them, or pass their paths in diagonal="
         )
-    return tuple(sorted(diagonal))
+    return None
 
 
 # --- what is kept ---
 
 
 def _zeros(at: Place, kind: str) -> Any:
-    shapes = {side: (at.shape[i],) * 2 for i, side in enumerate(SIDES) if side in KEPT.get(kind, ())}
-    return remembered(at.unit, at.block, at.owner, shapes | {"values": at.shape}, wide(at.unit.values))
+    return remembered(at.unit, at.block, at.owner, _shapes(at, kind) | {"values": at.shape}, wide(at.unit.values))
 
 
-def _read(space: Space, each: dict[Key, Place], folder: Path, name: str) -> Kronecker:
-    told = checkpoint.load(folder, {"kinds": {at.path: "" for at in each.values()}, "rows": 0.0}, ignore=r"state\..*")
+def _shapes(at: Place, kind: str) -> dict[str, tuple[int, ...]]:
+    return {side: (at.shape[i],) * 2 for i, side in enumerate(SIDES) if side in KEPT.get(kind, ())}
+
+
+def _read(space: Space, each: dict[Key, Place], folder: Path, asked: dict[str, Any], name: str) -> Kronecker:
+    like = {"asked": asked, "kinds": {at.path: "" for at in each.values()}, "rows": 0.0}
+    told = checkpoint.load(folder, like, ignore=r"state\..*")
+    if told["asked"] != asked:
+        raise checkpoint.CheckpointError(f"ekfac: {folder} is of a call with {told['asked']}, not {asked}")
     state = {at.block.name: _zeros(at, told["kinds"][at.path]) for at in each.values()}
     found = checkpoint.load(folder, told | {"state": state})
     return Kronecker(space.params, found["kinds"], found["rows"], found["state"], name)
 
 
-Decomposed = tuple[dict[str, Tensor], Tensor | None]  # bases, and on the owner the eigenvalues of their product
+def _decompose(own: dict[str, Tensor], total: Total, rows: float) -> None:
+    """Writes the eigenvectors of a matrix's factors, and K-FAC's eigenvalues; or the squares of what has no factors."""
+    values = [torch.zeros(())] if total.squares is None else [total.squares]
+    if total.kind is not None:
+        values = [total.moments.pop(i) for i in range(len(SIDES))]
+        for i, side in enumerate(SIDES):
+            if side in own:
+                found, vectors = eigh(values[i])
+                own[side].copy_(vectors)
+                values[i] = found.clamp(min=0)
+        values = [torch.outer(*values) / total.tokens]
+    own["values"].copy_(values[0] / rows)
 
 
-def _decomposed(at: Place, total: Total) -> Decomposed:
-    """Eigenvectors of the factors of a matrix, zeros on other ranks than the owner; and K-FAC's eigenvalues."""
-    assert total.kind is not None, "it is used"
-    if not at.mine:
-        like = at.unit.values
-        sides = [(side, at.shape[i]) for i, side in enumerate(SIDES) if side in KEPT[total.kind]]
-        return {side: like.new_zeros((n, n), dtype=wide(like)) for side, n in sides}, None
-    bases, values = {}, []
-    for i, side in enumerate(SIDES):
-        moment = total.moments[i]
-        if side in KEPT[total.kind]:
-            found, bases[side] = eigh(moment)
-            values.append(found.clamp(min=0))
-        else:
-            values.append(moment)
-    return bases, torch.outer(*values) / total.tokens
+def _bases(at: Place, state: dict[str, Any], kinds: Mapping[str, str]) -> dict[str, Tensor]:
+    """The eigenvectors of a matrix's factors on its owner, and zeros on other ranks."""
+    shapes, like = _shapes(at, kinds[at.path]), at.unit.values
+    if at.mine:
+        own = as_owner(state[at.block.name])
+        return {side: own[side] for side in shapes}
+    return {side: like.new_zeros(shape, dtype=wide(like)) for side, shape in shapes.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -119,10 +119,11 @@ class Sums:
         moments: Mapping[Kind, Collection[int]],
         matrices: Collection[Key],
         squared: Collection[Key],
-        bases: Mapping[Key, Mapping[str, Tensor]] | None = None,
+        bases: Mapping[Key, Callable[[], Mapping[str, Tensor]]] | None = None,
     ) -> None:
         self.space, self.params, self.places = space, space.params, places(space)
-        self.wanted, self.matrices, self.squared, self.bases = moments, matrices, squared, bases or {}
+        self.wanted, self.bases = moments, bases or {}
+        self.matrices, self.squared = dict.fromkeys(matrices), dict.fromkeys(squared)
         self.totals = {key: Total() for key in self.places}
         self.rows = 0.0
 
@@ -246,7 +247,7 @@ class Moments(Receiver):
     def _settle_squares(self, key: Key) -> None:
         place, total = self.sums.places[key], self.sums.totals[key]
         if key in self.sums.bases:
-            bases = self.sums.bases[key]
+            bases = self.sums.bases[key]()
             if place.block.layout is not None:
                 bases = {side: over_all(self.sums.params, x) for side, x in bases.items()}
             for numel, uses in self.waiting.pop(key, []):
