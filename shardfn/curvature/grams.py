@@ -32,16 +32,17 @@ class Grams:
     r"""Second moments, over all rows of all ranks.
 
     Attributes:
-        inputs: by path of each matrix in products, the mean of :math:`a a^\top` over the vectors :math:`a` that it met,
-            `[inputs, inputs]`: flat shards, whole on the rank that owns the matrix; `sf.unshard` gives them on all.
+        inputs: by path of each matrix in products or convolutions, the mean of :math:`a a^\top` over the vectors
+            :math:`a` that it met, `[inputs, inputs]`: flat shards, whole on the rank that owns the matrix; `sf.unshard`
+            gives them on all. Those of a convolution are patches.
         outputs: the same of gradients of rows' losses with respect to its outputs, `[outputs, outputs]`; empty unless
             asked for.
         fisher: the mean over rows of squares of the elements of their gradients: a tree like the gradient; None unless
             asked for.
         tokens: by path, how many vectors a matrix met.
         rows: the number of rows.
-        left_out: paths of the other parameters of two dimensions: those that no product uses, and those used in parts,
-            both as they are and transposed, or in other ways too.
+        left_out: paths of the other parameters of two or more dimensions: those that no product uses, and those that
+            are used in parts, both as they are and transposed, or in other ways too.
     """
 
     inputs: Mapping[str, Any]
@@ -74,7 +75,7 @@ class Grams:
             if block.name not in self.inputs:
                 return x
             flip = INPUTS[self._kinds[block.name]] == 0
-            weight, gram = x.view(block.whole), as_owner(self.inputs[block.name])
+            weight, gram = x.view(block.whole[0], -1), as_owner(self.inputs[block.name])
             given = weight.mT if flip else weight
             try:
                 new = f(block.path, given, gram)
@@ -128,7 +129,7 @@ def grams(
     check_batches(batches, params, name)
     wanted = {kind: (0, 1) if outputs else (dim,) for kind, dim in INPUTS.items()}
     each = places(space)
-    sums = Sums(space, wanted, [key for key, at in each.items() if len(at.shape) == 2], list(each) if fisher else ())
+    sums = Sums(space, wanted, [key for key, at in each.items() if len(at.shape) > 1], list(each) if fisher else ())
     gather(sums, losses, batches, name, strict=False)
     found: dict[int, dict[str, Any]] = {0: {}, 1: {}}
     kinds, tokens, rest = {}, {}, []
@@ -139,7 +140,7 @@ def grams(
             continue
         kinds[at.block.name], tokens[at.path] = total.kind, total.tokens
         for dim in wanted[total.kind]:
-            n = at.shape[dim]
+            n = at.matrix[dim]
             kept = remembered(at.unit, at.block, at.owner, (n, n), wide(at.unit.values))
             if at.mine:
                 as_owner(kept).copy_(total.moments[dim]).div_(total.tokens)

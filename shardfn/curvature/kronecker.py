@@ -44,7 +44,7 @@ class Kronecker(Operator):
             `[inputs, outputs]`, `"table"` for an embedding, and `"diagonal"`.
         rows: number of rows of the mean.
         state: a tree of flat shards, each on the rank that owns the parameter: by path, its eigenvectors as columns
-            (`left`, of its first dimension, and `right`) and `values`, of the parameter's shape.
+            (`left`, of its first dimension, and `right`) and `values`, of the parameter's shape as a matrix.
     """
 
     def __init__(self, params: Any, kinds: Mapping[str, str], rows: float, state: Any, name: str) -> None:
@@ -73,7 +73,7 @@ class Kronecker(Operator):
         def of_block(block: Block, x: Tensor) -> Tensor:
             own = as_owner(self.state[block.name])
             left, right = own.get("left"), own.get("right")
-            y = x.to(own["values"].dtype).view(block.whole)
+            y = x.to(own["values"].dtype).view(own["values"].shape)
             y = scaled(_turned(y, left, right), own["values"])
             back = _turned(y, None if left is None else left.mT, None if right is None else right.mT)
             return back.reshape(x.shape)
@@ -101,7 +101,8 @@ def ekfac(
     The matrix is the mean over all rows of all ranks of :math:`g g^\top`, with g the gradient of a row's loss. Between
     parameters it is taken as 0; biases are parameters of their own. For a matrix in products, with inputs :math:`a` and
     gradients :math:`d` of outputs, the basis is that of the eigenvectors of :math:`\sum a a^\top` and :math:`\sum d
-    d^\top`, over all rows, tokens and uses. For an embedding, the first of them is diagonal. For parameters of one
+    d^\top`, over all rows, tokens and uses. For an embedding, the first of them is diagonal. The kernel
+    of a convolution is a matrix `[outputs, inputs * kernel]`, whose inputs are patches. For parameters of one
     dimension, and those in `diagonal`, it is the identity. In this basis, EK-FAC has the mean of squares of rows'
     gradients, from a second pass over the batches. K-FAC has products of eigenvalues: of the mean over tokens of
     :math:`a a^\top`, and of the sum over tokens and mean over rows of :math:`d d^\top`.
@@ -122,14 +123,15 @@ def ekfac(
 
     Raises:
         ValueError: on all ranks, a matrix that is not used whole, by products or by lookups, or that is used by both,
-            such as a tied embedding; parameters of three or more dimensions, such as kernels of convolutions. All of
-            them may be in `diagonal`.
+            such as a tied embedding; kernels of convolutions in groups. All of them may be in `diagonal`.
         TypeError, ValueError, RuntimeError: as `per_example` and `hvp`.
         CheckpointError: the folder has other parameters.
 
     Sources: Martens and Grosse, Optimizing neural networks with Kronecker-factored approximate curvature (2015); George
         et al., Fast approximate natural gradient descent in a Kronecker-factored eigenbasis (2018); for tokens,
-        Eschenhagen et al., Kronecker-factored approximate curvature for modern neural network architectures (2023).
+        Eschenhagen et al., Kronecker-factored approximate curvature for modern neural network architectures (2023);
+        for convolutions, Grosse and Martens, A Kronecker-factored approximate Fisher matrix for convolution layers
+        (2016).
 
     Example:
         ``step = ekfac(losses, params, batches).solve(gradient, damping=1e-3)``
@@ -163,7 +165,7 @@ def _fitted(
     corrected: bool,
     diagonal: Collection[str],
 ) -> Kronecker:
-    matrices = [key for key, at in each.items() if len(at.shape) == 2 and at.path not in diagonal]
+    matrices = [key for key, at in each.items() if len(at.shape) > 1 and at.path not in diagonal]
     factors = Sums(space, EVERY, matrices, [key for key in each if key not in matrices])
     gather(factors, losses, batches, name)
     kinds = {at.path: factors.totals[key].kind or "diagonal" for key, at in each.items()}
@@ -238,12 +240,6 @@ def _wrong(diagonal: Collection[str], each: dict[Key, Place], name: str) -> Exce
     unknown = sorted(set(diagonal) - paths)
     if unknown:
         return ValueError(f"{name}: no parameter is called {listed(unknown)}; there are {listed(sorted(paths))}")
-    many = sorted(at.path for at in each.values() if len(at.shape) > 2 and at.path not in diagonal)
-    if many:
-        return ValueError(
-            f"{name}: {listed(many)} have three or more dimensions, for which there are no Kronecker factors here. "
-            f"Freeze them, or pass their paths in diagonal="
-        )
     return None
 
 
@@ -251,11 +247,11 @@ def _wrong(diagonal: Collection[str], each: dict[Key, Place], name: str) -> Exce
 
 
 def _zeros(at: Place, kind: str) -> Any:
-    return remembered(at.unit, at.block, at.owner, _shapes(at, kind) | {"values": at.shape}, wide(at.unit.values))
+    return remembered(at.unit, at.block, at.owner, _shapes(at, kind) | {"values": at.matrix}, wide(at.unit.values))
 
 
 def _shapes(at: Place, kind: str) -> dict[str, tuple[int, ...]]:
-    return {side: (at.shape[i],) * 2 for i, side in enumerate(SIDES) if side in KEPT.get(kind, ())}
+    return {side: (at.matrix[i],) * 2 for i, side in enumerate(SIDES) if side in KEPT.get(kind, ())}
 
 
 def _read(space: Space, each: dict[Key, Place], folder: Path, asked: dict[str, Any], name: str) -> Kronecker:

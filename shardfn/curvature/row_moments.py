@@ -21,6 +21,7 @@ from shardfn.collectives import functional
 from shardfn.compat import process_groups
 from shardfn.curvature.per_example import over_ranks, row_axes
 from shardfn.curvature.row_gradients import Outer, Picked, Used, everywhere, parts, single, whole
+from shardfn.curvature.row_rules import Kernel
 from shardfn.curvature.row_uses import Key, Receiver
 from shardfn.curvature.vectors import Space
 from shardfn.mesh.scope import scope
@@ -37,9 +38,8 @@ Bases = Sequence[Tensor | None]  # for each dimension of a matrix an orthogonal 
 
 def work(shape: Ints) -> int:
     """Operations for a parameter: products with each dimension's matrix, and its eigenvectors."""
-    if len(shape) != 2:
-        return math.prod(shape)
-    return sum(4 * math.prod(shape) * n + 10 * n**3 for n in shape)
+    numel = math.prod(shape)
+    return numel + sum(4 * numel * n + 10 * n**3 for n in (shape[0], numel // shape[0])) if len(shape) > 1 else numel
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,11 @@ class Place:
         return self.block.whole
 
     @property
+    def matrix(self) -> Ints:
+        """Its shape as a matrix; with more dimensions, the first one and all others."""
+        return (self.shape[0], math.prod(self.shape[1:])) if len(self.shape) > 2 else self.shape
+
+    @property
     def mine(self) -> bool:
         """Whether this rank owns it."""
         return self.owner == process_groups.global_rank()
@@ -91,7 +96,7 @@ class Total:
         tokens: number of vectors that met it.
         moments: sums of outer products of the vectors along each dimension, `[d, d]`; for the words of a table, their
             counts `[d]`.
-        squares: sums over rows of squares of the gradient in a basis, of the parameter's shape.
+        squares: sums over rows of squares of the gradient in a basis, of the matrix's shape.
         other: whether it was used in a way that no factors describe.
     """
 
@@ -167,7 +172,7 @@ class Moments(Receiver):
         """Adds the moments of one call."""
         if key not in self.sums.matrices or self.empty:
             return
-        shape, found = self.sums.places[key].shape, self.found.setdefault(key, Total())
+        shape, found = self.sums.places[key].matrix, self.found.setdefault(key, Total())
         pairs = [] if uses is None else [factors(shape, use) for use in single(uses)]
         for pair in [None] if uses is None else pairs:
             if pair is None or pair[0] != (found.kind or pair[0]):
@@ -195,7 +200,7 @@ class Moments(Receiver):
             self._square(key, numel, uses, (None, None))
 
     def _square(self, key: Key, numel: int, uses: Sequence[Used], bases: Bases) -> None:
-        new = squares_in(self.sums.places[key].shape, numel, uses, bases)
+        new = squares_in(self.sums.places[key].matrix, numel, uses, bases)
         self.squares[key] = self.squares[key].add_(new) if key in self.squares else new
 
     def settle(self, keys: Sequence[Key]) -> None:
@@ -236,7 +241,7 @@ class Moments(Receiver):
                 continue
             total.kind, total.tokens = kind, total.tokens + count
             for dim in self.sums.wanted.get(kind, ()):
-                n = place.shape[dim]
+                n = place.matrix[dim]
                 size = (n,) if (kind, dim) == ("table", 0) else (n, n)
                 part = found.moments.pop(dim, None)
                 part = torch.zeros(size, dtype=self.dtype, device=self.device) if part is None else part
@@ -253,7 +258,7 @@ class Moments(Receiver):
             for numel, uses in self.waiting.pop(key, []):
                 self._square(key, numel, uses, (bases.get("left"), bases.get("right")))
         found = self.squares.pop(key, None)
-        found = torch.zeros(place.shape, dtype=self.dtype, device=self.device) if found is None else found
+        found = torch.zeros(place.matrix, dtype=self.dtype, device=self.device) if found is None else found
         found = over_all(self.sums.params, found.to(self.dtype))
         if place.mine:
             total.squares = found if total.squares is None else total.squares.add_(found)
@@ -267,6 +272,9 @@ Vectors = tuple[Tensor, Tensor]  # along each dimension of a matrix, `[rows, tok
 def factors(shape: Ints, use: Used) -> tuple[Kind, Vectors] | None:
     """The vectors along the dimensions of a matrix, of whose outer products a use of it is the sum, and its kind."""
     form, place = use
+    if isinstance(form, Kernel):
+        whole, outer = place == everywhere(form.op.shape), form.outer()
+        return ("linear", (outer.a[:, 0], outer.b[:, 0])) if whole and outer is not None else None
     if isinstance(form, Picked):
         return ("table", (form.at, form.g)) if len(shape) == 2 and place == everywhere(shape) else None
     if not isinstance(form, Outer) or form.a.shape[1] != 1 or len(shape) != 2 or place.offset:
@@ -309,7 +317,8 @@ def _counted(at: Tensor, n: int) -> Tensor:
 
 def squares_in(shape: Ints, numel: int, uses: Sequence[Used], bases: Bases) -> Tensor:
     """The sum over rows of the squares of their gradients, each turned into a basis: `[*shape]`."""
-    found = [factors(shape, use) for use in single(uses)] if len(shape) == 2 else [None]
+    plain = bases == (None, None) and any(isinstance(form, Kernel) for form, _ in uses)  # which needs no patches
+    found = [None] if plain or len(shape) != 2 else [factors(shape, use) for use in single(uses)]
     pairs = [pair for pair in found if pair is not None]
     kinds = {kind for kind, _ in pairs}
     if len(pairs) == len(found) and kinds == {"table"}:

@@ -246,6 +246,41 @@ def test_a_matrix_that_several_stages_use_several_times(world: World, remat: boo
     assert worst(world.run(of_recurrent, remat)) < 1e-9
 
 
+IMAGES = normal(5, 2, 6, 6, seed=75)
+KERNEL = {"s": {"k": normal(3, 2, 3, 2, seed=76)}}
+
+
+def convolving(stage: Any) -> Any:
+    f = stage(lambda p, x: torch.tanh(F.conv2d(x, p["k"], stride=(2, 1), padding=(1, 2), dilation=(1, 2))))
+    return lambda p, x: f(p["s"], x).square().sum((1, 2, 3))
+
+
+def of_convolution() -> list[float]:
+    found, params = of(convolving(sf.stage), KERNEL, (IMAGES,))
+    k = KERNEL["s"]["k"]
+    options: Any = {"stride": (2, 1), "padding": (1, 2), "dilation": (1, 2)}
+    z = F.conv2d(IMAGES, k, **options).requires_grad_()
+    torch.tanh(z).square().sum().backward()
+    a = F.unfold(IMAGES, (3, 2), **options).mT.flatten(0, 1)
+    d = z.grad.flatten(2).mT.flatten(0, 1)  # type: ignore[union-attr]
+    g = torch.func.vmap(torch.func.grad(lambda p, x: convolving(plainly)(p, x[None])[0]), (None, 0))(KERNEL, IMAGES)
+    matrix = by_definition(g["s"]["k"].flatten(2), d.T @ d, a.T @ a)
+    want = {"s.k": (matrix @ k.flatten()).view_as(k)}
+    mesh = data_mesh(dist.get_world_size())
+    own = IMAGES.tensor_split(mesh.size())[mesh.get_rank()]
+    moments = sc.grams(convolving(sf.stage), params, [own], fisher=True)
+    gram = sf.unshard(moments.inputs)["s.k"] - a.T @ a / len(a)
+    doubled = sf.unshard(moments.replaced(lambda path, w, gram: 2 * w))["s"]["k"] - 2 * k
+    squares = sf.unshard(moments.fisher)["s"]["k"] - g["s"]["k"].square().mean(0)
+    return [off(found @ params, want), *(float(x.abs().max()) for x in (gram, doubled, squares))]
+
+
+@two
+def test_convolutions(world: World) -> None:
+    for found in world.run(of_convolution):
+        assert worst(found) < 1e-9, found
+
+
 def with_rows(counts: tuple[int, ...]) -> list[float]:
     """Ranks have other numbers of rows; the last batch has none on the first rank."""
     mesh = data_mesh(dist.get_world_size())
@@ -345,7 +380,8 @@ def refused(which: str) -> Any:
     tokens = torch.arange(18).view(6, T) % WORDS
     table, square = normal(WORDS, D, seed=5), normal(D, D, seed=5)
     programs: dict[str, Any] = {
-        "tied": (tied, table, tokens), "in_parts": (in_parts, square, X), "added": (added, table, X)
+        "tied": (tied, table, tokens), "in_parts": (in_parts, square, X), "added": (added, table, X),
+        "in_groups": (in_groups, normal(D, 1, 2, seed=5), X), "by_heads": (by_heads, normal(2, D, 3, seed=5), X),
     }  # fmt: skip
     losses, e, batch = programs[which]
     try:
@@ -359,7 +395,17 @@ def refused(which: str) -> Any:
     return "nothing", 0.0
 
 
+def in_groups(p: Any, x: Tensor) -> Tensor:
+    return sf.stage(lambda p, x: F.conv1d(x.mT, p["e"], groups=D))(p["s"], x).square().sum((1, 2))
+
+
+def by_heads(p: Any, x: Tensor) -> Tensor:
+    return sf.stage(lambda p, x: torch.einsum("btd,hde->bhte", x, p["e"]))(p["s"], x).square().sum((1, 2, 3))
+
+
 plain: dict[str, Any] = {
+    "in_groups": lambda p, x: F.conv1d(x.mT, p["s"]["e"], groups=D).square().sum((1, 2)),
+    "by_heads": lambda p, x: torch.einsum("btd,hde->bhte", x, p["s"]["e"]).square().sum((1, 2, 3)),
     "tied": lambda p, t: F.linear(p["s"]["e"][t], p["s"]["e"]).logsumexp(-1).sum(1),
     "in_parts": lambda p, x: sum(x @ w.T for w in p["s"]["e"].chunk(2)).square().sum((1, 2)),  # type: ignore[attr-defined]
     "added": lambda p, x: (x + p["s"]["e"][:T]).square().sum((1, 2)),
@@ -396,8 +442,6 @@ def wrong(which: str) -> str:
             sc.grams(losses_of(sf.stage), params, [])
         if which == "damping":
             sc.ekfac(losses_of(sf.stage), params, batches, corrected=False).solve(params, 0.0)
-        if which == "three dimensions":
-            sc.ekfac(losses_of(sf.stage), sf.shard({"k": {"w": torch.ones(2, 2, 2)}}, mesh, STRATEGIES["ddp"]), batches)
         if which == "mixed rows":
             sc.grams(lambda p, *b: (x := losses_of(sf.stage)(p, *b)) - x.mean(), params, batches)
         if which == "a query of another kind":
@@ -421,7 +465,6 @@ def wrong(which: str) -> str:
         "generator": "TypeError: .*a list of batches",
         "none": "ValueError: .*no batches",
         "damping": "ValueError: .*damping=0.0",
-        "three dimensions": "ValueError: .*k.w .*three or more dimensions",
         "mixed rows": "RuntimeError: .*rows are mixed",
         "a query of another kind": "ValueError: .*another structure",
         "no distribution": "TypeError: .*torch.distributions",
