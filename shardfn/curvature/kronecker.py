@@ -20,7 +20,7 @@ from shardfn import checkpoint
 from shardfn.collectives.agree import agree
 from shardfn.curvature.labels import Drawn
 from shardfn.curvature.operators import Operator, check_batches, each_of
-from shardfn.curvature.per_example import Batch, Losses, batch_of, kind_of, per_example, refuse_cut, visit
+from shardfn.curvature.per_example import Batch, Losses, batch_of, compare_once, kind_of, refuse_cut, visit
 from shardfn.curvature.row_moments import Kind, Place, Sums, Total, places, work
 from shardfn.curvature.row_uses import Key
 from shardfn.curvature.vectors import Space, Vector
@@ -198,8 +198,8 @@ def gather(sums: Sums, losses: Losses | Drawn, batches: Iterable[Any], name: str
     try:
         for number, batch in enumerate(each_of(batches, name)):
             given, rows = checked(params, functools.partial(_labelled, losses, params, batch, number), name)
-            if not number and not sums.bases:
-                per_example(call, params, *given)
+            if not number:
+                compare_once(call, params, given)
                 before.restore()  # each pass draws the same numbers
             visit(call, params, rows, sums.receiver(rows.rows, *kind_of(params, rows)))
             others = sums.refused()

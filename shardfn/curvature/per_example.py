@@ -417,6 +417,12 @@ def _unseen(losses: Losses, params: Any, batch: Batch) -> Callable[[], None] | N
     return None if key in seen else lambda: seen.add(key)
 
 
+def compare_once(losses: Losses, params: Any, batch: tuple[Any, ...]) -> None:
+    """Raises RuntimeError on every rank as `per_example`, if the losses were not compared before and mix rows."""
+    if _unseen(losses, params, batch_of(batch)) is not None:
+        per_example(losses, params, *batch)
+
+
 def _compare(losses: Losses, params: Any, batch: Batch, found: Found) -> None:
     """Compares losses, and the norm of the last row of the first rank, with those of the losses as they are written.
 

@@ -315,6 +315,60 @@ def test_plain_tensors_on_one_process() -> None:
     )
 
 
+def of_plain_tensors() -> list[float]:
+    mesh = data_mesh(dist.get_world_size())
+
+    def run(params: Any, batches: Any) -> Any:
+        found = sc.ekfac(losses_of(plainly), params, batches)
+        return found.solve(params, DAMPING)
+
+    mapped = sf.shard_map(run, mesh=mesh, in_specs=(sf.P(), sf.P(DATA)), out_specs=sf.P())
+    want = {path: inverted(dense()[path], x.flatten()).view_as(x) for path, x in leaves(whole()).items()}
+    return [off(mapped(whole(), mine(mesh)), want)]
+
+
+@two
+def test_plain_tensors_that_all_ranks_have(world: World) -> None:
+    for found in world.run(of_plain_tensors):
+        assert worst(found) < 1e-9, found
+
+
+def held() -> int:
+    mesh = data_mesh(dist.get_world_size())
+    params = sf.shard(whole(), mesh, STRATEGIES["full_shard"])
+    state = sc.ekfac(losses_of(sf.stage), params, mine(mesh)).state
+    own = [kept.layout.views(kept.values) for kept in state.values() if kept.values.numel()]
+    return sum(x.numel() for each in own for x in each)
+
+
+@pytest.mark.world(4, "processes")
+def test_each_number_is_on_one_rank(world: World) -> None:
+    sizes = [x.numel() for x in leaves(whole()).values()]
+    bases = 2 * (2 * H**2 + 2 * D**2) + D**2 + CLASSES**2 + D**2
+    assert sum(world.run(held)) == sum(sizes) + bases
+
+
+def narrow(kind: str) -> float:
+    mesh = data_mesh(dist.get_world_size())
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    tree = optree.tree_map(lambda x: x.to(dtype), whole())
+    params = sf.shard(tree, mesh, STRATEGIES["full_shard"])
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+        found = sc.ekfac(losses_of(sf.stage), params, mine(mesh))
+    v = optree.tree_map(lambda x: x.to(dtype), vector())
+    got = leaves(sf.unshard(found @ sf.shard(v, mesh, STRATEGIES["full_shard"])))
+    assert all(x.dtype == torch.float32 for x in got.values())
+    want = times(dense(), torch.mv)
+    return max(float((got[k] - want[k]).abs().max() / want[k].abs().max()) for k in want)
+
+
+@two
+@pytest.mark.parametrize(("kind", "most"), [("float32", 1e-4), ("autocast", 0.1), ("bfloat16", 0.2)])
+def test_narrow_numbers_are_summed_in_float32(world: World, kind: str, most: float) -> None:
+    for found in world.run(narrow, kind):
+        assert found < most
+
+
 class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
