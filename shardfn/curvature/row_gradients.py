@@ -107,11 +107,13 @@ class Picked:
         at: `[rows, tokens]`.
         g: `[rows, tokens, n]`.
         shape: of the table, `[count, *]`, with n elements in each of its rows.
+        padding: a row of which g is 0.
     """
 
     at: Tensor
     g: Tensor
     shape: tuple[int, ...]
+    padding: int | None = None
 
     @property
     def rows(self) -> int:

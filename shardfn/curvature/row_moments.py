@@ -173,16 +173,17 @@ class Moments(Receiver):
         if key not in self.sums.matrices or self.empty:
             return
         shape, found = self.sums.places[key].matrix, self.found.setdefault(key, Total())
-        pairs = [] if uses is None else [factors(shape, use) for use in single(uses)]
+        each = single(uses or [])
+        pairs = [factors(shape, use) for use in each]
         for pair in [None] if uses is None else pairs:
             if pair is None or pair[0] != (found.kind or pair[0]):
                 found.other = True
                 return
             found.kind = pair[0]
-        for kind, vectors in [pair for pair in pairs if pair is not None]:
+        for (form, _), (kind, vectors) in zip(each, [pair for pair in pairs if pair is not None], strict=True):
             found.tokens += math.prod(vectors[0].shape[:2])
             for dim in self.sums.wanted.get(kind, ()):
-                moment = _counted(vectors[dim], shape[0]) if (kind, dim) == ("table", 0) else _moment(vectors[dim])
+                moment = _counted(form) if isinstance(form, Picked) and dim == 0 else _moment(vectors[dim])
                 found.moments[dim] = found.moments[dim] + moment if dim in found.moments else moment
 
     def keep(self, key: Key, numel: int, rows: slice, uses: Sequence[Used]) -> None:
@@ -311,8 +312,10 @@ def _moment(x: Tensor) -> Tensor:
     return total
 
 
-def _counted(at: Tensor, n: int) -> Tensor:
-    return torch.bincount(at.flatten(), minlength=n).double()
+def _counted(form: Picked) -> Tensor:
+    """How often each word occurs, but for padding."""
+    counts = torch.bincount(form.at.flatten(), minlength=form.shape[0]).double()
+    return counts if form.padding is None else counts.index_fill_(0, counts.new_tensor(form.padding).long(), 0)
 
 
 def squares_in(shape: Ints, numel: int, uses: Sequence[Used], bases: Bases) -> Tensor:

@@ -199,7 +199,7 @@ class Table:
         values = g.reshape(*places.shape, -1)
         if self.padding is not None:
             values = values * (places != self.padding)[..., None]
-        return Picked(places, values, (self.count, *g.shape[at.ndim :]))
+        return Picked(places, values, (self.count, *g.shape[at.ndim :]), self.padding)
 
 
 def _picked(apart: Apart, table: Tensor, at: Tensor, padding: int | None = None) -> Any:

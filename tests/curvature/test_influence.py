@@ -369,6 +369,18 @@ def test_narrow_numbers_are_summed_in_float32(world: World, kind: str, most: flo
         assert found < most
 
 
+def test_padding_has_no_curvature() -> None:
+    def losses(p: Any, t: Tensor) -> Tensor:
+        return torch.tanh(F.embedding(t, p["e"], padding_idx=2)).sum((1, 2)).square()
+
+    table, t = {"e": normal(WORDS, D, seed=91)}, rows(0)[0]
+    found, counts = sc.ekfac(losses, table, [(t,)], corrected=False), t.flatten().bincount(minlength=WORDS)
+    counts[2] = 0
+    product = (found @ {"e": torch.ones_like(table["e"])})["e"]
+    assert (product[2] == 0).all()
+    torch.testing.assert_close(product / product[0], (counts / counts[0])[:, None].double().expand(WORDS, D))
+
+
 class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -500,6 +512,10 @@ def wrong(which: str) -> str:
             sc.grams(lambda p, *b: (x := losses_of(sf.stage)(p, *b)) - x.mean(), params, batches)
         if which == "a query of another kind":
             sc.influence(lambda q: q, [{"x": torch.ones(3)}], losses_of(sf.stage), params, batches)
+        if which == "another shape":
+            sc.grams(losses_of(sf.stage), params, batches).replaced(
+                lambda path, w, gram: w[:1] if path == "head.w" else w
+            )
         if which == "no distribution":
             sc.ekfac(sc.Drawn(lambda p, t, y: net(sf.stage, p, t), lambda z, t, y: z), params, batches)
     except (ValueError, TypeError, RuntimeError) as error:
@@ -521,6 +537,7 @@ def wrong(which: str) -> str:
         "damping": "ValueError: .*damping=0.0",
         "mixed rows": "RuntimeError: .*rows are mixed",
         "a query of another kind": "ValueError: .*another structure",
+        "another shape": r"ValueError: .*returned \(1, 4\) for head.w",
         "no distribution": "TypeError: .*torch.distributions",
     }.items(),
 )
@@ -634,3 +651,39 @@ def under_a_map() -> list[float]:
 def test_under_the_checker(world: World) -> None:
     for found in world.run(under_a_map):
         assert worst(found) < 1e-9, found
+
+
+def of_frozen() -> list[float]:
+    """Some parameters are frozen, some of another dtype, one has no dimensions and one no elements."""
+    mesh = data_mesh(dist.get_world_size())
+    extra = {"n": torch.tensor(1.5, dtype=torch.float64), "none": torch.ones(0, 3, dtype=torch.float64)}
+    tree = whole() | {"extra": extra | {"half": torch.ones(CLASSES)}}
+    params = sf.shard(
+        tree, mesh, STRATEGIES["full_shard"], frozen=lambda path, _: path.startswith(("embed", "layers.0"))
+    )
+
+    def losses(p: Any, t: Tensor, y: Tensor) -> Tensor:
+        scaled = sf.stage(lambda e, z: z * e["n"] + e["half"].double() + e["none"].sum())
+        return F.cross_entropy(scaled(p["extra"], net(sf.stage, p, t)), y, reduction="none")
+
+    found = sc.ekfac(losses, params, mine(mesh))
+    moving = {"extra.half", "extra.n", "head.w", *(f"layers.1.{name}" for name in "absg")}
+    assert set(found.kinds) == moving, found.kinds
+
+    def plainly_(p: Any, t: Tensor, y: Tensor) -> Tensor:
+        z = net(plainly, p, t[None]) * p["extra"]["n"] + p["extra"]["half"].double()
+        return F.cross_entropy(z, y[None])
+
+    t, y = (torch.cat(xs) for xs in zip(rows(0), rows(1), strict=True))
+    g = leaves(torch.func.vmap(torch.func.grad(plainly_), (None, 0, 0))(tree, t, y))
+    got = leaves(sf.unshard(found @ params))
+    want = {path: g[path].square().mean(0) * x for path, x in leaves(tree).items() if path in found.kinds}
+    diagonal = [path for path, kind in found.kinds.items() if kind == "diagonal"]
+    assert {"extra.n", "extra.half"} <= set(diagonal)
+    return [float((got[path].double() - want[path]).abs().max()) for path in diagonal]
+
+
+@two
+def test_frozen_parameters_and_odd_shapes(world: World) -> None:
+    for found in world.run(of_frozen):
+        assert worst(found) < 1e-6, found
