@@ -266,7 +266,7 @@ def _read(space: Space, each: dict[Key, Place], folder: Path, asked: dict[str, A
 
 def _decompose(own: dict[str, Tensor], total: Total, rows: float) -> None:
     """Writes the eigenvectors of a matrix's factors, and K-FAC's eigenvalues; or the squares of what has no factors."""
-    values = [torch.zeros(())] if total.squares is None else [total.squares]
+    values = [torch.zeros_like(own["values"])] if total.squares is None else [total.squares]
     if total.kind is not None:
         values = [total.moments.pop(i) for i in range(len(SIDES))]
         for i, side in enumerate(SIDES):

@@ -315,7 +315,9 @@ def _moment(x: Tensor) -> Tensor:
 def _counted(form: Picked) -> Tensor:
     """How often each word occurs, but for padding."""
     counts = torch.bincount(form.at.flatten(), minlength=form.shape[0]).double()
-    return counts if form.padding is None else counts.index_fill_(0, counts.new_tensor(form.padding).long(), 0)
+    if form.padding is not None:
+        counts[form.padding] = 0
+    return counts
 
 
 def squares_in(shape: Ints, numel: int, uses: Sequence[Used], bases: Bases) -> Tensor:

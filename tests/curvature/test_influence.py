@@ -158,7 +158,7 @@ def inverted(m: Tensor, x: Tensor) -> Tensor:
 
 def mine(mesh: Any) -> list[tuple[Tensor, Tensor]]:
     n, k = mesh.size(), mesh.get_rank()
-    return [tuple(x.tensor_split(n)[k] for x in rows(batch)) for batch in (0, 1)]  # type: ignore[misc]
+    return [tuple(x.tensor_split(n)[k] for x in rows(batch)) for batch in (0, 1)]
 
 
 def applied(strategy: str, **options: Any) -> list[float]:
@@ -229,7 +229,7 @@ def of_recurrent(remat: bool) -> float:
     for _ in range(2):
         x = torch.tanh(product(torch.tanh(product(x))) + product(x))
     x.square().sum().backward()
-    a, d = (torch.cat([y.flatten(0, 1) for y in ys]) for ys in (inputs, [z.grad for z in met]))
+    a, d = (torch.cat([y.flatten(0, 1) for y in ys]) for ys in (inputs, [z.grad for z in met]))  # type: ignore[union-attr]
     g = torch.func.vmap(
         torch.func.grad(lambda w, x: recurrent(lambda f, **_: f)({"s": {"w": w}}, x[None])[0]), (None, 0)
     )(w, X)
@@ -435,7 +435,7 @@ def tied(p: Any, t: Tensor) -> Tensor:
 
 
 def in_parts(p: Any, x: Tensor) -> Tensor:
-    return sf.stage(lambda p, x: sum(x @ w.T for w in p["e"].chunk(2)))(p["s"], x[:, :, :D]).square().sum((1, 2))  # type: ignore[arg-type]
+    return sf.stage(lambda p, x: sum(x @ w.T for w in p["e"].chunk(2)))(p["s"], x[:, :, :D]).square().sum((1, 2))
 
 
 def added(p: Any, x: Tensor) -> Tensor:
@@ -473,7 +473,7 @@ plain: dict[str, Any] = {
     "in_groups": lambda p, x: F.conv1d(x.mT, p["s"]["e"], groups=D).square().sum((1, 2)),
     "by_heads": lambda p, x: torch.einsum("btd,hde->bhte", x, p["s"]["e"]).square().sum((1, 2, 3)),
     "tied": lambda p, t: F.linear(p["s"]["e"][t], p["s"]["e"]).logsumexp(-1).sum(1),
-    "in_parts": lambda p, x: sum(x @ w.T for w in p["s"]["e"].chunk(2)).square().sum((1, 2)),  # type: ignore[attr-defined]
+    "in_parts": lambda p, x: sum(x @ w.T for w in p["s"]["e"].chunk(2)).square().sum((1, 2)),
     "added": lambda p, x: (x + p["s"]["e"][:T]).square().sum((1, 2)),
 }
 
