@@ -687,3 +687,26 @@ def of_frozen() -> list[float]:
 def test_frozen_parameters_and_odd_shapes(world: World) -> None:
     for found in world.run(of_frozen):
         assert worst(found) < 1e-6, found
+
+
+def along_one_axis() -> list[float]:
+    """Ranks along the other axis have the same rows, and do the same work."""
+    mesh = sf.make_mesh(device="cpu", other=2, shard=2)
+    params = sf.shard(whole(), mesh, sf.full_shard("shard"))
+    v = sf.shard(vector(), mesh, sf.full_shard("shard"))
+    k = mesh.get_local_rank("shard")
+    batches = [tuple(x.tensor_split(2)[k] for x in rows(batch)) for batch in (0, 1)]
+    found = sc.ekfac(losses_of(sf.stage), params, batches)
+    assert found.rows == 2 * ROWS
+    drawn = sc.Drawn(lambda p, t: net(sf.stage, p, t), lambda z, t: Categorical(logits=z))
+    labels = sf.shard_map(lambda x: sf.all_gather(x, "other"), mesh=mesh, in_specs=..., out_specs=...)(
+        drawn.labelled(params, (batches[0][0],), 0)[0]
+    )
+    assert torch.equal(*labels.chunk(2))
+    return [off(found.solve(v, DAMPING), times(dense(), inverted))]
+
+
+@pytest.mark.world(4, "processes")
+def test_an_axis_along_which_rows_are_the_same(world: World) -> None:
+    for found in world.run(along_one_axis):
+        assert worst(found) < 1e-9, found
