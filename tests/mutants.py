@@ -48,6 +48,7 @@ REFUSALS = "tests/stages/test_stage_refusals.py"
 DTYPES = "tests/stages/test_stage_dtypes.py"
 OWN = "tests/stages/test_chaos.py"
 CURVATURE = "tests/curvature/test_curvature.py"
+INFLUENCE = "tests/curvature/test_influence.py"
 FORWARD = "tests/stages/test_forward_mode.py"
 ZEROS = "tests/shards/test_strategies.py::test_gradients_have_zeros_where_no_parameter_is"
 NARROW = "tests/shards/test_strategies.py::test_gradients_in_narrow_dtypes_are_rounded_once"
@@ -100,6 +101,34 @@ MUTANTS = [
         "copy=True) for x, z in zip(product,",
         "copy=False) for x, z in zip(product,",
         f"{CURVATURE}::test_operators_add_and_scale",
+    ),
+    Mutant(
+        "a rank without rows adds the row of zeros that it visits",
+        "curvature/row_moments.py",
+        "if key not in self.sums.matrices or self.empty:",
+        "if key not in self.sums.matrices:",
+        f"{INFLUENCE}::test_ranks_with_other_numbers_of_rows",
+    ),
+    Mutant(
+        "what several stages add to a gradient is squared apart",
+        "curvature/row_moments.py",
+        "            super().keep(key, numel, rows, uses)\n",
+        "            self.take(key, numel, rows, uses)\n",
+        f"{INFLUENCE}::test_a_matrix_that_several_stages_use_several_times",
+    ),
+    Mutant(
+        "each pass draws other labels",
+        "curvature/labels.py",
+        "torch.manual_seed(mixed(int_seed(self.seed), ",
+        "torch.manual_seed(torch.seed() or mixed(int_seed(self.seed), ",
+        f"{INFLUENCE}::test_labels_are_the_same_in_each_pass",
+    ),
+    Mutant(
+        "all ranks keep all eigenvectors",
+        "optim/owners.py",
+        "Placement(only_at=at, tiers=layout.placement.tiers)",
+        "Placement(replicas=axes, tiers=layout.placement.tiers)",
+        f"{INFLUENCE}::test_each_number_is_on_one_rank",
     ),
     Mutant(
         "a step that is made again draws other random numbers",

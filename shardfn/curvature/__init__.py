@@ -4,6 +4,10 @@ Imports `stages`, `transforms`, `optim`, `checkpoint`, `shards`, `collectives` a
 """
 
 from shardfn.curvature.estimates import Estimate, diag, trace
+from shardfn.curvature.grams import Grams, grams
+from shardfn.curvature.influence import influence
+from shardfn.curvature.kronecker import Kronecker, ekfac
+from shardfn.curvature.labels import Drawn
 from shardfn.curvature.lanczos import Eigenpairs, Spectrum, spectrum, top_eig
 from shardfn.curvature.operators import Operator, empirical_fisher, fisher, ggn, hvp
 from shardfn.curvature.per_example import PerExample, dp_grads, noise_scale, per_example
@@ -14,8 +18,11 @@ from shardfn.curvature.unrolling import implicit, unroll
 
 __all__ = [
     "CriticalRate",
+    "Drawn",
     "Eigenpairs",
     "Estimate",
+    "Grams",
+    "Kronecker",
     "Operator",
     "PerExample",
     "Solution",
@@ -23,12 +30,15 @@ __all__ = [
     "critical_sharpness",
     "diag",
     "dp_grads",
+    "ekfac",
     "empirical_fisher",
     "epsilon",
     "fisher",
     "ggn",
+    "grams",
     "hvp",
     "implicit",
+    "influence",
     "noise_for",
     "noise_scale",
     "per_example",

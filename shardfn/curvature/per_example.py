@@ -20,7 +20,7 @@ from torch import Tensor
 from shardfn.collectives import functional
 from shardfn.compat import autograd, functorch
 from shardfn.curvature.row_stages import stages_apart
-from shardfn.curvature.row_uses import Key, Norms
+from shardfn.curvature.row_uses import Key, Norms, Receiver
 from shardfn.curvature.rows import Task, Way, cannot
 from shardfn.curvature.vectors import random
 from shardfn.mesh.axes import per_mesh
@@ -136,8 +136,8 @@ def per_example(losses: Losses, params: Any, *batch: Any, micro: int = 1) -> Per
         raise RuntimeError("per_example inside of another transform: take it outside")
     if not isinstance(micro, int) or micro < 1:
         raise ValueError(f"per_example: micro={micro}; a batch is cut into 1 part or more")
-    _refuse_cut(params)
-    rows = _batch(batch)
+    refuse_cut(params)
+    rows = batch_of(batch)
     check = _unseen(losses, params, rows)
     found = []
     for part in rows.parts(micro):
@@ -233,7 +233,7 @@ def noise_scale(norms: Tensor, gradient: Any) -> Tensor:
     Sources: McCandlish et al., An empirical model of large-batch training (2018), equations 2.8 and A.2.
     """
     wide = norms.double()
-    total, n = _over_ranks(gradient, torch.stack([wide.square().sum(), wide.new_tensor(float(len(wide)))])).unbind()
+    total, n = over_ranks(gradient, torch.stack([wide.square().sum(), wide.new_tensor(float(len(wide)))])).unbind()
     mean = global_norm(gradient).double().square()
     spread = (total / n - mean) * n / (n - 1)
     return spread / (mean - spread / n)
@@ -279,7 +279,8 @@ class Batch:
         return [Batch([xs[i] for xs in split], self.tree, self.mapped, counts[i]) for i in range(n)]
 
 
-def _batch(batch: tuple[Any, ...]) -> Batch:
+def batch_of(batch: tuple[Any, ...]) -> Batch:
+    """Arguments after the parameters; raises TypeError or ValueError if no rows can be told in them."""
     paths, leaves, tree = optree.tree_flatten_with_path(batch, none_is_leaf=True)
     if any(is_flat(node) for node in optree.tree_leaves(batch, is_leaf=is_flat)):
         raise TypeError("per_example: there is a flat shard in the batch; pass parameters as `params`")
@@ -295,7 +296,7 @@ def _batch(batch: tuple[Any, ...]) -> Batch:
 
 def _counting(batch: tuple[Any, ...], mask: Tensor) -> tuple[Any, ...]:
     """The rows of a batch that count."""
-    found = _batch(batch)
+    found = batch_of(batch)
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (found.rows,):
         said = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"dp_grads: mask is {said}; it is bool, [{found.rows}], one for each of this rank's rows")
@@ -341,23 +342,39 @@ def _code(function: Any, depth: int = 3) -> Any:
 
 def _norms(losses: Losses, params: Any, batch: Batch) -> Found:
     """Losses and norms of the rows."""
+    norms = Norms(max(batch.rows, 1), *kind_of(params, batch))
+    each = visit(losses, params, batch, norms)
+    return Found(each, norms.squares.sqrt()[: batch.rows], norms.eps)
+
+
+def kind_of(params: Any, batch: Batch) -> tuple[torch.dtype, torch.device]:
+    """The dtype in which gradients of rows are summed, float32 or wider, and the device."""
+    values = Variables(params).values
+    wide = torch.float64 if any(x.dtype in (torch.float64, torch.complex128) for x in values) else torch.float32
+    return wide, values[0].device if values else batch.device
+
+
+def visit(losses: Losses, params: Any, batch: Batch, receiver: Receiver) -> Tensor:
+    """Computes the losses of the rows, `[rows]`, and has their gradients taken by a receiver.
+
+    A rank without rows visits one of zeros, since it calls stages as often as others: its receiver has one row.
+    """
     wrapped = Variables(params)
     layouts = wrapped.layouts
     values = [x.detach() for x in wrapped.values]
-    shards = {id(x): x.requires_grad_() for x, layout in zip(values, layouts, strict=True) if layout is not None}
-    keys = [Key(-1 - i) if layout is None else None for i, layout in enumerate(layouts)]
+    pairs = enumerate(zip(values, layouts, strict=True))
+    shards = {id(x): (i, x.requires_grad_()) for i, (x, layout) in pairs if layout is not None}
+    keys = [Key(i) if layout is None else None for i, layout in enumerate(layouts)]
     rows = batch.leaves
-    if not batch.rows:  # other ranks call stages, so this one does, with a row of zeros
+    if not batch.rows:
         rows = [x.new_zeros((1, *x.shape[1:])) if yes else x for x, yes in zip(rows, batch.mapped, strict=True)]
     rows = [x.detach() if isinstance(x, Tensor) else x for x in rows]
     rows = [x[:, None] if yes else x for x, yes in zip(rows, batch.mapped, strict=True)]  # each a batch of one row
-    wide = torch.float64 if any(x.dtype in (torch.float64, torch.complex128) for x in values) else torch.float32
-    device = values[0].device if values else next(x.device for x in rows if isinstance(x, Tensor))
-    norms = Norms(max(batch.rows, 1), wide, device)
+    wide, device = kind_of(params, batch)
     way = _way(_code(losses), bool(shards))
 
     def call(leaves: list[Any]) -> Any:
-        norms.calls.clear()
+        receiver.calls.clear()
         own = optree.tree_unflatten(batch.tree, leaves[len(values) :])
         result = losses(wrapped.tree(leaves[: len(values)]), *own)
         if not isinstance(result, Tensor) or result.shape != (1,):
@@ -367,9 +384,9 @@ def _norms(losses: Losses, params: Any, batch: Batch) -> Found:
     def total(anchor: Tensor) -> tuple[Tensor, Tensor]:
         mapped = [False] * len(values) + batch.mapped
         own = [*keys, *[None] * len(rows)]
-        with stages_apart(norms, shards):
+        with stages_apart(receiver, shards):
             try:
-                result, which = way.run(Task(call, [*values, *rows], mapped, own, anchor, norms))
+                result, which = way.run(Task(call, [*values, *rows], mapped, own, anchor, receiver))
             except (RuntimeError, ValueError, NotImplementedError) as error:
                 if not cannot(error) or not shards:
                     raise
@@ -377,7 +394,7 @@ def _norms(losses: Losses, params: Any, batch: Batch) -> Found:
                     f"per_example: {name_of(losses)} does something outside of stages that torch.func.vmap cannot do "
                     f"for rows: let a stage do it. It said: {short(error)}"
                 ) from error
-        each = result[:, 0] if which[0] else result.expand(norms.rows)
+        each = result[:, 0] if which[0] else result.expand(receiver.rows)
         if not shards.keys().isdisjoint(id(leaf) for leaf in autograd.leaves_of([each])):
             raise RuntimeError(
                 f"per_example: {name_of(losses)} computes with a flat shard outside of stages, where its rows cannot "
@@ -388,10 +405,11 @@ def _norms(losses: Losses, params: Any, batch: Batch) -> Found:
     anchor = torch.zeros((), dtype=wide, device=device)
     with torch.no_grad():  # nothing outside takes a gradient of it
         (_, each), _ = value_and_grad(total, has_aux=True)(anchor)
-    return Found(each[: batch.rows], norms.finish().sqrt()[: batch.rows], norms.eps)
+        receiver.finish()
+    return each[: batch.rows]
 
 
-def _refuse_cut(params: Any) -> None:
+def refuse_cut(params: Any) -> None:
     """Raises ValueError if ranks hold only parts of the gradient of one row."""
     for layout in layouts_of(params):
         if layout is None or not layout.trainable:
@@ -413,10 +431,16 @@ _seen: set[Any] = set()
 
 def _unseen(losses: Losses, params: Any, batch: Batch) -> Callable[[], None] | None:
     """What notes that a function was compared; None if it was. All ranks of a mesh compare, or none."""
-    mesh, _ = _axes(params)
+    mesh, _ = row_axes(params)
     seen: set[Any] = _seen if mesh is None else per_mesh(mesh, ("per_example", lane()), set)
     key = _code(losses), batch.tree
     return None if key in seen else lambda: seen.add(key)
+
+
+def compare_once(losses: Losses, params: Any, batch: tuple[Any, ...]) -> None:
+    """Raises RuntimeError on every rank as `per_example`, if the losses were not compared before and mix rows."""
+    if _unseen(losses, params, batch_of(batch)) is not None:
+        per_example(losses, params, *batch)
 
 
 def _compare(losses: Losses, params: Any, batch: Batch, found: Found) -> bool:
@@ -428,7 +452,7 @@ def _compare(losses: Losses, params: Any, batch: Batch, found: Found) -> bool:
     Raises:
         RuntimeError: on every rank, if they differ on one.
     """
-    mesh, _ = _axes(params)
+    mesh, _ = row_axes(params)
     first = batch.rows > 0 and (mesh is None or mesh.get_rank() == int(mesh.mesh.flatten()[0]))
     weights = torch.zeros(batch.rows, device=batch.device)
     weights[-1:] = float(first)
@@ -477,7 +501,7 @@ def _layout(tree: Any) -> Layout | None:
     return next((layout for layout in layouts_of(tree) if layout is not None), None)
 
 
-def _axes(tree: Any) -> tuple[Any, tuple[str, ...]]:
+def row_axes(tree: Any) -> tuple[Any, tuple[str, ...]]:
     """The mesh along which ranks have different rows, and its axes."""
     layout = _layout(tree)
     if layout is None:
@@ -486,8 +510,9 @@ def _axes(tree: Any) -> tuple[Any, tuple[str, ...]]:
     return mesh_of(layout.grid, "per_example"), (*layout.placement.axes, *layout.placement.replicas)
 
 
-def _over_ranks(tree: Any, x: Tensor) -> Tensor:
-    mesh, axes = _axes(tree)
+def over_ranks(tree: Any, x: Tensor) -> Tensor:
+    """The sum over the ranks that have other rows."""
+    mesh, axes = row_axes(tree)
     if not axes:
         return x
     with scope(mesh):
@@ -498,5 +523,5 @@ def _over_ranks(tree: Any, x: Tensor) -> Tensor:
 def _summed(params: Any, gradient: Any) -> Any:
     """A gradient whose plain tensors are summed over ranks; stages have summed the others."""
     return optree.tree_map(
-        lambda node: node if is_flat(node) or not moves(node) else _over_ranks(params, node), gradient, is_leaf=is_flat
+        lambda node: node if is_flat(node) or not moves(node) else over_ranks(params, node), gradient, is_leaf=is_flat
     )

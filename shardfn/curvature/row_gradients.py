@@ -107,11 +107,13 @@ class Picked:
         at: `[rows, tokens]`.
         g: `[rows, tokens, n]`.
         shape: of the table, `[count, *]`, with n elements in each of its rows.
+        padding: a row of which g is 0.
     """
 
     at: Tensor
     g: Tensor
     shape: tuple[int, ...]
+    padding: int | None = None
 
     @property
     def rows(self) -> int:
@@ -242,7 +244,7 @@ def whole(numel: int, uses: Sequence[Used], rows: slice) -> Tensor:
 
 def _merged(uses: Sequence[Used]) -> list[Used]:
     groups: dict[Any, list[Used]] = {}
-    for form, place in _single(uses):
+    for form, place in single(uses):
         rising = len(place.shape) == 2 and place.strides[0] < place.strides[1]
         if rising and isinstance(form, Outer) and form.a.shape[1] == 1:
             form, place = form.swapped(), Place(place.shape[::-1], place.strides[::-1], place.offset)
@@ -252,13 +254,13 @@ def _merged(uses: Sequence[Used]) -> list[Used]:
     return [(_sum([form for form, _ in group]), group[0][1]) for group in groups.values()]
 
 
-def _single(uses: Sequence[Used]) -> list[Used]:
+def single(uses: Sequence[Used]) -> list[Used]:
     """The uses, with those in place of the sum that is of the whole parameter."""
-    single: list[Used] = []
+    found: list[Used] = []
     for form, place in uses:
         whole = isinstance(form, Several) and place == everywhere(form.shape)
-        single += _single(form.uses) if whole and isinstance(form, Several) else [(form, place)]
-    return single
+        found += single(form.uses) if whole and isinstance(form, Several) else [(form, place)]
+    return found
 
 
 def _sum(forms: Sequence[Any]) -> Form:

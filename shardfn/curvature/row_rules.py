@@ -199,7 +199,7 @@ class Table:
         values = g.reshape(*places.shape, -1)
         if self.padding is not None:
             values = values * (places != self.padding)[..., None]
-        return Picked(places, values, (self.count, *g.shape[at.ndim :]))
+        return Picked(places, values, (self.count, *g.shape[at.ndim :]), self.padding)
 
 
 def _picked(apart: Apart, table: Tensor, at: Tensor, padding: int | None = None) -> Any:
@@ -274,6 +274,13 @@ class Kernel:
         """The gradients of some rows."""
         return self.op.of_weight(self.x[rows], self.g[rows])
 
+    def outer(self) -> Outer | None:
+        """The same as sums of outer products with patches of the input; None if channels are in groups."""
+        if self.op.groups > 1:
+            return None
+        a, b = self.op.patches(self.x)[:, None], self.g.movedim(2, -1).flatten(1, -2)[:, None]
+        return Outer(b, a, (b.shape[-1], a.shape[-1]))
+
 
 @dataclass(frozen=True)
 class Convolution:
@@ -304,6 +311,14 @@ class Convolution:
     def form(self, x: Tensor, g: Tensor) -> Form:
         """Those of the weight."""
         return Kernel(x, g, self)
+
+    def patches(self, x: Tensor) -> Tensor:
+        """What each element of the result is computed from, `[rows, elements, channels * kernel]`."""
+        dims = len(self.stride)
+        x = F.pad(x, [n for n in reversed(self.padding) for _ in range(2)])
+        for i, (n, step, apart) in enumerate(zip(self.shape[2:], self.stride, self.dilation, strict=True)):
+            x = x.unfold(3 + i, (n - 1) * apart + 1, step)[..., ::apart]
+        return x.movedim(2, 2 + dims).flatten(-1 - dims).flatten(1, -2)
 
     def of_weight(self, x: Tensor, g: Tensor) -> Tensor:
         """The gradient of the weight for each row, `[rows, *shape]`."""

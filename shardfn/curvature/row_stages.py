@@ -1,7 +1,7 @@
-"""Stages in a function whose rows are apart: parameters are gathered when a stage runs, and norms are found there.
+"""Stages in a function whose rows are apart: parameters are gathered when a stage runs, and rows' gradients are met.
 
 A call of a stage is one of another stage, on the same schedule, whose function keeps the rows apart. No gradient of its
-parameters is asked for, so none is reduced; its backward finds the squares of the norms of its rows' gradients.
+parameters is asked for, so none is reduced; its backward hands over its rows' gradients.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from shardfn.compat import autograd, functorch
-from shardfn.curvature.row_uses import Key, Norms, Ticket
+from shardfn.curvature.row_uses import Key, Receiver, Settle, Ticket
 from shardfn.curvature.rows import Task, Way, now
 from shardfn.quant.packed import is_packed
 from shardfn.shards.layout import assemble
 from shardfn.stages.forward_mode import nodes_of
 from shardfn.stages.signature import Signature
 from shardfn.stages.stage import instead, made
+
+Variables = Mapping[int, tuple[int, Tensor]]
 
 
 class Plan:
@@ -32,31 +34,31 @@ class Plan:
         mapped: which arguments are `[rows, *]`.
         keys: for each argument, what identifies its parameters, None for one that is not trained; None for an argument
             that is no stage's.
-        norms: where the norms go.
+        receiver: what takes the gradients of rows.
         tickets: those of results that are computed from parameters alone, by number; the same if the stage runs again.
     """
 
-    def __init__(self, mapped: Sequence[bool], keys: Sequence[list[Key | None] | None], norms: Norms) -> None:
-        self.mapped, self.keys, self.norms = mapped, keys, norms
+    def __init__(self, mapped: Sequence[bool], keys: Sequence[list[Key | None] | None], receiver: Receiver) -> None:
+        self.mapped, self.keys, self.receiver = mapped, keys, receiver
         self.tickets: dict[int, Ticket] = {}
 
 
 @contextlib.contextmanager
-def stages_apart(norms: Norms, variables: Mapping[int, Tensor]) -> Iterator[None]:
+def stages_apart(receiver: Receiver, variables: Variables) -> Iterator[None]:
     """A context in which stages are called by one row.
 
     Args:
-        norms: where the norms of their rows' gradients go.
-        variables: the shards of which they are gradients, by id.
+        receiver: what takes their rows' gradients.
+        variables: the shards of which they are gradients, and the indices of their leaves, by id.
     """
-    before, instead.call = instead.call, functools.partial(_called, norms, variables)
+    before, instead.call = instead.call, functools.partial(_called, receiver, variables)
     try:
         yield
     finally:
         instead.call = before
 
 
-def _called(norms: Norms, variables: Mapping[int, Tensor], signature: Signature, leaves: list[Any]) -> Any:
+def _called(receiver: Receiver, variables: Variables, signature: Signature, leaves: list[Any]) -> Any:
     """Calls a stage."""
     mode = now.mode
     if mode is None or functorch.level() != mode.level:
@@ -77,7 +79,7 @@ def _called(norms: Norms, variables: Mapping[int, Tensor], signature: Signature,
         signature.wholes[at[0]].having(x) if at[0] in signature.wholes else x
         for at, x in zip(signature.sources, nodes, strict=True)
     ]
-    plan = Plan([mapped[at[0]] for at in signature.sources], _keys(signature, leaves, norms, variables), norms)
+    plan = Plan([mapped[at[0]] for at in signature.sources], _keys(signature, leaves, receiver, variables), receiver)
     args, kwargs = optree.tree_unflatten(signature.outer, nodes)
     with functorch.below(), _aside(variables):
         result, which = _stage(signature)(args, kwargs, mode.anchor, plan)
@@ -92,23 +94,23 @@ def _called(norms: Norms, variables: Mapping[int, Tensor], signature: Signature,
 
 
 @contextlib.contextmanager
-def _aside(variables: Mapping[int, Tensor]) -> Iterator[None]:
+def _aside(variables: Variables) -> Iterator[None]:
     """A context in which stages are ordinary ones, and shards need no gradient."""
     before = instead.call, now.mode
     instead.call = now.mode = None
-    for x in variables.values():
+    for _, x in variables.values():
         x.requires_grad_(False)
     try:
         with autograd.saved_tensors_hooks_enabled():
             yield
     finally:
         instead.call, now.mode = before
-        for x in variables.values():
+        for _, x in variables.values():
             x.requires_grad_()
 
 
 def _keys(
-    signature: Signature, leaves: Sequence[Any], norms: Norms, variables: Mapping[int, Tensor]
+    signature: Signature, leaves: Sequence[Any], receiver: Receiver, variables: Variables
 ) -> list[list[Key | None] | None]:
     """What identifies the parameters among the arguments; counts the calls that use each shard."""
     layouts, shards = iter(signature.layouts), set(signature.shards)
@@ -127,9 +129,10 @@ def _keys(
                     f"and compute inside the stage"
                 )
             if trains:
-                norms.calls[id(shard)] = norms.calls.get(id(shard), 0) + 1
+                receiver.calls[variables[id(shard)][0]] = receiver.calls.get(variables[id(shard)][0], 0) + 1
             own.append(layout)
-            keys.append([Key(id(shard), number) if trains else None for number in range(len(layout.entries))])
+            numbers = range(len(layout.entries))
+            keys.append([Key(variables[id(shard)][0], number) if trains else None for number in numbers])
         tree = assemble(own, keys)
         flat = optree.tree_leaves(tree, is_leaf=lambda x: x is None or is_packed(x))
         found.append([key if isinstance(key, Key) else None for key in flat])
@@ -174,6 +177,8 @@ def _run(signature: Signature, args: Any, kwargs: Any, anchor: Tensor, plan: Pla
         args, kwargs = optree.tree_unflatten(signature.outer, nodes)
         return signature.function(*args, **kwargs)
 
-    task = Task(call, leaves, mapped, keys, anchor, plan.norms, plan.tickets)
+    trained = [key for key in keys if key is not None]
+    anchor = Settle.apply(anchor, plan.receiver, trained)  # type: ignore[no-untyped-call]
+    task = Task(call, leaves, mapped, keys, anchor, plan.receiver, plan.tickets)
     result, which = _way(signature.code).run(task)
     return result, tuple("shared" if yes is None else "rows" if yes else "other" for yes in which)

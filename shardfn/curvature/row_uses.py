@@ -30,11 +30,11 @@ class Key:
     """What identifies a parameter in all runs.
 
     Attributes:
-        shard: id of the flat shard that holds it, or a negative number for a plain tensor.
-        number: its index there.
+        leaf: index of the leaf that it is or is a part of, among those that have a gradient.
+        number: its index in a flat shard.
     """
 
-    shard: int
+    leaf: int
     number: int = 0
 
 
@@ -42,30 +42,30 @@ class Undecided(RuntimeError):
     """A function uses parameters in a way that rules do not follow."""
 
 
-class Norms:
-    """The squares of the norms of this rank's rows' gradients, as far as they are known.
+class Receiver:
+    """What takes the gradients of this rank's rows, parameter after parameter, while backward finds them.
 
     Attributes:
-        squares: `[rows]`.
-        calls: how many calls of stages use a shard, by its id.
+        rows: number of rows.
+        calls: how many calls of stages use a shard, by the index of its leaf.
         kept: uses of parameters of several calls, by parameter: number of elements, and the uses.
         eps: relative rounding of the coarsest gradients that were met.
     """
 
-    def __init__(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.squares = torch.zeros(rows, dtype=dtype, device=device)
+    def __init__(self, rows: int, dtype: torch.dtype) -> None:
+        self.rows, self.eps = rows, torch.finfo(dtype).eps
         self.calls: dict[int, int] = {}
         self.kept: dict[Key, tuple[int, list[Used]]] = {}
-        self.eps = torch.finfo(dtype).eps
 
-    @property
-    def rows(self) -> int:
-        """Number of rows."""
-        return len(self.squares)
+    def seen(self, key: Key, uses: Sequence[Used] | None) -> None:
+        """Is told the uses of a parameter in one call; None where its gradient has no factors."""
 
-    def add(self, rows: slice, squares: Tensor) -> None:
-        """Adds to the squares of some rows."""
-        self.squares[rows] += squares.to(self.squares.dtype)
+    def take(self, key: Key, numel: int, rows: slice, uses: Sequence[Used]) -> None:
+        """Takes the gradients of some rows with respect to a parameter, the sum of these uses, for good."""
+        raise NotImplementedError
+
+    def settle(self, keys: Sequence[Key]) -> None:
+        """Is called where the backward of a stage with these parameters has ended, in one order on all ranks."""
 
     def keep(self, key: Key, numel: int, rows: slice, uses: Sequence[Used]) -> None:
         """Keeps uses of a parameter that other calls use too."""
@@ -81,12 +81,27 @@ class Norms:
         assert isinstance(into, Dense), "it was just made"
         into.values[rows] += whole(numel, uses, slice(None))
 
-    def finish(self) -> Tensor:
-        """Adds what was kept; returns the squares."""
-        for numel, uses in self.kept.values():
-            self.add(slice(None), squares(numel, uses))
+    def finish(self) -> None:
+        """Takes what was kept."""
+        for key, (numel, uses) in self.kept.items():
+            self.take(key, numel, slice(0, self.rows), uses)
         self.kept.clear()
-        return self.squares
+
+
+class Norms(Receiver):
+    """The squares of the norms of this rank's rows' gradients, as far as they are known.
+
+    Attributes:
+        squares: `[rows]`.
+    """
+
+    def __init__(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(rows, dtype)
+        self.squares = torch.zeros(rows, dtype=dtype, device=device)
+
+    def take(self, key: Key, numel: int, rows: slice, uses: Sequence[Used]) -> None:
+        """Adds to the squares of some rows."""
+        self.squares[rows] += squares(numel, uses).to(self.squares.dtype)
 
 
 class Ticket:
@@ -180,8 +195,8 @@ def _place(order: Sequence[int], tensor: Tensor, parameters: Sequence[Parameter]
 class Collector:
     """The uses in one run of a function on some of the rows."""
 
-    def __init__(self, norms: Norms, rows: slice) -> None:
-        self.norms, self.rows = norms, rows
+    def __init__(self, receiver: Receiver, rows: slice) -> None:
+        self.receiver, self.rows = receiver, rows
         self.parameters: dict[int, Parameter] = {}
 
     @property
@@ -227,7 +242,7 @@ class Collector:
     def hand_over(self, use: Use, form: Form, dtype: torch.dtype) -> None:
         """Takes the gradients of a use, which come from numbers of this dtype."""
         use.form = form
-        self.norms.eps = max(self.norms.eps, torch.finfo(dtype).eps)
+        self.receiver.eps = max(self.receiver.eps, torch.finfo(dtype).eps)
         for parameter in use.parameters:
             parameter.awaited -= 1
             parameter.uses.append(use)
@@ -244,12 +259,13 @@ class Collector:
     def _finish(self, parameter: Parameter, key: Key) -> None:
         uses, parameter.uses = parameter.uses, []
         numel, whole = parameter.leaf.numel(), slice(0, self.count)
-        if self.norms.calls.get(key.shard, 1) > 1:
-            self.norms.keep(key, numel, self.rows, self._used(parameter, uses, whole))
+        self.receiver.seen(key, self._used(parameter, uses, whole) if parameter.simple else None)
+        if self.receiver.calls.get(key.leaf, 1) > 1:
+            self.receiver.keep(key, numel, self.rows, self._used(parameter, uses, whole))
             return
         for part in [whole] if parameter.simple else parts(self.count, numel):
-            found = squares(numel, self._used(parameter, uses, part))
-            self.norms.add(slice(self.rows.start + part.start, self.rows.start + part.stop), found)
+            rows = slice(self.rows.start + part.start, self.rows.start + part.stop)
+            self.receiver.take(key, numel, rows, self._used(parameter, uses, part))
 
     def _used(self, parameter: Parameter, uses: Sequence[Use], part: slice) -> list[Used]:
         """The uses of a parameter; of some rows if they are not simple."""
@@ -274,9 +290,25 @@ class Begin(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        """Finishes the norms of the run."""
+        """Finishes the run."""
         ctx.collector.finish()
         return g, None
+
+
+class Settle(torch.autograd.Function):
+    """The anchor of a whole stage, whose backward comes after that of every run of its function."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, receiver: Receiver, keys: Sequence[Key]) -> Tensor:
+        """The anchor."""
+        ctx.receiver, ctx.keys = receiver, keys
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        """Says that the stage has handed over all."""
+        ctx.receiver.settle(ctx.keys)
+        return g, None, None
 
 
 class Link(torch.autograd.Function):

@@ -28,7 +28,7 @@ from shardfn.curvature.row_uses import (
     Export,
     Key,
     Link,
-    Norms,
+    Receiver,
     Shared,
     Ticket,
     Undecided,
@@ -192,7 +192,7 @@ class Task:
         mapped: which of them are `[rows, *]`.
         keys: which of them are parameters: what identifies each; None for the others.
         anchor: a scalar that needs a gradient.
-        norms: where the norms go.
+        receiver: what takes the gradients of rows.
         tickets: for results that are computed from parameters alone, by number; None to have them once for each row.
     """
 
@@ -201,7 +201,7 @@ class Task:
     mapped: Sequence[bool]
     keys: Sequence[Key | None]
     anchor: Tensor
-    norms: Norms
+    receiver: Receiver
     tickets: dict[int, Ticket] | None = None
 
 
@@ -242,7 +242,7 @@ _SIGNS = (
 
 
 def _by_rules(task: Task, bounded: bool) -> Result:
-    collector = Collector(task.norms, slice(0, task.norms.rows))
+    collector = Collector(task.receiver, slice(0, task.receiver.rows))
     pairs = zip(task.leaves, task.keys, strict=True)
     leaves = [x if key is None else collector.parameter(x, key) for x, key in pairs]
     begin = Begin.apply(task.anchor, collector)  # type: ignore[no-untyped-call]
@@ -253,7 +253,7 @@ def _expanded(task: Task, bounded: bool) -> Result:
     numel = sum(x.numel() for x, key in zip(task.leaves, task.keys, strict=True) if key is not None)
     mapped = [yes or key is not None for yes, key in zip(task.mapped, task.keys, strict=True)]
     results = []
-    for rows in parts(task.norms.rows, numel if bounded else 0):
+    for rows in parts(task.receiver.rows, numel if bounded else 0):
         leaves, begin, collector = _of_rows(task, rows)
         results.append(_under_vmap(task.call, leaves, mapped, begin, collector, bounded, None))
     return _joined(results, torch.cat)
@@ -262,7 +262,7 @@ def _expanded(task: Task, bounded: bool) -> Result:
 def _one_by_one(task: Task, bounded: bool) -> Result:
     mapped = [yes or key is not None for yes, key in zip(task.mapped, task.keys, strict=True)]
     results: list[Result] = []
-    for i in range(task.norms.rows):
+    for i in range(task.receiver.rows):
         leaves, _, _ = _of_rows(task, slice(i, i + 1))
         result = task.call([x[0] if yes else x for x, yes in zip(leaves, mapped, strict=True)])
         results.append((result, [isinstance(y, Tensor) for y in optree.tree_leaves(result)]))
@@ -274,7 +274,7 @@ _WAYS = (_by_rules, _expanded, _one_by_one)
 
 def _of_rows(task: Task, rows: slice) -> tuple[list[Any], Tensor, Collector]:
     """The arguments for some rows, with every parameter once for each; the anchor, and what collects."""
-    collector = Collector(task.norms, rows)
+    collector = Collector(task.receiver, rows)
     begin = Begin.apply(task.anchor, collector)  # type: ignore[no-untyped-call]
     leaves = []
     for x, yes, key in zip(task.leaves, task.mapped, task.keys, strict=True):

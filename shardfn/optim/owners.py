@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,11 +27,13 @@ from shardfn.compat import process_groups
 from shardfn.mesh.axes import axis_of
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import mesh_of, scope_of
+from shardfn.mesh.spec import P, dotted, joined
 from shardfn.optim.differentiable import filled, numbered, tied
 from shardfn.optim.optimizer import of_rule
 from shardfn.shards.boxes import Box, Ints, boxes, whole
-from shardfn.shards.layout import Layout, Range
-from shardfn.shards.pieces import Unit
+from shardfn.shards.layout import FlatShard, Layout, Range, is_flat, lay
+from shardfn.shards.pieces import Unit, slot
+from shardfn.shards.placement import Placement
 
 Cost = Callable[[Ints], int]  # of a block, by its shape; not a closure, as it is a key of cached plans
 Fn = Callable[["Block", Tensor], Tensor]  # from the elements of a block to as many
@@ -262,6 +265,41 @@ def owners(units: Sequence[Unit], cost: Cost, most: int | None = None) -> dict[B
     return found
 
 
+def remembered(unit: Unit, block: Block, owner: int, shapes: Any, dtype: torch.dtype) -> Any:
+    """Zeros of these shapes, a tree of tuples, that only the owner of a block holds: a flat shard.
+
+    With a block of a plain tensor, a tree of tensors, which every rank holds.
+    """
+    if block.layout is None:
+        return optree.tree_map(lambda shape: unit.values.new_zeros(shape, dtype=dtype), shapes, is_leaf=_ints)
+    accessors, sizes, tree = optree.tree_flatten_with_accessor(shapes, is_leaf=_ints)
+    layout = _on_owner(block, owner, tuple(map(dotted, accessors)), tuple(sizes), tree, dtype)
+    return FlatShard(slot(unit, (layout.held(process_groups.global_rank()),), layout.dtype), layout)
+
+
+def as_owner(kept: Any) -> Any:
+    """The tree of tensors in what `remembered` gave, for its owner."""
+    return optree.tree_unflatten(kept.layout.tree, kept.layout.views(kept.values)) if is_flat(kept) else kept
+
+
+def _ints(x: Any) -> bool:
+    return isinstance(x, tuple)
+
+
+@functools.lru_cache(maxsize=4096)
+def _on_owner(
+    block: Block, owner: int, paths: tuple[str, ...], shapes: tuple[Ints, ...], tree: Any, dtype: torch.dtype
+) -> Layout:
+    (grid, axes), layout = block.among, block.layout
+    assert grid is not None, "what has an owner lies on a mesh"
+    assert layout is not None, "what has an owner lies on a mesh"
+    parts = [
+        (joined(block.name, path), (i,), shape, P()) for i, (path, shape) in enumerate(zip(paths, shapes, strict=True))
+    ]
+    at = tuple((axis, grid.index(owner, axis)) for axis in axes)
+    return lay(block.name, tree, parts, dtype, True, Placement(only_at=at, tiers=layout.placement.tiers), grid)
+
+
 Share = tuple[int, Part]  # index of a block, and elements of it
 
 
@@ -319,6 +357,16 @@ def assigned(costs: Sequence[int], workers: int) -> list[int]:
         worker_of[job] = min(range(workers), key=lambda w: (load[w], w))
         load[worker_of[job]] += costs[job]
     return worker_of
+
+
+def eigh(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As `torch.linalg.eigh`; nan, on which that fails, gives nan, as one rank alone must not raise."""
+    clean, nan = torch.nan_to_num(x, 0.0, 0.0, 0.0), 0 * x.sum()
+    try:
+        values, vectors = torch.linalg.eigh(clean)
+    except RuntimeError:  # in float32 it may not converge
+        values, vectors = torch.linalg.eigh(clean.double())
+    return values.to(x.dtype) + nan, vectors.to(x.dtype) + nan
 
 
 # --- what travels ---

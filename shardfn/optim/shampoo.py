@@ -6,7 +6,6 @@ of length `d`, never travel. In a checkpoint they have names and shapes that do 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,20 +14,17 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn.compat import dynamo, process_groups
-from shardfn.mesh.spec import P, dotted, joined
+from shardfn.compat import dynamo
 from shardfn.optim.differentiable import refuse_overwriting
 from shardfn.optim.elementwise import Schedule, adamw
 from shardfn.optim.hyperparameters import at_step, check, check_rule, constants, whole
 from shardfn.optim.norms import wide
 from shardfn.optim.optimizer import Optimizer, Rule
-from shardfn.optim.owners import Block, blocks, moved, on_owner, owners
+from shardfn.optim.owners import Block, as_owner, blocks, eigh, moved, on_owner, owners, remembered
 from shardfn.optim.state_offload import on_whole
 from shardfn.optim.wrappers import masked
 from shardfn.shards.boxes import Ints
-from shardfn.shards.layout import FlatShard, Layout, is_flat, lay
-from shardfn.shards.pieces import Unit, Units, pairs, refuse_complex, slot, spread, units
-from shardfn.shards.placement import Placement
+from shardfn.shards.pieces import Unit, Units, pairs, refuse_complex, spread, units
 
 Direction = Callable[[Tensor, dict[str, Any], int, dict[str, float]], Tensor]
 """From the gradient of a block, what is remembered of it (overwritten), its count of steps, and its numbers."""
@@ -267,7 +263,8 @@ def _optimizer(
         refuse_complex(units(params), name)
         each = _trained(units(params))
         owner = owners(each, cost, most)
-        kept = {block.name: _new(unit, block, owner[block], squares) for unit in each for block in blocks(unit, most)}
+        pairs_of = [(unit, block) for unit in each for block in blocks(unit, most)]
+        kept = {b.name: remembered(unit, b, owner[b], _kept(b, squares), wide(unit.values)) for unit, b in pairs_of}
         counts = {path: 0 for unit in each for _, path, _ in spread(unit)}
         return {"step": 0, "numbers": constants(numbers), "counts": counts, "blocks": kept}
 
@@ -287,8 +284,7 @@ def _optimizer(
             kept = state["blocks"] if donate else optree.tree_map(torch.clone, state["blocks"])
 
             def of_block(block: Block, g: Tensor) -> Tensor:
-                own = kept[block.name]
-                own = optree.tree_unflatten(own.layout.tree, own.layout.views(own.values)) if is_flat(own) else own
+                own = as_owner(kept[block.name])
                 x = g.to(own["mean"].dtype).view(own["mean"].shape)
                 return direction(x, own, counts[block.path], rates[block.path]).view(g.shape)
 
@@ -343,32 +339,6 @@ def _kept(block: Block, squares: bool) -> dict[str, Any]:
     return {"mean": shape} | ({"square": shape} if squares else {}) | {"factors": square, "bases": square}
 
 
-def _ints(x: Any) -> bool:
-    return isinstance(x, tuple)
-
-
-def _new(unit: Unit, block: Block, owner: int, squares: bool) -> Any:
-    """What is remembered of a block before the first step: zeros."""
-    x = unit.values
-    if block.layout is None:
-        return optree.tree_map(lambda shape: x.new_zeros(shape, dtype=wide(x)), _kept(block, squares), is_leaf=_ints)
-    layout = _layout_of(block, owner, wide(x), squares)
-    return FlatShard(slot(unit, (layout.held(process_groups.global_rank()),), layout.dtype), layout)
-
-
-@functools.lru_cache(maxsize=4096)
-def _layout_of(block: Block, owner: int, dtype: torch.dtype, squares: bool) -> Layout:
-    """The layout of what is remembered of a block: all of it is on its owner."""
-    (grid, axes), layout = block.among, block.layout
-    assert grid is not None, "what has an owner lies on a mesh"
-    assert layout is not None, "what has an owner lies on a mesh"
-    accessors, shapes, tree = optree.tree_flatten_with_accessor(_kept(block, squares), is_leaf=_ints)
-    rows = enumerate(zip(accessors, shapes, strict=True))
-    parts = [(joined(block.name, dotted(accessor)), (i,), shape, P()) for i, (accessor, shape) in rows]
-    at = tuple((axis, grid.index(owner, axis)) for axis in axes)
-    return lay(block.name, tree, parts, dtype, True, Placement(only_at=at, tiers=layout.placement.tiers), grid)
-
-
 def cost(shape: Ints) -> int:
     """Operations for a block: three products with each dimension's matrix, and in every tenth step its eigenvectors."""
     return sum(6 * math.prod(shape) * n + 3 * n**3 for n in shape if n > 1)
@@ -396,19 +366,9 @@ def _turned(x: Tensor, matrices: Sequence[Tensor | None], dim: int) -> Tensor:
     return x
 
 
-def _eigh(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As `torch.linalg.eigh`; nan, on which that fails, gives nan, as one rank alone must not raise."""
-    clean, nan = torch.nan_to_num(x, 0.0, 0.0, 0.0), 0 * x.sum()
-    try:
-        values, vectors = torch.linalg.eigh(clean)
-    except RuntimeError:  # in float32 it may not converge
-        values, vectors = torch.linalg.eigh(clean.double())
-    return values.to(x.dtype) + nan, vectors.to(x.dtype) + nan
-
-
 def _root(factor: Tensor, exponent: float, ridge: float) -> Tensor:
     """The power `-exponent` of a factor whose eigenvalues are 0 or more up to rounding."""
-    values, vectors = _eigh(factor)
+    values, vectors = eigh(factor)
     values = values - values[0].clamp(max=0) + ridge
     return vectors * values**-exponent @ vectors.mT
 
@@ -419,10 +379,10 @@ def _eigenbasis(factor: Tensor) -> Tensor:
     In the space of eigenvalues that are 0 up to rounding any basis would do, and rounding would choose it. There it is
     that of a fixed matrix without equal eigenvalues.
     """
-    values, vectors = _eigh(factor)
+    values, vectors = eigh(factor)
     zero = vectors * (values <= _least(values)) @ vectors.mT
     fixed = 2 + torch.arange(1.0, len(factor) + 1, dtype=factor.dtype, device=factor.device).cos()
-    return _eigh(factor - values[-1] * (zero * fixed) @ zero)[1].flip(1)
+    return eigh(factor - values[-1] * (zero * fixed) @ zero)[1].flip(1)
 
 
 def _iterate(factor: Tensor, basis: Tensor, square: Tensor, i: int) -> None:

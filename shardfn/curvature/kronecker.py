@@ -1,0 +1,287 @@
+"""EK-FAC: the Fisher matrix in a Kronecker-factored eigenbasis, which can be inverted.
+
+Each parameter is a block of its own. What is kept of it is on the rank that owns it, which decomposes its factors; a
+product moves a vector there and back, as Muon does with gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn import checkpoint
+from shardfn.collectives.agree import agree
+from shardfn.curvature.labels import Drawn
+from shardfn.curvature.operators import Operator, check_batches, each_of
+from shardfn.curvature.per_example import Batch, Losses, batch_of, compare_once, kind_of, refuse_cut, visit
+from shardfn.curvature.row_moments import Kind, Place, Sums, Total, places, work
+from shardfn.curvature.row_uses import Key
+from shardfn.curvature.vectors import Space, Vector
+from shardfn.optim.norms import wide
+from shardfn.optim.owners import Block, as_owner, eigh, on_owner, remembered
+from shardfn.quoting import listed
+from shardfn.transforms.autodiff import name_of
+from shardfn.transforms.fitting import together
+from shardfn.transforms.shortage import RandomNumbers
+
+SIDES = ("left", "right")
+KEPT: dict[str, tuple[str, ...]] = {"linear": SIDES, "product": SIDES, "table": ("right",)}  # bases, by kind
+EVERY: dict[Kind, tuple[int, ...]] = {"linear": (0, 1), "product": (0, 1), "table": (0, 1)}
+
+
+class Kronecker(Operator):
+    r"""The mean over rows of :math:`g g^\top` in the basis of EK-FAC: an operator, which can be inverted.
+
+    Attributes:
+        kinds: by path, how a parameter is used: `"linear"` for a matrix `[outputs, inputs]`, `"product"` for one
+            `[inputs, outputs]`, `"table"` for an embedding, and `"diagonal"`.
+        rows: number of rows of the mean.
+        state: a tree of flat shards, each on the rank that owns the parameter: by path, its eigenvectors as columns
+            (`left`, of its first dimension, and `right`) and `values`, of the parameter's shape as a matrix.
+    """
+
+    def __init__(self, params: Any, kinds: Mapping[str, str], rows: float, state: Any, name: str) -> None:
+        super().__init__(lambda v: self._through(v, lambda x, values: x * values), params, name)
+        self.kinds, self.rows, self.state = kinds, rows, state
+
+    def solve(self, v: Any, damping: float) -> Any:
+        r""":math:`(F + \lambda)^{-1} v`.
+
+        Args:
+            v: a tree like the gradient or the parameters.
+            damping: :math:`\lambda`, above 0.
+
+        Returns:
+            A tree like the gradient, in float32 or wider.
+
+        Raises:
+            ValueError: a damping that is not a finite number above 0, or differs between ranks; a tree of another kind.
+        """
+        self.space.agree("solve", damping=damping)
+        if not isinstance(damping, (int, float)) or not 0 < damping < math.inf:
+            raise ValueError(f"solve: damping={damping!r}; it is a finite number above 0")
+        return self._through(v, lambda x, values: x / (values + damping))
+
+    def _through(self, v: Any, scaled: Callable[[Tensor, Tensor], Tensor]) -> Any:
+        def of_block(block: Block, x: Tensor) -> Tensor:
+            own = as_owner(self.state[block.name])
+            left, right = own.get("left"), own.get("right")
+            y = x.to(own["values"].dtype).view(own["values"].shape)
+            y = scaled(_turned(y, left, right), own["values"])
+            back = _turned(y, None if left is None else left.mT, None if right is None else right.mT)
+            return back.reshape(x.shape)
+
+        vector: Vector = [x.to(wide(x)) for x in self.space.read(v)]
+        return self.space.written(on_owner(self.space.moving, vector, of_block, work))
+
+
+def _turned(x: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+    x = x if left is None else left.mT @ x
+    return x if right is None else x @ right
+
+
+def ekfac(
+    losses: Losses | Drawn,
+    params: Any,
+    batches: Iterable[Any],
+    *,
+    corrected: bool = True,
+    diagonal: Collection[str] = (),
+    folder: str | os.PathLike[str] | None = None,
+) -> Kronecker:
+    r"""An approximation of the Fisher matrix that can be inverted: EK-FAC, or K-FAC.
+
+    The matrix is the mean over all rows of all ranks of :math:`g g^\top`, with g the gradient of a row's loss. Between
+    parameters it is taken as 0; biases are parameters of their own. For a matrix in products, with inputs :math:`a` and
+    gradients :math:`d` of outputs, the basis is that of the eigenvectors of :math:`\sum a a^\top` and :math:`\sum d
+    d^\top`, over all rows, tokens and uses. For an embedding, the first of them is diagonal. The kernel
+    of a convolution is a matrix `[outputs, inputs * kernel]`, whose inputs are patches. For parameters of one
+    dimension, and those in `diagonal`, it is the identity. In this basis, EK-FAC has the mean of squares of rows'
+    gradients, from a second pass over the batches. K-FAC has products of eigenvalues: of the mean over tokens of
+    :math:`a a^\top`, and of the sum over tokens and mean over rows of :math:`d d^\top`.
+
+    A rank holds the factors of the parameters that it owns, and while a stage runs those of this stage. They are
+    summed over ranks after each batch.
+
+    Args:
+        losses: as for `per_example`; the labels in the batch give the *empirical* Fisher matrix. `Drawn` draws labels.
+        params: as for `per_example`. They must not be overwritten meanwhile.
+        batches: this rank's batches, as for `hvp`. They are read twice.
+        corrected: whether values are those of EK-FAC.
+        diagonal: paths of matrices whose basis is the identity.
+        folder: a checkpoint, which is written if it is not there and read if it is, on any mesh.
+
+    Returns:
+        A `Kronecker`.
+
+    Raises:
+        ValueError: on all ranks, a matrix that is not used whole, by products or by lookups, or that is used by both,
+            such as a tied embedding; kernels of convolutions in groups. All of them may be in `diagonal`.
+        TypeError, ValueError, RuntimeError: as `per_example` and `hvp`.
+        CheckpointError: the folder has other parameters.
+
+    Sources: Martens and Grosse, Optimizing neural networks with Kronecker-factored approximate curvature (2015); George
+        et al., Fast approximate natural gradient descent in a Kronecker-factored eigenbasis (2018); for tokens,
+        Eschenhagen et al., Kronecker-factored approximate curvature for modern neural network architectures (2023);
+        for convolutions, Grosse and Martens, A Kronecker-factored approximate Fisher matrix for convolution layers
+        (2016).
+
+    Example:
+        ``step = ekfac(losses, params, batches).solve(gradient, damping=1e-3)``
+    """
+    name = f"ekfac of {name_of(losses.model if isinstance(losses, Drawn) else losses)}"
+    space, path = Space(params, name), None if folder is None else Path(folder)
+    each = places(space)
+    there = path is not None and path.exists() and not (path.is_dir() and not any(path.iterdir()))
+    asked: dict[str, Any] = {"corrected": bool(corrected), "diagonal": ", ".join(sorted(diagonal))}
+    error = _wrong(diagonal, each, name)
+    lines = [f"{key}: {value!r}" for key, value in {**asked, "folder": path and str(path), "exists": there}.items()]
+    agree([*lines, *([str(error)] if error else [])], together(params), name, mine=error)
+    if error is not None:
+        raise error
+    if there:
+        assert path is not None, "it exists"
+        return _read(space, each, path, asked, name)
+    check_batches(batches, params, name)
+    found = _fitted(space, each, losses, batches, name, asked["corrected"], set(diagonal))
+    if path is not None:
+        checkpoint.save(path, {"asked": asked, "kinds": found.kinds, "rows": found.rows, "state": found.state})
+    return found
+
+
+def _fitted(
+    space: Space,
+    each: dict[Key, Place],
+    losses: Losses | Drawn,
+    batches: Iterable[Any],
+    name: str,
+    corrected: bool,
+    diagonal: Collection[str],
+) -> Kronecker:
+    matrices = [key for key, at in each.items() if len(at.shape) > 1 and at.path not in diagonal]
+    factors = Sums(space, EVERY, matrices, [key for key in each if key not in matrices])
+    gather(factors, losses, batches, name)
+    kinds = {at.path: factors.totals[key].kind or "diagonal" for key, at in each.items()}
+    state = {at.block.name: _zeros(at, kinds[at.path]) for at in each.values()}
+    used = [key for key in matrices if factors.totals[key].kind is not None]
+    for key, at in each.items():
+        if at.mine:
+            _decompose(as_owner(state[at.block.name]), factors.totals[key], factors.rows)
+    if corrected:
+        bases = {key: functools.partial(_bases, each[key], state, kinds) for key in used}
+        squares = Sums(space, {}, (), used, bases)
+        gather(squares, losses, batches, name)
+        for key in used:
+            if each[key].mine:
+                values, found = as_owner(state[each[key].block.name])["values"], squares.totals[key].squares
+                assert found is not None, "it was asked for"
+                torch.div(found, squares.rows, out=values)
+    return Kronecker(space.params, kinds, factors.rows, state, name)
+
+
+def gather(sums: Sums, losses: Losses | Drawn, batches: Iterable[Any], name: str, *, strict: bool = True) -> None:
+    """Adds to sums what all batches have. The first is compared as by `per_example`.
+
+    Raises:
+        ValueError: there are matrices without factors, if `strict`; no rows.
+    """
+    params = sums.params
+    refuse_cut(params)
+    call, before = losses.losses if isinstance(losses, Drawn) else losses, RandomNumbers(sums.space.like)
+    try:
+        for number, batch in enumerate(each_of(batches, name)):
+            given, rows = checked(params, functools.partial(_labelled, losses, params, batch, number), name)
+            if not number:
+                compare_once(call, params, given)
+                before.restore()  # each pass draws the same numbers
+            visit(call, params, rows, sums.receiver(rows.rows, *kind_of(params, rows)))
+            others = sums.refused()
+            if strict and others:
+                raise ValueError(
+                    f"{name}: the use of {listed(others)} has no Kronecker factors: a matrix is used whole, by "
+                    f"products or by lookups, but not by both, and not in parts. Freeze it, or pass its path in "
+                    f"diagonal="
+                )
+    finally:
+        before.restore()
+    if not sums.rows:
+        raise ValueError(f"{name}: no rank has rows")
+
+
+def _labelled(losses: Losses | Drawn, params: Any, batch: tuple[Any, ...], number: int) -> tuple[Any, ...]:
+    return losses.labelled(params, batch, number) if isinstance(losses, Drawn) else batch
+
+
+def checked(params: Any, batch: Callable[[], tuple[Any, ...]], name: str) -> tuple[tuple[Any, ...], Batch]:
+    """The arguments for a batch, and its rows, after all ranks have found theirs right."""
+    error: Exception | None = None
+    try:
+        given = batch()
+        rows = batch_of(given)
+    except (TypeError, ValueError) as own:
+        error = own
+    agree([] if error is None else [str(error)], together(params), name, mine=error)
+    if error is not None:  # a rank alone need not agree
+        raise error
+    return given, rows
+
+
+def _wrong(diagonal: Collection[str], each: dict[Key, Place], name: str) -> Exception | None:
+    if isinstance(diagonal, str):
+        return TypeError(f"{name}: diagonal={diagonal!r}; it is a collection of paths, [{diagonal!r}] for one")
+    paths = {at.path for at in each.values()}
+    unknown = sorted(set(diagonal) - paths)
+    if unknown:
+        return ValueError(f"{name}: no parameter is called {listed(unknown)}; there are {listed(sorted(paths))}")
+    return None
+
+
+# --- what is kept ---
+
+
+def _zeros(at: Place, kind: str) -> Any:
+    return remembered(at.unit, at.block, at.owner, _shapes(at, kind) | {"values": at.matrix}, wide(at.unit.values))
+
+
+def _shapes(at: Place, kind: str) -> dict[str, tuple[int, ...]]:
+    return {side: (at.matrix[i],) * 2 for i, side in enumerate(SIDES) if side in KEPT.get(kind, ())}
+
+
+def _read(space: Space, each: dict[Key, Place], folder: Path, asked: dict[str, Any], name: str) -> Kronecker:
+    like = {"asked": asked, "kinds": {at.path: "" for at in each.values()}, "rows": 0.0}
+    told = checkpoint.load(folder, like, ignore=r"state\..*")
+    if told["asked"] != asked:
+        raise checkpoint.CheckpointError(f"ekfac: {folder} is of a call with {told['asked']}, not {asked}")
+    state = {at.block.name: _zeros(at, told["kinds"][at.path]) for at in each.values()}
+    found = checkpoint.load(folder, told | {"state": state})
+    return Kronecker(space.params, found["kinds"], found["rows"], found["state"], name)
+
+
+def _decompose(own: dict[str, Tensor], total: Total, rows: float) -> None:
+    """Writes the eigenvectors of a matrix's factors, and K-FAC's eigenvalues; or the squares of what has no factors."""
+    values = [torch.zeros_like(own["values"])] if total.squares is None else [total.squares]
+    if total.kind is not None:
+        values = [total.moments.pop(i) for i in range(len(SIDES))]
+        for i, side in enumerate(SIDES):
+            if side in own:
+                found, vectors = eigh(values[i])
+                own[side].copy_(vectors)
+                values[i] = found.clamp(min=0)
+        values = [torch.outer(*values) / total.tokens]
+    own["values"].copy_(values[0] / rows)
+
+
+def _bases(at: Place, state: dict[str, Any], kinds: Mapping[str, str]) -> dict[str, Tensor]:
+    """The eigenvectors of a matrix's factors on its owner, and zeros on other ranks."""
+    shapes, like = _shapes(at, kinds[at.path]), at.unit.values
+    if at.mine:
+        own = as_owner(state[at.block.name])
+        return {side: own[side] for side in shapes}
+    return {side: like.new_zeros(shape, dtype=wide(like)) for side, shape in shapes.items()}

@@ -1,0 +1,82 @@
+"""Losses at labels that are drawn from a model, whose gradients make up the Fisher matrix."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+
+from shardfn.check.callsites import paused
+from shardfn.collectives.functional import axis_index
+from shardfn.curvature.per_example import row_axes
+from shardfn.mesh.scope import scope
+from shardfn.shards.random import int_seed, mixed
+from shardfn.transforms.shortage import RandomNumbers
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Losses of rows at labels that are drawn from the model: in place of losses, for the Fisher matrix itself.
+
+    A row's loss is its negative log-likelihood, summed over its labels. They depend on the seed, the number of the
+    batch, and the rank among those with other rows, so they are the same in each pass, but not on every mesh.
+
+    Args:
+        model: `(params, *batch) -> outputs`, as for `fisher`.
+        likelihood: `(outputs, *batch) -> torch.distributions.Distribution`, one for each row or each label, with rows
+            in dim 0.
+        seed: any int.
+
+    Example:
+        ``F = ekfac(Drawn(model, lambda z, x, y: Categorical(logits=z)), params, batches)``
+    """
+
+    model: Callable[..., Any]
+    likelihood: Callable[..., Any]
+    seed: int = 0
+
+    @property
+    def losses(self) -> Callable[..., Tensor]:
+        """`(params, labels, *batch) -> [rows]`."""
+        model, likelihood = self.model, self.likelihood
+
+        def losses(params: Any, labels: Tensor, *batch: Any) -> Tensor:
+            with _unchecked():
+                each: Tensor = -likelihood(model(params, *batch), *batch).log_prob(labels)
+            return each.flatten(1).sum(1) if each.ndim > 1 else each
+
+        return losses
+
+    def labelled(self, params: Any, batch: tuple[Any, ...], number: int) -> tuple[Any, ...]:
+        """The batch with its labels before it.
+
+        Raises:
+            TypeError: the likelihood is no distribution.
+        """
+        mesh, axes = row_axes(params)
+        with torch.no_grad(), scope(mesh) if axes else contextlib.nullcontext(), paused():
+            rank = axis_index(axes) if axes else 0
+            found = self.likelihood(self.model(params, *batch), *batch)
+            if not isinstance(found, Distribution):
+                raise TypeError(f"Drawn: the likelihood returned {type(found).__name__}; it is of torch.distributions")
+            before = RandomNumbers([x for x in batch if isinstance(x, Tensor)])
+            torch.manual_seed(mixed(int_seed(self.seed), "labels", number, rank))
+            labels = found.sample()
+            before.restore()
+        return labels, *batch
+
+
+@contextlib.contextmanager
+def _unchecked() -> Iterator[None]:
+    """A context in which distributions do not check their arguments, which they cannot do row by row."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)

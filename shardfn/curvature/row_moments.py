@@ -1,0 +1,361 @@
+"""Second moments of what meets each parameter, summed over rows, tokens, ranks and batches.
+
+The gradient of a row with respect to a matrix in a product is a sum over its tokens of outer products of inputs and
+gradients of outputs. Their second moments are Kronecker factors; the second moments of the gradient's own elements, in
+any basis, are sums of squares. Both are found while a stage's backward runs, and one stage's are in memory at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from shardfn.check.callsites import paused
+from shardfn.collectives import functional
+from shardfn.compat import process_groups
+from shardfn.curvature.per_example import over_ranks, row_axes
+from shardfn.curvature.row_gradients import Outer, Picked, Used, everywhere, parts, single, whole
+from shardfn.curvature.row_rules import Kernel
+from shardfn.curvature.row_uses import Key, Receiver
+from shardfn.curvature.vectors import Space
+from shardfn.mesh.scope import scope
+from shardfn.optim.norms import wide
+from shardfn.optim.owners import Block, blocks, owners
+from shardfn.shards.boxes import Ints
+from shardfn.shards.pieces import Unit
+
+Kind = Literal["linear", "product", "table"]
+KINDS: tuple[Kind, ...] = ("linear", "product", "table")  # [outputs, inputs], [inputs, outputs], [words, outputs]
+_OTHER = len(KINDS) + 1  # what no factors describe
+Bases = Sequence[Tensor | None]  # for each dimension of a matrix an orthogonal matrix; None for the identity
+
+
+def work(shape: Ints) -> int:
+    """Operations for a parameter: products with each dimension's matrix, and its eigenvectors."""
+    numel = math.prod(shape)
+    return numel + sum(4 * numel * n + 10 * n**3 for n in (shape[0], numel // shape[0])) if len(shape) > 1 else numel
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter, and the rank that owns what is computed of it.
+
+    Attributes:
+        block: the parameter.
+        unit: the leaf that holds it.
+        owner: global rank; with plain tensors, every rank itself.
+    """
+
+    block: Block
+    unit: Unit
+    owner: int
+
+    @property
+    def path(self) -> str:
+        """Path of the parameter."""
+        return self.block.path
+
+    @property
+    def shape(self) -> Ints:
+        """Shape of the parameter."""
+        return self.block.whole
+
+    @property
+    def matrix(self) -> Ints:
+        """Its shape as a matrix; with more dimensions, the first one and all others."""
+        return (self.shape[0], math.prod(self.shape[1:])) if len(self.shape) > 2 else self.shape
+
+    @property
+    def mine(self) -> bool:
+        """Whether this rank owns it."""
+        return self.owner == process_groups.global_rank()
+
+
+def places(space: Space) -> dict[Key, Place]:
+    """The parameters that have a gradient, as receivers know them."""
+    owner = owners(space.moving, work)
+    return {
+        Key(i, block.entry): Place(block, unit, owner[block])
+        for i, unit in enumerate(space.moving)
+        for block in blocks(unit)
+    }
+
+
+@dataclass
+class Total:
+    """What was found of one parameter, over all rows of all ranks; the sums are on its owner.
+
+    Attributes:
+        kind: how it is used; None for one that no product uses.
+        tokens: number of vectors that met it.
+        moments: sums of outer products of the vectors along each dimension, `[d, d]`; for the words of a table, their
+            counts `[d]`.
+        squares: sums over rows of squares of the gradient in a basis, of the matrix's shape.
+        other: whether it was used in a way that no factors describe.
+    """
+
+    kind: Kind | None = None
+    tokens: float = 0.0
+    moments: dict[int, Tensor] = field(default_factory=dict)
+    squares: Tensor | None = None
+    other: bool = False
+
+
+class Sums:
+    """What receivers find in batch after batch.
+
+    Args:
+        space: vectors like the gradient of the parameters.
+        moments: for a parameter of a kind, the dimensions of which moments are wanted.
+        squared: keys of parameters of whose gradients squares are wanted.
+        bases: the bases of squares, `left` and `right`, for the owner of a parameter, zeros for others; the identity
+            where there is none.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        moments: Mapping[Kind, Collection[int]],
+        matrices: Collection[Key],
+        squared: Collection[Key],
+        bases: Mapping[Key, Callable[[], Mapping[str, Tensor]]] | None = None,
+    ) -> None:
+        self.space, self.params, self.places = space, space.params, places(space)
+        self.wanted, self.bases = moments, bases or {}
+        self.matrices, self.squared = dict.fromkeys(matrices), dict.fromkeys(squared)
+        self.totals = {key: Total() for key in self.places}
+        self.rows = 0.0
+
+    def receiver(self, rows: int, dtype: torch.dtype, device: torch.device) -> Moments:
+        """What takes one batch; `rows` is 0 for a rank without rows, which visits zeros."""
+        self.rows += float(over_all(self.params, torch.tensor(float(rows), dtype=torch.float64, device=device)))
+        return Moments(self, rows, dtype, device)
+
+    def refused(self) -> list[str]:
+        """Paths of the matrices that have no factors."""
+        return [self.places[key].path for key in self.matrices if self.totals[key].other]
+
+
+def over_all(params: Any, x: Tensor) -> Tensor:
+    """The sum over the ranks that have other rows."""
+    with paused(), torch.no_grad():
+        return over_ranks(params, x)
+
+
+def _largest(params: Any, x: Tensor) -> Tensor:
+    mesh, axes = row_axes(params)
+    if not axes:
+        return x
+    with paused(), torch.no_grad(), scope(mesh):
+        largest: Tensor = functional.pmax(x, axes)
+    return largest
+
+
+class Moments(Receiver):
+    """Takes what one batch adds to sums."""
+
+    def __init__(self, sums: Sums, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(max(rows, 1), dtype)
+        self.sums, self.empty, self.dtype, self.device = sums, not rows, dtype, device
+        self.found: dict[Key, Total] = {}
+        self.squares: dict[Key, Tensor] = {}
+        self.waiting: dict[Key, list[tuple[int, Sequence[Used]]]] = {}
+        self.settled: set[Key] = set()
+
+    def seen(self, key: Key, uses: Sequence[Used] | None) -> None:
+        """Adds the moments of one call."""
+        if key not in self.sums.matrices or self.empty:
+            return
+        shape, found = self.sums.places[key].matrix, self.found.setdefault(key, Total())
+        each = single(uses or [])
+        pairs = [factors(shape, use) for use in each]
+        for pair in [None] if uses is None else pairs:
+            if pair is None or pair[0] != (found.kind or pair[0]):
+                found.other = True
+                return
+            found.kind = pair[0]
+        for (form, _), (kind, vectors) in zip(each, [pair for pair in pairs if pair is not None], strict=True):
+            found.tokens += math.prod(vectors[0].shape[:2])
+            for dim in self.sums.wanted.get(kind, ()):
+                moment = _counted(form) if isinstance(form, Picked) and dim == 0 else _moment(vectors[dim])
+                found.moments[dim] = found.moments[dim] + moment if dim in found.moments else moment
+
+    def keep(self, key: Key, numel: int, rows: slice, uses: Sequence[Used]) -> None:
+        """Keeps uses of a parameter whose gradient is to be squared when it is whole."""
+        if key in self.sums.squared and not self.empty:
+            super().keep(key, numel, rows, uses)
+
+    def take(self, key: Key, numel: int, rows: slice, uses: Sequence[Used]) -> None:
+        """Adds the squares of some rows' gradients; those in a basis wait for it."""
+        if key not in self.sums.squared or self.empty:
+            return
+        if key in self.sums.bases:
+            self.waiting.setdefault(key, []).append((numel, uses))
+        else:
+            self._square(key, numel, uses, (None, None))
+
+    def _square(self, key: Key, numel: int, uses: Sequence[Used], bases: Bases) -> None:
+        new = squares_in(self.sums.places[key].matrix, numel, uses, bases)
+        self.squares[key] = self.squares[key].add_(new) if key in self.squares else new
+
+    def settle(self, keys: Sequence[Key]) -> None:
+        """Sums over ranks what a stage found, on every rank alike."""
+        own = [key for key in keys if key in self.sums.places]
+        self._settle(own, [key for key in own if self.calls.get(key.leaf, 1) == 1])
+
+    def finish(self) -> None:
+        """Takes what was kept, and sums what no stage has settled."""
+        super().finish()
+        rest = [key for key in self.sums.places if key not in self.settled]
+        self._settle(rest, rest)
+
+    def _settle(self, keys: Sequence[Key], whole: Sequence[Key]) -> None:
+        matrices = [key for key in keys if key in self.sums.matrices]
+        if matrices:
+            self._settle_moments(matrices)
+        for key in whole:
+            self.settled.add(key)
+            if key in self.sums.squared:
+                self._settle_squares(key)
+
+    def _settle_moments(self, keys: Sequence[Key]) -> None:
+        params, each = self.sums.params, [self.found.pop(key, Total()) for key in keys]
+        numbers = torch.zeros((3, len(keys)), dtype=torch.float64, device=self.device)
+        for i, found in enumerate(each):
+            code = _OTHER if found.other else 0 if found.kind is None else 1 + KINDS.index(found.kind)
+            numbers[0, i], numbers[1, i], numbers[2, i] = code, -(code or math.inf), found.tokens
+        ends = _largest(params, numbers[:2]).tolist()
+        tokens = over_all(params, numbers[2]).tolist()
+        for key, found, most, least, count in zip(keys, each, *ends, tokens, strict=True):
+            total, place = self.sums.totals[key], self.sums.places[key]
+            if not most:
+                continue
+            kind = None if most == _OTHER or most != -least else KINDS[int(most) - 1]
+            if kind is None or kind != (total.kind or kind):
+                total.other = True
+                continue
+            total.kind, total.tokens = kind, total.tokens + count
+            for dim in self.sums.wanted.get(kind, ()):
+                n = place.matrix[dim]
+                size = (n,) if (kind, dim) == ("table", 0) else (n, n)
+                part = found.moments.pop(dim, None)
+                part = torch.zeros(size, dtype=self.dtype, device=self.device) if part is None else part
+                part = over_all(params, part.to(self.dtype))
+                if place.mine:
+                    total.moments[dim] = total.moments[dim].add_(part) if dim in total.moments else part
+
+    def _settle_squares(self, key: Key) -> None:
+        place, total = self.sums.places[key], self.sums.totals[key]
+        if key in self.sums.bases:
+            bases = self.sums.bases[key]()
+            if place.block.layout is not None:
+                bases = {side: over_all(self.sums.params, x) for side, x in bases.items()}
+            for numel, uses in self.waiting.pop(key, []):
+                self._square(key, numel, uses, (bases.get("left"), bases.get("right")))
+        found = self.squares.pop(key, None)
+        found = torch.zeros(place.matrix, dtype=self.dtype, device=self.device) if found is None else found
+        found = over_all(self.sums.params, found.to(self.dtype))
+        if place.mine:
+            total.squares = found if total.squares is None else total.squares.add_(found)
+
+
+# --- of one use ---
+
+Vectors = tuple[Tensor, Tensor]  # along each dimension of a matrix, `[rows, tokens, d]`; of a table, `[rows, tokens]`
+
+
+def factors(shape: Ints, use: Used) -> tuple[Kind, Vectors] | None:
+    """The vectors along the dimensions of a matrix, of whose outer products a use of it is the sum, and its kind."""
+    form, place = use
+    if isinstance(form, Kernel):
+        whole, outer = place == everywhere(form.op.shape), form.outer()
+        return ("linear", (outer.a[:, 0], outer.b[:, 0])) if whole and outer is not None else None
+    if isinstance(form, Picked):
+        return ("table", (form.at, form.g)) if len(shape) == 2 and place == everywhere(shape) else None
+    if not isinstance(form, Outer) or form.a.shape[1] != 1 or len(shape) != 2 or place.offset:
+        return None
+    a, b = form.a[:, 0], form.b[:, 0]
+    for split in range(len(place.shape) + 1):
+        first, second = (_joined(place.shape[s], place.strides[s]) for s in (slice(split), slice(split, None)))
+        sizes = a.shape[-1], b.shape[-1]
+        if first is None or second is None or (math.prod(place.shape[:split]), second[0]) != sizes:
+            continue
+        rows, columns = (shape[0], shape[1] if shape[0] > 1 else 1), (shape[1], 1)
+        if (first, second) == (rows, columns):
+            return "product", (a, b)
+        if (second, first) == (rows, columns):
+            return "linear", (b, a)
+    return None
+
+
+def _joined(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int] | None:
+    """Dimensions as one: its size and stride; None if there is none."""
+    pairs = [(n, s) for n, s in zip(shape, strides, strict=True) if n > 1]
+    if any(s != n * t for (_, s), (n, t) in itertools.pairwise(pairs)):
+        return None
+    return (math.prod(shape), pairs[-1][1]) if pairs else (1, 1)
+
+
+def _moment(x: Tensor) -> Tensor:
+    """The sum of `x x^T` over rows and tokens."""
+    kind = wide(x)
+    total = torch.zeros((x.shape[-1], x.shape[-1]), dtype=kind, device=x.device)
+    for rows in parts(len(x), x[:1].numel()):
+        flat = x[rows].flatten(0, 1).to(kind)
+        total.addmm_(flat.mT, flat)
+    return total
+
+
+def _counted(form: Picked) -> Tensor:
+    """How often each word occurs, but for padding."""
+    counts = torch.bincount(form.at.flatten(), minlength=form.shape[0]).double()
+    if form.padding is not None:
+        counts[form.padding] = 0
+    return counts
+
+
+def squares_in(shape: Ints, numel: int, uses: Sequence[Used], bases: Bases) -> Tensor:
+    """The sum over rows of the squares of their gradients, each turned into a basis: `[*shape]`."""
+    plain = bases == (None, None) and any(isinstance(form, Kernel) for form, _ in uses)  # which needs no patches
+    found = [None] if plain or len(shape) != 2 else [factors(shape, use) for use in single(uses)]
+    pairs = [pair for pair in found if pair is not None]
+    kinds = {kind for kind, _ in pairs}
+    if len(pairs) == len(found) and kinds == {"table"}:
+        at, g = (torch.cat([vectors[i] for _, vectors in pairs], 1) for i in (0, 1))
+        return _of_table(at, g, shape, bases[1])
+    if len(pairs) == len(found) and "table" not in kinds:
+        x, y = (torch.cat([vectors[i] for _, vectors in pairs], 1) for i in (0, 1))
+        x, y = (v.to(wide(v)) if q is None else v.to(q.dtype) @ q for v, q in zip((x, y), bases, strict=True))
+        if x.shape[1] == 1:
+            return x[:, 0].square().mT @ y[:, 0].square()
+        total = x.new_zeros(shape)
+        for rows in parts(len(x), numel):
+            total += (x[rows].mT @ y[rows]).square_().sum(0)
+        return total
+    form = uses[0][0]
+    total = torch.zeros(shape, dtype=wide(form.part(slice(0, 1))), device=form.part(slice(0, 1)).device)
+    for rows in parts(form.rows, numel):
+        total += _turned(whole(numel, uses, rows).to(total.dtype).view(-1, *shape), bases).square_().sum(0)
+    return total
+
+
+def _turned(g: Tensor, bases: Bases) -> Tensor:
+    left, right = bases
+    g = g if left is None else left.mT @ g
+    return g if right is None else g @ right
+
+
+def _of_table(at: Tensor, g: Tensor, shape: Ints, basis: Tensor | None) -> Tensor:
+    rows = torch.arange(len(at), device=at.device)[:, None]
+    places, number = (at + rows * shape[0]).flatten().unique(return_inverse=True)
+    flat = g.flatten(0, 1)
+    sums = torch.zeros((len(places), shape[1]), dtype=wide(flat), device=g.device)
+    sums.index_add_(0, number, flat.to(sums.dtype))
+    sums = sums if basis is None else sums @ basis
+    return sums.new_zeros(shape).index_add_(0, places % shape[0], sums.square_())
