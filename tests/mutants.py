@@ -61,11 +61,41 @@ ACCUMULATE = "tests/transforms/test_accumulate.py"
 TRANSFERS = "tests/tiers/test_transfers.py"
 RUN = "tests/run"
 FITTING = "tests/transforms/test_fitting.py"
+FORWARD = "tests/stages/test_forward_mode.py"
 GRAPHS = "tests/transforms/test_graphed.py"
 WRONG = "tests/check/test_wrong.py::test_every_rank_hears_what_is_wrong_and_where_and_what_to_write"
 RIGHT = "tests/check/test_right.py::test_a_right_program_passes_in_silence_and_unchanged"
 
 MUTANTS = [
+    # forward mode
+    Mutant(
+        "cotangents lose their tangents",
+        "stages/forward_mode.py",
+        "functorch.dual(value.detach(), tangent.detach())",
+        "value.detach()",
+        f"{FORWARD}::test_products_are_those_of_torch",
+    ),
+    Mutant(
+        "a stage that torch.func refuses draws other numbers",
+        "stages/forward_mode.py",
+        "        began.restore()\n",
+        "",
+        f"{FORWARD}::test_what_torch_func_refuses_has_products_too",
+    ),
+    Mutant(
+        "the graph of a stage has tangents",
+        "stages/forward_mode.py",
+        "torch.is_grad_enabled() and signature.reverses\n",
+        "torch.is_grad_enabled() and not signature.reverses\n",
+        f"{FORWARD}::test_what_a_stage_saves_is_let_go_as_in_a_gradient",
+    ),
+    Mutant(
+        "rows of a later block of attention see as few as the first",
+        "compat/blockwise_attention.py",
+        "torch.arange(at.start, at.stop, device=q.device)",
+        "torch.arange(at.stop - at.start, device=q.device)",
+        "tests/test_blockwise_attention.py::test_derivatives_are_those_of_the_plain_formulas",
+    ),
     # curvature
     Mutant(
         "a search begins again without what joins its vectors",

@@ -15,13 +15,14 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.collectives.capturing import capturing
 from shardfn.compat import autograd, functorch, modes
 from shardfn.shards.layout import FlatShard
 from shardfn.stages.options import Offload
 from shardfn.stages.signature import Signature, signature_of
 from shardfn.transforms.autodiff import moves
 from shardfn.transforms.jvp import running
-from shardfn.transforms.shortage import RandomNumbers
+from shardfn.transforms.shortage import RandomNumbers, exhausted
 from shardfn.transforms.step import OutsideGradient, pushes
 
 if TYPE_CHECKING:
@@ -140,19 +141,22 @@ def _on_pairs(signature: Signature, has: Sequence[bool], nodes: list[Any], movin
     """Calls the stage's function on parameters and arguments with tangents."""
     values = optree.tree_leaves(nodes)
     wanted = [i for i, x in enumerate(values) if isinstance(x, Tensor) and x.requires_grad]
-    if wanted and torch.is_grad_enabled() and signature.reverses:
-        began = RandomNumbers([x for x in values if isinstance(x, Tensor)])
+    tries = bool(wanted) and torch.is_grad_enabled() and signature.reverses
+    if tries:
+        began = None if capturing() is not None else RandomNumbers([x for x in values if isinstance(x, Tensor)])
         generators = [(x, x.get_state()) for x in values if type(x) is torch.Generator]
         try:
             return _transposed(signature, has, nodes, moving, wanted)
-        except Exception:  # what is not for torch.func, or an error of its own, which it raises again
-            signature.reverses = False
-            began.restore()
-            for generator, state in generators:
-                generator.set_state(state)
+        except Exception as error:  # what is not for torch.func, or an error of its own, which it raises again
+            if began is None or exhausted(error) is not None:
+                raise
+        began.restore()
+        for generator, state in generators:
+            generator.set_state(state)
     pairs = _paired(has, nodes, moving)
     with modes.functions_seen():
         result = _called(signature, pairs)
+    signature.reverses &= not tries
     return optree.tree_map(functools.partial(_apart, _lent((nodes, moving, pairs))), result)
 
 

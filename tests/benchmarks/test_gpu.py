@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import gpu, gpu_schedules, shared_device
-from benchmarks.gpu_setting import Answer, Missing, Where
+from benchmarks import gpu, gpu_curvature, gpu_schedules, shared_device
+from benchmarks.gpu_setting import Answer, Missing, Where, pretended
 from benchmarks.gpu_training import gaps_between
 from shardfn.compat import process_groups
 from shardfn.mesh.groups import cpu_group
@@ -37,6 +37,20 @@ def test_a_part_meets_its_goals_where_a_cpu_can_tell(name: str) -> None:
         assert math.isnan(goal.value) == (goal.name in untold)
         assert goal.met or goal.name in untold or any(part in goal.name for part in SPEED), goal
     assert len(untold) < len(answer.goals)
+
+
+def derived() -> Answer:
+    answer = Answer()
+    with pretended(1, "cpu"):
+        gpu_curvature.right(CPU, answer)
+    return answer
+
+
+def test_derivatives_are_those_of_plain_torch() -> None:
+    with World(1, kind="alone", deadline=200) as fresh:
+        (answer,) = fresh.run(derived)
+    assert len(answer.goals) == 4
+    assert all(goal.met for goal in answer.goals), answer.goals
 
 
 def test_ranks_on_one_device_train_like_one_process() -> None:
