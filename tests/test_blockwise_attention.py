@@ -62,7 +62,7 @@ def derivatives(f: Attention, batch: tuple[int, ...], length: int, count: int, w
 
 
 @pytest.mark.parametrize("kind", masks(3, 3))
-@pytest.mark.parametrize("at_a_time", [8, 2**18])
+@pytest.mark.parametrize("at_a_time", [8, 80, 2**18])
 @pytest.mark.parametrize(("batch", "length", "count", "width"), [((2, 3), 5, 7, 6), ((3,), 4, 4, 4)])
 def test_derivatives_are_those_of_the_plain_formulas(
     kind: str, at_a_time: int, batch: tuple[int, ...], length: int, count: int, width: int,

@@ -34,6 +34,12 @@ def attention(
 ) -> Tensor:
     """As `torch.nn.functional.scaled_dot_product_attention`, which computes what has dropout or a learned mask."""
     q, k, v = query, key, value
+    kind = q.device.type
+    if torch.is_autocast_enabled(kind):  # which leaves float64 as it is
+        lower = torch.get_autocast_dtype(kind)
+        q, k, v = (x.to(lower) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+        with torch.autocast(kind, enabled=False):
+            return attention(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if enable_gqa and q.ndim > 2 and k.ndim > 2 and k.shape[-3] and q.shape[-3] % k.shape[-3] == 0:
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     plain = (
@@ -43,23 +49,29 @@ def attention(
         and q.shape[:-2] == k.shape[:-2] == v.shape[:-2]
         and q.shape[-1:] == k.shape[-1:]
         and k.shape[-2:-1] == v.shape[-2:-1]
-        and not torch.is_autocast_enabled(q.device.type)
     )
     if not plain or dropout_p or (attn_mask is not None and (is_causal or _moves(attn_mask))):
         return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    bias = None
+    if attn_mask is not None and not _broadcasts(attn_mask, (*q.shape[:-1], k.shape[-2])):
+        return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    batch, factor = q.shape[:-2], 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    bias = at = None
     if attn_mask is not None:
-        zero = torch.zeros((), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-        bias = torch.where(attn_mask, zero, -math.inf) if attn_mask.dtype == torch.bool else attn_mask.to(zero.dtype)
-        bias = bias.expand(*q.shape[:-1], k.shape[-2])
-    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    y: Tensor = _Attention.apply(q, k, v, bias, is_causal, factor)  # type: ignore[no-untyped-call]
-    return y
+        bias = attn_mask.reshape(-1, *((1,) * (2 - attn_mask.ndim) + attn_mask.shape)[-2:])
+        at = torch.arange(len(bias), device=q.device).view(attn_mask.shape[:-2]).expand(batch).flatten()
+    flat = [x.reshape(-1, *x.shape[-2:]) for x in (q, k, v)]
+    y: Tensor = _Attention.apply(*flat, bias, at, is_causal, factor)  # type: ignore[no-untyped-call]
+    return y.view(*batch, *y.shape[-2:])
+
+
+def _broadcasts(mask: Tensor, shape: tuple[int, ...]) -> bool:
+    sizes = (1,) * (len(shape) - mask.ndim) + mask.shape
+    return len(sizes) == len(shape) and all(a in (1, b) for a, b in zip(sizes, shape, strict=True))
 
 
 def _moves(mask: Tensor) -> bool:
     """Whether a mask may have a derivative."""
-    return type(mask) is not Tensor or any(kind != "batch" for _, kind in functorch.followed(mask))
+    return type(mask) is not Tensor or not functorch.constant_in(mask)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -68,15 +80,19 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class _Attention(torch.autograd.Function):
-    """`(q [..., l, d], k [..., s, d], v [..., s, e], bias [..., l, s] or None, causal, scale) -> [..., l, e]`."""
+    """`(q [n, l, d], k [n, s, d], v [n, s, e], bias [m, l or 1, s or 1], at [n], causal, scale) -> [n, l, e]`.
+
+    Head `i` has the bias `at[i]`; there may be none.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
-        k_, v_ = _wide(k), _wide(v)
-        found = [p @ v_ for _, p, _ in _blocks(q, k_, bias, causal, scale)]
-        return torch.cat(found, -2).to(q.dtype)
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, at: Tensor | None, causal: bool, scale: float
+    ) -> Tensor:
+        found = [p @ _wide(v[n]) for n, _, p, _, _ in _blocks(q, k, bias, at, causal, scale)]
+        return _joined(found, q)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -86,50 +102,70 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, ct: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bias = ctx.saved_tensors
-        k_, v_, ct_ = _wide(k), _wide(v), _wide(ct)
-        dq, dk, dv = [], torch.zeros_like(k_), torch.zeros_like(v_)
-        for at, p, rows in _blocks(q, k_, bias, ctx.causal, ctx.scale):
-            c = ct_[..., at, :]
-            ds = _along(p, c @ v_.mT)
+        q, k, v, bias, at = ctx.saved_tensors
+        dq: list[Tensor] = []
+        sums: list[list[Tensor]] = [[], []]
+        for n, rows, p, x, k_ in _blocks(q, k, bias, at, ctx.causal, ctx.scale):
+            c = _wide(ct[n, rows])
+            ds = _along(p, c @ _wide(v[n]).mT)
             dq.append(ds @ k_ * ctx.scale)
-            dk = dk + ds.mT @ rows
-            dv = dv + p.mT @ c
-        return torch.cat(dq, -2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+            for total, new in zip(sums, (ds.mT @ x, p.mT @ c), strict=True):
+                if rows.start:
+                    total[-1] = total[-1] + new
+                else:
+                    total.append(new)
+        dk, dv = (torch.cat(total) for total in sums)
+        return _joined(dq, q), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tq: Tensor | None, tk: Tensor | None, tv: Tensor | None, *_: Any) -> Tensor:
-        q, k, v, bias = ctx.saved_tensors
-        k_, v_ = _wide(k), _wide(v)
-        tq_, tk_, tv_ = (None if t is None else _wide(t) for t in (tq, tk, tv))
+        q, k, v, bias, at = ctx.saved_tensors
         found = []
-        for at, p, rows in _blocks(q, k_, bias, ctx.causal, ctx.scale):
-            parts = [] if tv_ is None else [p @ tv_]
-            if tq_ is not None or tk_ is not None:
-                ds = [] if tq_ is None else [tq_[..., at, :] * ctx.scale @ k_.mT]
-                ds += [] if tk_ is None else [rows @ tk_.mT]
+        for n, rows, p, x, k_ in _blocks(q, k, bias, at, ctx.causal, ctx.scale):
+            v_ = _wide(v[n])
+            parts = [] if tv is None else [p @ _wide(tv[n])]
+            if tq is not None or tk is not None:
+                ds = [] if tq is None else [_wide(tq[n, rows]) * ctx.scale @ k_.mT]
+                ds += [] if tk is None else [x @ _wide(tk[n]).mT]
                 dp = p * functools.reduce(torch.add, ds)
                 parts += [dp @ v_, -dp.sum(-1, keepdim=True) * (p @ v_)]
             found.append(functools.reduce(torch.add, parts or [torch.zeros_like(p @ v_)]))
-        return torch.cat(found, -2).to(q.dtype)
+        return _joined(found, q)
 
 
 def _blocks(
-    q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Some rows of queries at a time: where they are, their weights `[..., rows, s]`, and they by the scale."""
-    length, count = q.shape[-2], k.shape[-2]
-    many = max(1, elements_at_a_time(q.device, SCORES) // max(1, q[..., 0, 0].numel() * count))
-    for start in range(0, length, many):
-        at = slice(start, min(length, start + many))
-        rows = q[..., at, :].to(k.dtype) * scale
-        scores, hidden = rows @ k.mT, None
-        if causal:
-            hidden = torch.arange(count, device=q.device) > torch.arange(at.start, at.stop, device=q.device)[:, None]
-        elif bias is not None:
-            scores = scores + bias[..., at, :]
-            hidden = (bias[..., at, :] == -math.inf).all(-1, keepdim=True)  # torch gives rows that see nothing zeros
-        yield at, _Weights.apply(scores, hidden, causal), rows  # type: ignore[no-untyped-call]
+    q: Tensor, k: Tensor, bias: Tensor | None, at: Tensor | None, causal: bool, scale: float
+) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
+    """Some heads at a time, or rows of one head: which, their weights, their queries by the scale, and their keys."""
+    count, length, keys = len(q), q.shape[-2], k.shape[-2]
+    most = elements_at_a_time(q.device, SCORES)
+    heads, many = max(1, most // (length * keys)), min(length, max(1, most // keys))
+    for first in range(0, count, heads):
+        n = slice(first, min(count, first + heads))
+        k_ = _wide(k[n])
+        for start in range(0, length, many):
+            rows = slice(start, min(length, start + many))
+            x = _wide(q[n, rows]) * scale
+            scores, hidden = x @ k_.mT, None
+            if causal:
+                hidden = (
+                    torch.arange(keys, device=q.device) > torch.arange(rows.start, rows.stop, device=q.device)[:, None]
+                )
+            elif bias is not None and at is not None:
+                added = bias[at[n]]
+                added = added if added.shape[1] == 1 else added[:, rows]
+                if added.dtype == torch.bool:
+                    added = torch.zeros_like(added, dtype=scores.dtype).masked_fill(~added, -math.inf)
+                scores = scores + added
+                hidden = (added == -math.inf).all(-1, keepdim=True)  # torch gives rows that see nothing zeros
+            yield n, rows, _Weights.apply(scores, hidden, causal), x, k_  # type: ignore[no-untyped-call]
+
+
+def _joined(blocks: list[Tensor], q: Tensor) -> Tensor:
+    """Blocks of heads, or as many blocks of rows for each head, as one tensor `[n, l, ...]`."""
+    each = max(1, len(blocks) // len(q))
+    whole = blocks if each == 1 else [torch.cat(blocks[i : i + each], 1) for i in range(0, len(blocks), each)]
+    return torch.cat(whole).to(q.dtype)
 
 
 class _Weights(torch.autograd.Function):

@@ -101,9 +101,27 @@ def alive(x: torch.Tensor) -> torch.Tensor:
     return torch._C._functorch.unwrap_if_dead(x)
 
 
+def layers(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor, and what the wrappers of transforms around it hold, from the outermost to the plain one."""
+    yield x
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+        yield x
+
+
 def lost(x: torch.Tensor) -> bool:
     """Whether a tensor had a gradient in a transform that has ended, in which it has none any more."""
-    return torch._C._functorch.unwrap_if_dead(x) is not x and x.requires_grad
+    return any(torch._C._functorch.unwrap_if_dead(y) is not y and y.requires_grad for y in layers(x))
+
+
+def constant_in(x: torch.Tensor) -> bool:
+    """Whether a tensor has neither a gradient nor a tangent in any transform, batches apart."""
+    top = torch._C._functorch.peek_interpreter_stack()
+    if top is None or top.key() != torch._C._functorch.TransformType.Vmap:
+        return all(kind == "batch" for _, kind in followed(x))
+    own = torch._C._functorch.is_batchedtensor(x) and torch._C._functorch.maybe_get_level(x) == top.level()
+    with temporarily_pop_interpreter_stack():
+        return constant_in(torch._C._functorch.get_unwrapped(x) if own else x)
 
 
 def batched(x: torch.Tensor) -> bool:

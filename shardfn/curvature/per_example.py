@@ -182,7 +182,8 @@ def dp_grads(
         clip: C, above 0.
         noise: sigma, 0 or more.
         size: B, the expected number of examples of all ranks.
-        seed: any int.
+        seed: any int. It is secret, and no two gradients that are published have the same seed and step: of two with
+            other noise or clip, one could subtract it.
         step: the number of the step.
         mask: bool `[rows]`: this rank's rows that count; None for all. What others hold makes no difference, and they
             take no time. A rank may have no rows that count, and so may all of them.
@@ -193,7 +194,7 @@ def dp_grads(
 
     Raises:
         ValueError, TypeError, RuntimeError: as `per_example`; a limit or a size that is not above 0; a mask that is not
-            bool `[rows]`.
+            bool `[rows]`; parameters in fewer than 32 bits, in which sums are rounded before there is noise.
 
     Sources: Abadi et al., Deep learning with differential privacy (2016), algorithm 1.
     """
@@ -202,6 +203,13 @@ def dp_grads(
             raise ValueError(f"dp_grads: {name}={value}; it is a finite number above 0")
     if not noise >= 0 or not math.isfinite(noise):
         raise ValueError(f"dp_grads: noise={noise}; it is a finite number, 0 or more")
+    narrow = [unit for unit in units(params).each if unit.trainable and unit.values is not None]
+    narrow = [unit for unit in narrow if unit.values.dtype.itemsize < 4]
+    if narrow:
+        raise TypeError(
+            f"dp_grads: {narrow[0].name} is in {narrow[0].values.dtype}, in which sums are rounded before noise is "
+            f"added: one row could change it by more than clip. Keep parameters in float32, with gather_dtype="
+        )
     given = batch if isinstance(batch, tuple) else (batch,)
     rows = per_example(losses, params, *(given if mask is None else _counting(given, mask)), micro=micro)
     leaves = units(rows.clipped(clip))

@@ -30,7 +30,7 @@ def _step_in_place(ps: list[Tensor], gs: list[Tensor], slots: Any, _: int, n: di
     ms, hs = slots
     torch._foreach_lerp_(ms, gs, 1 - n["b1"])
     divisors = torch._foreach_mul(hs, n["gamma"])
-    torch._foreach_clamp_min_(divisors, n["eps"])
+    torch._foreach_clamp_min_(divisors, max(n["eps"], torch.finfo(divisors[0].dtype).tiny))
     moves = torch._foreach_div(ms, divisors)
     torch._foreach_clamp_min_(moves, -1.0)
     torch._foreach_clamp_max_(moves, 1.0)
@@ -41,7 +41,7 @@ def _step_in_place(ps: list[Tensor], gs: list[Tensor], slots: Any, _: int, n: di
 
 def _step_pure(p: Tensor, g: Tensor, slots: Any, _: int, n: dict[str, Any]) -> tuple[Tensor, tuple[Tensor, ...]]:
     m, h = n["b1"] * slots[0] + (1 - n["b1"]) * g, slots[1]
-    move = (m / (n["gamma"] * h).clamp(min=n["eps"])).clamp(-1, 1)
+    move = (m / (n["gamma"] * h).clamp(min=max(n["eps"], torch.finfo(p.dtype).tiny))).clamp(-1, 1)
     return p * (1 - n["lr"] * n["weight_decay"]) - n["lr"] * move, (m, h)
 
 

@@ -8,21 +8,29 @@ tangents, too; autograd takes them through the graph of the pairs, and the gradi
 from __future__ import annotations
 
 import functools
+import random
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import optree
 import torch
 from torch import Tensor
 
 from shardfn.collectives.capturing import capturing
+from shardfn.collectives.ledger import ledger
 from shardfn.compat import autograd, functorch, modes
+from shardfn.compat.norms import Written
+from shardfn.quoting import short
 from shardfn.shards.layout import FlatShard
 from shardfn.stages.options import Offload
+from shardfn.stages.refusals import writes
+from shardfn.stages.replay import entered
 from shardfn.stages.signature import Signature, signature_of
 from shardfn.transforms.autodiff import moves
-from shardfn.transforms.jvp import running
-from shardfn.transforms.shortage import RandomNumbers, exhausted
+from shardfn.transforms.jvp import WRITES, belonging, running
+from shardfn.transforms.shortage import RandomNumbers
 from shardfn.transforms.step import OutsideGradient, pushes
 
 if TYPE_CHECKING:
@@ -79,13 +87,20 @@ class Pairs:
             function = functools.wraps(signature.function)(functools.partial(_on_pairs, signature, has))
             made = signature.paired[has] = signature_of(signature.name, function, signature.options, *arguments)
             made.computes = signature.computes
-        self.signature = signature.paired[has]
+        self.signature, self.source, self.written = signature.paired[has], signature, Written.active()
         self.leaves: list[Any] = optree.tree_leaves(arguments)
         self.needs = needs + [False] * (len(self.leaves) - len(needs))
         self.tangents: list[Tensor | None] = []
         count = sum(i < len(leaves) for i in self.signature.shards)
         paired = [k for k, i in enumerate(signature.shards) if has[_source(signature, i)]]
         self.tangent_of = dict(zip(paired, range(count, len(self.signature.shards)), strict=True))
+
+    def watching(self) -> Any:
+        """A context for backward of a graph of pairs, in which torch's checkpoints run a part of the function again."""
+        kind = Written.active() or self.written
+        return (
+            entered([modes.functions_seen(), kind()]) if kind is not None and not self.source.reverses else entered([])
+        )
 
     def ran(self, outputs: Sequence[Any]) -> None:
         """Keeps the tangents of the outputs."""
@@ -142,21 +157,65 @@ def _on_pairs(signature: Signature, has: Sequence[bool], nodes: list[Any], movin
     values = optree.tree_leaves(nodes)
     wanted = [i for i, x in enumerate(values) if isinstance(x, Tensor) and x.requires_grad]
     tries = bool(wanted) and torch.is_grad_enabled() and signature.reverses
+    if tries and (autograd.inside_backward() or capturing() is not None):  # it has run there before
+        return _transposed(signature, has, nodes, moving, wanted)
     if tries:
-        began = None if capturing() is not None else RandomNumbers([x for x in values if isinstance(x, Tensor)])
-        generators = [(x, x.get_state()) for x in values if type(x) is torch.Generator]
-        try:
-            return _transposed(signature, has, nodes, moving, wanted)
-        except Exception as error:  # what is not for torch.func, or an error of its own, which it raises again
-            if began is None or exhausted(error) is not None:
-                raise
+        began = _Random(values, signature)
+        with ledger() as log:
+            try:
+                return _transposed(signature, has, nodes, moving, wanted)
+            except Exception as error:
+                if not _refused(error):
+                    raise
+                if log.records:
+                    raise RuntimeError(
+                        f"{signature}: in shardfn.jvp it runs inside of torch.func.vjp, which refused it after a "
+                        f"collective: {short(str(error))}. It cannot run again, as other ranks may not: do that before "
+                        f"collective, or leave it out"
+                    ) from error
         began.restore()
-        for generator, state in generators:
+    return _recorded(signature, has, nodes, moving, tries)
+
+
+class _Random:
+    """The state of the generators of random numbers that a function may use: torch's, Python's and numpy's."""
+
+    def __init__(self, values: Sequence[Any], signature: Signature) -> None:
+        self.torch = RandomNumbers([x for x in values if isinstance(x, Tensor)])
+        own = [x for x in (*values, *signature.closed_over()) if type(x) is torch.Generator]
+        self.own = [(x, x.get_state()) for x in own]
+        self.others = random.getstate(), np.random.get_state()
+
+    def restore(self) -> None:
+        self.torch.restore()
+        for generator, state in self.own:
             generator.set_state(state)
+        random.setstate(self.others[0])
+        np.random.set_state(self.others[1])
+
+
+_REFUSALS = re.compile(
+    f"{WRITES}|setup_context|functorch|torch\\.func|saved tensor hooks|Nested forward mode|data pointer|captured Tensor"
+    "|TensorWrapper"
+)
+
+
+def _refused(error: Exception) -> bool:
+    """Whether it is not for torch.func, and for a graph of pairs it may be."""
+    return bool(_REFUSALS.search(str(error))) or type(error).__module__.startswith("torch._dynamo")
+
+
+def _recorded(signature: Signature, has: Sequence[bool], nodes: list[Any], moving: list[Any], refused: bool) -> Any:
+    """Calls it on pairs whose graph autograd records."""
     pairs = _paired(has, nodes, moving)
-    with modes.functions_seen():
-        result = _called(signature, pairs)
-    signature.reverses &= not tries
+    try:
+        with modes.functions_seen():
+            result = _called(signature, pairs)
+    except RuntimeError as error:
+        if "modified inplace. This view was created inside a custom Function" in str(error):
+            raise RuntimeError(writes(signature)) from error
+        raise
+    signature.reverses &= not refused
     return optree.tree_map(functools.partial(_apart, _lent((nodes, moving, pairs))), result)
 
 
@@ -175,32 +234,47 @@ def _transposed(
 
     def run(*moved: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         arguments = list(leaves)
-        for i, x in zip(wanted, _InPlaceOf.apply(*moved, *xs), strict=True):  # type: ignore[no-untyped-call]
-            arguments[i] = x
-        with modes.functions_seen(), running(f"{signature.name} ({signature.stage})"):
+        for group in groups:
+            each = [moved[k] for k in group] + [xs[k] for k in group]
+            for k, x in zip(group, _InPlaceOf.apply(*each), strict=True):  # type: ignore[no-untyped-call]
+                arguments[wanted[k]] = x
+        with modes.functions_seen(), running(f"{signature.name} ({signature.stage})", _ranges(leaves)):
+            belonging(arguments)
             result = _called(signature, optree.tree_unflatten(tree, arguments))
         found, structure = optree.tree_flatten(result)
         ys, others = ([y for y in found if isinstance(y, Tensor) and moves(y) == yes] for yes in (True, False))
         constants = [_Place(moves(y)) if isinstance(y, Tensor) else y for y in found]
-        kept[:] = constants, structure, [y.requires_grad for y in ys]
+        kept[:] = constants, structure, [y.requires_grad for y in ys], ys, moved
         return ys, others
 
     xs = [leaves[i] for i in wanted]
+    moved_along = [functorch.tangent_of(x) is not None for x in xs]
+    # Of one Function, all results have tangents, or none.
+    each = [[k for k, yes in enumerate(moved_along) if yes is along] for along in (True, False)]
+    groups = [group for group in each if group]
     begins = [torch.empty_strided(x.shape, (0,) * x.ndim, dtype=x.dtype, device=x.device) for x in xs]
     transform: Any = torch.func.vjp
-    ys, pull, others = transform(run, *begins, has_aux=True)
-    constants, structure, follows = kept
+    before = _versions(leaves)
+    ys, _, others = transform(run, *begins, has_aux=True)
+    if _versions(leaves) != before:
+        raise RuntimeError(writes(signature))
+    constants, structure, follows, *graph = kept
     lent = _lent((nodes, moving, leaves))
     pairs = [functorch.unpacked(_apart(lent, y)) for y in ys]
     values = [y for y, _ in pairs]
     if any(follows):
         given = [flat[i] for i in wanted]
-        outputs = _Transposed.apply(pull, follows, len(values), *values, *given)  # type: ignore[no-untyped-call]
+        outputs = _Transposed.apply(graph, follows, len(values), *values, *given)  # type: ignore[no-untyped-call]
         values = [out if yes else y for y, out, yes in zip(values, outputs, follows, strict=True)]
     results = iter([y if t is None else functorch.dual(y, t) for y, (_, t) in zip(values, pairs, strict=True)])
     rest = iter(others)
     filled = [next(results if y.moves else rest) if isinstance(y, _Place) else y for y in constants]
     return optree.tree_unflatten(structure, filled)
+
+
+def _ranges(leaves: Sequence[Any]) -> list[tuple[int, int]]:
+    """Where what is lent is in memory."""
+    return [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in leaves if type(x) is Tensor]
 
 
 class _Place(NamedTuple):
@@ -246,12 +320,11 @@ class _InPlaceOf(torch.autograd.Function):
 
 
 class _Transposed(torch.autograd.Function):
-    """`(pull, follows, count, *ys, *xs) -> ys`: their gradients are what `pull` makes of cotangents, with tangents."""
+    """`((ys', xs'), follows, count, *ys, *xs) -> ys`, with the gradients that ys' have in xs', and their tangents."""
 
     @staticmethod
-    def forward(ctx: Any, pull: Any, follows: Sequence[bool], count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.pull, ctx.count = pull, count
-        ctx.shapes = [(y.shape, y.dtype, y.device) for y in tensors[:count]]
+    def forward(ctx: Any, graph: Any, follows: Sequence[bool], count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.graph, ctx.count = graph, count
         outputs = tuple([y.view_as(y) for y in tensors[:count]])
         ctx.mark_non_differentiable(*[y for y, yes in zip(outputs, follows, strict=True) if not yes])
         ctx.set_materialize_grads(False)
@@ -259,12 +332,20 @@ class _Transposed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        filled = [
-            torch.zeros(shape, dtype=dtype, device=device) if ct is None else _detached(ct)
-            for ct, (shape, dtype, device) in zip(cotangents, ctx.shapes, strict=True)
-        ]
-        pull, ctx.pull = ctx.pull, None
-        return None, None, None, *[None] * ctx.count, *map(functorch.alive, pull(filled, retain_graph=False))
+        (ys, xs), ctx.graph = ctx.graph, None
+        pairs = [(y, _detached(ct)) for y, ct in zip(ys, cotangents, strict=True) if ct is not None]
+        found: Sequence[Tensor | None] = [None] * len(xs)
+        if pairs:
+            ys, cts = zip(*pairs, strict=True)
+            # Some formulas of torch are right in forward mode only in grad mode, as with `create_graph`.
+            found = torch.autograd.grad(ys, xs, cts, retain_graph=False, create_graph=True, allow_unused=True)
+        gradients = [None if g is None else functorch.alive(g) for g in found]
+        return None, None, None, *[None] * ctx.count, *gradients
+
+
+def _versions(leaves: Sequence[Any]) -> list[int]:
+    tensors = [x for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
+    return [part._version for x in tensors for part in functorch.unpacked(x) if part is not None]
 
 
 def _detached(x: Tensor) -> Tensor:
@@ -277,10 +358,13 @@ def _dual(value: Any, tangent: Any) -> Any:
     if not moves(value):
         return value
     marked = any(x.is_conj() or x.is_neg() for x in (value, tangent))  # which an alias would lose
-    if not marked and value.untyped_storage().nbytes() > value.nbytes:
+    # Nor would it take a view of bytes that are numbers.
+    others = [x._base for x in (value, tangent) if x._base is not None]
+    if not marked and (value.untyped_storage().nbytes() > value.nbytes or not all(map(moves, others))):
         alias, other = autograd.second_storage(value.detach()), autograd.second_storage(tangent)
         if alias is not None and other is not None:
             return functorch.dual(_Alias.apply(value, alias), other)  # type: ignore[no-untyped-call]
+        return functorch.dual(value.clone(), tangent.clone())
     return functorch.dual(value, tangent)
 
 

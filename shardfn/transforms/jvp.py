@@ -101,35 +101,71 @@ class Watched(Padded):
     table = Padded.table | {F.scaled_dot_product_attention: attention}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():  # what is traced is computed later
+            return super().__torch_function__(func, types, args, kwargs)
+        if _running.lent and _writes(func, args, kwargs or {}):
+            raise RuntimeError(WRITES)
         result = super().__torch_function__(func, types, args, kwargs)
         if isinstance(result, torch.Size) or not isinstance(result, (Tensor, tuple, list)):
             return result
-        if _running.stage is not None:
-            for x in optree.tree_leaves(result):
-                if isinstance(x, Tensor) and x.requires_grad:
-                    setattr(x, _STAGE, _running.stage)
-        elif func is not Tensor.detach and torch.is_grad_enabled():
+        if func is not Tensor.detach and torch.is_grad_enabled():
             for x in optree.tree_leaves((args, kwargs)):
-                if hasattr(x, _STAGE) and functorch.lost(x):
-                    raise escaped(getattr(x, _STAGE))
+                if isinstance(x, Tensor) and functorch.lost(x):
+                    stages = [stage for y in functorch.layers(x) if (stage := getattr(y, _STAGE, None)) is not None]
+                    if stages:
+                        raise escaped(stages[0])
+        if _running.stage is not None:
+            belonging(result)
         return result
+
+
+def belonging(tree: Any) -> None:
+    """Marks tensors that have gradients as those of the stage that runs."""
+    for x in optree.tree_leaves(tree):
+        if isinstance(x, Tensor) and x.requires_grad:
+            setattr(x, _STAGE, _running.stage)
+
+
+WRITES = "a stage's function writes into what it was lent"
 
 
 class _Running(threading.local):
     stage: str | None = None
+    lent: Sequence[tuple[int, int]] = ()
 
 
 _running = _Running()
 
 
 @contextlib.contextmanager
-def running(stage: str) -> Iterator[None]:
-    """A context for the function of a stage, whose tensors belong to it."""
-    before, _running.stage = _running.stage, stage
+def running(stage: str, lent: Sequence[tuple[int, int]]) -> Iterator[None]:
+    """A context for the function of a stage, whose tensors belong to it, and which writes to nothing that is lent."""
+    before = _running.stage, _running.lent
+    _running.stage, _running.lent = stage, lent
     try:
         yield
     finally:
-        _running.stage = before
+        _running.stage, _running.lent = before
+
+
+def _writes(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function of torch is known to write into memory that is lent, from its first argument and its name."""
+    name = getattr(func, "__name__", "")
+    targets = [kwargs.get("out")]
+    if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace"):
+        targets += args[:1]
+    for x in optree.tree_leaves(targets):
+        if isinstance(x, Tensor) and x.layout is torch.strided:
+            at = functorch.unwrapped(x).data_ptr()
+            if any(start <= at < stop for start, stop in _running.lent):
+                return True
+    return False
+
+
+_IN_PLACE = {"__setitem__"} | {
+    f"__i{name}__"
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+}
 
 
 def _flat(values: Sequence[Any], what: str) -> tuple[list[Any], Any]:

@@ -456,6 +456,97 @@ def test_what_torch_func_refuses_has_products_too(world: World) -> None:
     assert worst(world.run(off_of_a_function_for_autograd_alone)) < 1e-13
 
 
+def unused(remat: bool) -> float:
+    """The largest number in a product, of a stage whose second output has an infinite slope and is not used."""
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    params, v = (sf.shard({"only": {"w": normal(D, seed=s)}}, mesh, sf.full_shard("shard"))["only"] for s in (0, 1))
+    first = sf.stage(lambda p, x: (x + p["w"], (x * 0 * p["w"]).sqrt()), remat=remat)
+    second = sf.stage(lambda p, y, z: (y * p["w"]).sin() + len(z), remat=remat)
+
+    def loss(p: Any) -> Tensor:
+        return second(p, *first(p, torch.ones(D, dtype=torch.float64))).square().sum()
+
+    found = sf.jvp(sf.grad(loss), (params,), (v,))
+    return worst([float(x.abs().max()) for x in optree.tree_leaves(found)])
+
+
+@one
+@pytest.mark.parametrize("remat", [False, True])
+def test_what_a_loss_does_not_use_has_no_part_in_its_product(world: World, remat: bool) -> None:
+    (largest,) = world.run(unused, remat)
+    assert 0 < largest < 100
+
+
+def writing(where: str, how: str, first: int) -> tuple[str, bool]:
+    """What comes of a function that writes from its `first` run on, and whether its parameters are as they were."""
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    params, v = (sf.shard(whole(seed)["layers"], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    before, runs = optree.tree_map(torch.clone, sf.unshard(params)), []
+
+    def layer(p: Any, x: Tensor) -> Tensor:
+        runs.append(1)
+        if len(runs) > first:
+            target = p["s"] if where == "parameter" else x
+            WAYS[how](target)
+        return mlp(p, x * p["s"])
+
+    stage = sf.stage(layer)
+
+    def loss(params: Any) -> Tensor:
+        x = torch.stack([normal(ROWS, D, seed=1)] * 2)[1]
+        for p in sf.layers(params):
+            x = stage(p, x)
+        return x.square().sum()
+
+    told = "nothing"
+    for _ in range(3):
+        try:
+            sf.jvp(sf.grad(loss), (params,), (v,))
+        except RuntimeError as error:
+            told = str(error)
+    return told, all(map(torch.equal, optree.tree_leaves(sf.unshard(params)), optree.tree_leaves(before)))
+
+
+WAYS: dict[str, Callable[[Tensor], Any]] = {
+    "a method": lambda x: x.mul_(2),
+    "an operator": lambda x: exec("x *= 2", {"x": x}),
+    "an item": lambda x: x.__setitem__(0, 3.0),
+    "out": lambda x: torch.mul(x.detach(), 2, out=x),
+    "in place": lambda x: F.relu(x, inplace=True),
+    "detached": lambda x: x.detach().add_(1),
+}
+
+
+@one
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize(("where", "first"), [("parameter", 0), ("parameter", 4), ("argument", 0), ("argument", 4)])
+def test_what_writes_into_what_it_was_lent_is_refused(world: World, where: str, how: str, first: int) -> None:
+    ((told, unchanged),) = world.run(writing, where, how, first)
+    assert "writes into its parameters, or into another" in told or "out=... arguments" in told, told
+    assert unchanged or how == "detached", told
+
+
+def short_of_memory() -> tuple[str, int]:
+    runs = []
+
+    def layer(p: Any, x: Tensor) -> Tensor:
+        runs.append(1)
+        if len(runs) == 2:
+            raise torch.OutOfMemoryError("out of memory: allocating")
+        return mlp(p, x)
+
+    try:
+        alone_with(layer)
+    except torch.OutOfMemoryError as error:
+        return str(error), len(runs)
+    return "nothing", len(runs)
+
+
+@one
+def test_a_function_that_is_out_of_memory_does_not_run_again(world: World) -> None:
+    assert world.run(short_of_memory) == [("out of memory: allocating", 2)]
+
+
 def outcome(remat: bool, read: str) -> str:
     """What comes of a loss that reads what stages have computed and not returned."""
     mesh = sf.make_mesh(shard=-1, device="cpu")
