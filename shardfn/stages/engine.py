@@ -186,9 +186,12 @@ class Engine:
                     residuals.decoding.again()
                 unseen = run.reads and (debugging.memory or (*run.kind, "backward") not in self.looked)
                 returned = self._lends(run, residuals.parameters, None, ("backward",)) if unseen else None
-                watching = contextlib.nullcontext() if call.pairs is None else call.pairs.watching()
-                with reentrant_told(call.signature), watching:
-                    gradients = differentiated(residuals, needs, cotangents, call.pairs is not None)
+                with reentrant_told(call.signature):
+                    if call.pairs is None:
+                        gradients = differentiated(residuals, needs, cotangents)
+                    else:
+                        with call.pairs.watching():
+                            gradients = differentiated(residuals, needs, cotangents, True)
                 if call.pairs is not None:
                     needs, gradients = call.pairs.parted(needs, gradients, residuals.parameters)
                 if returned is not None:

@@ -362,6 +362,8 @@ def _dual(value: Any, tangent: Any) -> Any:
     others = [x._base for x in (value, tangent) if x._base is not None]
     if not marked and (value.untyped_storage().nbytes() > value.nbytes or not all(map(moves, others))):
         alias, other = autograd.second_storage(value.detach()), autograd.second_storage(tangent)
+        if capturing() is not None:  # which takes an alias for memory from outside
+            alias = None
         if alias is not None and other is not None:
             return functorch.dual(_Alias.apply(value, alias), other)  # type: ignore[no-untyped-call]
         return functorch.dual(value.clone(), tangent.clone())
