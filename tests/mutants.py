@@ -183,9 +183,9 @@ MUTANTS = [
     # forward mode
     Mutant(
         "gradients of pairs are taken without a graph",
-        "stages/engine.py",
-        "cotangents, call.pairs is not None)",
-        "cotangents, False)",
+        "stages/forward_mode.py",
+        "create_graph=True, allow_unused=True",
+        "create_graph=False, allow_unused=True",
         f"{FORWARD}::test_products_are_those_of_torch[solving]",
     ),
     Mutant(
