@@ -198,7 +198,7 @@ MUTANTS = [
     Mutant(
         "pairs lose that they are conjugates",
         "stages/forward_mode.py",
-        "if not marked and (value",
+        "if marked or (value",
         "if (value",
         f"{FORWARD}::test_each_order_and_choice_of_derivatives",
     ),

@@ -37,9 +37,10 @@ def attention(
     kind = q.device.type
     if torch.is_autocast_enabled(kind):  # which leaves float64 as it is
         lower = torch.get_autocast_dtype(kind)
-        q, k, v = (x.to(lower) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+        q, k, v = (_lowered(x, lower) for x in (q, k, v))
+        mask = None if attn_mask is None else _lowered(attn_mask, lower)
         with torch.autocast(kind, enabled=False):
-            return attention(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            return attention(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
     if enable_gqa and q.ndim > 2 and k.ndim > 2 and k.shape[-3] and q.shape[-3] % k.shape[-3] == 0:
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     plain = (
@@ -50,9 +51,10 @@ def attention(
         and q.shape[-1:] == k.shape[-1:]
         and k.shape[-2:-1] == v.shape[-2:-1]
     )
-    if not plain or dropout_p or (attn_mask is not None and (is_causal or _moves(attn_mask))):
-        return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if attn_mask is not None and not _broadcasts(attn_mask, (*q.shape[:-1], k.shape[-2])):
+    if attn_mask is not None:
+        fits = _broadcasts(attn_mask, (*q.shape[:-1], k.shape[-2])) and attn_mask.dtype in (torch.bool, q.dtype)
+        plain = plain and fits and not is_causal and not _moves(attn_mask)
+    if not plain or dropout_p:
         return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     batch, factor = q.shape[:-2], 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     bias = at = None
@@ -62,6 +64,10 @@ def attention(
     flat = [x.reshape(-1, *x.shape[-2:]) for x in (q, k, v)]
     y: Tensor = _Attention.apply(*flat, bias, at, is_causal, factor)  # type: ignore[no-untyped-call]
     return y.view(*batch, *y.shape[-2:])
+
+
+def _lowered(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
 def _broadcasts(mask: Tensor, shape: tuple[int, ...]) -> bool:

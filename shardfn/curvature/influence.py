@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfn.curvature.kronecker import checked
 from shardfn.curvature.operators import check_batches, each_of
-from shardfn.curvature.per_example import Batch, Losses, refuse_cut
+from shardfn.curvature.per_example import Batch, Losses, checked, refuse_cut
 from shardfn.curvature.vectors import Space
 from shardfn.transforms.autodiff import name_of
 from shardfn.transforms.jvp import jvp
@@ -54,7 +54,7 @@ def influence(
     directions = [space.tangents(space.read(inverse(query))) for query in queries]
     found = []
     for batch in each_of(batches, name):
-        rows = checked(params, lambda batch=batch: batch, name)[1]  # type: ignore[misc]
+        rows = checked(params, functools.partial(tuple, batch), name)[1]
 
         def of(values: Any, rows: Batch = rows) -> Tensor:
             return rows.of(losses, space.variables.tree(values))

@@ -20,7 +20,7 @@ from shardfn import checkpoint
 from shardfn.collectives.agree import agree
 from shardfn.curvature.labels import Drawn
 from shardfn.curvature.operators import Operator, check_batches, each_of
-from shardfn.curvature.per_example import Batch, Losses, batch_of, compare_once, kind_of, refuse_cut, visit
+from shardfn.curvature.per_example import Losses, checked, compare_once, kind_of, refuse_cut, visit
 from shardfn.curvature.row_moments import Kind, Place, Sums, Total, places, work
 from shardfn.curvature.row_uses import Key
 from shardfn.curvature.vectors import Space, Vector
@@ -217,20 +217,6 @@ def gather(sums: Sums, losses: Losses | Drawn, batches: Iterable[Any], name: str
 
 def _labelled(losses: Losses | Drawn, params: Any, batch: tuple[Any, ...], number: int) -> tuple[Any, ...]:
     return losses.labelled(params, batch, number) if isinstance(losses, Drawn) else batch
-
-
-def checked(params: Any, batch: Callable[[], tuple[Any, ...]], name: str) -> tuple[tuple[Any, ...], Batch]:
-    """The arguments for a batch, and its rows, after all ranks have found theirs right."""
-    error: Exception | None = None
-    try:
-        given = batch()
-        rows = batch_of(given)
-    except (TypeError, ValueError) as own:
-        error = own
-    agree([] if error is None else [str(error)], together(params), name, mine=error)
-    if error is not None:  # a rank alone need not agree
-        raise error
-    return given, rows
 
 
 def _wrong(diagonal: Collection[str], each: dict[Key, Place], name: str) -> Exception | None:

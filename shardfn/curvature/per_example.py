@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import functional
+from shardfn.collectives.agree import agree
 from shardfn.compat import autograd, functorch
 from shardfn.curvature.row_stages import stages_apart
 from shardfn.curvature.row_uses import Key, Norms, Receiver
@@ -34,6 +35,7 @@ from shardfn.shards.random import int_seed
 from shardfn.stages.replay import RngAndAutocast
 from shardfn.transforms.accumulate import accumulate
 from shardfn.transforms.autodiff import Variables, grad, layouts_of, moves, name_of, value_and_grad
+from shardfn.transforms.fitting import together
 from shardfn.transforms.jvp import jvp
 from shardfn.transforms.modules import refuse_module
 
@@ -211,7 +213,9 @@ def dp_grads(
             f"added: one row could change it by more than clip. Keep parameters in float32, with gather_dtype="
         )
     given = batch if isinstance(batch, tuple) else (batch,)
-    rows = per_example(losses, params, *(given if mask is None else _counting(given, mask)), micro=micro)
+    if mask is not None:
+        given, _ = checked(params, lambda: _counting(given, mask), "dp_grads")
+    rows = per_example(losses, params, *given, micro=micro)
     leaves = units(rows.clipped(clip))
     salt = int_seed(seed), "noise", int_seed(step)
 
@@ -300,6 +304,20 @@ def batch_of(batch: tuple[Any, ...]) -> Batch:
         told = listed(f"{path} has {n}" for path, n in counts.items())
         raise ValueError(f"per_example: every tensor of the batch has this rank's rows in dim 0, and {told}")
     return Batch(leaves, tree, mapped, next(iter(counts.values())))
+
+
+def checked(params: Any, batch: Callable[[], tuple[Any, ...]], name: str) -> tuple[tuple[Any, ...], Batch]:
+    """The arguments for a batch, and its rows, after all ranks have found theirs right."""
+    error: Exception | None = None
+    try:
+        given = batch()
+        rows = batch_of(given)
+    except (TypeError, ValueError) as own:
+        error = own
+    agree([] if error is None else [str(error)], together(params), name, mine=error)
+    if error is not None:  # a rank alone need not agree
+        raise error
+    return given, rows
 
 
 def _counting(batch: tuple[Any, ...], mask: Tensor) -> tuple[Any, ...]:

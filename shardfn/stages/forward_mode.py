@@ -359,15 +359,14 @@ def _dual(value: Any, tangent: Any) -> Any:
         return value
     marked = any(x.is_conj() or x.is_neg() for x in (value, tangent))  # which an alias would lose
     # Nor would it take a view of bytes that are numbers.
-    others = [x._base for x in (value, tangent) if x._base is not None]
-    if not marked and (value.untyped_storage().nbytes() > value.nbytes or not all(map(moves, others))):
+    bases = [x._base for x in (value, tangent) if x._base is not None]
+    if marked or (value.untyped_storage().nbytes() == value.nbytes and all(map(moves, bases))):
+        return functorch.dual(value, tangent)
+    if capturing() is None:  # a captured step would take an alias for memory from outside
         alias, other = autograd.second_storage(value.detach()), autograd.second_storage(tangent)
-        if capturing() is not None:  # which takes an alias for memory from outside
-            alias = None
         if alias is not None and other is not None:
             return functorch.dual(_Alias.apply(value, alias), other)  # type: ignore[no-untyped-call]
-        return functorch.dual(value.clone(), tangent.clone())
-    return functorch.dual(value, tangent)
+    return functorch.dual(value.clone(), tangent.clone())
 
 
 class _Alias(torch.autograd.Function):

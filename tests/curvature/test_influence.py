@@ -107,10 +107,10 @@ def factors() -> dict[str, tuple[Tensor, Tensor]]:
     """For each matrix the mean of its inputs' outer products, and the mean over rows of those of outputs' gradients."""
     t, y = (torch.cat(xs) for xs in zip(rows(0), rows(1), strict=True))
     met = Met()
-    F.cross_entropy(net(plainly, whole(), t, met), y, reduction="sum").backward()
+    loss = F.cross_entropy(net(plainly, whole(), t, met), y, reduction="sum")
     found = {}
     for path, added in met.added.items():
-        a, g = met.inputs[path].flatten(0, 1), added.grad.flatten(0, 1)  # type: ignore[union-attr]
+        a, g = (x.flatten(0, 1) for x in (met.inputs[path], torch.autograd.grad(loss, added, retain_graph=True)[0]))
         found[path] = a.T @ a / len(a), g.T @ g / len(t)
     return found
 
@@ -228,8 +228,8 @@ def of_recurrent(remat: bool) -> float:
 
     for _ in range(2):
         x = torch.tanh(product(torch.tanh(product(x))) + product(x))
-    x.square().sum().backward()
-    a, d = (torch.cat([y.flatten(0, 1) for y in ys]) for ys in (inputs, [z.grad for z in met]))  # type: ignore[union-attr]
+    slopes = torch.autograd.grad(x.square().sum(), met)
+    a, d = (torch.cat([y.flatten(0, 1) for y in ys]) for ys in (inputs, slopes))
     g = torch.func.vmap(
         torch.func.grad(lambda w, x: recurrent(lambda f, **_: f)({"s": {"w": w}}, x[None])[0]), (None, 0)
     )(w, X)
@@ -260,9 +260,9 @@ def of_convolution() -> list[float]:
     k = KERNEL["s"]["k"]
     options: Any = {"stride": (2, 1), "padding": (1, 2), "dilation": (1, 2)}
     z = F.conv2d(IMAGES, k, **options).requires_grad_()
-    torch.tanh(z).square().sum().backward()
+    (slope,) = torch.autograd.grad(torch.tanh(z).square().sum(), z)
     a = F.unfold(IMAGES, (3, 2), **options).mT.flatten(0, 1)
-    d = z.grad.flatten(2).mT.flatten(0, 1)  # type: ignore[union-attr]
+    d = slope.flatten(2).mT.flatten(0, 1)
     g = torch.func.vmap(torch.func.grad(lambda p, x: convolving(plainly)(p, x[None])[0]), (None, 0))(KERNEL, IMAGES)
     matrix = by_definition(g["s"]["k"].flatten(2), d.T @ d, a.T @ a)
     want = {"s.k": (matrix @ k.flatten()).view_as(k)}
@@ -596,9 +596,9 @@ def scored(strategy: str) -> list[float]:
     want = []
     for i in range(2):
         solved = {k: inverted(dense()[k], q.flatten()) for k, q in leaves(one(whole(), i)).items()}
-        want.append(sum(each()[k].flatten(1) @ solved[k] for k in solved))
+        want.append(torch.stack([each()[k].flatten(1) @ solved[k] for k in solved]).sum(0))
     n, k = mesh.size(), mesh.get_rank()
-    both = torch.cat([x.tensor_split(n, 1)[k] for x in torch.stack(want).chunk(2, 1)], 1)  # type: ignore[arg-type]
+    both = torch.cat([x.tensor_split(n, 1)[k] for x in torch.stack(want).chunk(2, 1)], 1)
     assert got.shape == both.shape == (2, 2 * ROWS // n)
     return [float((got - both).abs().max() / both.abs().max())]
 

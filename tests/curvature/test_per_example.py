@@ -709,6 +709,7 @@ def told() -> dict[str, str]:
         "size": lambda: dp_grads(losses, params, x, clip=1.0, noise=1.0, size=math.inf, seed=0, step=0),
         "mask": lambda: dp_grads(losses, params, x, **of_a_mask(torch.ones(4))),
         "length": lambda: dp_grads(losses, params, x, **of_a_mask(torch.ones(3, dtype=torch.bool))),
+        "one rank": lambda: dp_grads(losses, params, x, **of_a_mask(torch.ones(4 - mesh.get_rank(), dtype=torch.bool))),
         "no mask": lambda: dp_grads(losses, params, x, **of_a_mask([True] * 4)),
         "seed": lambda: dp_grads(losses, params, x, clip=1.0, noise=1.0, size=1.0, **half),
     }
@@ -746,6 +747,7 @@ def test_errors(world: World) -> None:
         assert "mask is torch.float32 of shape (4,); it is bool, [4], one for each" in found["mask"]
         assert "mask is torch.bool of shape (3,); it is bool, [4]" in found["length"]
         assert "mask is list; it is bool, [4]" in found["no mask"]
+        assert "mask is torch.bool of shape (3,); it is bool, [4]" in found["one rank"]
         assert max(map(len, found.values())) < 2000
 
 

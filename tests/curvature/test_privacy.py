@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
 from shardfn.curvature import epsilon, noise_for, privacy
 from tests.refusals import refused, told
-
-needed = pytest.mark.skipif(find_spec("dp_accounting") is None, reason="dp-accounting is not installed")
 
 
 def normal(x: float) -> float:
@@ -43,7 +41,6 @@ def delta_of_a_step(eps: float, noise: float, rate: float) -> float:
     return found
 
 
-@needed
 @pytest.mark.parametrize(("noise", "steps"), [(1.0, 1), (4.0, 10), (30.0, 10_000), (300.0, 100), (0.5, 1), (2.0, 100)])
 def test_of_all_rows_it_is_the_closed_form(noise: float, steps: int) -> None:
     found = epsilon(noise, 1.0, steps, 1e-5)
@@ -51,7 +48,6 @@ def test_of_all_rows_it_is_the_closed_form(noise: float, steps: int) -> None:
     assert delta_of_all(found * (1 - 1e-3), noise, steps) > 1e-5
 
 
-@needed
 @pytest.mark.parametrize(("noise", "rate"), [(1.0, 0.1), (0.6, 0.01), (3.0, 0.5), (50.0, 0.5), (0.4, 0.9)])
 def test_of_one_sample_it_is_the_closed_form(noise: float, rate: float) -> None:
     found = epsilon(noise, rate, 1, 1e-5)
@@ -67,14 +63,12 @@ PUBLISHED = {  # by moments, for 60,000 images and delta 1e-5: looser bounds of 
 }
 
 
-@needed
 @pytest.mark.parametrize("source", PUBLISHED)
 def test_published_bounds_are_a_little_looser(source: str) -> None:
     noise, rate, steps, bound = PUBLISHED[source]
     assert 0.7 * bound < epsilon(noise, rate, steps, 1e-5) < bound
 
 
-@needed
 def test_more_is_less_private() -> None:
     def of(**other: Any) -> float:
         return epsilon(**dict[str, Any](noise=1.1, rate=0.01, steps=100, delta=1e-5) | other)
@@ -85,19 +79,17 @@ def test_more_is_less_private() -> None:
     assert of(noise=0.02) == math.inf
 
 
-@needed
 @pytest.mark.parametrize("asked", [0.5, 30.0])
 def test_the_noise_for_an_epsilon_has_it(asked: float) -> None:
     noise = noise_for(asked, 0.1, 50, 1e-5)
     assert epsilon(noise, 0.1, 50, 1e-5) <= asked < epsilon(noise / 1.006, 0.1, 50, 1e-5)
 
 
-@needed
 def test_an_epsilon_out_of_reach_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(privacy, "LEAST", 0.9)
     monkeypatch.setattr(privacy, "MOST", 4.0)
     for asked in (60.0, 0.1):
-        said = refused(lambda asked=asked: noise_for(asked, 1.0, 10, 1e-5), ValueError)  # type: ignore[misc]
+        said = refused(functools.partial(noise_for, asked, 1.0, 10, 1e-5), ValueError)
         assert said == f"noise_for: epsilon={asked}: the noise for it is not between 0.9 and 4"
 
 
@@ -125,5 +117,5 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("dp_accounting", "dp_accounting.pld"):
         monkeypatch.setitem(sys.modules, module, None)
     for call in (epsilon, noise_for):
-        said = told(lambda call=call: call(1.0, 1.0, 1, 1e-5))  # type: ignore[misc]
+        said = told(functools.partial(call, 1.0, 1.0, 1, 1e-5))
         assert said == f"ImportError: {call.__name__} needs the package dp-accounting: pip install 'shardfn[privacy]'"
