@@ -78,13 +78,15 @@ if TYPE_CHECKING:
     from shardfn.plans.planning import plan, planning
     from shardfn.plans.profiling import Profile, profile_step
     from shardfn.plans.showing import show
+    from shardfn.transforms.compiled import compile
 
 __version__ = "0.1.0"
 
-_WHEN_USED = {  # names for planning, showing and curvature, which a step needs not
+_WHEN_USED = {  # names for planning, showing, curvature and compiling, which a step needs not
     "Chip": "plans.chips", "Links": "plans.links", "measure_chip": "plans.measuring", "Plan": "plans.plan",
     "measure_links": "plans.measuring", "plan": "plans.planning", "planning": "plans.planning",
     "Profile": "plans.profiling", "profile_step": "plans.profiling", "show": "plans.showing", "curvature": "curvature",
+    "compile": "transforms.compiled",
 }  # fmt: skip
 
 
@@ -123,6 +125,7 @@ __all__ = [
     "by_path",
     "checkpoint",
     "combine",
+    "compile",
     "curvature",
     "ddp",
     "debug",

@@ -64,6 +64,13 @@ def capturing() -> Watch | None:
     return _current.watch
 
 
+def refuse_traced(what: str) -> None:
+    """Raises RuntimeError if this thread traces a step, whose tensors have no numbers to send."""
+    watch = _current.watch
+    if watch is not None and watch.traces:
+        raise RuntimeError(f"{watch.name}: a compiled step cannot hold {what} (at {callsites.caller()})")
+
+
 class Watch(modes.Watching):
     """A context for one call of a step that is to be captured.
 
@@ -77,6 +84,9 @@ class Watch(modes.Watching):
         notes: the operations so far, each with the numbers that the host passed to it.
         held: tensors from outside of the call, one for each memory that an operation uses.
         late: tensors that the host is to check after each run, see `late_checks`.
+        redraws: whether a second run of a function may use the random numbers of the first.
+        traces: whether tensors have no numbers.
+        works: the collectives of a traced step, which lives as long as they do.
         drawing: why random numbers may not be drawn here; empty if they may.
     """
 
@@ -89,6 +99,9 @@ class Watch(modes.Watching):
         self.held: dict[int, Tensor] = {}
         self.late: list[Late] = []
         self.drawing = ""
+        self.redraws = False
+        self.traces = False
+        self.works: list[Any] = []
         # What operations have made, and where, and on the CPU what was computed from the inputs: by numbers of
         # storages, with references that keep these numbers from others.
         self._made: dict[int, tuple[Any, str]] = {}

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from shardfn.collectives import functional
 from shardfn.collectives.ledger import record
-from shardfn.compat import process_groups
+from shardfn.collectives.scheduled import Scheduled, run
+from shardfn.compat import dispatch, process_groups
 from shardfn.mesh.axes import axis_of
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import mesh_of, scope_of
@@ -392,17 +393,44 @@ def _peers(grid: Grid | None, axes: tuple[str, ...]) -> _Peers:
     return _Peers(axes, axis.group, group, tuple(dist.get_process_group_ranks(group)) if group else (rank,), rank)
 
 
+class _Exchange(Scheduled):
+    """An exchange of elements: `[sum(sent)] -> [sum(received)]`."""
+
+    def __init__(self, sent: list[int], received: list[int], peers: _Peers) -> None:
+        super().__init__()
+        self.sent, self.received, self.peers = sent, received, peers
+
+    def __str__(self) -> str:
+        return f"exchange of optimizers' work along {self.peers.axes}"
+
+    def like(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+        (flat,) = inputs
+        assert flat is not None
+        return [flat.new_empty(sum(self.received))]
+
+    def start(self, inputs: Sequence[Tensor | None]) -> Any:
+        (flat,), (received,), peers = inputs, self.like(inputs), self.peers
+        assert flat is not None
+        remote = flat.numel() - self.sent[peers.ranks.index(peers.rank)]
+        record("all_to_all", peers.name, flat.dtype, remote * flat.element_size(), "native", peers.axes)
+        sizes = self.received, self.sent
+        return received, dist.all_to_all_single(received, flat, *sizes, group=peers.group, async_op=True), flat
+
+    def finish(self, started: Any) -> list[Tensor]:
+        received, work, _ = started
+        if work is not None:
+            work.wait()
+        return [received]
+
+
 def _exchanged(
     outgoing: list[list[Tensor]], incoming: Sequence[Sequence[Share]], like: Tensor, peers: _Peers
 ) -> list[tuple[int, Part, Tensor]]:
     """Exchanges elements; returns what the peers sent: index of a block, part, and its elements in their shape."""
     sizes = [sum(x.numel() for x in to) for to in outgoing]
     expected = [sum(part.common.numel for _, part in shares) for shares in incoming]
-    flat = torch.cat([like, *(x.reshape(-1) for to in outgoing for x in to)])
-    received = like.new_empty(sum(expected))
-    remote = flat.numel() - sizes[peers.ranks.index(peers.rank)]
-    record("all_to_all", peers.name, like.dtype, remote * like.element_size(), "native", peers.axes)
-    dist.all_to_all_single(received, flat, expected, sizes, group=peers.group)
+    flat, exchange = torch.cat([like, *(x.reshape(-1) for to in outgoing for x in to)]), _Exchange(sizes, expected, peers)
+    (received,) = run(exchange, [flat]) if dispatch.in_graph() else exchange.finish(exchange.start([flat]))
     parts = [share for shares in incoming for share in shares]
     pieces = received.split([part.common.numel for _, part in parts])
     return [(n, part, x.view(part.common.sizes)) for (n, part), x in zip(parts, pieces, strict=True)]

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from shardfn.check import recording
 from shardfn.collectives import functional
-from shardfn.collectives.into_buffers import Handle, all_gather, arrived, communicator_of
+from shardfn.collectives.into_buffers import Communicator, Handle, all_gather, arrived, communicator_of
 from shardfn.collectives.ledger import attributed_to
-from shardfn.compat import dynamo, process_groups
+from shardfn.collectives.scheduled import Scheduled, run
+from shardfn.compat import dispatch, dynamo, process_groups
 from shardfn.mesh import waiting
 from shardfn.mesh.scope import mesh_of, scope, scope_of
 from shardfn.optim.differentiable import differentiable, share_memory
@@ -135,6 +136,36 @@ def _gathered(params: Any, parts: Any, before: list[int], new_parts: Any, finer:
     return optree.tree_unflatten(tree, gathered)
 
 
+class _Gathering(Scheduled):
+    """The gather of a parameter's new parts in a traced step: `this rank's part -> the parameter`."""
+
+    ahead = 1
+
+    def __init__(self, layout: Layout, fine: Layout, along: Communicator) -> None:
+        super().__init__()
+        self.layout, self.fine, self.along = layout, fine, along
+
+    def __str__(self) -> str:
+        return f"gather new parts of {self.layout.stage}: {self.layout.piece} {self.layout.dtype}"
+
+    def like(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+        (part,) = inputs
+        assert part is not None
+        return [part.new_empty(self.layout.piece)]
+
+    def start(self, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Handle]:
+        (whole,), start = self.like(inputs), start_of(self.layout, self.fine)
+        (part,) = inputs
+        whole[start : start + self.fine.piece].copy_(part)
+        with attributed_to(self.layout.stage):
+            return whole, all_gather(whole.view(torch.uint8), self.along, whole.dtype)
+
+    def finish(self, started: tuple[Tensor, Handle]) -> list[Tensor]:
+        whole, handle = started
+        arrived(handle, "all_gather", self.along.gathers.group_name, self.layout.stage)
+        return [whole]
+
+
 def _whole(node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: list[tuple[str, str, Handle]]) -> Tensor:
     """A parameter from all ranks' new parts; in its own memory, if this rank's part was updated in place."""
     layout = node.layout
@@ -154,6 +185,9 @@ def _whole(node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: l
             own.copy_(new)
         if layout.grid.size(names) > 1 and layout.here(process_groups.global_rank()):
             along = communicator_of(mesh, names)
+            if dispatch.in_graph():
+                (gathered,) = run(_Gathering(layout, fine, along), [new])
+                return values.copy_(gathered) if donated else gathered
             handle = all_gather(whole.view(torch.uint8), along, whole.dtype)
             handles.append((layout.stage, along.gathers.group_name, handle))
     if (recorder := recording.current()) is not None:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardfn.compat import dispatch
 from shardfn.compat.devices import elements_at_a_time
 from shardfn.optim.differentiable import refuse_overwriting, tied, varied
 from shardfn.optim.fused import AdamW
@@ -102,7 +103,10 @@ def optimizer(
         this = _Step(rule, kept, leaves, count, now, (state.get("seed", 0), count))
         if donate:
             refuse_overwriting(name, params, grads, state)
-            (_overwrite if kept is None else _overwrite_kept)(this, jobs)
+            if dispatch.in_graph():  # whose compiler fuses the rule's operations, and does them in place
+                _copied_back(this, jobs)
+            else:
+                (_overwrite if kept is None else _overwrite_kept)(this, jobs)
             return params, state | {"step": count}
         (_replace_all if kept is None else _replace_kept)(this, jobs)
         new_params = leaves.like(item.values for item in work)
@@ -212,6 +216,18 @@ def _refuse_dtypes(item: _Work) -> None:
                 f"{item.unit.name}: the parameter is {dtype}, but the state {slot.dtype}: cast both, or "
                 f"make a new state by init(params)"
             )
+
+
+def _copied_back(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:
+    """Overwrites parameters and slots by what the pure rule makes of them."""
+    with torch.no_grad():
+        for item, _ in work if this.kept is None else ():
+            _refuse_dtypes(item)
+        columns = [[item.values, *item.stored] for item, _ in work]
+        (_replace_all if this.kept is None else _replace_kept)(this, work)
+        for before, (item, _) in zip(columns, work, strict=True):
+            for x, new in zip(before, [item.values, *item.stored], strict=True):
+                x.copy_(new)
 
 
 def _replace_all(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from shardfn.check.callsites import paused
 from shardfn.check.recording import current
+from shardfn.collectives.capturing import refuse_traced
 from shardfn.collectives.agree import compare
 from shardfn.collectives.into_buffers import Communicator, communicator_of
 from shardfn.collectives.ledger import record
@@ -300,6 +301,7 @@ class Team:
         Raises:
             TypeError: a message cannot hold one of them; nothing was sent.
         """
+        refuse_traced("messages of a pipeline")
         rows = [self._row(x) for x in tensors]
         kinds = tuple([(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors])
         line, nbytes = self.lines[to], _places(rows)[-1]

@@ -61,20 +61,26 @@ class RngAndAutocast:
         """The present autocast without its cache, which goes by tensors: those in a slot get other numbers."""
         return entered([torch.autocast(kind, dtype, cache_enabled=False) for kind, dtype in self.autocast.items()])
 
+    def autocast_again(self) -> Any:
+        """A context with the autocast of that time."""
+        contexts: list[Any] = [] if self.written is None else [self.written()]
+        present = [kind for kind in ("cpu", self.device.type) if torch.is_autocast_enabled(kind)]
+        for kind in dict.fromkeys([*self.autocast, *present]):
+            enabled, dtype = kind in self.autocast, self.autocast.get(kind)
+            contexts.append(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False))
+        return entered(contexts)
+
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """A context with the random numbers and autocast of that time."""
         present = RngAndAutocast(self.device, [generator for generator, _ in self.generators], again=True)
-        contexts: list[Any] = [] if self.written is None else [self.written()]
-        for kind in dict.fromkeys([*self.autocast, *present.autocast]):
-            enabled, dtype = kind in self.autocast, self.autocast.get(kind)
-            contexts.append(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False))
+        casting = self.autocast_again()
         self._restore()
         watch = capturing()
-        if watch is not None:
+        if watch is not None and not watch.redraws:
             watch.drawing = _NOT_AGAIN
         try:
-            with entered(contexts):
+            with casting:
                 yield
         finally:
             present._restore()

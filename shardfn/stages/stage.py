@@ -16,8 +16,10 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.collectives.capturing import capturing
 from shardfn.compat import dispatch, dynamo, functorch
 from shardfn.mesh import planned
+from shardfn.mesh.axes import device_of
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import elsewhere, mesh_of
 from shardfn.quant.formats import Format
@@ -26,6 +28,7 @@ from shardfn.shards.partition import with_leaves
 from shardfn.stages.call import Call, SharedMemory
 from shardfn.stages.composition import composed, traced
 from shardfn.stages.engine import Engine, engine_of
+from shardfn.stages.in_graph import call_in_graph
 from shardfn.stages.forward_mode import Pairs, Pushed, scheduled, with_tangents
 from shardfn.stages.options import Options, Remat
 from shardfn.stages.prefetch import Group, PrefetchOrder
@@ -310,7 +313,13 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
     if signature.only_at_axes:
         signature.refuse_elsewhere()
     if dispatch.in_graph():  # a graph cannot hold memory that is filled again
-        return composed(signature, leaves, mesh)
+        if capturing() is None or functorch.inside_transform() or functorch.inside_forward_mode():
+            return composed(signature, leaves, mesh)
+        refuse_inside(signature)
+        shards = _checked(signature, leaves)
+        static, at, inputs = _split(signature, leaves)
+        call = Call(signature, mesh, device_of(mesh), static, at, _needs(signature, shards, inputs))
+        return call_in_graph(signature, call, shards, tuple(inputs))
     if functorch.inside_batching_or_forward():
         return _pushed(signature, leaves, mesh) if scheduled(signature, leaves) else composed(signature, leaves, mesh)
     if signature.shares_memory and functorch.inside_transform():

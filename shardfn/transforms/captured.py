@@ -127,12 +127,12 @@ class Program:
                     f"{self.name}: the step overwrites {self.labels(i)}, and the program does not pass back what it "
                     f"returned for it: write params, state, loss = step(params, state, batch)"
                 )
-        self._refuse_results(leaves, found)
+        self.refuse_results(leaves, found)
         if self.form is not None and (difference := self.form.difference(Form.of(found, tree))):
             raise RuntimeError(f"{self.name}: the step returns {difference}: a graph always returns the same")
         return found, tree
 
-    def _refuse_results(self, leaves: list[Any], found: list[Any]) -> None:
+    def refuse_results(self, leaves: list[Any], found: list[Any]) -> None:
         """Raises RuntimeError for results that cannot stay in the memory of an argument, or that are not in a graph."""
         for i, j in self.roles.carried.items():
             x, y = leaves[i], found[j] if j < len(found) else None

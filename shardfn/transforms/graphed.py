@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-WARM_UP = 3  # calls that run as they are; the last is the rehearsal
+WARM_UP = 3  # calls in which a result may become an argument, which shows its role
 MOST = 8  # graphs of one step
 _NUMBERS = {int: torch.int64, float: torch.float64}
 
@@ -71,28 +71,24 @@ def graphed(step: F, /, *, mesh: DeviceMesh | None = None) -> F:
     Example:
         ``step = sf.graphed(step)``, then ``params, state, loss = step(params, state, batch)`` for each batch
     """
-    run = _Graphed(step, mesh)
-
-    @short_errors
-    @functools.wraps(step)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return run(args, kwargs)
-
-    return call  # type: ignore[return-value]
+    return Graphs(step, mesh).wrapped()  # type: ignore[return-value]
 
 
-class _Graphed:
+class Graphs:
     """The graphs of one step, by the kind of its arguments.
 
     Attributes:
+        warm_up: calls that run as they are; the last is the rehearsal.
         roles: which results become arguments, by the structure of the arguments.
         first: the numbers among the arguments and the result of the last call, by structure, until roles are known.
         programs: by the kind of arguments.
         earlier: programs from before their roles were known, by structure.
     """
 
+    caller, warm_up = "graphed", 3
+
     def __init__(self, step: Callable[..., Any], mesh: DeviceMesh | None) -> None:
-        self.step, self.mesh, self.name = step, mesh, f"graphed({name_of(step)})"
+        self.step, self.mesh, self.name = step, mesh, f"{self.caller}({name_of(step)})"
         self.roles: dict[optree.PyTreeSpec, Roles] = {}
         self.first: dict[optree.PyTreeSpec, tuple[list[Any], Any]] = {}
         self.programs: dict[Any, Program] = {}
@@ -100,9 +96,19 @@ class _Graphed:
         self.stream: Any = None
         self.pool: Any = None
 
+    def wrapped(self) -> Callable[..., Any]:
+        """The step by graphs."""
+
+        @short_errors
+        @functools.wraps(self.step)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self(args, kwargs)
+
+        return call
+
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
-            dynamo.refuse_in_graph(f"{self.name}: compile what is inside, graphed(torch.compile(step))")
+            dynamo.refuse_in_graph(f"{self.name}: compile what is inside, {self.caller}(torch.compile(step))")
         if functorch.inside_transform() or functorch.inside_forward_mode() or capturing() is not None:
             raise RuntimeError(f"{self.name}: a graph is no part of a transform or of another graph: graph the whole")
         if torch.is_inference_mode_enabled():
@@ -119,14 +125,13 @@ class _Graphed:
         program.calls += 1
         if program.captured is not None:
             return program.captured.run(leaves)
-        if program.calls > WARM_UP:
-            self.first.pop(tree, None)
+        if program.calls > self.warm_up:
             made = self._captured(program, leaves, args, kwargs)
             result = made.run(leaves, first=True)
             program.captured = made
-            return result
-        result = self._warm_up(program, leaves)
-        if tree not in self.roles:
+        else:
+            result = self._warm_up(program, leaves)
+        if tree not in self.roles and program.calls <= WARM_UP:
             self.first[tree] = [_number(x) for x in leaves], result
         return result
 
@@ -178,12 +183,12 @@ class _Graphed:
             self.earlier[tree] = self.programs.pop(key)
         return self.roles[tree]
 
+    def _kind(self, x: Any) -> Any:
+        """What a graph is made for, of one leaf of the arguments."""
+        return (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else type(x) if type(x) in _NUMBERS else (x,)
+
     def _program(self, leaves: list[Any], tree: optree.PyTreeSpec, roles: Roles, device: torch.device) -> Program:
-        kinds = tuple(
-            (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else type(x) if type(x) in _NUMBERS else (x,)
-            for x in leaves
-        )
-        key = tree, kinds, _modes(device)
+        key = tree, tuple(map(self._kind, leaves)), _modes(device)
         program = self.programs.get(key)
         if program is None:
             if len(self.programs) >= MOST:
@@ -222,10 +227,10 @@ class _Graphed:
 
     def _warm_up(self, program: Program, leaves: list[Any]) -> Any:
         """Runs the step as it is: communicators connect, and buffers are made."""
-        rehearses = program.calls == WARM_UP
+        rehearses = program.calls == self.warm_up
         if rehearses:
             self._refuse_unfit(program, leaves)
-            rehearses = program.device.type != "cpu" or not _host_checks()
+            rehearses = program.device.type != "cpu" or not host_checks()
         run = program.rehearse if rehearses else program.step
         if program.device.type == "cpu":
             found, tree = run(leaves)
@@ -287,13 +292,13 @@ class _Graphed:
             )
         if kind != "cpu" and not hasattr(torch.get_device_module(program.device), "CUDAGraph"):
             raise RuntimeError(f"{self.name}: torch has no graphs for {kind}: call the step as it is")
-        if kind != "cpu" and (checks := _host_checks()):
+        if kind != "cpu" and (checks := host_checks()):
             raise RuntimeError(
                 f"{self.name}: {listed(checks)} checks each call on the host, and a graph runs without it: leave it off"
             )
 
 
-def _host_checks() -> list[str]:
+def host_checks() -> list[str]:
     """The checks that are on, of which the host makes some in each call."""
     on = [f"debug({name}=True)" for name in KINDS if getattr(debugging, name)]
     return [*on, *(["SHARDFN_CHECK=always"] if asked() == "always" else [])]

@@ -1,0 +1,86 @@
+"""Collectives of a traced step as operations of its graph, which start at one place and are waited for at another."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives.capturing import capturing
+from shardfn.collectives.ops import LIBRARY
+
+
+class Scheduled(ABC):
+    """One collective of a graph, or several that go together.
+
+    Attributes:
+        number: by which the graph knows it.
+        lends: whether its results are memory that is given back when the graph does not use them any more.
+        ahead: how many of its kind it may start ahead of its place, where what it takes is known; others start at
+            their place, and are waited for where a result is used.
+    """
+
+    lends = False
+    ahead = 0
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+        _known[self.number] = self
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """What it does, the same on every rank that takes part."""
+
+    @abstractmethod
+    def like(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+        """Tensors of the shapes and dtypes of its results, whose numbers do not matter."""
+
+    @abstractmethod
+    def start(self, inputs: Sequence[Tensor | None]) -> Any:
+        """Starts it; returns what `finish` takes."""
+
+    @abstractmethod
+    def finish(self, started: Any) -> list[Tensor]:
+        """Waits for it; returns its results."""
+
+    def release(self, started: Any) -> None:
+        """Takes lent memory back."""
+
+
+_numbers = itertools.count(1)
+_known: weakref.WeakValueDictionary[int, Scheduled] = weakref.WeakValueDictionary()
+
+
+def known(number: int) -> Scheduled:
+    """The collective of this number."""
+    return _known[number]
+
+
+def run(work: Scheduled, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    """Runs a collective as one operation of the graph that is being traced."""
+    watch = capturing()
+    assert watch is not None, "a step is traced under a watch"
+    watch.works.append(work)
+    found: list[Tensor] = SCHEDULED(list(inputs), work.number)
+    return found
+
+
+def _at_once(inputs: list[Tensor | None], number: int) -> list[Tensor]:
+    work = known(number)
+    started = work.start(inputs)
+    found = [x.clone() if work.lends else x for x in work.finish(started)]
+    work.release(started)
+    return found
+
+
+LIBRARY.define("scheduled(Tensor?[] inputs, int number) -> Tensor[]")
+LIBRARY.impl("scheduled", _at_once, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    f"{LIBRARY.ns}::scheduled", lambda inputs, number: known(number).like(inputs), lib=LIBRARY
+)
+SCHEDULED: Any = getattr(torch.ops, LIBRARY.ns).scheduled.default

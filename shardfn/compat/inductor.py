@@ -1,0 +1,57 @@
+"""torch's tracer and compiler of graphs, by names that are not public."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+_lock = threading.RLock()
+"""The tracer and the compiler keep state for the whole process, and ranks may be threads."""
+
+
+def traced(f: Callable[..., list[Tensor]], tensors: Sequence[Tensor]) -> fx.GraphModule:
+    """The operations of `f(*tensors)`, on tensors without numbers, in order; autograd and transforms are run through.
+
+    Tensors from elsewhere are attributes of the graph.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    trace = make_fx(f, tracing_mode="fake", _allow_non_fake_inputs=True)
+    return trace(*tensors)
+
+
+def functional(graph: fx.GraphModule, tensors: Sequence[Tensor]) -> fx.GraphModule:
+    """The same operations on new tensors, in those that inductor knows; arguments are overwritten at the end."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    pure = torch.func.functionalize(lambda *xs: fx.Interpreter(graph).run(*xs), remove="mutations")
+    return make_fx(pure, tracing_mode="fake", decomposition_table=select_decomp_table())(*tensors)
+
+
+def compiled(graph: fx.GraphModule) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+    """A function compiled by inductor: `[inputs] -> outputs`; it empties the list.
+
+    Random numbers are those that torch's own operations draw.
+    """
+    import torch._inductor.config as config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    with _lock, config.patch(fallback_random=True), _tracing(inputs), torch.no_grad():
+        return compile_fx_inner(graph, inputs)
+
+
+@contextlib.contextmanager
+def _tracing(inputs: Sequence[Any]) -> Iterator[None]:
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None)
+    with tracing(TracingContext(mode)):
+        yield

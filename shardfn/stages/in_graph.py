@@ -1,0 +1,422 @@
+"""The schedule of a stage where a step is traced into one graph: gathers and reductions are operations of that graph.
+
+A stage's parameters are gathered right before its function, and again for its backward, as the engine does it, so that
+the graph needs no more memory than the engine. What autograd saves of parameters are places in the gathered buffer,
+which are found again in the buffer that is gathered for backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives.capturing import Watch, capturing
+from shardfn.collectives.ledger import attributed_to
+from shardfn.collectives.scheduled import Scheduled, run
+from shardfn.compat import autograd
+from shardfn.compat.modes import DispatchMode
+from shardfn.mesh.lanes import in_lane
+from shardfn.shards.placement import Keep
+from shardfn.stages.call import Call, Residuals, detached, differentiated, evaluate
+from shardfn.stages.engine import Engine, engine_of
+from shardfn.stages.options import Offload
+from shardfn.stages.reduction import PendingReduction, Reduction
+from shardfn.stages.refusals import refuse_closure, refuse_returned
+from shardfn.stages.replay import entered
+from shardfn.stages.ring import Slot
+from shardfn.stages.signature import GatherPlan, Signature
+from shardfn.transforms.step import GradientSum, Step, owned
+
+
+class Gathering(Scheduled):
+    """The gather of a stage's parameters: `shards -> gathered buffers`, those of `plan` that move.
+
+    Args:
+        leaves: whether it also returns copies of the larger pieces from which backward gathers.
+    """
+
+    lends = True
+
+    def __init__(self, engine: Engine, plan: GatherPlan, backward: bool, leaves: bool, ahead: int) -> None:
+        super().__init__()
+        self.engine, self.backward, self.ahead = engine, backward, ahead
+        self.plan = GatherPlan(tuple(replace(gather, whole=True) for gather in plan.each), plan.nbytes)
+        self.pieces = plan.secondary.each if leaves and plan.secondary is not None else ()
+
+    def __str__(self) -> str:
+        return f"gather {self.plan.stage}: {', '.join(f'{g.layout.padded} {g.dtype}' for g in self.plan.each)}"
+
+    def like(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+        device = next(x.device for x in inputs if x is not None)
+        found = [torch.empty(g.layout.padded, dtype=g.dtype, device=device) for g in self.plan.each if g.moves]
+        for gather in self.pieces:
+            n, dtype = gather.layout.piece, gather.dtype
+            if gather.wire is not None:
+                n, dtype = gather.wire.length, torch.uint8
+            found.append(torch.empty(n, dtype=dtype, device=device))
+        return found
+
+    def start(self, inputs: Sequence[Tensor | None]) -> Slot:
+        engine, residency = self.engine, self.engine.residency
+        slot = residency.ring.outside(self.plan.nbytes)
+        shards = tuple(x for x in inputs if x is not None)
+        with in_lane(engine.lane), attributed_to(self.plan.stage, self.backward):
+            slot.fill(self.number, self.plan, shards, residency.communicator_of, residency.disk, residency.stream)
+        return slot
+
+    def finish(self, started: Slot) -> list[Tensor]:
+        with attributed_to(self.plan.stage, self.backward):
+            started.settle()
+        wholes = [started.buffer[g.start : g.stop].view(g.dtype) for g in self.plan.each if g.moves]
+        return [*wholes, *(started.part(gather).own.clone() for gather in self.pieces)]
+
+    def release(self, started: Slot) -> None:
+        residency = self.engine.residency
+        if residency.stream is not None:
+            started.free = residency.stream.end_of_use()
+        residency.ring.give_back(started)
+
+
+class Reducing(Scheduled):
+    """The reduction of a buffer's gradients: `gradients of its parameters -> gradient of its shard`.
+
+    Args:
+        part: "all"; "scatter", without the sum over replicas; "replicas", that sum of what was scattered.
+        begins: whether it is the first of its stage's.
+    """
+
+    def __init__(self, engine: Engine, reduction: Reduction, part: str, begins: bool) -> None:
+        super().__init__()
+        self.engine, self.reduction, self.part, self.begins = engine, reduction, part, begins
+
+    def __str__(self) -> str:
+        layout = self.reduction.layout
+        return f"reduce {layout.stage}: {layout.padded} {self.reduction.dtypes.sum}, {self.part}"
+
+    def like(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+        n, split = self.reduction.layout.piece, self.reduction.route.split
+        if self.part != "scatter" and split is not None:
+            n //= split.axis.size
+        return [torch.empty(n, dtype=self.reduction.dtypes.shard, device=self.engine.device)]
+
+    def start(self, inputs: Sequence[Tensor | None]) -> PendingReduction:
+        reductions = self.engine.reductions
+        if self.begins:
+            reductions.turn()
+        with in_lane(self.engine.lane), attributed_to(self.reduction.layout.stage, backward=True):
+            if self.part == "replicas":
+                (out,) = inputs
+                assert out is not None, "it was scattered"
+                return reductions._sent(PendingReduction(self.reduction, out.clone(), None, False, scattered=True))
+            defer = "replicas" if self.part == "scatter" else "nothing"
+            pending = reductions.start(self.reduction, inputs, None, defer)
+            assert pending is not None, "it starts at once"
+            return pending
+
+    def finish(self, started: PendingReduction) -> list[Tensor]:
+        with attributed_to(self.reduction.layout.stage, backward=True):
+            return [self.engine.reductions.wait(started)]
+
+
+@dataclass(eq=False)
+class Tracing:
+    """What the stages of one traced step on one mesh have in common: the engine's part in a graph.
+
+    Attributes:
+        engine: of the mesh.
+        ring: the parameters that were gathered last, by what they are of.
+        kept: those that calls keep, until backward or until the step ends.
+        turns: number of stages whose reduction started.
+        wholes: whole gradients of which all reduction is deferred, one for each parameter.
+    """
+
+    engine: Engine
+    ring: OrderedDict[Any, tuple[Any, list[Tensor]]] = field(default_factory=OrderedDict)
+    kept: dict[Any, tuple[Any, list[Tensor]]] = field(default_factory=dict)
+    turns: int = 0
+    wholes: dict[GradientSum, list[Tensor | None]] = field(default_factory=dict)
+
+    # --- as a member of a step, and as what reduces its gradients ---
+
+    @property
+    def reductions(self) -> Tracing:
+        """What reduces gradients."""
+        return self
+
+    def catch_up(self, tape: Any, stop: int) -> None:
+        """Nothing: in a graph all ranks run the same stages."""
+
+    def end(self) -> None:
+        """Ends a step: nothing that it gathered is used again."""
+        self.ring.clear()
+        self.kept.clear()
+
+    def drain(self) -> None:
+        """Nothing: the graph waits where it uses a gradient."""
+
+    def added(self, reduction: Any, total: Tensor | None, out: Tensor) -> Tensor:
+        """The sum of a gradient so far and `out`."""
+        return out if total is None else total + out
+
+    def settle(self, step: Step) -> None:
+        """Reduces the gradients that the step has deferred."""
+        for total in [total for total in step.sums.values() if total.reductions is self]:
+            route = total.reduction.route
+            if step.defer == "everything":
+                total.out = self.reduce(total.reduction, self.wholes.pop(total), "all", True)
+            elif step.defer == "replicas" and (route.split is not None or route.replica is not None):
+                total.out = self.reduce(total.reduction, [total.out], "replicas", False)
+
+    def add_whole(self, total: GradientSum, gradients: Sequence[Tensor | None]) -> None:
+        """Adds whole gradients up on this rank, until the step reduces their sum."""
+        dtype, before = total.reduction.dtypes.sum, self.wholes.get(total, [None] * len(gradients))
+        now = [None if g is None else g.to(dtype) for g in gradients]
+        self.wholes[total] = [b if a is None else a if b is None else a + b for a, b in zip(before, now, strict=True)]
+
+    # --- collectives ---
+
+    def work(self, work: Scheduled, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+        """Puts a collective into the graph."""
+        return run(work, inputs)
+
+    def reduce(self, reduction: Reduction, gradients: Sequence[Tensor | None], part: str, begins: bool) -> Tensor:
+        """Puts a reduction into the graph."""
+        (found,) = self.work(Reducing(self.engine, reduction, part, begins), gradients)
+        return found
+
+
+_tracings: weakref.WeakKeyDictionary[Watch, dict[Engine, Tracing]] = weakref.WeakKeyDictionary()
+
+
+def tracing(engine: Engine) -> Tracing:
+    """What the traced step of this thread knows of an engine."""
+    watch = capturing()
+    assert watch is not None, "a step is traced under a watch"
+    return _tracings.setdefault(watch, {}).setdefault(engine, Tracing(engine))
+
+
+def call_in_graph(signature: Signature, call: Call, shards: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> Any:
+    """Calls a stage in a step that is traced."""
+    engine = engine_of(call.mesh)
+    variables = call.step.variables if call.step is not None else {}
+    call.collected = [shard if id(shard) in variables else None for shard in shards]
+    traced = _Traced(tracing(engine), call)
+    outputs = _Staged.apply(traced, *shards, *inputs) if any(call.needs) else traced.forward(shards, inputs)  # type: ignore[no-untyped-call]
+    return call.rebuilt(outputs, inputs)
+
+
+class _Staged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, traced: _Traced, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.traced = traced
+        n = len(traced.call.signature.shards)
+        outputs = traced.forward(tensors[:n], tensors[n:])
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *(y for y, yes in zip(outputs, traced.call.differentiable, strict=True) if not yes)
+        )
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *ctx.traced.backward(ctx.needs_input_grad[1:], cotangents)
+
+
+class _Traced:
+    """A call of a stage in a traced step."""
+
+    def __init__(self, tracing: Tracing, call: Call) -> None:
+        self.tracing, self.call = tracing, call
+        self.shards: tuple[Tensor, ...] = ()
+        self.inputs: tuple[Tensor, ...] = ()
+        self.residuals: Residuals | None = None
+        self.secondary: tuple[GatherPlan, tuple[Tensor, ...]] | None = None
+        self.again: list[Tensor] | None = None  # the parameters as gathered for backward
+        self.keep: Keep = False
+        self.drawn: list[Any] = []  # random numbers of forward, which a second run uses again
+
+    # --- forward ---
+
+    def forward(self, shards: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Runs the function on gathered parameters."""
+        call, signature = self.call, self.call.signature
+        self.shards, self.inputs = shards, inputs
+        remat, records = signature.options.remat, any(call.needs)
+        if isinstance(remat, Offload) and remat.moves(call.mesh.device_type):
+            raise RuntimeError(
+                f"{signature}: remat={remat} moves activations to the {remat.to} and back, which a compiled step cannot "
+                f"do: use remat=True or False"
+            )
+        self.keep = signature.keep if records or signature.keep == "step" else False
+        wholes = self._gathered(self.keep, backward=False)
+        parameters = self._parameters(wholes)
+        hooks = self._hooks(wholes) if records and signature.keeps_graph else None
+        policies = call.contexts or [contextlib.nullcontext(), contextlib.nullcontext()]
+        call.contexts = [entered([each, _Drawing(self.drawn, k > 0)]) for k, each in enumerate(policies)]
+        residuals = evaluate(call, call.mesh, parameters, inputs, records, hooks, None, None)
+        storages = refuse_returned(
+            signature, residuals.outputs, {autograd.storage_of(x) for x in (*wholes, *shards)}
+        )
+        if records or any(y.requires_grad for y in residuals.outputs):
+            refuse_closure(signature, (*residuals.parameters, residuals.inputs), residuals.outputs)
+        call.differentiable = [y.requires_grad for y in residuals.outputs]
+        if records and signature.keeps_graph:
+            self.residuals = residuals
+        found: tuple[Tensor, ...] = detached(residuals.outputs, storages, inputs, False)
+        return found
+
+    def _key(self) -> Any:
+        """What identifies the parameters in the tracing's buffers."""
+        return self.call.signature.plan(self.shards), tuple((id(x), x._version) for x in self.shards)
+
+    def _gathered(self, keep: Keep, backward: bool) -> list[Tensor]:
+        """A buffer for each shard: gathered, or the shard itself."""
+        call, signature, tracing = self.call, self.call.signature, self.tracing
+        plan, shards, key = signature.plan(self.shards), self.shards, self._key()
+        moving = [gather.moves for gather in plan.each]
+        if not any(moving):
+            return list(shards)
+        known = tracing.kept.get(key) or tracing.ring.get(key)
+        if known is None:
+            source = self.secondary if backward and self.secondary is not None else (plan, shards)
+            leaves = isinstance(keep, tuple) and not backward and any(call.needs)
+            work = Gathering(tracing.engine, source[0], backward, leaves, signature.options.prefetch)
+            found = tracing.work(work, source[1])
+            gathered, pieces = found[: sum(moving)], iter(found[sum(moving) :])
+            if work.pieces:
+                assert plan.secondary is not None, "there are pieces of it"
+                same = zip(plan.each, plan.secondary.each, shards, strict=True)
+                self.secondary = plan.secondary, tuple(x if a is b else next(pieces) for a, b, x in same)
+            known = (shards, gathered)
+        if keep is True or keep == "step":
+            tracing.kept[key] = known
+            if call.step is not None:
+                call.step.meet(tracing)
+        else:
+            tracing.ring[key] = known
+            tracing.ring.move_to_end(key)
+            while len(tracing.ring) > signature.options.prefetch + 1:
+                tracing.ring.popitem(last=False)
+        gathered_now = iter(known[1])
+        return [next(gathered_now) if moves else shard for moves, shard in zip(moving, shards, strict=True)]
+
+    def _parameters(self, wholes: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The parameters in gathered buffers, as leaves of the call's own graph."""
+        signature = self.call.signature
+        each = zip(signature.layouts, wholes, self.call.needs, strict=False)
+        return [
+            [owned(p.detach(), need, layout.stage, checked=True) for p in layout.views(whole)]
+            for layout, whole, need in each
+        ]
+
+    # --- backward ---
+
+    def backward(self, needs: Sequence[bool], cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of shards and inputs; None also for those that the step collects."""
+        call, n = self.call, len(self.shards)
+        residuals, self.residuals = self.residuals, None
+        if residuals is None:
+            wholes = self._gathered(self.keep, backward=True)
+            with call.surroundings.autocast_again():
+                parameters = self._parameters(wholes)
+                residuals = evaluate(call, call.mesh, parameters, self.inputs, True, None, None, None)
+        of_parameters, of_inputs = differentiated(residuals, needs, cotangents)
+        if self.keep is True:
+            self.tracing.kept.pop(self._key(), None)
+        return [*self._reduced(needs[:n], of_parameters), *of_inputs]
+
+    def _reduced(self, needs: Sequence[bool], of_parameters: list[list[Tensor | None]]) -> list[Tensor | None]:
+        """The gradients of shards, reduced, or None for those that the step collects."""
+        call, tracing, step = self.call, self.tracing, self.call.step
+        collects = step is not None and step.collects()
+        found: list[Tensor | None] = [None] * len(needs)
+        if any(needs):
+            tracing.turns += 1
+        begins = True
+        for k, gather in enumerate(call.signature.plan(self.shards).each):
+            if not needs[k]:
+                continue
+            shard, variable = self.shards[k], call.collected[k] if collects else None
+            summed = call.signature.options.sum_dtype(shard.dtype)
+            place, divides = (k, tracing.turns % 2), variable is not None
+            reduction = tracing.engine._reduction(call.signature, gather, place, summed, shard.dtype, divides)
+            if step is None or variable is None:
+                found[k] = tracing.reduce(reduction, of_parameters[k], "all", begins)
+            else:
+                step.meet(tracing)  # type: ignore[arg-type]
+                total = step.sum_of(variable, reduction, tracing)
+                if step.defer == "everything":
+                    tracing.add_whole(total, of_parameters[k])
+                    continue
+                part = "scatter" if step.defer == "replicas" else "all"
+                total.add(tracing.reduce(reduction, of_parameters[k], part, begins))
+            begins = False
+        return found
+
+    # --- what autograd saves ---
+
+    def _hooks(self, wholes: Sequence[Tensor]) -> Any:
+        """A context in which autograd saves places in gathered buffers in place of parameters."""
+        at = {autograd.storage_of(whole): k for k, whole in enumerate(wholes) if whole is not self.shards[k]}
+
+        def pack(x: Tensor) -> Any:
+            k = at.get(autograd.storage_of(x)) if x.layout is torch.strided else None
+            if k is None or x.dtype != wholes[k].dtype:
+                return x.detach()
+            return k, x.shape, x.stride(), x.storage_offset() - wholes[k].storage_offset()
+
+        def unpack(packed: Any) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
+            k, *place = packed
+            if self.again is None:
+                self.again = self._gathered(self.keep, backward=True)
+            return _place(self.again[k], *place)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _place(whole: Tensor, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+    """A view of a gathered buffer: a parameter, or its transpose, by views that compilers know."""
+    order = sorted(range(len(shape)), key=lambda d: (-stride[d], shape[d] == 1))
+    sizes = [shape[d] for d in order]
+    expected = 1
+    for d in reversed(order):
+        if shape[d] != 1 and stride[d] != expected:
+            return whole.as_strided(shape, stride, whole.storage_offset() + offset)
+        expected *= shape[d]
+    ordered = whole.narrow(0, offset, expected).view(sizes)
+    return ordered if order == list(range(len(order))) else ordered.permute([order.index(d) for d in range(len(order))])
+
+
+class _Drawing(DispatchMode):
+    """Keeps the random numbers of a first run, and uses them in the following runs in place of new ones."""
+
+    def __init__(self, drawn: list[Any], again: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.drawn, self.again, self.at = drawn, again, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        if not self.again:
+            result = func(*args, **(kwargs or {}))
+            self.drawn.append((func, torch.utils._pytree.tree_map(_clone, result)))
+            return result
+        known, numbers = self.drawn[self.at]
+        self.at += 1
+        assert known is func, "a second run draws as the first did"
+        if func._schema.is_mutable:
+            return args[0].copy_(numbers)
+        return numbers
+
+
+def _clone(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) else x

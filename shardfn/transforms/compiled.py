@@ -1,0 +1,323 @@
+"""`compile`: a whole training step as one program of compiled regions and collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import optree
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from shardfn.collectives.agree import agree, failing_together
+from shardfn.collectives.capturing import Watch
+from shardfn.collectives.scheduled import SCHEDULED, Scheduled, known
+from shardfn.compat import autograd, inductor
+from shardfn.mesh.axes import known_axes
+from shardfn.mesh.scope import scope
+from shardfn.quoting import listed, short, short_errors
+from shardfn.transforms import regions
+from shardfn.transforms.captured import Form, Program, donate
+from shardfn.transforms.graphed import Graphs, host_checks
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+F = TypeVar("F", bound=Callable[..., Any])
+_log = logging.getLogger("shardfn")
+_aten: Any = torch.ops.aten
+
+
+@short_errors
+def compile(step: F, /, *, mesh: DeviceMesh | None = None) -> F:
+    """The step as one compiled program: its operations are fused, and its collectives keep the schedule of the stages.
+
+    The first call runs as it is, with all checks. The second is traced: the gradient, its reductions, clipping and the
+    optimizer's step become one graph. Between collectives inductor compiles the operations, those of equal layers once.
+    A gather starts while the stage before computes, and parameters are gathered again for backward, as without a
+    compiler; so the program sends what the step sends, and needs no more memory. The third call is traced again, to
+    find what differs between calls.
+
+    As for `graphed`, what the step returns and the program passes back in the next call is *carried*: parameters and
+    optimizer state. It is overwritten in place, and each use of a carried argument after the call is a RuntimeError. A
+    number in a carried tree that changes from call to call, such as an optimizer's step count, becomes a 0-d tensor.
+    All other numbers stay what they are at the first call. Arguments of other shapes, strides, dtypes or structure are
+    compiled for themselves, which is logged.
+
+    Args:
+        step: a function of trees of tensors on one device, such as `step(params, state, batch)`, which returns such
+            trees: a gradient by `shard_map`, and an optimizer's step. Arguments must not require gradients.
+        mesh: the mesh whose ranks compile together; default: those of the flat shards among the arguments.
+
+    Returns:
+        The function with the same arguments and results. Ranks must call it alike: they compare their collectives
+        before they compile, and an error on one rank is raised on all. Results have no graph of autograd.
+
+    Raises:
+        ValueError: a number among the arguments has changed; there is no mesh, or ranks differ.
+        TypeError: an argument is not a tensor, a number or another constant; or a schedule cannot take a tensor.
+        RuntimeError: the step reads a result on the host, copies between host and device, does something else at the
+            next call, draws from a generator of its own, or keeps anything on the host or on disk; a carried argument
+            is used again; a debug mode is on; more than 8 programs would be made.
+
+    Example:
+        ``step = sf.compile(step)``, then ``params, state, loss = step(params, state, batch)`` for each batch
+    """
+    return _Programs(step, mesh).wrapped()  # type: ignore[return-value]
+
+
+class _Programs(Graphs):
+    """The programs of one step, by the kind of its arguments."""
+
+    caller, warm_up = "compile", 1
+
+    def _kind(self, x: Any) -> Any:
+        return (super()._kind(x), x.stride()) if isinstance(x, Tensor) else super()._kind(x)
+
+    def _warm_up(self, program: Program, leaves: list[Any]) -> Any:
+        watch = Watch(self.name, [x for x in leaves if isinstance(x, Tensor)], program.device)
+        watch.redraws = True
+        with watch:
+            found, tree = program.step(leaves)
+        watch.finish(found)
+        program.form = Form.of(found, tree)
+        return optree.tree_unflatten(tree, [x.detach() if isinstance(x, Tensor) else x for x in found])
+
+    def _refuse_unfit(self, program: Program, leaves: list[Any]) -> None:
+        if checks := host_checks():
+            raise RuntimeError(f"{self.name}: {listed(checks)} checks each call on the host: leave it off")
+
+    def _captured(self, program: Program, leaves: list[Any], args: Any, kwargs: Any) -> Any:
+        meshes = list(self._meshes(args, kwargs))
+        with failing_together(meshes, self.name):
+            self._refuse_unfit(program, leaves)
+            traced = _Traced.of(program, leaves)
+            traced.schedule()
+            traced.scope = lambda: scope(meshes[0], known_axes(meshes[0])) if meshes else contextlib.nullcontext()
+        for mesh in meshes:
+            agree(traced.collectives, mesh, self.name, subject=_ALIKE)
+        shapes = [list(x.shape) for i, x in enumerate(leaves) if isinstance(x, Tensor) and i not in program.roles.carried]
+        _log.info("%s: compiles for arguments of shapes %s", self.name, listed(shapes))
+        # One process of a host compiles, and the others find what it made on disk.
+        for first in (True, False) if meshes else (True,):
+            with failing_together(meshes, self.name):
+                if first is _first_of_host() or not meshes:
+                    traced.compile()
+            for mesh in meshes:
+                agree(["compiled"], mesh, self.name)
+        return traced
+
+
+_ALIKE = (
+    "the collectives of the step",
+    "All ranks run the same stages and collectives in the same order: what they do must not depend on the rank",
+)
+
+
+def _first_of_host() -> bool:
+    return int(os.environ.get("LOCAL_RANK", dist.get_rank() if dist.is_initialized() else 0)) == 0
+
+
+@dataclass(eq=False)
+class _Traced:
+    """One traced call, and the program that it becomes.
+
+    Attributes:
+        program: what is known of the step.
+        at: which leaves of the arguments are tensors, the first inputs of the graph.
+        graph: its operations.
+        constants: tensors from elsewhere, which the graph takes as its last inputs.
+        works: the collectives of stages, which the graph knows by number.
+        tree: structure of the result.
+        results: its leaves, with a mark in place of tensors.
+        text: its operations, to compare with those of another call.
+        collectives: what ranks compare.
+        scope: the context of runs.
+        function: the compiled program.
+        times: how often it ran.
+    """
+
+    program: Program
+    at: list[int]
+    graph: fx.GraphModule
+    constants: list[Tensor]
+    works: list[Scheduled]
+    tree: optree.PyTreeSpec
+    results: list[Any]
+    text: str
+    collectives: list[str] = field(default_factory=list)
+    scope: Callable[[], Any] = contextlib.nullcontext
+    function: Callable[[list[Any]], list[Any]] | None = None
+    times: int = 0
+
+    @classmethod
+    def of(cls, program: Program, leaves: list[Any]) -> _Traced:
+        """Traces a call.
+
+        Raises:
+            RuntimeError: the step does what a graph cannot hold, or returns something else than at the first call.
+        """
+        at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        works: list[Scheduled] = []
+        found: list[Any] = []
+        trees: list[optree.PyTreeSpec] = []
+
+        def flat(*tensors: Tensor) -> list[Tensor]:
+            own = list(leaves)
+            for i, x in zip(at, tensors, strict=True):
+                own[i] = x
+            watch = _Tracing(program.name, tensors, program.device)
+            watch.traces = True
+            with watch:
+                results, tree = program.step(own)
+            works.extend(watch.works)
+            found.extend(results)
+            trees.append(tree)
+            return [x for x in results if isinstance(x, Tensor)]
+
+        graph = inductor.traced(flat, [leaves[i] for i in at])
+        form = Form.of(found, trees[0])
+        if program.form is not None and (difference := program.form.difference(form)):
+            raise RuntimeError(f"{program.name}: the step returns {difference}: a program always returns the same")
+        program.refuse_results(leaves, found)
+        constants = _lift(graph)
+        results = [_TENSOR if isinstance(x, Tensor) else x for x in found]
+        text = regions.described(graph.graph)
+        return cls(program, at, graph, constants, works, trees[0], results, text)
+
+    def schedule(self) -> None:
+        """Orders the operations, and writes results that become arguments into these.
+
+        Raises:
+            RuntimeError: the step overwrites an argument that it does not return, or that shares memory with another.
+        """
+        tensors = [node.meta["val"] for node in self.graph.graph.nodes if node.op == "placeholder"]
+        graph = inductor.functional(self.graph, tensors).graph
+        self._carry(graph)
+        regions.simplified(graph)
+        self.collectives = [_collective(node) for node in graph.nodes if regions.is_collective(node)]
+        self.graph = fx.GraphModule({}, graph)
+
+    def _carry(self, graph: fx.Graph) -> None:
+        """Writes results into the arguments that they become; the others stay results."""
+        program, carried = self.program, self.program.roles.carried
+        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        (output,) = (node for node in graph.nodes if node.op == "output")
+        written = {node.args[0] for node in graph.nodes if node.target is _aten.copy_.default}
+        for i, node in zip(self.at, inputs, strict=False):
+            if node in written and i not in carried:
+                raise RuntimeError(
+                    f"{program.name}: the step overwrites {program.labels(i)}, and the program does not pass back what "
+                    f"it returned for it: write params, state, loss = step(params, state, batch)"
+                )
+        place = {j: k for k, j in enumerate(j for j, x in enumerate(self.results) if x is _TENSOR)}
+        results: list[Any] = list(output.args[0])
+        writes = []
+        for i, j in carried.items():
+            into, result = inputs[self.at.index(i)], results[place[j]]
+            if into in written or result is into:
+                continue  # in place, or left as it was
+            with graph.inserting_before(output):
+                if regions.origin(result).op == "placeholder":  # which may be overwritten before it is read
+                    result = _like(graph.call_function(_aten.clone.default, (result,)), result)
+                writes.append((into, result))
+        for into, result in writes:
+            with graph.inserting_before(output):
+                _like(graph.call_function(_aten.copy_.default, (into, result)), into)
+        dropped = {place[j] for j in carried.values()}
+        output.args = ([None if k in dropped else x for k, x in enumerate(results)],)
+
+    def compile(self) -> None:
+        """Compiles the program."""
+        self.function = regions.program(self.graph.graph)
+
+    # --- runs ---
+
+    def run(self, leaves: list[Any], first: bool = False) -> Any:
+        """Runs the step on new arguments, and donates those that are carried."""
+        assert self.function is not None, "it is compiled"
+        program, carried = self.program, self.program.roles.carried
+        self.times += 1
+        if self.times == 2:
+            self._compare(leaves)
+        inputs = [leaves[i].detach() for i in self.at]
+        shared = [autograd.storage_of(x) for x in inputs]
+        for i in carried if len(set(shared)) < len(shared) else ():
+            if shared.count(autograd.storage_of(leaves[i])) > 1:
+                raise RuntimeError(
+                    f"{program.name}: {program.labels(i)} shares memory with another argument, and the step overwrites "
+                    f"it: pass a clone"
+                )
+        with self.scope(), torch.no_grad():
+            found = iter(self.function([*inputs, *self.constants]))
+        results = [next(found) if x is _TENSOR else x for x in self.results]
+        for i, j in carried.items():
+            results[j] = leaves[i].detach()
+            donate(leaves[i])
+        if carried:
+            torch.autograd.graph.increment_version([results[j] for j in carried.values()])
+        return optree.tree_unflatten(self.tree, results)
+
+    def _compare(self, leaves: list[Any]) -> None:
+        """Raises RuntimeError if the step does something else than when it was traced."""
+        other = _Traced.of(self.program, leaves)
+        pairs = zip(self.text.split("\n"), other.text.split("\n"), strict=False)
+        before, now = next(((a, b) for a, b in pairs if a != b), ("", ""))
+        if self.text != other.text or any(a is not b for a, b in zip(self.constants, other.constants, strict=True)):
+            what = f"{short(now, 200)}, and at the last call {short(before, 200)}" if now else "other tensors"
+            raise RuntimeError(
+                f"{self.program.name}: the step does {what}: a compiled program always does the same. What the step "
+                f"reads besides its arguments must not change: pass it as a 0-d tensor among the arguments"
+            )
+
+
+_TENSOR: Any = object()
+
+
+class _Tracing(Watch):
+    """The watch over a step that is traced, whose tensors have no numbers."""
+
+    def _note(self, func: Any, leaves: list[Any]) -> None:
+        """Nothing: the graph holds all operations."""
+
+    def finish(self, results: Any) -> None:
+        """Nothing: a graph keeps its tensors."""
+
+
+def _lift(graph: fx.GraphModule) -> list[Tensor]:
+    """Makes tensors from elsewhere the last inputs of a graph; returns them."""
+    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    lifted: dict[str, fx.Node] = {}
+    constants: list[Tensor] = []
+    for node in [node for node in graph.graph.nodes if node.op == "get_attr"]:
+        name = str(node.target)
+        if name not in lifted:
+            constant = getattr(graph, name)
+            with graph.graph.inserting_after(places[-1]) if places else graph.graph.inserting_before():
+                lifted[name] = graph.graph.placeholder(f"constant{len(constants)}")
+            lifted[name].meta["val"] = node.meta.get("val", constant)
+            places.append(lifted[name])
+            constants.append(constant)
+        node.replace_all_uses_with(lifted[name])
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return constants
+
+
+def _like(node: fx.Node, other: fx.Node) -> fx.Node:
+    node.meta["val"] = other.meta["val"]
+    return node
+
+
+def _collective(node: fx.Node) -> str:
+    """A collective as ranks compare it."""
+    if node.target is SCHEDULED:
+        return str(known(node.args[1]))  # type: ignore[arg-type]
+    values = [x.meta["val"] for x in node.all_input_nodes]
+    constants = [x for x in node.args if isinstance(x, int)]
+    return f"{node.target}: {', '.join(f'{x.dtype} {list(x.shape)}' for x in values)} {constants}"
