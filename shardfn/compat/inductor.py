@@ -25,6 +25,11 @@ def traced(f: Callable[..., list[Tensor]], tensors: Sequence[Tensor]) -> fx.Grap
     return trace(*tensors)
 
 
+def keep(op: Any) -> None:
+    """Lets graphs keep an operation of which nobody uses the result: other ranks wait for it."""
+    fx.node.has_side_effect(op)
+
+
 def functional(graph: fx.GraphModule, tensors: Sequence[Tensor]) -> fx.GraphModule:
     """The same operations on new tensors, in those that inductor knows; arguments are overwritten at the end."""
     from torch._inductor.decomposition import select_decomp_table

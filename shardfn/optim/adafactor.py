@@ -100,6 +100,7 @@ class _Factored:
         }
         shapes = {path: whole for unit in leaves.each for _, path, whole in spread(unit)}
         sums = totals(leaves, local, _length, [grad for grad in grads if grad is not None])
+        weight = weight.to(next(iter(state.values())).dtype) if isinstance(weight, Tensor) and state else weight
         return {path: old.lerp(sums[path] / _counts(shapes[path], old), weight) for path, old in state.items()}
 
     def of(self, leaves: Units, state: Any, i: int, least: float) -> Tensor:
@@ -125,7 +126,7 @@ def _optimizer(moments: Any, numbers: dict[str, Any], eps: float | None, donate:
         if donate:
             refuse_overwriting("adafactor", params, grads, state)
         with torch.set_grad_enabled(not donate and torch.is_grad_enabled()):
-            square = moments.updated(leaves, state["square"], gs, count ** now["decay"])
+            square = moments.updated(leaves, state["square"], gs, _real(count) ** now["decay"])
             updates: list[Tensor | None] = []
             for i, grad in enumerate(gs):
                 if grad is not None:
@@ -147,15 +148,16 @@ def _optimizer(moments: Any, numbers: dict[str, Any], eps: float | None, donate:
     return Optimizer(init, on_whole(step))
 
 
-def _moved(unit: Unit, update: Tensor, sizes: Any, now: dict[str, Any], count: int) -> Tensor:
+def _moved(unit: Unit, update: Tensor, sizes: Any, now: dict[str, Any], count: Any) -> Tensor:
     """A unit's values after the step; each parameter is scaled by its own norms."""
     (of_params, ties), (of_updates, update_ties) = (lent(sums, unit) for sums in sizes)
     rates, lr_ties = numbered(now["lr"], unit)
     flat, parts = unit.values.reshape(-1), []
+    counted, most = isinstance(count, Tensor), _real(count) ** -0.5
     for segment in unit.filled:
         n, p = math.prod(segment.whole), flat[segment.start : segment.stop]
         lr = rates[segment.path]
-        bounded = lr.clamp(max=count**-0.5) if isinstance(lr, Tensor) else min(lr, count**-0.5)
+        bounded = lr.clamp(max=most) if isinstance(lr, Tensor) else most.clamp(max=lr) if counted else min(lr, most)
         rate = (of_params[segment.path] / n).sqrt().clamp(min=now["least"]) * bounded
         rate = rate / ((of_updates[segment.path] / n).sqrt() / now["clip"]).clamp(min=1.0)
         keep = 1 - lr * of_rule(now["weight_decay"], segment)
@@ -169,6 +171,11 @@ def _moved(unit: Unit, update: Tensor, sizes: Any, now: dict[str, Any], count: i
 def _length(whole: tuple[int, ...]) -> int:
     """How many means there are: one for each row and each column."""
     return math.prod(whole[:-1]) + math.prod(whole[:-2]) * whole[-1]
+
+
+def _real(count: Any) -> Any:
+    """A step count for powers, which are float32 if it is a tensor of integers."""
+    return count.double() if isinstance(count, Tensor) else count
 
 
 def _counts(whole: tuple[int, ...], like: Tensor) -> Tensor:

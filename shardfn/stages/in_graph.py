@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -92,9 +92,9 @@ class Reducing(Scheduled):
         begins: whether it is the first of its stage's.
     """
 
-    def __init__(self, engine: Engine, reduction: Reduction, part: str, begins: bool) -> None:
+    def __init__(self, engine: Engine, reduction: Reduction, stage: str, part: str, begins: bool) -> None:
         super().__init__()
-        self.engine, self.reduction, self.part, self.begins = engine, reduction, part, begins
+        self.engine, self.reduction, self.stage, self.part, self.begins = engine, reduction, stage, part, begins
 
     def __str__(self) -> str:
         layout = self.reduction.layout
@@ -110,7 +110,7 @@ class Reducing(Scheduled):
         reductions = self.engine.reductions
         if self.begins:
             reductions.turn()
-        with in_lane(self.engine.lane), attributed_to(self.reduction.layout.stage, backward=True):
+        with in_lane(self.engine.lane), attributed_to(self.stage, backward=True):
             if self.part == "replicas":
                 (out,) = inputs
                 assert out is not None, "it was scattered"
@@ -121,7 +121,7 @@ class Reducing(Scheduled):
             return pending
 
     def finish(self, started: PendingReduction) -> list[Tensor]:
-        with attributed_to(self.reduction.layout.stage, backward=True):
+        with attributed_to(self.stage, backward=True):
             return [self.engine.reductions.wait(started)]
 
 
@@ -133,6 +133,8 @@ class Tracing:
         engine: of the mesh.
         ring: the parameters that were gathered last, by what they are of.
         kept: those that calls keep, until backward or until the step ends.
+        users: how many calls will still run backward on kept ones.
+        backward: whether a backward was the last to run; then a forward begins anew, as the engine's tapes do.
         turns: number of stages whose reduction started.
         wholes: whole gradients of which all reduction is deferred, one for each parameter.
     """
@@ -140,6 +142,8 @@ class Tracing:
     engine: Engine
     ring: OrderedDict[Any, tuple[Any, list[Tensor]]] = field(default_factory=OrderedDict)
     kept: dict[Any, tuple[Any, list[Tensor]]] = field(default_factory=dict)
+    users: Counter[Any] = field(default_factory=Counter)
+    backward: bool = False
     turns: int = 0
     wholes: dict[GradientSum, list[Tensor | None]] = field(default_factory=dict)
 
@@ -168,11 +172,11 @@ class Tracing:
     def settle(self, step: Step) -> None:
         """Reduces the gradients that the step has deferred."""
         for total in [total for total in step.sums.values() if total.reductions is self]:
-            route = total.reduction.route
+            route, stage = total.reduction.route, total.reduction.layout.stage
             if step.defer == "everything":
-                total.out = self.reduce(total.reduction, self.wholes.pop(total), "all", True)
+                total.out = self.reduce(total.reduction, self.wholes.pop(total), stage)
             elif step.defer == "replicas" and (route.split is not None or route.replica is not None):
-                total.out = self.reduce(total.reduction, [total.out], "replicas", False)
+                total.out = self.reduce(total.reduction, [total.out], stage, "replicas", False)
 
     def add_whole(self, total: GradientSum, gradients: Sequence[Tensor | None]) -> None:
         """Adds whole gradients up on this rank, until the step reduces their sum."""
@@ -186,9 +190,11 @@ class Tracing:
         """Puts a collective into the graph."""
         return run(work, inputs)
 
-    def reduce(self, reduction: Reduction, gradients: Sequence[Tensor | None], part: str, begins: bool) -> Tensor:
+    def reduce(
+        self, reduction: Reduction, gradients: Sequence[Tensor | None], stage: str, part: str = "all", begins: bool = True
+    ) -> Tensor:
         """Puts a reduction into the graph."""
-        (found,) = self.work(Reducing(self.engine, reduction, part, begins), gradients)
+        (found,) = self.work(Reducing(self.engine, reduction, stage, part, begins), gradients)
         return found
 
 
@@ -239,6 +245,7 @@ class _Traced:
         self.residuals: Residuals | None = None
         self.secondary: tuple[GatherPlan, tuple[Tensor, ...]] | None = None
         self.again: list[Tensor] | None = None  # the parameters as gathered for backward
+        self.key: Any = None  # of the parameters, in the tracing's buffers
         self.keep: Keep = False
         self.drawn: list[Any] = []  # random numbers of forward, which a second run uses again
 
@@ -248,6 +255,7 @@ class _Traced:
         """Runs the function on gathered parameters."""
         call, signature = self.call, self.call.signature
         self.shards, self.inputs = shards, inputs
+        self.key = signature.plan(shards), tuple((id(x), x._version) for x in shards)
         remat, records = signature.options.remat, any(call.needs)
         if isinstance(remat, Offload) and remat.moves(call.mesh.device_type):
             raise RuntimeError(
@@ -260,7 +268,8 @@ class _Traced:
         hooks = self._hooks(wholes) if records and signature.keeps_graph else None
         policies = call.contexts or [contextlib.nullcontext(), contextlib.nullcontext()]
         call.contexts = [entered([each, _Drawing(self.drawn, k > 0)]) for k, each in enumerate(policies)]
-        residuals = evaluate(call, call.mesh, parameters, inputs, records, hooks, None, None)
+        with attributed_to(signature.stage):
+            residuals = evaluate(call, call.mesh, parameters, inputs, records, hooks, None, None)
         storages = refuse_returned(
             signature, residuals.outputs, {autograd.storage_of(x) for x in (*wholes, *shards)}
         )
@@ -272,17 +281,16 @@ class _Traced:
         found: tuple[Tensor, ...] = detached(residuals.outputs, storages, inputs, False)
         return found
 
-    def _key(self) -> Any:
-        """What identifies the parameters in the tracing's buffers."""
-        return self.call.signature.plan(self.shards), tuple((id(x), x._version) for x in self.shards)
-
     def _gathered(self, keep: Keep, backward: bool) -> list[Tensor]:
         """A buffer for each shard: gathered, or the shard itself."""
         call, signature, tracing = self.call, self.call.signature, self.tracing
-        plan, shards, key = signature.plan(self.shards), self.shards, self._key()
+        plan, shards, key = signature.plan(self.shards), self.shards, self.key
         moving = [gather.moves for gather in plan.each]
         if not any(moving):
             return list(shards)
+        if tracing.backward and not backward:
+            tracing.ring.clear()
+        tracing.backward = backward
         known = tracing.kept.get(key) or tracing.ring.get(key)
         if known is None:
             source = self.secondary if backward and self.secondary is not None else (plan, shards)
@@ -297,6 +305,7 @@ class _Traced:
             known = (shards, gathered)
         if keep is True or keep == "step":
             tracing.kept[key] = known
+            tracing.users[key] += not backward
             if call.step is not None:
                 call.step.meet(tracing)
         else:
@@ -320,6 +329,10 @@ class _Traced:
 
     def backward(self, needs: Sequence[bool], cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of shards and inputs; None also for those that the step collects."""
+        with attributed_to(self.call.signature.stage, backward=True):
+            return self._differentiated(needs, cotangents)
+
+    def _differentiated(self, needs: Sequence[bool], cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         call, n = self.call, len(self.shards)
         residuals, self.residuals = self.residuals, None
         if residuals is None:
@@ -329,7 +342,9 @@ class _Traced:
                 residuals = evaluate(call, call.mesh, parameters, self.inputs, True, None, None, None)
         of_parameters, of_inputs = differentiated(residuals, needs, cotangents)
         if self.keep is True:
-            self.tracing.kept.pop(self._key(), None)
+            self.tracing.users[self.key] -= 1
+            if not self.tracing.users[self.key]:
+                self.tracing.kept.pop(self.key, None)
         return [*self._reduced(needs[:n], of_parameters), *of_inputs]
 
     def _reduced(self, needs: Sequence[bool], of_parameters: list[list[Tensor | None]]) -> list[Tensor | None]:
@@ -337,6 +352,7 @@ class _Traced:
         call, tracing, step = self.call, self.tracing, self.call.step
         collects = step is not None and step.collects()
         found: list[Tensor | None] = [None] * len(needs)
+        stage = call.signature.stage
         if any(needs):
             tracing.turns += 1
         begins = True
@@ -348,7 +364,7 @@ class _Traced:
             place, divides = (k, tracing.turns % 2), variable is not None
             reduction = tracing.engine._reduction(call.signature, gather, place, summed, shard.dtype, divides)
             if step is None or variable is None:
-                found[k] = tracing.reduce(reduction, of_parameters[k], "all", begins)
+                found[k] = tracing.reduce(reduction, of_parameters[k], stage, "all", begins)
             else:
                 step.meet(tracing)  # type: ignore[arg-type]
                 total = step.sum_of(variable, reduction, tracing)
@@ -356,7 +372,7 @@ class _Traced:
                     tracing.add_whole(total, of_parameters[k])
                     continue
                 part = "scatter" if step.defer == "replicas" else "all"
-                total.add(tracing.reduce(reduction, of_parameters[k], part, begins))
+                total.add(tracing.reduce(reduction, of_parameters[k], stage, part, begins))
             begins = False
         return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +16,8 @@ from torch import Tensor, fx
 
 from shardfn.collectives.agree import agree, failing_together
 from shardfn.collectives.capturing import Watch
+from shardfn.collectives.ledger import attribution, unrecorded
+from shardfn.collectives.ops import LIBRARY
 from shardfn.collectives.scheduled import SCHEDULED, Scheduled, known
 from shardfn.compat import autograd, inductor
 from shardfn.mesh.axes import known_axes
@@ -133,6 +135,7 @@ class _Traced:
         graph: its operations.
         constants: tensors from elsewhere, which the graph takes as its last inputs.
         works: the collectives of stages, which the graph knows by number.
+        sent: of the other collectives, in order: the stage that they serve, and whether in a backward pass.
         tree: structure of the result.
         results: its leaves, with a mark in place of tensors.
         text: its operations, to compare with those of another call.
@@ -147,6 +150,7 @@ class _Traced:
     graph: fx.GraphModule
     constants: list[Tensor]
     works: list[Scheduled]
+    sent: list[tuple[str, bool]]
     tree: optree.PyTreeSpec
     results: list[Any]
     text: str
@@ -164,6 +168,7 @@ class _Traced:
         """
         at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         works: list[Scheduled] = []
+        sent: list[tuple[str, bool]] = []
         found: list[Any] = []
         trees: list[optree.PyTreeSpec] = []
 
@@ -172,15 +177,16 @@ class _Traced:
             for i, x in zip(at, tensors, strict=True):
                 own[i] = x
             watch = _Tracing(program.name, tensors, program.device)
-            watch.traces = True
             with watch:
                 results, tree = program.step(own)
             works.extend(watch.works)
+            sent.extend(watch.sent)
             found.extend(results)
             trees.append(tree)
             return [x for x in results if isinstance(x, Tensor)]
 
-        graph = inductor.traced(flat, [leaves[i] for i in at])
+        with unrecorded():
+            graph = inductor.traced(flat, [leaves[i] for i in at])
         form = Form.of(found, trees[0])
         if program.form is not None and (difference := program.form.difference(form)):
             raise RuntimeError(f"{program.name}: the step returns {difference}: a program always returns the same")
@@ -188,7 +194,7 @@ class _Traced:
         constants = _lift(graph)
         results = [_TENSOR if isinstance(x, Tensor) else x for x in found]
         text = regions.described(graph.graph)
-        return cls(program, at, graph, constants, works, trees[0], results, text)
+        return cls(program, at, graph, constants, works, sent, trees[0], results, text)
 
     def schedule(self) -> None:
         """Orders the operations, and writes results that become arguments into these.
@@ -199,6 +205,9 @@ class _Traced:
         tensors = [node.meta["val"] for node in self.graph.graph.nodes if node.op == "placeholder"]
         graph = inductor.functional(self.graph, tensors).graph
         self._carry(graph)
+        others = [node for node in graph.nodes if regions.is_collective(node) and node.target is not SCHEDULED]
+        for node, node.meta["serves"] in zip(others, self.sent, strict=True):
+            pass
         regions.simplified(graph)
         self.collectives = [_collective(node) for node in graph.nodes if regions.is_collective(node)]
         self.graph = fx.GraphModule({}, graph)
@@ -268,7 +277,7 @@ class _Traced:
         other = _Traced.of(self.program, leaves)
         pairs = zip(self.text.split("\n"), other.text.split("\n"), strict=False)
         before, now = next(((a, b) for a, b in pairs if a != b), ("", ""))
-        if self.text != other.text or any(a is not b for a, b in zip(self.constants, other.constants, strict=True)):
+        if self.text != other.text or not all(map(_same, self.constants, other.constants)):
             what = f"{short(now, 200)}, and at the last call {short(before, 200)}" if now else "other tensors"
             raise RuntimeError(
                 f"{self.program.name}: the step does {what}: a compiled program always does the same. What the step "
@@ -276,11 +285,33 @@ class _Traced:
             )
 
 
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether tensors from elsewhere are the same, or numbers that the step writes out."""
+    return a is b or (a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b)))
+
+
 _TENSOR: Any = object()
 
 
 class _Tracing(Watch):
-    """The watch over a step that is traced, whose tensors have no numbers."""
+    """The watch over a step that is traced, whose tensors have no numbers.
+
+    Attributes:
+        sent: the stage of each collective that is none of a stage's own, and whether it belongs to a backward pass.
+    """
+
+    def __init__(self, name: str, inputs: Iterable[Tensor], device: torch.device) -> None:
+        super().__init__(name, inputs, device)
+        self.traces = True
+        self.sent: list[tuple[str, bool]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == LIBRARY.ns:
+            inductor.keep(func)
+        if func.namespace == LIBRARY.ns and func is not SCHEDULED:
+            backward = autograd.inside_backward() if attribution.backward is None else attribution.backward
+            self.sent.append((attribution.stage, backward))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _note(self, func: Any, leaves: list[Any]) -> None:
         """Nothing: the graph holds all operations."""

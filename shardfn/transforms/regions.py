@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardfn.collectives.ledger import attributed_to
 from shardfn.collectives.ops import LIBRARY
 from shardfn.collectives.scheduled import SCHEDULED, known
 from shardfn.compat import inductor
@@ -308,7 +309,8 @@ class _Writer:
         if node.target is operator.getitem:
             return f"{self.code(node.args[0])}[{node.args[1]!r}]"
         arguments = [self.code(x) for x in node.args] + [f"{k}={self.code(x)}" for k, x in node.kwargs.items()]
-        return f"{self._constant(node.target)}({', '.join(arguments)})"
+        target = _serving(node.target, *node.meta["serves"]) if is_collective(node) else node.target
+        return f"{self._constant(target)}({', '.join(arguments)})"
 
     def code(self, x: Any) -> str:
         """An argument as Python."""
@@ -392,6 +394,16 @@ class _Writer:
         exec("\n".join(text), self.values)  # as torch.fx makes functions of graphs
         function: Callable[[list[Any]], list[Any]] = self.values["program"]
         return function
+
+
+def _serving(op: Any, stage: str, backward: bool) -> Callable[..., Any]:
+    """A collective that ledgers know as this stage's."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with attributed_to(stage, backward, scheduled=False):
+            return op(*args, **kwargs)
+
+    return run
 
 
 def program(graph: fx.Graph) -> Callable[[list[Any]], list[Any]]:
