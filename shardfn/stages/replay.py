@@ -77,7 +77,7 @@ class RngAndAutocast:
         casting = self.autocast_again()
         self._restore()
         watch = capturing()
-        if watch is not None and not watch.redraws:
+        if watch is not None:
             watch.drawing = _NOT_AGAIN
         try:
             with casting:

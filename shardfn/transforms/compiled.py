@@ -82,11 +82,7 @@ class _Programs(Graphs):
         return (super()._kind(x), x.stride()) if isinstance(x, Tensor) else super()._kind(x)
 
     def _warm_up(self, program: Program, leaves: list[Any]) -> Any:
-        watch = Watch(self.name, [x for x in leaves if isinstance(x, Tensor)], program.device)
-        watch.redraws = True
-        with watch:
-            found, tree = program.step(leaves)
-        watch.finish(found)
+        found, tree = program.step(leaves)
         program.form = Form.of(found, tree)
         return optree.tree_unflatten(tree, [x.detach() if isinstance(x, Tensor) else x for x in found])
 
@@ -153,7 +149,7 @@ class _Traced:
     sent: list[tuple[str, bool]]
     tree: optree.PyTreeSpec
     results: list[Any]
-    text: str
+    text: str = ""
     collectives: list[str] = field(default_factory=list)
     scope: Callable[[], Any] = contextlib.nullcontext
     function: Callable[[list[Any]], list[Any]] | None = None
@@ -193,8 +189,7 @@ class _Traced:
         program.refuse_results(leaves, found)
         constants = _lift(graph)
         results = [_TENSOR if isinstance(x, Tensor) else x for x in found]
-        text = regions.described(graph.graph)
-        return cls(program, at, graph, constants, works, sent, trees[0], results, text)
+        return cls(program, at, graph, constants, works, sent, trees[0], results)
 
     def schedule(self) -> None:
         """Orders the operations, and writes results that become arguments into these.
@@ -210,7 +205,7 @@ class _Traced:
             pass
         regions.simplified(graph)
         self.collectives = [_collective(node) for node in graph.nodes if regions.is_collective(node)]
-        self.graph = fx.GraphModule({}, graph)
+        self.graph, self.text = fx.GraphModule({}, graph), regions.described(graph)
 
     def _carry(self, graph: fx.Graph) -> None:
         """Writes results into the arguments that they become; the others stay results."""
@@ -275,6 +270,7 @@ class _Traced:
     def _compare(self, leaves: list[Any]) -> None:
         """Raises RuntimeError if the step does something else than when it was traced."""
         other = _Traced.of(self.program, leaves)
+        other.schedule()
         pairs = zip(self.text.split("\n"), other.text.split("\n"), strict=False)
         before, now = next(((a, b) for a, b in pairs if a != b), ("", ""))
         if self.text != other.text or not all(map(_same, self.constants, other.constants)):
