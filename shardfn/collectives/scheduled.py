@@ -51,6 +51,9 @@ class Scheduled(ABC):
     def release(self, started: Any) -> None:
         """Takes lent memory back."""
 
+    def prepare(self) -> None:
+        """Frees memory that only other ways to run it need, before the graph runs."""
+
 
 _numbers = itertools.count(1)
 _known: weakref.WeakValueDictionary[int, Scheduled] = weakref.WeakValueDictionary()

@@ -9,9 +9,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedFakeTensorException,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+NEEDS_NUMBERS = (
+    DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode,
+    UnsupportedFakeTensorException,
+)  # fmt: skip
+"""Errors of operations that need numbers, where tensors have none."""
 
 _lock = threading.RLock()
 """The tracer and the compiler keep state for the whole process, and ranks may be threads."""
+
+
+def traced_elsewhere(x: Tensor) -> bool:
+    """Whether a tensor without numbers is of another trace than the running one."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return isinstance(x, FakeTensor) and mode is not None and x.fake_mode is not mode
 
 
 def traced(f: Callable[..., list[Tensor]], tensors: Sequence[Tensor]) -> fx.GraphModule:
@@ -55,8 +74,6 @@ def compiled(graph: fx.GraphModule) -> Callable[[list[Tensor]], Sequence[Tensor]
 @contextlib.contextmanager
 def _tracing(inputs: Sequence[Any]) -> Iterator[None]:
     from torch._guards import TracingContext, tracing
-    from torch._subclasses.fake_tensor import FakeTensor
-
     mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None)
     with tracing(TracingContext(mode)):
         yield

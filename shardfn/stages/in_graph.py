@@ -83,6 +83,11 @@ class Gathering(Scheduled):
             started.free = residency.stream.end_of_use()
         residency.ring.give_back(started)
 
+    def prepare(self) -> None:
+        ring = self.engine.residency.ring
+        ring.empty()
+        ring.positions.clear()
+
 
 class Reducing(Scheduled):
     """The reduction of a buffer's gradients: `gradients of its parameters -> gradient of its shard`.

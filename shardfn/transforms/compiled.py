@@ -20,6 +20,7 @@ from shardfn.collectives.ledger import attribution, unrecorded
 from shardfn.collectives.ops import LIBRARY
 from shardfn.collectives.scheduled import SCHEDULED, Scheduled, known
 from shardfn.compat import autograd, inductor
+from shardfn.mesh import callsites
 from shardfn.mesh.axes import known_axes
 from shardfn.mesh.scope import scope
 from shardfn.quoting import listed, short, short_errors
@@ -181,8 +182,14 @@ class _Traced:
             trees.append(tree)
             return [x for x in results if isinstance(x, Tensor)]
 
-        with unrecorded():
-            graph = inductor.traced(flat, [leaves[i] for i in at])
+        try:
+            with unrecorded():
+                graph = inductor.traced(flat, [leaves[i] for i in at])
+        except inductor.NEEDS_NUMBERS as error:
+            raise RuntimeError(
+                f"{program.name}: the step does what needs numbers on the host, and a step that is traced has none: "
+                f"{short(str(error), 300)}"
+            ) from error
         form = Form.of(found, trees[0])
         if program.form is not None and (difference := program.form.difference(form)):
             raise RuntimeError(f"{program.name}: the step returns {difference}: a program always returns the same")
@@ -198,7 +205,8 @@ class _Traced:
             RuntimeError: the step overwrites an argument that it does not return, or that shares memory with another.
         """
         tensors = [node.meta["val"] for node in self.graph.graph.nodes if node.op == "placeholder"]
-        graph = inductor.functional(self.graph, tensors).graph
+        with unrecorded():
+            graph = inductor.functional(self.graph, tensors).graph
         self._carry(graph)
         others = [node for node in graph.nodes if regions.is_collective(node) and node.target is not SCHEDULED]
         for node, node.meta["serves"] in zip(others, self.sent, strict=True):
@@ -239,6 +247,8 @@ class _Traced:
     def compile(self) -> None:
         """Compiles the program."""
         self.function = regions.program(self.graph.graph)
+        for work in self.works:
+            work.prepare()
 
     # --- runs ---
 
@@ -302,6 +312,12 @@ class _Tracing(Watch):
         self.sent: list[tuple[str, bool]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in optree.tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor) and inductor.traced_elsewhere(x):
+                raise RuntimeError(
+                    f"{self.name}: {func.name()} at {callsites.caller()} uses a tensor of shape {list(x.shape)} that an "
+                    f"earlier call kept in a list, a cache or an attribute: return it, and pass it to the next call"
+                )
         if func.namespace == LIBRARY.ns:
             inductor.keep(func)
         if func.namespace == LIBRARY.ns and func is not SCHEDULED:

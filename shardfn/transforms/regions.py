@@ -153,7 +153,43 @@ def _split(run: list[fx.Node]) -> list[list[fx.Node]]:
     small: dict[fx.Node, bool] = {}
     for node in run:  # one of several results stays with the operation
         small[node] = small[node.args[0]] if node.target is operator.getitem else _numel(node) <= 1  # type: ignore[index]
+    alike = {node: [x for x in reads[node] if small[x] is small[node]] for node in run}
+    level = _levels(run, reads, small, alike)
+    numbers: dict[int, fx.Node] = {}  # those of one level are one part
+    for node in run:
+        alike[node] = [x for x in alike[node] if level[x] == level[node]]
+        if small[node]:
+            alike[node].append(numbers.setdefault(level[node], node))
+    return sorted(_joined(run, alike), key=lambda nodes: level[nodes[0]])
+
+
+Edges = dict[fx.Node, list[fx.Node]]
+
+
+def _levels(run: list[fx.Node], reads: Edges, small: dict[fx.Node, bool], alike: Edges) -> dict[fx.Node, int]:
+    """How often the way to each operation alternates between single numbers and the rest.
+
+    What overwrites an argument comes with the last of what belongs together, and everything beside what reads it, so
+    that nothing need be kept in between.
+    """
     level: dict[fx.Node, int] = {}
+    for node in run:
+        level[node] = max((level[x] + (small[x] is not small[node]) for x in reads[node]), default=0)
+    for nodes in _joined(run, alike):
+        last = max(level[node] for node in nodes)
+        level |= {node: last for node in nodes if node.target is _aten.copy_.default}
+    readers: Edges = {node: [] for node in run}
+    for node in run:
+        for x in reads[node]:
+            readers[x].append(node)
+    for node in reversed(run):
+        if readers[node] and not small[node]:
+            level[node] = min(level[x] - small[x] for x in readers[node])
+    return level
+
+
+def _joined(run: list[fx.Node], edges: Edges) -> list[list[fx.Node]]:
+    """The nodes that edges connect, in order."""
     parent = {node: node for node in run}
 
     def find(x: fx.Node) -> fx.Node:
@@ -163,25 +199,12 @@ def _split(run: list[fx.Node]) -> list[list[fx.Node]]:
         return x
 
     for node in run:
-        level[node] = max((level[x] + (small[x] is not small[node]) for x in reads[node]), default=0)
-    readers: dict[fx.Node, list[fx.Node]] = {node: [] for node in run}
-    for node in run:
-        for x in reads[node]:
-            readers[x].append(node)
-    for node in reversed(run):  # beside what reads it, so that it need not be kept
-        if readers[node] and not small[node]:
-            level[node] = min(level[x] - small[x] for x in readers[node])
-    first: dict[int, fx.Node] = {}
-    for node in run:
-        same = [x for x in reads[node] if small[x] is small[node] and level[x] == level[node]]
-        if small[node]:
-            same.append(first.setdefault(level[node], node))
-        for x in same:
+        for x in edges[node]:
             parent[find(node)] = find(x)
     parts: dict[fx.Node, list[fx.Node]] = {}
     for node in run:
         parts.setdefault(find(node), []).append(node)
-    return sorted(parts.values(), key=lambda nodes: level[nodes[0]])
+    return list(parts.values())
 
 
 def _region(nodes: list[fx.Node]) -> Region:

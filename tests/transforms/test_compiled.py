@@ -4,6 +4,7 @@ hold.
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -250,3 +251,288 @@ def test_a_program_has_the_numbers_and_messages_of_the_step(name: str, ranks: in
             assert off < (1e-5 if name == "mixed" else 1e-12), (i, off)
             if i >= 2:  # the second call compares what ranks will send
                 assert not more and not less, (i, more, less)
+
+
+INDUCTOR = ["full_shard, plain", "hybrid_shard, accumulate", "dropout, remat", "clipped", "module", "int8", "tensor"]
+
+
+@pytest.mark.parametrize("name", INDUCTOR)
+def test_what_inductor_compiles_has_the_same_numbers(name: str) -> None:
+    for found in world(2).within(300).run(compared, name, inductor=True):
+        for i, (off, more, less) in enumerate(found):
+            assert off < 1e-12, (i, off)
+            assert i < 2 or not (more or less)
+
+
+# --- one rank: what a program does with arguments and results ---
+
+
+@plainly
+def alone(case: Callable[[], Any]) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(regions.Region, "function", lambda region: lambda xs: region.graph(*xs))
+        return case()
+
+
+def on_one_rank(case: Callable[[], Any]) -> Any:
+    return world(1).within(60).run(alone, case)[0]
+
+
+def toy(more: Callable[..., Any] = lambda w, x: 0, optimizer: so.Optimizer | None = None) -> tuple[Any, Any, Any]:
+    """A step on plain tensors, `(params, state, x, ...) -> (params, state, loss)`, with parameters and state."""
+    made = optimizer or so.sgd(0.1)
+    params = {"w": torch.full((WIDTH,), 0.5, dtype=torch.float64)}
+
+    def step(params: Any, state: Any, x: Tensor, *rest: Any) -> Any:
+        value, grads = sf.value_and_grad(lambda p: (p["w"] * x).square().sum())(params)
+        value = value + more(params["w"], x, *rest)
+        params, state = made.step(params, grads, state)
+        return params, state, value
+
+    return sf.compile(step, mesh=sf.make_mesh(shard=1, device="cpu")), params, made.init(params)
+
+
+def data(i: int = 0, rows: int = WIDTH) -> Tensor:
+    return torch.arange(rows, dtype=torch.float64) / 10 + i
+
+
+def repeated(more: Callable[..., Any], rest: Callable[[int], tuple[Any, ...]] = lambda i: (), calls: int = 5) -> Any:
+    """The losses of several steps, or the error."""
+    step, params, state = toy(more)
+    losses = []
+    for i in range(calls):
+        params, state, value = step(params, state, data(i), *rest(i))
+        losses.append(value)
+    return [x.item() for x in losses]
+
+
+def test_a_step_on_plain_tensors() -> None:
+    assert on_one_rank(lambda: repeated(lambda w, x: w.sum())) == pytest.approx(_by_hand(), abs=1e-12)
+
+
+def _by_hand() -> list[float]:
+    w, losses = torch.full((WIDTH,), 0.5, dtype=torch.float64), []
+    for i in range(5):
+        losses.append(((w * data(i)).square().sum() + w.sum()).item())
+        w = w - 0.1 * 2 * w * data(i).square()
+    return losses
+
+
+def counter() -> Any:
+    calls: list[int] = []
+
+    def more(w: Tensor, x: Tensor) -> Any:
+        calls.append(1)
+        return w.sum() * (0.1 * len(calls))
+
+    return repeated(more)
+
+
+def alternating() -> Any:
+    calls: list[int] = []
+
+    def more(w: Tensor, x: Tensor) -> Any:
+        calls.append(1)
+        return w.sin().sum() if len(calls) % 2 else w.cos().sum()
+
+    return repeated(more)
+
+
+def replaced() -> Any:
+    outside = [torch.ones(WIDTH, dtype=torch.float64)]
+
+    def more(w: Tensor, x: Tensor) -> Any:
+        outside[0] = outside[0] + 1
+        return (w * outside[0].detach()).sum()
+
+    return repeated(more)
+
+
+def swapped() -> Any:
+    outside = [torch.full((WIDTH,), float(i), dtype=torch.float64) for i in range(9)]
+    return repeated(lambda w, x: (w * outside.pop()).sum())
+
+
+def overwritten() -> Any:
+    step, params, state = toy()
+    for i in range(4):
+        step(params, state, data(i))
+
+
+def shared() -> Any:
+    step = sf.compile(lambda a, b: (a + b.sum(), b * 2), mesh=sf.make_mesh(shard=1, device="cpu"))
+    a, b = data(0), data(1)
+    a, b = step(a, b)
+    return step(a, a)
+
+
+def used_again() -> Any:
+    step, params, state = toy()
+    for i in range(3):
+        before = params
+        params, state, _ = step(params, state, data(i))
+    return before["w"] + 1
+
+
+def many_shapes() -> Any:
+    step, params, state = toy(lambda w, x, y: y.sum())
+    for i in range(12):
+        params, state, _ = step(params, state, data(), data(rows=3 + i))
+        params, state, _ = step(params, state, data(), data(rows=3 + i))
+
+
+def with_gradients() -> Any:
+    step, params, state = toy()
+    params = {"w": params["w"].requires_grad_()}
+    return step(params, state, data())
+
+
+def in_debug_mode() -> Any:
+    with sf.debug(nan=True):
+        return repeated(lambda w, x: 0)
+
+
+def drawing_from_its_own() -> Any:
+    own = torch.Generator().manual_seed(0)
+    return repeated(lambda w, x: torch.rand(1, generator=own).sum())
+
+
+def on_disk() -> Any:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDFN_SCRATCH", folder)
+        step, params, state = of_blocks(remat=sf.offload("disk", above=0))
+        compiled = sf.compile(step)
+        for _ in range(3):
+            params, state, _ = compiled(params, state, torch.ones(ROWS, WIDTH, dtype=torch.float64))
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "a number of the host that changes": (counter, r"the step does .*mul.*0\.30.*, and at the last call .*0\.2"),
+    "operations that change": (alternating, r"the step does aten\.(sin|cos).*, and at the last call aten\.(cos|sin)"),
+    "a tensor that is replaced": (replaced, r"uses a tensor of shape \[8\] that an earlier call kept in a list"),
+    "another tensor in each call": (swapped, r"the step does other tensors: a compiled program always does the same"),
+    "the host reads": (lambda: repeated(lambda w, x: w.sum().item()), r"the host reads a result, by aten::_local_scal"),
+    "the host branches": (lambda: repeated(lambda w, x: 1 if w.sum() > 0 else 0), r"the host reads a result"),
+    "the host counts": (lambda: repeated(lambda w, x: w[w > 0].sum()), r"the host reads a result, by aten::index"),
+    "a number among the arguments changes": (
+        lambda: repeated(lambda w, x, n: n * w.sum(), lambda i: (0.5 + i,)),
+        r"compile\(step\): rest.* is 1\.5, and was 0\.5: a graph keeps numbers as they are",
+    ),
+    "nothing is passed back": (overwritten, r"the step overwrites params\.w, and the program does not pass back"),
+    "arguments share memory": (shared, r"shares memory with another argument, and the step overwrites it: pass a clone"),
+    "a donated argument": (used_again, r"a tensor that was given to a graphed step"),
+    "many shapes": (many_shapes, r"there are 8 graphs already, each for other shapes"),
+    "an argument requires a gradient": (with_gradients, r"params\.w requires a gradient"),
+    "a debug mode": (in_debug_mode, r"debug\(nan=True\) checks each call on the host: leave it off"),
+    "a generator": (drawing_from_its_own, r"aten::rand.* draws from a torch\.Generator, such as fold_in makes"),
+    "activations on disk": (on_disk, r"moves activations to the disk and back, which a compiled step cannot do"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_program_cannot_hold_is_an_error(name: str) -> None:
+    case, told = REFUSED[name]
+    with pytest.raises(Exception, match=told) as raised:
+        on_one_rank(case)
+    assert len(str(raised.value).split("\n---")[0]) < 1500
+
+
+def compiles() -> Any:
+    """How often 20 steps with a schedule compile, then with another shape; and how many regions 3 and 6 layers have."""
+    programs: list[Any] = []
+    plain = regions.program
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(regions, "program", lambda graph: programs.append(graph) or plain(graph))
+        step, params, state = of_blocks()
+        compiled = sf.compile(step)
+        for _ in range(20):
+            params, state, _ = compiled(params, state, torch.ones(ROWS, WIDTH, dtype=torch.float64))
+        first = len(programs)
+        for _ in range(4):
+            params, state, _ = compiled(params, state, torch.ones(2 * ROWS, WIDTH, dtype=torch.float64))
+    return first, len(programs)
+
+
+def test_a_schedule_compiles_once_and_another_shape_once_more() -> None:
+    assert on_one_rank(compiles) == (1, 2)
+
+
+@plainly
+def regions_of(layers: int) -> int:
+    keys: set[str] = set()
+
+    def function(region: Any) -> Any:
+        keys.add(region.key)
+        return lambda xs: region.graph(*xs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(regions.Region, "function", function)
+        patch.setitem(globals(), "LAYERS", layers)
+        step, params, state = of_blocks()
+        compiled = sf.compile(step)
+        for _ in range(2):
+            params, state, _ = compiled(params, state, torch.ones(ROWS, WIDTH, dtype=torch.float64))
+    return len(keys)
+
+
+def test_equal_layers_are_compiled_once() -> None:
+    few, many = (world(2).within(60).run(regions_of, layers) for layers in (4, 9))
+    assert few == many
+
+
+def running_statistics() -> Any:
+    """What batch norm keeps, beside the same without a compiler."""
+    found = []
+    for wrap in (lambda step: step, lambda step: sf.compile(step, mesh=sf.make_mesh(shard=1, device="cpu"))):
+        mean = torch.zeros(WIDTH, dtype=torch.float64)
+
+        def step(w: Any, x: Tensor, mean: Tensor = mean) -> Any:
+            def loss(w: Tensor) -> Tensor:
+                return F.batch_norm(x * w, mean, torch.ones_like(mean), training=True).pow(3).sum()
+
+            value, gradient = sf.value_and_grad(loss)(w)
+            return w - 0.1 * gradient, value
+
+        run, w = wrap(step), data(1)
+        for i in range(4):
+            w, _ = run(w, torch.stack([data(i), data(2 * i + 1).sin(), data(3)]))
+        found += [mean, w]
+    return found
+
+
+def test_tensors_from_elsewhere_are_overwritten_in_place() -> None:
+    mean, w, other_mean, other_w = on_one_rank(running_statistics)
+    assert distance([other_mean, other_w], [mean, w]) < 1e-12
+    assert mean.abs().sum() > 0.1
+
+
+def other_results() -> Any:
+    step = sf.compile(lambda x: {"n": 3, "name": "a", "x": x, "t": x.view(2, -1).T, "twice": [x + 1] * 2}, mesh=sf.make_mesh(shard=1, device="cpu"))
+    return [step(data(i)) for i in range(3)]
+
+
+def test_results_are_as_without_a_compiler() -> None:
+    for i, found in enumerate(on_one_rank(other_results)):
+        assert (found["n"], found["name"]) == (3, "a")
+        for x, want in ((found["x"], data(i)), (found["t"], data(i).view(2, -1).T), (found["twice"][1], data(i) + 1)):
+            assert torch.equal(x, want)
+
+
+@plainly
+def by_rank() -> Any:
+    rank, mesh, calls = dist.get_rank(), mesh_here(), list[int]()
+
+    @sf.shard_map(mesh=mesh, in_specs=..., out_specs=..., check=False)
+    def step(x: Tensor) -> Tensor:
+        x = sf.psum(x, DATA)
+        return sf.psum(x, DATA) if calls and rank else x
+
+    compiled = sf.compile(step, mesh=mesh)
+    for _ in range(2):
+        compiled(data())
+        calls.append(1)
+
+
+def test_ranks_that_do_different_things_are_told_before_they_run() -> None:
+    with pytest.raises(Exception, match="the collectives of the step differ between ranks"):
+        world(2).within(60).run(by_rank)
