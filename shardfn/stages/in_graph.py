@@ -325,10 +325,11 @@ class _Traced:
         """The parameters in gathered buffers, as leaves of the call's own graph."""
         signature = self.call.signature
         each = zip(signature.layouts, wholes, self.call.needs, strict=False)
-        return [
-            [owned(p.detach(), need, layout.stage, checked=True) for p in layout.views(whole)]
-            for layout, whole, need in each
-        ]
+        with torch.no_grad():
+            return [
+                [owned(p, need, layout.stage, checked=True) for p in layout.views(whole.detach())]
+                for layout, whole, need in each
+            ]
 
     # --- backward ---
 

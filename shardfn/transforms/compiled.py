@@ -19,7 +19,7 @@ from shardfn.collectives.capturing import Watch
 from shardfn.collectives.ledger import attribution, unrecorded
 from shardfn.collectives.ops import LIBRARY
 from shardfn.collectives.scheduled import SCHEDULED, Scheduled, known
-from shardfn.compat import autograd, inductor
+from shardfn.compat import autograd, dispatch, inductor
 from shardfn.mesh import callsites
 from shardfn.mesh.axes import known_axes
 from shardfn.mesh.scope import scope
@@ -204,6 +204,7 @@ class _Traced:
         Raises:
             RuntimeError: the step overwrites an argument that it does not return, or that shares memory with another.
         """
+        regions.unaliased(self.graph.graph)
         tensors = [node.meta["val"] for node in self.graph.graph.nodes if node.op == "placeholder"]
         with unrecorded():
             graph = inductor.functional(self.graph, tensors).graph
@@ -312,21 +313,22 @@ class _Tracing(Watch):
         self.sent: list[tuple[str, bool]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for x in optree.tree_leaves((args, kwargs)):
-            if isinstance(x, Tensor) and inductor.traced_elsewhere(x):
+        kwargs = kwargs or {}
+        tensors = [x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        for x in tensors:
+            if inductor.traced_elsewhere(x):
                 raise RuntimeError(
                     f"{self.name}: {func.name()} at {callsites.caller()} uses a tensor of shape {list(x.shape)} that an "
                     f"earlier call kept in a list, a cache or an attribute: return it, and pass it to the next call"
                 )
+        if any(map(dispatch.fake, tensors)) or torch.Tag.nondeterministic_seeded in func.tags:
+            self._refuse(func, args, kwargs, tensors)
         if func.namespace == LIBRARY.ns:
             inductor.keep(func)
         if func.namespace == LIBRARY.ns and func is not SCHEDULED:
             backward = autograd.inside_backward() if attribution.backward is None else attribution.backward
             self.sent.append((attribution.stage, backward))
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _note(self, func: Any, leaves: list[Any]) -> None:
-        """Nothing: the graph holds all operations."""
+        return func(*args, **kwargs)
 
     def finish(self, results: Any) -> None:
         """Nothing: a graph keeps its tensors."""

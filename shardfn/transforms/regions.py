@@ -95,12 +95,17 @@ def origin(node: fx.Node) -> fx.Node:
     return node
 
 
-def simplified(graph: fx.Graph) -> None:
-    """Removes names of the same tensor, and writes into arguments as soon as nothing else reads them."""
+def unaliased(graph: fx.Graph) -> None:
+    """Removes other names of the same tensor, and what nobody reads."""
     for node in graph.nodes:
         if node.op == "call_function" and getattr(node.target, "overloadpacket", None) in (_aten.alias, _aten.detach):
             node.replace_all_uses_with(node.args[0])
     graph.eliminate_dead_code()
+
+
+def simplified(graph: fx.Graph) -> None:
+    """Writes into arguments as soon as nothing else reads them."""
+    unaliased(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not _aten.copy_.default:
