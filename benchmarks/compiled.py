@@ -48,9 +48,9 @@ def stepping(config: Config, compiled: bool) -> tuple[Callable[[], Tensor], int]
     mesh = sf.make_mesh(data=dist.get_world_size(), device="cpu")
     params = sf.init_sharded(makers(config), SEED, mesh, sf.full_shard("data"))
     optimizer, rows = so.adamw(1e-3), tokens(config, dist.get_rank())
-    state, low = optimizer.init(params), {"gather_dtype": LOW}
-    first, last = sf.stage(embed, **low), sf.stage(head, **low)
-    layer = sf.stage(functools.partial(block, heads=config.heads), **low)
+    state = optimizer.init(params)
+    first, last = sf.stage(embed, gather_dtype=LOW), sf.stage(head, gather_dtype=LOW)
+    layer = sf.stage(functools.partial(block, heads=config.heads), gather_dtype=LOW)
 
     def loss(params: Params, rows: Tensor) -> Tensor:
         ordered = sf.layers([params["embed"], *params["blocks"], params["head"]])
@@ -193,7 +193,12 @@ def main() -> None:
         rows += [{"model": name} | row for row in found]
         whole, compiled = found[0], found[1]
         goals += [
-            Goal(f"{name}: step, compiled / as it is", compiled["/ as it is"], 0.97 if name == "GPT" else 0.85, tolerance=0.1),
+            Goal(
+                f"{name}: step, compiled / as it is",
+                compiled["/ as it is"],
+                0.97 if name == "GPT" else 0.85,
+                tolerance=0.1,
+            ),
             Goal(f"{name}: memory, compiled / as it is", compiled["MB / as it is"], 1.05, tolerance=0.02),
             Goal(f"{name}: messages, compiled / as it is", compiled["calls"] / whole["calls"], 1.0),
             Goal(f"{name}: bytes, compiled / as it is", compiled["MB sent"] / whole["MB sent"], 1.0),

@@ -69,6 +69,7 @@ TIMED = [
     Command("collectives --gloo 2 --repeats 7", 300, NOISE),
     Command("optimizer", 600, NOISE),
     Command("muon --rounds 7", 300, NOISE),
+    Command("compiled", 600, NOISE),
     Command("shampoo", 300, NOISE),
     Command("strategies --rounds 3", 600, NOISE),
     Command("parallel --peers", 400, NOISE),

@@ -6,6 +6,7 @@ data.png: which rows of two epochs are in which batch, and which ranks read them
 mesh.png: what each of four ranks holds of one stage, and which groups its collectives run in, as the layouts say.
 show.png: what `sf.show` draws of a language model whose embedding is frozen and whose head is whole on every rank.
 checker.png: what the checker takes down of two small programs on two ranks, and along what each value varies.
+compiled.png: the program that `compile` makes of a step of three layers on two ranks.
 nodes.png: eight ranks on two nodes, in blocks and in turn, and what `make_mesh` says of the axes.
 modules.png: the stages, loose parameters and tied weights that `functional` finds in GPT-2, and how large they are.
 memory.png: the memory of one rank during a training step, by four strategies: the resident size of the process, read
@@ -30,6 +31,7 @@ import argparse
 import importlib
 import itertools
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -787,8 +789,68 @@ def draw_spectrum(path: Path) -> None:
     spectrum.draw(found, spectrum.SMALL, (20, 100, 200), path)
 
 
+# --- compiled steps ---
+
+
+def program_of_a_step() -> list[tuple[str, str, int, int]]:
+    """The gathers, regions and reductions of a compiled step of three layers: kind, name, and where in the program."""
+    from shardfn.transforms.compiled import Programs
+
+    mesh = sf.make_mesh(data=2, device="cpu")
+    params = sf.init_sharded(makers(3, 16), 0, mesh, sf.full_shard("data"))
+    optimizer, layer = so.adamw(1e-2), sf.stage(block)
+
+    def loss(params: Params, x: Tensor) -> Tensor:
+        for p in sf.layers(params["blocks"]):
+            x = layer(p, x)
+        return sf.pmean(x.square().mean(), "data")
+
+    @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
+    def step(params: Params, state: Any, x: Tensor) -> Any:
+        value, grads = sf.value_and_grad(loss)(params, x)
+        return *optimizer.step(params, grads, state), value
+
+    programs, state = Programs(step, None), optimizer.init(params)
+    for _ in range(2):
+        params, state, _ = programs.called((params, state, torch.ones(4, 16)), {})
+    (program,) = programs.programs.values()
+    found: list[tuple[str, str, int, int]] = []
+    begun: dict[str, int] = {}
+    at = 0
+    for line in program.captured.source.splitlines():  # type: ignore[union-attr]
+        if match := re.search(r"(c\d+)\(b\)", line):
+            found.append(("computes", match[1], at, at + 1))
+            at += 1
+        elif match := re.search(r"(v\d+) = c\d+\.start", line):
+            begun[match[1]] = at
+        elif match := re.search(r"(c\d+)\.finish\((v\d+)\)", line):
+            work = program.captured.function.__globals__[match[1]]  # type: ignore[union-attr]
+            found.append(("gather" if work.lends else "reduce", str(work).split(":")[0], begun[match[2]], at))
+    return found
+
+
+def draw_compiled(path: Path) -> None:
+    with World(2, deadline=300) as ranks:
+        found = ranks.run(program_of_a_step)[0]
+    figure = Figure(figsize=(9.2, 2.8), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    regions = list(dict.fromkeys(name for kind, name, _, _ in found if kind == "computes"))
+    rows = {"gather": 0, "computes": 1, "reduce": 2}
+    for kind, name, begin, end in found:
+        color = f"C{regions.index(name)}" if kind == "computes" else PALE[kind]
+        axes.barh(rows[kind], max(end - begin, 0.12), left=begin, height=0.6, color=color, edgecolor="white", alpha=0.7)
+        label = chr(ord("A") + regions.index(name)) if kind == "computes" else name.rpartition(".")[2]
+        axes.text((begin + max(end, begin + 0.12)) / 2, rows[kind], label, ha="center", va="center", fontsize=9)
+    axes.set_yticks(range(3), ["gathers of layers", "regions", "reductions of layers"])
+    axes.invert_yaxis()
+    axes.set_xlabel("place in the program; regions with the same letter are the same code")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
 DRAWN = {
     "checker": draw_checker,
+    "compiled": draw_compiled,
     "data": draw_data,
     "elastic": draw_elastic,
     "fitting": draw_fitting,

@@ -48,10 +48,10 @@ class Scheduled(ABC):
     def finish(self, started: Any) -> list[Tensor]:
         """Waits for it; returns its results."""
 
-    def release(self, started: Any) -> None:
-        """Takes lent memory back."""
+    def release(self, started: Any) -> None:  # noqa: B027
+        """Takes lent memory back; most lend none."""
 
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027
         """Frees memory that only other ways to run it need, before the graph runs."""
 
 
@@ -83,7 +83,5 @@ def _at_once(inputs: list[Tensor | None], number: int) -> list[Tensor]:
 
 LIBRARY.define("scheduled(Tensor?[] inputs, int number) -> Tensor[]")
 LIBRARY.impl("scheduled", _at_once, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    f"{LIBRARY.ns}::scheduled", lambda inputs, number: known(number).like(inputs), lib=LIBRARY
-)
+torch.library.register_fake(f"{LIBRARY.ns}::scheduled", lambda inputs, number: known(number).like(inputs), lib=LIBRARY)
 SCHEDULED: Any = getattr(torch.ops, LIBRARY.ns).scheduled.default

@@ -74,6 +74,7 @@ def compiled(graph: fx.GraphModule) -> Callable[[list[Tensor]], Sequence[Tensor]
 @contextlib.contextmanager
 def _tracing(inputs: Sequence[Any]) -> Iterator[None]:
     from torch._guards import TracingContext, tracing
+
     mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None)
     with tracing(TracingContext(mode)):
         yield

@@ -429,7 +429,10 @@ def _exchanged(
     """Exchanges elements; returns what the peers sent: index of a block, part, and its elements in their shape."""
     sizes = [sum(x.numel() for x in to) for to in outgoing]
     expected = [sum(part.common.numel for _, part in shares) for shares in incoming]
-    flat, exchange = torch.cat([like, *(x.reshape(-1) for to in outgoing for x in to)]), _Exchange(sizes, expected, peers)
+    flat, exchange = (
+        torch.cat([like, *(x.reshape(-1) for to in outgoing for x in to)]),
+        _Exchange(sizes, expected, peers),
+    )
     (received,) = run(exchange, [flat]) if dispatch.in_graph() else exchange.finish(exchange.start([flat]))
     parts = [share for shares in incoming for share in shares]
     pieces = received.split([part.common.numel for _, part in parts])

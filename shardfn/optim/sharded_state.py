@@ -7,7 +7,7 @@ other ranks' parts. The part is a flat shard with a finer layout, so optimizers 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import optree
@@ -154,8 +154,8 @@ class _Gathering(Scheduled):
         return [part.new_empty(self.layout.piece)]
 
     def start(self, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Handle]:
-        (whole,), start = self.like(inputs), start_of(self.layout, self.fine)
-        (part,) = inputs
+        (whole,), (part,), start = self.like(inputs), inputs, start_of(self.layout, self.fine)
+        assert part is not None
         whole[start : start + self.fine.piece].copy_(part)
         with attributed_to(self.layout.stage):
             return whole, all_gather(whole.view(torch.uint8), self.along, whole.dtype)

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from shardfn.check.callsites import paused
 from shardfn.check.recording import current
-from shardfn.collectives.capturing import refuse_traced
 from shardfn.collectives.agree import compare
+from shardfn.collectives.capturing import refuse_traced
 from shardfn.collectives.into_buffers import Communicator, communicator_of
 from shardfn.collectives.ledger import record
 from shardfn.compat import dispatch, functorch, process_groups

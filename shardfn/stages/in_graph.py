@@ -54,6 +54,7 @@ class Gathering(Scheduled):
         return f"gather {self.plan.stage}: {', '.join(f'{g.layout.padded} {g.dtype}' for g in self.plan.each)}"
 
     def like(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+        """Tensors like its results."""
         device = next(x.device for x in inputs if x is not None)
         found = [torch.empty(g.layout.padded, dtype=g.dtype, device=device) for g in self.plan.each if g.moves]
         for gather in self.pieces:
@@ -64,26 +65,30 @@ class Gathering(Scheduled):
         return found
 
     def start(self, inputs: Sequence[Tensor | None]) -> Slot:
+        """Starts it."""
         engine, residency = self.engine, self.engine.residency
         slot = residency.ring.outside(self.plan.nbytes)
         shards = tuple(x for x in inputs if x is not None)
         with in_lane(engine.lane), attributed_to(self.plan.stage, self.backward):
-            slot.fill(self.number, self.plan, shards, residency.communicator_of, residency.disk, residency.stream)
+            slot.fill((self.number,), self.plan, shards, residency.communicator_of, residency.disk, residency.stream)
         return slot
 
     def finish(self, started: Slot) -> list[Tensor]:
+        """Waits for it; returns its results."""
         with attributed_to(self.plan.stage, self.backward):
             started.settle()
         wholes = [started.buffer[g.start : g.stop].view(g.dtype) for g in self.plan.each if g.moves]
         return [*wholes, *(started.part(gather).own.clone() for gather in self.pieces)]
 
     def release(self, started: Slot) -> None:
+        """Takes the slot back."""
         residency = self.engine.residency
         if residency.stream is not None:
             started.free = residency.stream.end_of_use()
         residency.ring.give_back(started)
 
     def prepare(self) -> None:
+        """Frees the slots of the engine's ring."""
         ring = self.engine.residency.ring
         ring.empty()
         ring.positions.clear()
@@ -106,12 +111,14 @@ class Reducing(Scheduled):
         return f"reduce {layout.stage}: {layout.padded} {self.reduction.dtypes.sum}, {self.part}"
 
     def like(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+        """Tensors like its results."""
         n, split = self.reduction.layout.piece, self.reduction.route.split
         if self.part != "scatter" and split is not None:
             n //= split.axis.size
         return [torch.empty(n, dtype=self.reduction.dtypes.shard, device=self.engine.device)]
 
     def start(self, inputs: Sequence[Tensor | None]) -> PendingReduction:
+        """Starts it."""
         reductions = self.engine.reductions
         if self.begins:
             reductions.turn()
@@ -120,12 +127,14 @@ class Reducing(Scheduled):
                 (out,) = inputs
                 assert out is not None, "it was scattered"
                 return reductions._sent(PendingReduction(self.reduction, out.clone(), None, False, scattered=True))
-            defer = "replicas" if self.part == "scatter" else "nothing"
-            pending = reductions.start(self.reduction, inputs, None, defer)
+            pending = reductions.start(
+                self.reduction, inputs, None, "replicas" if self.part == "scatter" else "nothing"
+            )
             assert pending is not None, "it starts at once"
             return pending
 
     def finish(self, started: PendingReduction) -> list[Tensor]:
+        """Waits for it; returns its results."""
         with attributed_to(self.stage, backward=True):
             return [self.engine.reductions.wait(started)]
 
@@ -196,7 +205,12 @@ class Tracing:
         return run(work, inputs)
 
     def reduce(
-        self, reduction: Reduction, gradients: Sequence[Tensor | None], stage: str, part: str = "all", begins: bool = True
+        self,
+        reduction: Reduction,
+        gradients: Sequence[Tensor | None],
+        stage: str,
+        part: str = "all",
+        begins: bool = True,
     ) -> Tensor:
         """Puts a reduction into the graph."""
         (found,) = self.work(Reducing(self.engine, reduction, stage, part, begins), gradients)
@@ -230,9 +244,7 @@ class _Staged(torch.autograd.Function):
         n = len(traced.call.signature.shards)
         outputs = traced.forward(tensors[:n], tensors[n:])
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(
-            *(y for y, yes in zip(outputs, traced.call.differentiable, strict=True) if not yes)
-        )
+        ctx.mark_non_differentiable(*(y for y, yes in zip(outputs, traced.call.differentiable, strict=True) if not yes))
         return outputs
 
     @staticmethod
@@ -264,8 +276,8 @@ class _Traced:
         remat, records = signature.options.remat, any(call.needs)
         if isinstance(remat, Offload) and remat.moves(call.mesh.device_type):
             raise RuntimeError(
-                f"{signature}: remat={remat} moves activations to the {remat.to} and back, which a compiled step cannot "
-                f"do: use remat=True or False"
+                f"{signature}: remat={remat} moves activations to the {remat.to} and back, which a compiled step "
+                f"cannot do: use remat=True or False"
             )
         self.keep = signature.keep if records or signature.keep == "step" else False
         wholes = self._gathered(self.keep, backward=False)
@@ -275,9 +287,7 @@ class _Traced:
         call.contexts = [entered([each, _Drawing(self.drawn, k > 0)]) for k, each in enumerate(policies)]
         with attributed_to(signature.stage):
             residuals = evaluate(call, call.mesh, parameters, inputs, records, hooks, None, None)
-        storages = refuse_returned(
-            signature, residuals.outputs, {autograd.storage_of(x) for x in (*wholes, *shards)}
-        )
+        storages = refuse_returned(signature, residuals.outputs, {autograd.storage_of(x) for x in (*wholes, *shards)})
         if records or any(y.requires_grad for y in residuals.outputs):
             refuse_closure(signature, (*residuals.parameters, residuals.inputs), residuals.outputs)
         call.differentiable = [y.requires_grad for y in residuals.outputs]
@@ -372,7 +382,7 @@ class _Traced:
             if step is None or variable is None:
                 found[k] = tracing.reduce(reduction, of_parameters[k], stage, "all", begins)
             else:
-                step.meet(tracing)  # type: ignore[arg-type]
+                step.meet(tracing)
                 total = step.sum_of(variable, reduction, tracing)
                 if step.defer == "everything":
                     tracing.add_whole(total, of_parameters[k])

@@ -28,8 +28,8 @@ from shardfn.shards.partition import with_leaves
 from shardfn.stages.call import Call, SharedMemory
 from shardfn.stages.composition import composed, traced
 from shardfn.stages.engine import Engine, engine_of
-from shardfn.stages.in_graph import call_in_graph
 from shardfn.stages.forward_mode import Pairs, Pushed, scheduled, with_tangents
+from shardfn.stages.in_graph import call_in_graph
 from shardfn.stages.options import Options, Remat
 from shardfn.stages.prefetch import Group, PrefetchOrder
 from shardfn.stages.refusals import refuse_inside, refuse_reentrant

@@ -71,10 +71,10 @@ def compile(step: F, /, *, mesh: DeviceMesh | None = None) -> F:
     Example:
         ``step = sf.compile(step)``, then ``params, state, loss = step(params, state, batch)`` for each batch
     """
-    return _Programs(step, mesh).wrapped()  # type: ignore[return-value]
+    return Programs(step, mesh).wrapped()  # type: ignore[return-value]
 
 
-class _Programs(Graphs):
+class Programs(Graphs):
     """The programs of one step, by the kind of its arguments."""
 
     caller, warm_up = "compile", 1
@@ -100,7 +100,9 @@ class _Programs(Graphs):
             traced.scope = lambda: scope(meshes[0], known_axes(meshes[0])) if meshes else contextlib.nullcontext()
         for mesh in meshes:
             agree(traced.collectives, mesh, self.name, subject=_ALIKE)
-        shapes = [list(x.shape) for i, x in enumerate(leaves) if isinstance(x, Tensor) and i not in program.roles.carried]
+        shapes = [
+            list(x.shape) for i, x in enumerate(leaves) if isinstance(x, Tensor) and i not in program.roles.carried
+        ]
         _log.info("%s: compiles for arguments of shapes %s", self.name, listed(shapes))
         # One process of a host compiles, and the others find what it made on disk.
         for first in (True, False) if meshes else (True,):
@@ -138,7 +140,7 @@ class _Traced:
         text: its operations, to compare with those of another call.
         collectives: what ranks compare.
         scope: the context of runs.
-        function: the compiled program.
+        function, source: the compiled program, and its text.
         times: how often it ran.
     """
 
@@ -154,6 +156,7 @@ class _Traced:
     collectives: list[str] = field(default_factory=list)
     scope: Callable[[], Any] = contextlib.nullcontext
     function: Callable[[list[Any]], list[Any]] | None = None
+    source: str = ""
     times: int = 0
 
     @classmethod
@@ -210,8 +213,8 @@ class _Traced:
             graph = inductor.functional(self.graph, tensors).graph
         self._carry(graph)
         others = [node for node in graph.nodes if regions.is_collective(node) and node.target is not SCHEDULED]
-        for node, node.meta["serves"] in zip(others, self.sent, strict=True):
-            pass
+        for node, serves in zip(others, self.sent, strict=True):
+            node.meta["serves"] = serves
         regions.simplified(graph)
         self.collectives = [_collective(node) for node in graph.nodes if regions.is_collective(node)]
         self.graph, self.text = fx.GraphModule({}, graph), regions.described(graph)
@@ -247,7 +250,7 @@ class _Traced:
 
     def compile(self) -> None:
         """Compiles the program."""
-        self.function = regions.program(self.graph.graph)
+        self.function, self.source = regions.program(self.graph.graph)
         for work in self.works:
             work.prepare()
 
@@ -318,8 +321,8 @@ class _Tracing(Watch):
         for x in tensors:
             if inductor.traced_elsewhere(x):
                 raise RuntimeError(
-                    f"{self.name}: {func.name()} at {callsites.caller()} uses a tensor of shape {list(x.shape)} that an "
-                    f"earlier call kept in a list, a cache or an attribute: return it, and pass it to the next call"
+                    f"{self.name}: {func.name()} at {callsites.caller()} uses a tensor of shape {list(x.shape)} that "
+                    f"an earlier call kept in a list, a cache or an attribute: return it, and pass it to the next call"
                 )
         if any(map(dispatch.fake, tensors)) or torch.Tag.nondeterministic_seeded in func.tags:
             self._refuse(func, args, kwargs, tensors)

@@ -102,11 +102,12 @@ class Graphs:
         @short_errors
         @functools.wraps(self.step)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return self(args, kwargs)
+            return self.called(args, kwargs)
 
         return call
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the step, as it is or by a graph."""
         if torch.compiler.is_compiling():
             dynamo.refuse_in_graph(f"{self.name}: compile what is inside, {self.caller}(torch.compile(step))")
         if functorch.inside_transform() or functorch.inside_forward_mode() or capturing() is not None:

@@ -85,7 +85,11 @@ _functions: dict[str, Callable[[list[Tensor]], Sequence[Tensor]]] = {}
 
 def _numel(node: fx.Node) -> int:
     value = node.meta.get("val")
-    return value.numel() if isinstance(value, Tensor) else max((x.numel() for x in value or () if isinstance(x, Tensor)), default=0)
+    return (
+        value.numel()
+        if isinstance(value, Tensor)
+        else max((x.numel() for x in value or () if isinstance(x, Tensor)), default=0)
+    )
 
 
 def origin(node: fx.Node) -> fx.Node:
@@ -216,9 +220,7 @@ def _region(nodes: list[fx.Node]) -> Region:
     """A region of these nodes; views that they read are made inside."""
     inside = set(nodes)
     inputs = list(dict.fromkeys(x for node in nodes for x in _sources(node) if x not in inside))
-    outputs = [
-        node for node in nodes if any(user not in inside and not is_free(user) for user in _readers(node))
-    ]
+    outputs = [node for node in nodes if any(user not in inside and not is_free(user) for user in _readers(node))]
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
     for i, x in enumerate(inputs):
@@ -386,8 +388,8 @@ class _Writer:
 
     # --- the whole ---
 
-    def finished(self, results: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
-        """The function `[arguments] -> results`."""
+    def finished(self, results: Sequence[Any]) -> tuple[Callable[[list[Any]], list[Any]], str]:
+        """The function `[arguments] -> results`, and its text."""
         for node in list(self.started):
             self._finish(node)
         returned = self.code(list(results))
@@ -396,7 +398,7 @@ class _Writer:
         for i, line in enumerate([*self.lines, last]):
             for name in [*line.makes, *(x for read in line.reads for x in (read, *self.within[read]))]:
                 ends[name] = i
-        text = [f"def program(a):", f"    {', '.join(self.arguments)}, = a", "    a.clear()"]
+        text = ["def program(a):", f"    {', '.join(self.arguments)}, = a", "    a.clear()"]
         unused = [name for name in self.arguments if name not in ends]
         text += [f"    {' = '.join(unused)} = None"] if unused else []
         dying: dict[int, list[str]] = {}
@@ -420,8 +422,7 @@ class _Writer:
                 text += [f"    {self.lent[name]}.release({name})", f"    {name} = None"] if name in self.lent else []
         text.append(f"    return {returned}")
         exec("\n".join(text), self.values)  # as torch.fx makes functions of graphs
-        function: Callable[[list[Any]], list[Any]] = self.values["program"]
-        return function
+        return self.values["program"], "\n".join(text)
 
 
 def _serving(op: Any, stage: str, backward: bool) -> Callable[..., Any]:
@@ -434,13 +435,13 @@ def _serving(op: Any, stage: str, backward: bool) -> Callable[..., Any]:
     return run
 
 
-def program(graph: fx.Graph) -> Callable[[list[Any]], list[Any]]:
-    """The program of a graph: `[arguments] -> results`; it empties the list."""
+def program(graph: fx.Graph) -> tuple[Callable[[list[Any]], list[Any]], str]:
+    """The program of a graph, `[arguments] -> results`, which empties the list, and its text."""
     writer = _Writer(graph)
     for step in _steps(graph):
         writer.write(step)
     (output,) = (node for node in graph.nodes if node.op == "output")
-    return writer.finished(output.args[0])  # type: ignore[arg-type]
+    return writer.finished(output.args[0])
 
 
 def _steps(graph: fx.Graph) -> list[Region | fx.Node]:
