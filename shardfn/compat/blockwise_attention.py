@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardfn.compat import functorch
 from shardfn.compat.devices import elements_at_a_time
+from shardfn.compat.together import pairs_of
 
 SCORES = 2**17  # at a time, on a CPU
 ROWS = 64  # at least, of a block of queries that see no later keys
@@ -99,7 +100,7 @@ class _Attention(torch.autograd.Function):
         q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, at: Tensor | None, causal: bool, scale: float
     ) -> Tensor:
         hidden = _Hidden(bias, at, causal)
-        if _alone(q, k, v, bias):
+        if functorch.untracked(q, k, v, bias):
             return _in_place(q, k, v, hidden, scale)
         return _joined([p @ v_ for *_, p, _, _, v_ in _blocks(q, k, v, hidden, scale)], q, k, causal)
 
@@ -111,13 +112,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, ct: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, at = ctx.saved_tensors
+        q, k, v, bias, at = (None if x is None else functorch.alive(x) for x in ctx.saved_tensors)
         hidden, rest = _Hidden(bias, at, ctx.causal), (None, None, None, None)
-        pairs = [functorch.unpacked(functorch.alive(x)) for x in (q, k, v, ct)]
-        values, tangents = zip(*pairs, strict=True)
-        if any(t is not None for t in tangents) and _alone(*values, *tangents, bias):
-            moving = [torch.zeros_like(x) if t is None else t for x, t in pairs]
-            found = _gradients_in_place(values, moving, hidden, ctx.scale)
+        if (pairs := pairs_of(q, k, v, ct)) is not None and functorch.untracked(bias):
+            moving = [torch.zeros_like(x) if t is None else t for x, t in zip(*pairs, strict=True)]
+            found = _gradients_in_place(pairs[0], moving, hidden, ctx.scale)
             return *map(functorch.dual, *found), *rest
         dq: list[Tensor] = []
         sums: list[list[Tensor]] = [[], []]
@@ -139,7 +138,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, bias, at = ctx.saved_tensors
         hidden, given = _Hidden(bias, at, ctx.causal), zip((q, k, v), tangents, strict=False)
         tq, tk, tv = (torch.zeros_like(x) if t is None else t for x, t in given)
-        if _alone(q, k, v, tq, tk, tv, bias):
+        if functorch.untracked(q, k, v, tq, tk, tv, bias):
             return _in_place(q, k, v, hidden, ctx.scale, (tq, tk, tv))
         found = []
         for n, rows, p, x, k_, v_ in _blocks(q, k, v, hidden, ctx.scale):
@@ -172,15 +171,6 @@ class _Hidden(NamedTuple):
         if added.dtype == torch.bool:
             added = torch.zeros_like(added, dtype=scores.dtype).masked_fill(~added, -math.inf)
         return added, (added == -math.inf).all(-1, keepdim=True)  # torch gives rows that see nothing zeros
-
-
-def _alone(*tensors: Tensor | None) -> bool:
-    """Whether nothing takes a derivative of what is computed from these, nor a batch."""
-    given = [x for x in tensors if x is not None]
-    return not functorch.inside_transform() and not any(
-        functorch.wrapped(x) or functorch.tangent_of(x) is not None or (x.requires_grad and torch.is_grad_enabled())
-        for x in given
-    )
 
 
 # --- blocks of scores ---

@@ -124,6 +124,15 @@ def constant_in(x: torch.Tensor) -> bool:
         return constant_in(torch._C._functorch.get_unwrapped(x) if own else x)
 
 
+def untracked(*tensors: torch.Tensor | None) -> bool:
+    """Whether nothing takes a derivative of what is computed from tensors here, nor a batch: it may be in place."""
+    return not inside_transform() and not any(
+        wrapped(x) or tangent_of(x) is not None or (x.requires_grad and torch.is_grad_enabled())
+        for x in tensors
+        if x is not None
+    )
+
+
 def batched(x: torch.Tensor) -> bool:
     """Whether a tensor is a batch made by `torch.autograd.grad(is_grads_batched=True)`."""
     return torch._C._functorch.is_legacy_batchedtensor(x)

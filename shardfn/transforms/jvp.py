@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardfn.compat import functorch
+from shardfn.compat import functorch, together
 from shardfn.compat.blockwise_attention import attention
 from shardfn.compat.norms import Padded, WrittenOut
 from shardfn.quoting import short
@@ -98,7 +98,7 @@ class Watched(Padded):
     And in which attention keeps no scores.
     """
 
-    table = Padded.table | {F.scaled_dot_product_attention: attention}
+    table = Padded.table | together.TABLE | {F.scaled_dot_product_attention: attention}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():  # what is traced is computed later
