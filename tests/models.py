@@ -208,7 +208,8 @@ def in_forward_mode(f: Any, inputs: Any, tangents: Any, mode: Any) -> list[tuple
 
     As stages in `sf.jvp` take them: in a vjp of pairs. No tangent is None.
     """
+    transform: Any = torch.func.vjp
     with forward_ad.dual_level(), mode:
         *pairs, ct = [x if t is None else forward_ad.make_dual(x, t) for x, t in zip(inputs, tangents, strict=True)]
-        y, pull = torch.func.vjp(f, *pairs)
-        return [tuple(forward_ad.unpack_dual(x)) for x in (y, *pull(ct))]
+        y, pull = transform(f, *pairs)
+        return [(x.primal, x.tangent) for x in map(forward_ad.unpack_dual, (y, *pull(ct)))]

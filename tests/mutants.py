@@ -91,9 +91,30 @@ MUTANTS = [
     Mutant(
         "rows of a later block of attention see as few as the first",
         "compat/blockwise_attention.py",
-        "torch.arange(rows.start, rows.stop, device=q.device)",
-        "torch.arange(rows.stop - rows.start, device=q.device)",
+        "torch.arange(rows.start, rows.stop, device=scores.device)",
+        "torch.arange(rows.stop - rows.start, device=scores.device)",
         "tests/test_blockwise_attention.py::test_derivatives_are_those_of_the_plain_formulas",
+    ),
+    Mutant(
+        "a tangent of attention's gradient in place has no part of the weights' tangent",
+        "compat/blockwise_attention.py",
+        "_along_in_place(p, dg).add_(product)",
+        "_along_in_place(p, dg)",
+        "tests/test_blockwise_attention.py::test_a_gradient_and_its_tangent_in_place",
+    ),
+    Mutant(
+        "a tangent of a product's gradient has no part of the matrix's tangent",
+        "compat/together.py",
+        "_sum(((tct, _turned(w)), (ct, _turned(tw))))",
+        "_sum(((tct, _turned(w)),))",
+        "tests/test_together.py::test_gradients_and_their_tangents",
+    ),
+    Mutant(
+        "a rule in place is taken where something takes a derivative",
+        "compat/functorch.py",
+        "wrapped(x) or tangent_of(x) is not None or (x.requires_grad and torch.is_grad_enabled())",
+        "wrapped(x) or tangent_of(x) is not None",
+        "tests/test_together.py::test_a_gradient_of_a_tangent_that_is_closed_over",
     ),
     # curvature
     Mutant(

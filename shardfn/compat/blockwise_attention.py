@@ -112,7 +112,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, ct: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, at = (None if x is None else functorch.alive(x) for x in ctx.saved_tensors)
+        q, k, v, *masks = ctx.saved_tensors
+        bias, at = (None if x is None else functorch.alive(x) for x in masks)
         hidden, rest = _Hidden(bias, at, ctx.causal), (None, None, None, None)
         if (pairs := pairs_of(q, k, v, ct)) is not None and functorch.untracked(bias):
             moving = [torch.zeros_like(x) if t is None else t for x, t in zip(*pairs, strict=True)]
@@ -304,7 +305,8 @@ def _gradients_in_place(
                     dk.baddbmm_(s.mT, w)
                 for s, w in weights:
                     dv.baddbmm_(s.mT, w)
-    return tuple([[x.to(y.dtype) for x, y in zip(each, values, strict=False)] for each in (found, moved)])
+    gradients, turned = ([x.to(y.dtype) for x, y in zip(each, values, strict=False)] for each in (found, moved))
+    return gradients, turned
 
 
 class _Weights(torch.autograd.Function):

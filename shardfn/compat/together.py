@@ -49,7 +49,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
 def _plain(*tensors: Any) -> bool:
     first = tensors[0]
     return not torch.compiler.is_compiling() and all(
-        isinstance(x, Tensor)
+        type(x) in (Tensor, torch.nn.Parameter)
         and x.layout is torch.strided
         and x.is_floating_point()
         and (x.dtype, x.device) == (first.dtype, first.device)
@@ -134,7 +134,7 @@ class _Activation(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, kind: str) -> Tensor:
-        return {"silu": F.silu, "gelu": F.gelu}[kind](x)
+        return F.silu(x) if kind == "silu" else F.gelu(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -161,7 +161,7 @@ class _Activation(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
         (x,) = ctx.saved_tensors
-        formula, kernel, _ = _ACTIVATIONS[ctx.kind]
+        formula, kernel = _ACTIVATIONS[ctx.kind][:2]
         moved: Tensor = kernel(tangent, x) if functorch.untracked(x, tangent) else tangent * formula(x)
         return moved
 
