@@ -27,9 +27,10 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], 
 
     Stages inside run on the schedule: parameters and their tangents are gathered when a stage runs, and dropped after.
     With a gradient inside, `jvp(grad(loss), (params,), (v,))` gives the gradient and a Hessian-vector product, by twice
-    the collectives of the gradient: forward over reverse. `scaled_dot_product_attention` computes its scores some rows
-    at a time, and again in backward; with dropout or a learned mask it is torch's `SDPBackend.MATH`, as its other
-    kernels have no forward mode.
+    the collectives of the gradient: forward over reverse. Products with a matrix, attention, `silu` and `gelu` compute
+    their gradients and the tangents of these together: three products of matrices for each one of a gradient.
+    `scaled_dot_product_attention` computes its scores some rows at a time, and again in backward; with dropout or a
+    learned mask it is torch's `SDPBackend.MATH`, as its other kernels have no forward mode.
 
     Inside of another transform, around one in forward mode, around a gradient of a gradient, and where `f` closes over
     what a gradient outside is taken of, stages are compositions of collectives, as in `torch.func.jvp`; `f` may run

@@ -106,7 +106,8 @@ def of_attention() -> tuple[sf.Plan, sf.Plan]:
     """A gradient and a Hessian-vector product of layers of attention."""
     with sf.planning(ranks=2):
         mesh = sf.make_mesh(data=2)
-        params = sf.init_sharded([lambda g: {"w": torch.randn(64, 192, generator=g)}] * 3, 0, mesh, sf.full_shard("data"))
+        layer = {"w": lambda g: torch.randn(64, 192, generator=g)}
+        params = sf.init_sharded([layer] * 3, 0, mesh, sf.full_shard("data"))
         x = torch.ones(2, 128, 64)
 
         def attend(p: Any, x: torch.Tensor) -> torch.Tensor:
