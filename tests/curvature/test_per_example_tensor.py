@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardfn as sf
-from shardfn import P, parallel
+from shardfn import P, interop, parallel
+from shardfn.curvature import ekfac, influence
 from shardfn.curvature.per_example import dp_grads, noise_scale, per_example
 from shardfn.testing import World
 from shardfn.testing import world as shared_world
@@ -188,7 +190,7 @@ def differences(name: str, tied: bool, checked: bool, counts: list[int], micro: 
         rows = per_example(losses, params, x, micro=micro)
         return rows.values, rows.norms, rows.clipped(limit), rows.dots(parted)
 
-    mapped = sf.shard_map(found, mesh=mesh, in_specs=(..., P("shard")), out_specs=..., check=checked)
+    mapped = sf.shard_map(found, mesh=mesh, in_specs=(..., ...), out_specs=..., check=checked)
     result = []
     for _ in range(2):  # the first call compares
         values, own, summed, dots = mapped(params, rows[place])
@@ -209,3 +211,174 @@ def test_rows_of_cut_parameters(name: str, ranks: int) -> None:
         options = {"remat": True} if tied else {}
         for found in shared_world(ranks).run(differences, name, tied, name == "block", [3], 1, options):
             assert worst(found) < 1e-12, (tied, found)
+
+
+def test_numbers_of_rows_and_parts() -> None:
+    for counts, micro in (([5, 2], 1), ([3, 0], 1), ([4, 3], 3), ([1, 0], 2)):
+        for found in shared_world(4).run(differences, "block", True, False, counts, micro, {}):
+            assert worst(found) < 1e-12, (counts, micro, found)
+
+
+# --- what follows from the norms ---
+
+
+def private(sizes: dict[str, int], noise: float) -> Any:
+    mesh = sf.make_mesh(device="cpu", **sizes)
+    params = sf.shard(whole(), mesh, sf.full_shard("shard"), specs=SPECS)
+    losses, options = losses_of(sf.stage, block, "tensor"), {"clip": 0.5, "noise": noise, "size": 10.0, "seed": 3}
+
+    def step(params: Any, x: Tensor) -> Any:
+        mask = torch.arange(len(x)) % 3 > 0
+        got = [dp_grads(losses, params, x, mask=mask, step=7, micro=micro, **options) for micro in (1, 2)]
+        rows = per_example(losses, params, x)
+        mean = optree.tree_map(lambda g: g / 12, rows.weighted(torch.ones(len(x))))
+        return *got, noise_scale(rows.norms, mean)
+
+    mapped = sf.shard_map(step, mesh=mesh, in_specs=(..., P("shard")), out_specs=..., check=False)
+    own = tokens(0, 12).chunk(sizes["shard"])[mesh.get_local_rank("shard")]
+    *got, scale = mapped(params, own)
+    return [sf.unshard(g) for g in got], float(scale)
+
+
+def test_private_gradients_are_those_of_one_process() -> None:
+    losses, x = losses_of(plainly, block), tokens(0, 12)
+    for noise in (0.0, 1.1):
+        options: dict[str, Any] = {"clip": 0.5, "noise": noise, "size": 10.0, "seed": 3, "step": 7}
+        for ranks, sizes in ((2, {"shard": 1, "tensor": 2}), (4, {"shard": 2, "tensor": 2})):
+            n = 12 // sizes["shard"]
+            mask = torch.cat([torch.arange(n) % 3 > 0] * sizes["shard"])
+            wanted = dp_grads(losses, whole(), x, mask=mask, **options)
+            rows = per_example(losses, whole(), x)
+            mean = optree.tree_map(lambda g: g / 12, rows.weighted(torch.ones(12)))
+            scale = float(noise_scale(rows.norms, mean))
+            for got, own in shared_world(ranks).run(private, sizes, noise):
+                assert worst([distance(g, wanted, floor=1.0) for g in got]) < 1e-12
+                assert abs(own / scale - 1) < 1e-10
+
+
+def scored() -> Tensor:
+    mesh = sf.make_mesh(device="cpu", shard=2, tensor=2)
+    params, query = (
+        sf.shard(x, mesh, sf.full_shard("shard"), specs=SPECS)
+        for x in (whole(), optree.tree_map(lambda x: x.cos(), whole()))
+    )
+    losses = losses_of(sf.stage, block, "tensor")
+
+    def scores(params: Any, query: Any, x: Tensor) -> Tensor:
+        return influence(lambda q: q, [query], losses, params, [(x,)])
+
+    own = tokens(0, 6).chunk(2)[mesh.get_local_rank("shard")]
+    return sf.shard_map(scores, mesh=mesh, in_specs=(..., ..., P("shard")), out_specs=..., check=False)(
+        params, query, own
+    )
+
+
+def test_scores_of_rows() -> None:
+    each = alone(losses_of(plainly, block), whole(), tokens(0, 6))
+    pairs = zip(optree.tree_leaves(each), optree.tree_leaves(whole()), strict=True)
+    want = torch.stack([(g * x.cos()).flatten(1).sum(1) for g, x in pairs]).sum(0)[None].chunk(2, 1)
+    found = shared_world(4).run(scored)
+    assert worst([off(got, want[rank // 2]) for rank, got in enumerate(found)]) < 1e-12
+
+
+# --- modules ---
+
+
+def of_a_module(kind: str) -> list[float]:
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        module: Any = GPT2LMHeadModel(
+            GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=WORDS, n_positions=T, attn_pdrop=0.0, embd_pdrop=0.0,
+                       resid_pdrop=0.0)
+        )  # fmt: skip
+    else:
+        module = LlamaForCausalLM(
+            LlamaConfig(hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=4,
+                        num_key_value_heads=2, vocab_size=WORDS, max_position_embeddings=T,
+                        tie_word_embeddings=kind == "tied llama")
+        )  # fmt: skip
+    module = module.double().eval()
+    whole = copy.deepcopy(module)
+    mesh = sf.make_mesh(device="cpu", shard=dist.get_world_size() // 2, tensor=2)
+    model = interop.functional(module, small=0, tensor="auto" if kind == "llama" else
+                               interop.GPT2 if kind == "gpt2" else interop.LLAMA)  # fmt: skip
+    params = model.shard(mesh, sf.full_shard("shard"))
+    place = mesh.get_local_rank("shard")
+    x = tokens(place, 3)[:, :T]
+
+    def losses(params: Any, x: Tensor) -> Tensor:
+        logits = model(params, input_ids=x, use_cache=False).logits
+        each = F.cross_entropy(logits[:, :-1].flatten(0, 1), x[:, 1:].flatten(), reduction="none")
+        return each.view(len(x), -1).sum(1)
+
+    want = []
+    for row in x:
+        whole.zero_grad()
+        logits = whole(input_ids=row[None], use_cache=False).logits
+        F.cross_entropy(logits[0, :-1], row[1:], reduction="sum").backward()
+        want.append(sum(p.grad.square().sum() for p in whole.parameters() if p.grad is not None).sqrt())
+    mapped = sf.shard_map(
+        lambda p, x: per_example(losses, p, x).norms, mesh=mesh, in_specs=(..., P("shard")), out_specs=..., check=False
+    )
+    return [off(mapped(params, x), torch.stack(want)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "tied llama"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_modules(kind: str, ranks: int) -> None:
+    assert worst([x for found in shared_world(ranks).run(of_a_module, kind) for x in found]) < 1e-6
+
+
+# --- errors ---
+
+
+def told() -> dict[str, str]:
+    mesh = sf.make_mesh(device="cpu", shard=2, tensor=2)
+    here = mesh.get_local_rank("tensor")
+    params = sf.shard(whole(), mesh, sf.full_shard("shard"), specs=SPECS)
+    both = sf.shard(whole(), mesh, lambda path, shape: sf.full_shard(("shard", "tensor") if "head" in path else "shard"),
+                    specs=sf.by_path([(r"layers.*\.q", P("tensor"))], strict=False))  # fmt: skip
+    losses = losses_of(sf.stage, block, "tensor")
+    x = tokens(mesh.get_local_rank("shard"))
+    of_rank = x.roll(here, 0)
+
+    def unvaried(p: Any, x: Tensor, t: Any) -> Tensor:
+        return x + parallel.from_parallel(torch.tanh((x * p["n"]) @ p["up"]) @ p["down"], t)
+
+    def unfinished(params: Any, x: Tensor) -> Tensor:
+        return losses(params, x) * (1 + sf.axis_index("tensor"))
+
+    options: dict[str, Any] = {"clip": 1.0, "noise": 0.0, "size": 1.0, "seed": 0, "step": 0}
+    programs: dict[str, Callable[[], Any]] = {
+        "other rows": lambda: per_example(losses, params, of_rank),
+        "fewer rows": lambda: per_example(losses, params, x[here:]),
+        "other mask": lambda: dp_grads(losses, params, x, mask=torch.arange(3) != here, **options),
+        "other losses": lambda: per_example(unfinished, params, x),
+        "no pvary": lambda: per_example(losses_of(sf.stage, unvaried, "tensor"), params, x),
+        "data too": lambda: per_example(losses, both, x),
+        "factors": lambda: ekfac(losses, params, [(x,)]),
+        "scores": lambda: influence(lambda q: q, [params], losses, params, [(of_rank,)]),
+    }
+    found = {}
+    for name, program in programs.items():
+        try:
+            sf.shard_map(program, mesh=mesh, in_specs=(), out_specs=..., check=False)()
+            found[name] = "nothing"
+        except (TypeError, ValueError, RuntimeError) as error:
+            found[name] = str(error)
+    return found
+
+
+def test_errors() -> None:
+    for found in shared_world(4).run(told):
+        for name in ("other rows", "other mask", "scores"):
+            assert "the rows differ between ranks" in found[name], found
+            assert "cut batches over other axes" in found[name], found
+        assert "(2, 5)" in found["fewer rows"]
+        assert "ranks have other losses of the same rows" in found["other losses"]
+        assert "write pvary where such a parameter" in found["no pvary"]
+        assert "'layers.0.q' is cut over tensor by specs=, and a strategy has tensor too" in found["data too"]
+        assert "along which ranks have parts of each row's gradient" in found["factors"]
+        assert max(map(len, found.values())) < 2000
