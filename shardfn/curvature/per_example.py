@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -142,7 +142,7 @@ def per_example(losses: Losses, params: Any, *batch: Any, micro: int = 1) -> Per
     if not isinstance(micro, int) or micro < 1:
         raise ValueError(f"per_example: micro={micro}; a batch is cut into 1 part or more")
     cut = cuts(params, "per_example")
-    rows = batch_of(batch)
+    _, rows = checked(params, lambda: batch, "per_example", [f"micro={micro}"])
     same_along(cut, params, rows, "per_example")
     check = _unseen(losses, params, rows)
     found = []
@@ -310,15 +310,17 @@ def batch_of(batch: tuple[Any, ...]) -> Batch:
     return Batch(leaves, tree, mapped, next(iter(counts.values())))
 
 
-def checked(params: Any, batch: Callable[[], tuple[Any, ...]], name: str) -> tuple[tuple[Any, ...], Batch]:
-    """The arguments for a batch, and its rows, after all ranks have found theirs right."""
+def checked(
+    params: Any, batch: Callable[[], tuple[Any, ...]], name: str, told: Sequence[str] = ()
+) -> tuple[tuple[Any, ...], Batch]:
+    """The arguments for a batch, and its rows, after all ranks have found theirs right, and tell the same."""
     error: Exception | None = None
     try:
         given = batch()
         rows = batch_of(given)
     except (TypeError, ValueError) as own:
         error = own
-    _all_or_none(error, params, name)
+    _all_or_none(error, params, name, told)
     return given, rows
 
 
@@ -512,9 +514,9 @@ def _all_of(cut: Cuts) -> tuple[str, ...]:
     return tuple(sorted({axis for axes in cut.values() for axis in axes}))
 
 
-def _all_or_none(error: Exception | None, params: Any, name: str) -> None:
+def _all_or_none(error: Exception | None, params: Any, name: str, told: Sequence[str] = ()) -> None:
     """Raises an error that a rank has on all ranks."""
-    agree([] if error is None else [str(error)], together(params), name, mine=error)
+    agree([*told] if error is None else [str(error)], together(params), name, mine=error)
     if error is not None:  # a rank alone need not agree
         raise error
 

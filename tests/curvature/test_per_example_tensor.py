@@ -17,7 +17,6 @@ import shardfn as sf
 from shardfn import P, interop, parallel
 from shardfn.curvature import ekfac, influence
 from shardfn.curvature.per_example import dp_grads, noise_scale, per_example
-from shardfn.testing import World
 from shardfn.testing import world as shared_world
 from tests.curvature.test_per_example import norms_of, off
 from tests.models import distance, gradients, normal, plainly, variables
@@ -225,7 +224,8 @@ def test_numbers_of_rows_and_parts() -> None:
 def private(sizes: dict[str, int], noise: float) -> Any:
     mesh = sf.make_mesh(device="cpu", **sizes)
     params = sf.shard(whole(), mesh, sf.full_shard("shard"), specs=SPECS)
-    losses, options = losses_of(sf.stage, block, "tensor"), {"clip": 0.5, "noise": noise, "size": 10.0, "seed": 3}
+    losses = losses_of(sf.stage, block, "tensor")
+    options: dict[str, Any] = {"clip": 0.5, "noise": noise, "size": 10.0, "seed": 3}
 
     def step(params: Any, x: Tensor) -> Any:
         mask = torch.arange(len(x)) % 3 > 0
@@ -338,8 +338,9 @@ def told() -> dict[str, str]:
     mesh = sf.make_mesh(device="cpu", shard=2, tensor=2)
     here = mesh.get_local_rank("tensor")
     params = sf.shard(whole(), mesh, sf.full_shard("shard"), specs=SPECS)
-    both = sf.shard(whole(), mesh, lambda path, shape: sf.full_shard(("shard", "tensor") if "head" in path else "shard"),
-                    specs=sf.by_path([(r"layers.*\.q", P("tensor"))], strict=False))  # fmt: skip
+    wide, narrow = sf.full_shard(("shard", "tensor")), sf.full_shard("shard")
+    of_queries = sf.by_path([(r"layers.*\.q", P("tensor"))], strict=False)
+    both = sf.shard(whole(), mesh, lambda path, shape: wide if "head" in path else narrow, specs=of_queries)
     losses = losses_of(sf.stage, block, "tensor")
     x = tokens(mesh.get_local_rank("shard"))
     of_rank = x.roll(here, 0)
