@@ -15,6 +15,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import P, interop, parallel
+from shardfn import curvature as sc
 from shardfn.curvature import ekfac, influence
 from shardfn.curvature.per_example import dp_grads, noise_scale, per_example
 from shardfn.testing import world as shared_world
@@ -254,6 +255,24 @@ def test_private_gradients_are_those_of_one_process() -> None:
             for got, own in shared_world(ranks).run(private, sizes, noise):
                 assert worst([distance(g, wanted, floor=1.0) for g in got]) < 1e-12
                 assert abs(own / scale - 1) < 1e-10
+
+
+def estimated() -> float:
+    """A trace by random vectors."""
+    mesh = sf.make_mesh(device="cpu", shard=2, tensor=2)
+    params = sf.shard(whole(), mesh, sf.full_shard("shard"), specs=SPECS)
+    losses, own = losses_of(sf.stage, block, "tensor"), tokens(0, 6).chunk(2)[mesh.get_local_rank("shard")]
+
+    def trace(params: Any) -> float:
+        return sc.trace(sc.hvp(lambda p: sf.psum(losses(p, own).sum(), "shard"), params), 4, sketch=1).value
+
+    return sf.shard_map(trace, mesh=mesh, in_specs=..., out_specs=..., check=False)(params)
+
+
+def test_random_vectors_are_the_same_however_parameters_are_cut() -> None:
+    losses = losses_of(plainly, block)
+    want = sc.trace(sc.hvp(lambda p: losses(p, tokens(0, 6)).sum(), whole()), 4, sketch=1).value
+    assert worst([abs(got / want - 1) for got in shared_world(4).run(estimated)]) < 1e-10
 
 
 def scored() -> Tensor:
