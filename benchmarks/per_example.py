@@ -146,13 +146,15 @@ class Layer(nn.Module):
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    made = nn.Linear(*reversed(weight.shape), bias=bias is not None)
+    outputs, inputs = weight.shape
+    made = nn.Linear(inputs, outputs, bias=bias is not None)
     made.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": bias}))
     return made
 
 
 def module(params: Any) -> nn.Module:
-    words = nn.Embedding(*params["embed"]["words"].shape, _weight=params["embed"]["words"].clone())
+    table = params["embed"]["words"]
+    words = nn.Embedding(WORDS, table.shape[1], _weight=table.clone())
     return nn.Sequential(words, *map(Layer, params["layers"]), linear(params["head"]["out"].mT))
 
 

@@ -98,7 +98,8 @@ def applications_seen(look: Callable[[Any, Sequence[Any]], None]) -> Iterator[No
     Modes do not see that. Among the arguments are those that have lost a gradient, with the wrappers of transforms that
     have ended. It is called for Functions of others, in this thread.
     """
-    module, kind, thread = torch._functorch.utils, torch.autograd.function._SingleLevelFunction, threading.get_ident()
+    module, thread = torch._functorch.utils, threading.get_ident()
+    kind: Any = torch.autograd.function._SingleLevelFunction
     unwrap, before, given = module.unwrap_dead_wrappers, kind.__dict__.get("apply"), list[Any]()
 
     def unwrap_dead_wrappers(args: Any) -> Any:  # which Function.apply calls first
@@ -114,7 +115,7 @@ def applications_seen(look: Callable[[Any, Sequence[Any]], None]) -> Iterator[No
             del dead  # what is kept longer is gathered again
         return super(kind, function).apply(*args)
 
-    module.unwrap_dead_wrappers, kind.apply = unwrap_dead_wrappers, classmethod(apply)  # type: ignore[method-assign]
+    module.unwrap_dead_wrappers, kind.apply = unwrap_dead_wrappers, classmethod(apply)
     try:
         yield
     finally:
