@@ -24,7 +24,7 @@ from shardfn.curvature.row_stages import stages_apart
 from shardfn.curvature.row_uses import Key, Norms, Receiver
 from shardfn.curvature.rows import Task, Way, cannot
 from shardfn.curvature.vectors import random
-from shardfn.mesh.axes import per_mesh
+from shardfn.mesh.axes import axis_of, per_mesh
 from shardfn.mesh.lanes import lane
 from shardfn.mesh.scope import current_mesh, mesh_of, scope
 from shardfn.optim.norms import global_norm
@@ -534,6 +534,15 @@ def row_axes(tree: Any) -> tuple[Any, tuple[str, ...]]:
         mesh = current_mesh()
         return mesh, tuple(mesh.mesh_dim_names or ()) if mesh is not None else ()
     return mesh_of(layout.grid, "per_example"), (*layout.placement.axes, *layout.placement.replicas)
+
+
+def row_place(tree: Any) -> tuple[int, int]:
+    """The place of this rank among those that have other rows, in the order of the mesh, and their number."""
+    mesh, axes = row_axes(tree)
+    if not axes:
+        return 0, 1
+    axis = axis_of(mesh, tuple(name for name in mesh.mesh_dim_names if name in axes))
+    return axis.index, axis.size
 
 
 def over_ranks(tree: Any, x: Tensor) -> Tensor:
