@@ -41,6 +41,7 @@ from shardfn.transforms.fitting import together
 from shardfn.transforms.shortage import RandomNumbers
 
 ABOUT = "gradients.json"
+_ALONE = "the rows", "Ranks whose parameters are all plain tensors, without a mesh, have the same rows: shard them"
 
 
 @dataclass(frozen=True, eq=False)
@@ -364,7 +365,7 @@ def _write(
     if at in there and there[at][2] != digest:
         error = CheckpointError(f"{name}: batch {at[0]} of rank {at[1]} in {folder} was another one: {there[at][0]}")
     alone = [f"rows: {digest}"] if row_place(params)[1] == 1 else []  # then all ranks have the same
-    agree([str(error)] if error else alone, together(params), name, mine=error)
+    agree([str(error)] if error else alone, together(params), name, mine=error, subject=_ALONE)
     if error is not None:
         raise error
     if not wanted:

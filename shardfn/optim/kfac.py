@@ -176,16 +176,17 @@ def kfac(
         now = numbers | state["numbers"]
         now["lr"] = at_step(now["lr"], count)
         momenta, values = leaves.beside(state["momentum"]), [unit.values for unit in leaves.each]
-        present = {i: g for i, (unit, g) in enumerate(pairs(leaves, grads)) if unit.trainable and g is not None}
+        each = {i: g for i, (unit, g) in enumerate(pairs(leaves, grads)) if unit.trainable}
+        present = [i for i, g in each.items() if g is not None]
         with torch.no_grad():
             kept = state["blocks"] if donate else optree.tree_map(torch.clone, state["blocks"])
             if (count - 1) % every == 0:
                 for block in filter(owned, kept.values()):
                     _invert(as_owner(block), 1 - now["b2"] ** state["estimates"], now["damping"])
-            units_of = [leaves.each[i] for i in present]
-            along = on_owner(units_of, list(present.values()), functools.partial(_preconditioned, kept), work)
+            precondition = functools.partial(_preconditioned, kept)
+            along = on_owner([leaves.each[i] for i in each], list(each.values()), precondition, work)
             if "clip" in now and present:
-                along = _clipped(leaves, present, along, now["lr"], now["clip"])
+                along = _clipped(leaves, {i: each[i] for i in present}, along, now["lr"], now["clip"])
             for i, d in zip(present, along, strict=True):
                 m = momenta[i] if donate else momenta[i].clone()
                 momenta[i] = m.mul_(now["momentum"]).add_(d)
