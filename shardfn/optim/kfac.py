@@ -177,7 +177,7 @@ def kfac(
         now["lr"] = at_step(now["lr"], count)
         momenta, values = leaves.beside(state["momentum"]), [unit.values for unit in leaves.each]
         each = {i: g for i, (unit, g) in enumerate(pairs(leaves, grads)) if unit.trainable}
-        present = [i for i, g in each.items() if g is not None]
+        present = {i: g for i, g in each.items() if g is not None}
         with torch.no_grad():
             kept = state["blocks"] if donate else optree.tree_map(torch.clone, state["blocks"])
             if (count - 1) % every == 0:
@@ -186,7 +186,7 @@ def kfac(
             precondition = functools.partial(_preconditioned, kept)
             along = on_owner([leaves.each[i] for i in each], list(each.values()), precondition, work)
             if "clip" in now and present:
-                along = _clipped(leaves, {i: each[i] for i in present}, along, now["lr"], now["clip"])
+                along = _clipped(leaves, present, along, now["lr"], now["clip"])
             for i, d in zip(present, along, strict=True):
                 m = momenta[i] if donate else momenta[i].clone()
                 momenta[i] = m.mul_(now["momentum"]).add_(d)

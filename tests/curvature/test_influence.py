@@ -432,8 +432,8 @@ def test_a_module(world: World) -> None:
 # --- what is refused ---
 
 
-def tied(p: Any, t: Tensor) -> Tensor:
-    s = sf.stage(lambda p, t: F.linear(p["e"][t], p["e"]))
+def tied(p: Any, t: Tensor, stage: Any = sf.stage) -> Tensor:
+    s = stage(lambda p, t: F.linear(p["e"][t], p["e"]))
     return s(p["s"], t).logsumexp(-1).sum(1)
 
 
@@ -674,6 +674,69 @@ def test_scores_of_kept_gradients_are_dense_ones_on_any_mesh(tmp_path: Path, str
         for n, write in ((writers, True), (readers, False)):
             for found in started(n).within(60).run(stored, folder, strategy, write):
                 assert worst(found) < 1e-12, (strategy, writers, n)
+
+
+def conv(stage: Any) -> Any:
+    f = stage(lambda p, x: F.conv2d(x[:, :, :, None], p["k"], p["c"], padding=1))
+    return lambda p, x: torch.tanh(f(p["s"], x)).sum((1, 2, 3))
+
+
+def tied_over_stages(stage: Any) -> Any:
+    first, last = stage(lambda p, t: p["e"][t]), stage(lambda p, x: torch.tanh(x) @ p["e"].T)
+    return lambda p, t: last(p["s"], first(p["s"], t)).logsumexp(-1).sum(1)
+
+
+def odd(stage: Any) -> Any:
+    f = stage(lambda p, x: (x @ p["one"]) * p["n"] + torch.einsum("rtd,hde->rthe", x, p["h"]).sum(2) + p["none"].sum())
+    return lambda p, x: torch.sin(f(p["s"], x)).sum((1, 2)) * p["plain"][1]
+
+
+HOSTILE: dict[str, tuple[Any, Any, Tensor]] = {
+    "tied in a stage": (lambda stage: functools.partial(tied, stage=stage), {"e": normal(WORDS, D, seed=1)},
+                        rows(3, 5)[0]),
+    "tied over stages": (tied_over_stages, {"e": normal(WORDS, D, seed=1)}, rows(3, 5)[0]),
+    "a convolution": (conv, {"k": normal(H, T, 3, 3, seed=1), "c": normal(H, seed=2)}, normal(5, T, D, seed=3)),
+    "odd shapes": (odd, {"one": normal(D, 1, seed=1), "n": normal(seed=2), "h": normal(2, D, H, seed=3),
+                         "none": normal(0, 4, seed=4), "unused": normal(H, 6, seed=5)}, normal(5, T, D, seed=6)),
+}  # fmt: skip
+
+
+def hostile(folder: Path, which: str, strategy: str, frozen: list[str]) -> list[float]:
+    """Fewer rows than ranks in one batch, and a plain tensor that is the same on all ranks."""
+    make, tree, x = HOSTILE[which]
+    mesh, size, extra = data_mesh(dist.get_world_size()), 3, {"plain": normal(2, seed=9)}
+    n, k = mesh.size(), mesh.get_rank()
+    params = sf.shard({"s": tree}, mesh, STRATEGIES[strategy], frozen=frozen) | extra
+    batches = [(each.tensor_split(n)[k],) for each in (x[:1], x[1:])]
+    store = sc.store_gradients(folder, make(sf.stage), params, batches, size=size, seed=5)
+    query = sf.shard({"s": optree.tree_map(torch.cos, tree)}, mesh, STRATEGIES[strategy], frozen=frozen) | extra
+    got, each = store.scores([query], DAMPING), dict[str, Tensor]()
+    whole = {"s": tree} | extra
+    for i in range(len(x)):
+        free = optree.tree_map(lambda x: x.clone().requires_grad_(), whole)
+        found = torch.autograd.grad(
+            make(plainly)(free, x[i : i + 1])[0], list(leaves(free).values()), allow_unused=True
+        )
+        for path, p, g in zip(leaves(free), leaves(free).values(), found, strict=True):
+            each[path] = torch.cat(
+                [each.get(path, p[None][:0].detach()), (torch.zeros_like(p) if g is None else g)[None]]
+            )
+    want = torch.zeros(1, len(x)).double()
+    for path, g in each.items():
+        if path not in frozen and g[0].numel():
+            kept, q = projected(path, g, size), leaves(whole)[path]
+            matrix = torch.linalg.inv(kept.T @ kept / len(kept) + DAMPING * torch.eye(kept.shape[1]).double())
+            want += projected(path, (q if path == "plain" else q.cos())[None], size) @ matrix @ kept.T
+    return [float((got - want).abs().max() / want.abs().max())]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "zero1"])
+@pytest.mark.parametrize("which", HOSTILE)
+@pytest.mark.parametrize("world", SIZES, indirect=True)
+def test_gradients_of_other_programs_are_kept(world: World, tmp_path: Path, which: str, strategy: str) -> None:
+    frozen = {"a convolution": ["s.c"], "odd shapes": ["s.one"]}.get(which, [])
+    for found in world.within(60).run(hostile, tmp_path / "rows", which, strategy, frozen):
+        assert worst(found) < 1e-11, found
 
 
 def test_projected_products_are_right_on_average() -> None:

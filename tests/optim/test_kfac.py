@@ -231,6 +231,58 @@ def test_inside_of_other_optimizers(world: World, wrap: str) -> None:
         assert apart < 1e-9
 
 
+def without(strategy: str) -> list[float]:
+    """A stage without a gradient, at the first step and later, beside one whose gradient is zero."""
+    mesh, apart = data_mesh(dist.get_world_size()), []
+    optimizer = kfac(weight_decay=0.0, momentum=0.0, donate=False, every=1, otherwise=so.sgd(0.1, donate=False))
+    one = other = sf.shard(whole(), mesh, STRATEGIES[strategy])
+    moments = sc.grams(losses(sf.stage), one, [mine(mesh, 0)], outputs=True)
+    state = last = optimizer.estimate(moments, optimizer.init(one))
+    for t, gone in enumerate(("up", "head", "embed", "twice")):
+        grads = optree.tree_map(lambda x, t=t: torch.sin(x * (3 + t)), gradient_like(one, mesh))
+        none = optree.tree_map(lambda _: None, grads[gone])
+        zero = optree.tree_map(torch.zeros_like, grads[gone])
+        before = copied(one[gone])
+        one, state = optimizer.step(one, grads | {gone: none}, state)
+        assert distance(one[gone], before) == 0
+        other, last = optimizer.step(other, grads | {gone: zero}, last)
+        apart += [distance(one[name], other[name]) for name in one if name != gone]
+        other = copied(one)
+    return apart
+
+
+def gradient_like(ps: Any, mesh: Any) -> Any:
+    axes = tuple(mesh.mesh_dim_names)
+    squares = sf.stage(lambda p: sum(x.square().sum() for x in optree.tree_leaves(p)))
+    f = sf.grad(lambda ps: sf.psum(sum(squares(p) for p in ps.values()), axes) / mesh.size())
+    return sf.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)(ps)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1", "hybrid_shard"])
+@pytest.mark.parametrize("world", SIZES, indirect=True)
+def test_a_stage_without_a_gradient_stays_and_others_go_on(world: World, strategy: str) -> None:
+    for apart in world.within(60).run(without, strategy):
+        assert max(apart) < 1e-12
+
+
+def test_a_factor_of_zeros_has_damping_alone() -> None:
+    """Of a layer whose outputs are never used."""
+    params = {"w": normal(4, 5, seed=1), "v": normal(5, 3, seed=2)}
+    x, optimizer = normal(6, 4, seed=3), so.kfac(RATE, momentum=0.0, damping=DAMPING, clip=None)
+
+    def of(p: Any, x: Tensor) -> Tensor:
+        return (x @ p["w"] * 0 @ p["v"]).sum(1) + x.sum(1)
+
+    moments = sc.grams(of, params, [x], outputs=True)
+    state = optimizer.estimate(moments, optimizer.init(params))
+    wanted = (
+        params["w"]
+        - RATE * torch.linalg.solve(x.T @ x / 6 + DAMPING**0.5 * torch.eye(4).double(), params["w"]) / DAMPING**0.5
+    )
+    new, _ = optimizer.step(copied(params), params, state)
+    assert distance(new["w"], wanted) < 1e-12
+
+
 # --- where the work and the memory are ---
 
 
