@@ -95,7 +95,7 @@ def draw(found: Mapping[str, Tensor], names: Sequence[str], file: Path) -> None:
     figure = Figure(figsize=(9.2, 4.6), layout="constrained")
     for axes, (way, values) in zip(figure.subplots(1, 2, sharey=True), found.items(), strict=True):
         scaled = values / values.abs().amax(1, keepdim=True)
-        shown = axes.imshow(scaled, cmap="RdBu", vmin=-1, vmax=1)
+        shown = axes.imshow(scaled.tolist(), cmap="RdBu", vmin=-1, vmax=1)
         axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
         axes.set_yticks(range(len(names)), names, fontsize=7)
         first = int((values.argmax(1) == torch.arange(len(names))).sum())
