@@ -418,7 +418,10 @@ def eigh(x: Tensor) -> tuple[Tensor, Tensor]:
     clean, nan = torch.nan_to_num(x, 0.0, 0.0, 0.0), 0 * x.sum()
     try:
         values, vectors = torch.linalg.eigh(clean)
-    except RuntimeError:  # in float32 it may not converge
+        found = bool((values.sum() + vectors.sum()).isfinite())
+    except RuntimeError:
+        found = False
+    if not found:  # in float32 it may not converge, and not say so
         values, vectors = torch.linalg.eigh(clean.double())
     return values.to(x.dtype) + nan, vectors.to(x.dtype) + nan
 
