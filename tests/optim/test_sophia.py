@@ -63,7 +63,7 @@ def test_estimates_with_a_schedule() -> None:
     """The rate is no part of an estimate."""
     rates = so.warmup_cosine(RATE, warmup=2, steps=9)
     found = {}
-    for name, lr in {"schedule": rates, "number": RATE}.items():
+    for name, lr in dict[str, Any](schedule=rates, number=RATE).items():
         ps, optimizer = {"w": normal(9, seed=1)}, so.sophia(lr)
         found[name] = optimizer.estimate(ps, {"w": normal(9, seed=2)}, optimizer.init(ps))
     assert torch.equal(found["schedule"]["diagonal"]["w"], found["number"]["diagonal"]["w"])
