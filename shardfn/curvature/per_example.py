@@ -494,6 +494,17 @@ def cuts(params: Any, name: str) -> Cuts:
     return found
 
 
+def refuse_cut(params: Any, name: str) -> None:
+    """Raises ValueError if axes cut parameters, so that ranks have parts of each row's gradient."""
+    for key, axes in cuts(params, name).items():
+        layout = Variables(params).layouts[key.leaf]
+        assert layout is not None, "a plain tensor is not cut"
+        raise ValueError(
+            f"{name}: {short(layout.entries[key.number].path)!r} is cut over {', '.join(axes)}, along which ranks have "
+            f"parts of each row's gradient: shard parameters over axes of data alone, without specs="
+        )
+
+
 def same_along(cut: Cuts, params: Any, batch: Batch, name: str) -> None:
     """Raises ValueError on every rank unless ranks along axes that cut parameters have the same batch."""
     if not cut:
@@ -606,6 +617,15 @@ def row_axes(tree: Any) -> tuple[Any, tuple[str, ...]]:
         mesh = current_mesh()
         return mesh, tuple(mesh.mesh_dim_names or ()) if mesh is not None else ()
     return mesh_of(layout.grid, "per_example"), (*layout.placement.axes, *layout.placement.replicas)
+
+
+def row_place(tree: Any) -> tuple[int, int]:
+    """The place of this rank among those that have other rows, in the order of the mesh, and their number."""
+    mesh, axes = row_axes(tree)
+    if not axes:
+        return 0, 1
+    axis = axis_of(mesh, tuple(name for name in mesh.mesh_dim_names if name in axes))
+    return axis.index, axis.size
 
 
 def over_ranks(tree: Any, x: Tensor) -> Tensor:
