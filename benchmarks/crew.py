@@ -115,7 +115,7 @@ class Usage:
 
     def peak(self) -> float:
         """The peak bytes so far, above the base."""
-        return _status("VmHWM") - self.base
+        return status("VmHWM") - self.base
 
     def again(self) -> float:
         """Resets the peak; returns the current bytes of memory."""
@@ -170,10 +170,11 @@ def _serve(
 def _reset() -> float:
     """Resets the peak to the current number of bytes, and returns that number."""
     Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
+    return status("VmRSS")
 
 
-def _status(name: str) -> float:
+def status(name: str) -> float:
+    """A number of bytes that the operating system tells of this process."""
     # Not getrusage: there, a process starts with the peak of its parent.
     found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None, "this is Linux"

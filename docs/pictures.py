@@ -21,6 +21,8 @@ micro-batch began and ended, by hooks around its forward and backward; the faste
 strategies.png: the time and the memory of every strategy, from the table in reference/strategies.md that
 `benchmarks.strategies` made, beside figures that others published.
 spectrum.png: what `examples.spectrum` draws: the curvature of a language model's loss while it trains, in two minutes.
+influence.png: what `examples.influence` draws: scores of files for their own held-out stretches, in two minutes.
+optimizers.png: what `examples.optimizers` draws: the losses of several optimizers, by steps and by seconds, in ten.
 elastic.png: the steps of the run that `benchmarks.elastic` disturbs, and when it does so. It makes network namespaces,
 and takes a few minutes.
 """
@@ -801,7 +803,7 @@ def program_of_a_step() -> list[tuple[str, str, int, int]]:
     optimizer, layer = so.adamw(1e-2), sf.stage(block)
 
     def loss(params: Params, x: Tensor) -> Tensor:
-        for p in sf.layers(params["blocks"]):
+        for p in sf.layers(params):
             x = layer(p, x)
         return sf.pmean(x.square().mean(), "data")
 
@@ -846,6 +848,39 @@ def draw_compiled(path: Path) -> None:
     axes.set_xlabel("place in the program; regions with the same letter are the same code")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
+def scored() -> Any:
+    sys.path.insert(0, str(HERE.parent))
+    from examples import influence
+
+    mesh, (files, held_out) = sf.make_mesh(replica=1, shard=-1, device="cpu"), influence.library(influence.SMALL)
+    placed = sf.strategy("full_shard", shard="shard", replica="replica")
+    params, _ = influence.trained(influence.SMALL, mesh, files, 300, placed)
+    return influence.scores(influence.SMALL, mesh, params, files, held_out)
+
+
+def draw_influence(path: Path) -> None:
+    with World(2, deadline=1200) as ranks:
+        found = ranks.run(scored)[0]
+    from examples import influence
+
+    influence.draw(found, influence.FILES, path)
+
+
+def raced() -> Any:
+    sys.path.insert(0, str(HERE.parent))
+    from examples import optimizers, run
+
+    mesh = sf.make_mesh(replica=1, shard=-1, device="cpu")
+    placed = sf.strategy("full_shard", shard="shard", replica="replica")
+    return optimizers.compare(optimizers.SMALL, mesh, run.corpus()[0], 200, placed)
+
+
+def draw_optimizers(path: Path) -> None:
+    with World(2, deadline=1200) as ranks:
+        found = ranks.run(raced)[0]
+    from examples import optimizers
+
+    optimizers.draw(found, path)
 
 
 DRAWN = {
@@ -854,11 +889,13 @@ DRAWN = {
     "data": draw_data,
     "elastic": draw_elastic,
     "fitting": draw_fitting,
+    "influence": draw_influence,
     "loop": draw_loop,
     "mesh": draw_mesh,
     "nodes": draw_nodes,
     "memory": draw_memory,
     "modules": draw_modules,
+    "optimizers": draw_optimizers,
     "plan": draw_plan,
     "schedule": draw_schedule,
     "show": draw_show,

@@ -13,6 +13,7 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import shardfn as sf
 from tests.reference import worst
@@ -200,3 +201,15 @@ def _apart(x: Any, y: Any, floor: float | None) -> float:
         return 0.0
     off = (x - y).abs().max()
     return (off if floor is None else off / y.abs().max().clamp(min=floor)).item()
+
+
+def in_forward_mode(f: Any, inputs: Any, tangents: Any, mode: Any) -> list[tuple[Tensor, Tensor | None]]:
+    """The value of `f(*inputs[:-1])` and the gradients at the cotangent `inputs[-1]`, each with its tangent.
+
+    As stages in `sf.jvp` take them: in a vjp of pairs. No tangent is None.
+    """
+    transform: Any = torch.func.vjp
+    with forward_ad.dual_level(), mode:
+        *pairs, ct = [x if t is None else forward_ad.make_dual(x, t) for x, t in zip(inputs, tangents, strict=True)]
+        y, pull = transform(f, *pairs)
+        return [(x.primal, x.tangent) for x in map(forward_ad.unpack_dual, (y, *pull(ct)))]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardfn.compat import blockwise_attention
 from shardfn.compat.blockwise_attention import attention
-from tests.models import normal
+from tests.models import in_forward_mode, normal
 from tests.reference import worst
 
 Attention = Callable[..., Tensor]
@@ -79,6 +81,35 @@ def test_derivatives_are_those_of_the_plain_formulas(
     assert len(known) >= len(want) - (kind == "one sees nothing")  # of which torch has no gradient of a product
     assert worst([float((x - y).norm() / y.norm().clamp(1e-9)) for x, y in known]) < 1e-14
     assert all(x.isfinite().all() for x in got)
+
+
+@pytest.mark.parametrize("kind", masks(5, 7))
+@pytest.mark.parametrize(("at_a_time", "rows"), [(8, 1), (80, 2), (2**18, 2), (2**18, 64)])
+@pytest.mark.parametrize("still", [(), (0,), (1, 3), (2, 3), (0, 1, 2)])
+def test_a_gradient_and_its_tangent_in_place(
+    kind: str, at_a_time: int, rows: int, still: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blockwise_attention, "SCORES", at_a_time)
+    monkeypatch.setattr(blockwise_attention, "ROWS", rows)
+    for length, count, groups in ((5, 7, 3), (7, 5, 1), (1, 1, 3), (1, 6, 1), (6, 1, 3)):
+        options = masks(length, count)[kind] if min(length, count) > 2 else {"is_causal": kind == "causal"}
+        options = options | {"enable_gqa": True}
+        shapes = [(2, 3, length, 4), (2, groups, count, 4), (2, groups, count, 6), (2, 3, length, 6)]
+        inputs, tangents = (
+            [normal(*shape, seed=k + i).mT.contiguous().mT for i, shape in enumerate(shapes)] for k in (0, 10)
+        )
+        moving = [None if i in still else t for i, t in enumerate(tangents)]
+        with sdpa_kernel(SDPBackend.MATH):
+            want = in_forward_mode(partial(F.scaled_dot_product_attention, **options), inputs, moving, nullcontext())
+        with monkeypatch.context() as patched:
+            patched.delattr(blockwise_attention, "_blocks")  # of the formulas
+            got = in_forward_mode(partial(attention, **options), inputs, moving, nullcontext())
+        for both, expected in zip(got, want, strict=True):
+            for x, y in zip(both, expected, strict=True):
+                if y is not None and y.isfinite().all():  # torch has none of a row that sees nothing
+                    assert x is not None
+                    assert float((x - y).norm() / y.norm().clamp(1e-3)) < 1e-13
+                assert x is None or x.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -90,7 +90,7 @@ def _made(
         and torch.is_grad_enabled() and differentiable(first),
         like=like_of(first), own=caller == "user", by_row=bool(dims) and 0 not in dims,
     )  # fmt: skip
-    if facts.base == "mean" and not node.by_row:
+    if facts.base == "mean" and inputs and not node.by_row:
         node.count = max(inputs[0].numel() // max(first.numel(), 1), 1)
     elif facts.base in ("sum", "dot") and inputs and not node.by_row:
         node.rows = _rows(dims, inputs[0])

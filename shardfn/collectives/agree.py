@@ -231,7 +231,7 @@ def digest_of(text: bytes) -> int:
 
 @contextlib.contextmanager
 def failing_together(
-    meshes: Sequence[DeviceMesh], name: str, kinds: type[Exception] | tuple[type[Exception], ...] = Exception
+    meshes: Sequence[DeviceMesh | Axis], name: str, kinds: type[Exception] | tuple[type[Exception], ...] = Exception
 ) -> Iterator[None]:
     """A context: an error on one rank is raised on all; the others call `agree` next with their arguments.
 

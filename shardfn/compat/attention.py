@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from shardfn.compat import dispatch
+from shardfn.compat.norms import Written
 from shardfn.compat.trusted import trusted
 
 _aten: Any = torch.ops.aten
@@ -165,6 +166,10 @@ def torchs_own(
     enable_gqa: bool = False,
 ) -> Tensor:
     """`scaled_dot_product_attention` as on CUDA, for tensors of pretended devices."""
+    kind = Written.active()
+    if kind is not None and _sdpa in kind.table:
+        other: Tensor = kind.table[_sdpa](query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return other
     if query.device.type not in pretended or query.ndim != 4:
         return _sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     width = value.shape[-1]

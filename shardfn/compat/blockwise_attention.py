@@ -6,10 +6,9 @@ tangents, and its plain formulas keep all of them several times.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +16,10 @@ from torch import Tensor
 
 from shardfn.compat import functorch
 from shardfn.compat.devices import elements_at_a_time
+from shardfn.compat.together import pairs_of
 
-SCORES = 2**19  # at a time, on a CPU
+SCORES = 2**17  # at a time, on a CPU
+ROWS = 64  # at least, of a block of queries that see no later keys
 _torchs = F.scaled_dot_product_attention
 
 
@@ -88,7 +89,8 @@ def _wide(x: Tensor) -> Tensor:
 class _Attention(torch.autograd.Function):
     """`(q [n, l, d], k [n, s, d], v [n, s, e], bias [m, l or 1, s or 1], at [n], causal, scale) -> [n, l, e]`.
 
-    Head `i` has the bias `at[i]`; there may be none.
+    Head `i` has the bias `at[i]`; there may be none. A value, its tangent, and a gradient with its tangent, of which
+    nothing takes a derivative, are computed in place; all other derivatives are those of the formulas.
     """
 
     generate_vmap_rule = True
@@ -97,8 +99,10 @@ class _Attention(torch.autograd.Function):
     def forward(
         q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, at: Tensor | None, causal: bool, scale: float
     ) -> Tensor:
-        found = [p @ _wide(v[n]) for n, _, p, _, _ in _blocks(q, k, bias, at, causal, scale)]
-        return _joined(found, q)
+        hidden = _Hidden(bias, at, causal)
+        if functorch.untracked(q, k, v, bias):
+            return _in_place(q, k, v, hidden, scale)
+        return _joined([p @ v_ for *_, p, _, _, v_ in _blocks(q, k, v, hidden, scale)], q, k, causal)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -108,70 +112,201 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, ct: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, at = ctx.saved_tensors
+        q, k, v, *masks = ctx.saved_tensors
+        bias, at = (None if x is None else functorch.alive(x) for x in masks)
+        hidden, rest = _Hidden(bias, at, ctx.causal), (None, None, None, None)
+        if (pairs := pairs_of(q, k, v, ct)) is not None and functorch.untracked(bias):
+            moving = [torch.zeros_like(x) if t is None else t for x, t in zip(*pairs, strict=True)]
+            found = _gradients_in_place(pairs[0], moving, hidden, ctx.scale)
+            return *map(functorch.dual, *found), *rest
         dq: list[Tensor] = []
         sums: list[list[Tensor]] = [[], []]
-        for n, rows, p, x, k_ in _blocks(q, k, bias, at, ctx.causal, ctx.scale):
+        for n, rows, p, x, k_, v_ in _blocks(q, k, v, hidden, ctx.scale):
             c = _wide(ct[n, rows])
-            ds = _along(p, c @ _wide(v[n]).mT)
+            ds = _along(p, c @ v_.mT)
             dq.append(ds @ k_ * ctx.scale)
             for total, new in zip(sums, (ds.mT @ x, p.mT @ c), strict=True):
+                whole = F.pad(new, (0, 0, 0, k.shape[-2] - new.shape[-2]))
                 if rows.start:
-                    total[-1] = total[-1] + new
+                    total[-1] = total[-1] + whole
                 else:
-                    total.append(new)
+                    total.append(whole)
         dk, dv = (torch.cat(total) for total in sums)
-        return _joined(dq, q), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+        return _joined(dq, q, k, ctx.causal), dk.to(k.dtype), dv.to(v.dtype), *rest
 
     @staticmethod
-    def jvp(ctx: Any, tq: Tensor | None, tk: Tensor | None, tv: Tensor | None, *_: Any) -> Tensor:
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
         q, k, v, bias, at = ctx.saved_tensors
+        hidden, given = _Hidden(bias, at, ctx.causal), zip((q, k, v), tangents, strict=False)
+        tq, tk, tv = (torch.zeros_like(x) if t is None else t for x, t in given)
+        if functorch.untracked(q, k, v, tq, tk, tv, bias):
+            return _in_place(q, k, v, hidden, ctx.scale, (tq, tk, tv))
         found = []
-        for n, rows, p, x, k_ in _blocks(q, k, bias, at, ctx.causal, ctx.scale):
-            v_ = _wide(v[n])
-            parts = [] if tv is None else [p @ _wide(tv[n])]
-            if tq is not None or tk is not None:
-                ds = [] if tq is None else [_wide(tq[n, rows]) * ctx.scale @ k_.mT]
-                ds += [] if tk is None else [x @ _wide(tk[n]).mT]
-                dp = p * functools.reduce(torch.add, ds)
-                parts += [dp @ v_, -dp.sum(-1, keepdim=True) * (p @ v_)]
-            found.append(functools.reduce(torch.add, parts or [torch.zeros_like(p @ v_)]))
-        return _joined(found, q)
+        for n, rows, p, x, k_, v_ in _blocks(q, k, v, hidden, ctx.scale):
+            seen = slice(k_.shape[-2])
+            ds = _wide(tq[n, rows]) * ctx.scale @ k_.mT + x @ _wide(tk[n])[:, seen].mT
+            found.append(_along(p, ds) @ v_ + p @ _wide(tv[n])[:, seen])
+        return _joined(found, q, k, ctx.causal)
+
+
+class _Hidden(NamedTuple):
+    """What is added to the scores of each head, and whether rows see no later keys."""
+
+    bias: Tensor | None
+    at: Tensor | None
+    causal: bool
+
+    def seen(self, rows: slice, keys: int) -> slice:
+        """The keys that any of these rows may see."""
+        return slice(min(keys, rows.stop) if self.causal else keys)
+
+    def of(self, n: slice, rows: slice, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What is added to some rows of some heads, and what has no weight: keys, or rows."""
+        if self.causal:
+            places = torch.arange(scores.shape[-1], device=scores.device)
+            return None, places > torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
+        if self.bias is None or self.at is None:
+            return None, None
+        added = self.bias[self.at[n]]
+        added = added if added.shape[1] == 1 else added[:, rows]
+        if added.dtype == torch.bool:
+            added = torch.zeros_like(added, dtype=scores.dtype).masked_fill(~added, -math.inf)
+        return added, (added == -math.inf).all(-1, keepdim=True)  # torch gives rows that see nothing zeros
+
+
+# --- blocks of scores ---
+
+
+def _tiles(q: Tensor, k: Tensor, causal: bool) -> tuple[list[slice], list[slice]]:
+    """Heads, and rows of each, whose scores are computed at a time: few rows, where they see no later keys."""
+    count, length, keys = len(q), q.shape[-2], k.shape[-2]
+    most = elements_at_a_time(q.device, SCORES)
+    rows = min(length, max(1, most // keys), max(ROWS, -(-length // 8)) if causal else length)
+    heads = max(1, most // (rows * keys))
+    at, blocks = ([slice(i, min(n, i + m)) for i in range(0, n, m)] for n, m in ((count, heads), (length, rows)))
+    return at, blocks
 
 
 def _blocks(
-    q: Tensor, k: Tensor, bias: Tensor | None, at: Tensor | None, causal: bool, scale: float
-) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
-    """Some heads at a time, or rows of one head: which, their weights, their queries by the scale, and their keys."""
-    count, length, keys = len(q), q.shape[-2], k.shape[-2]
-    most = elements_at_a_time(q.device, SCORES)
-    heads, many = max(1, most // (length * keys)), min(length, max(1, most // keys))
-    for first in range(0, count, heads):
-        n = slice(first, min(count, first + heads))
-        k_ = _wide(k[n])
-        for start in range(0, length, many):
-            rows = slice(start, min(length, start + many))
+    q: Tensor, k: Tensor, v: Tensor, hidden: _Hidden, scale: float
+) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor, Tensor]]:
+    """Heads and rows, their weights, their queries by the scale, and the keys and values that they may see."""
+    heads, blocks = _tiles(q, k, hidden.causal)
+    for n in heads:
+        k_, v_ = _wide(k[n]), _wide(v[n])
+        for rows in blocks:
+            seen = hidden.seen(rows, k.shape[-2])
             x = _wide(q[n, rows]) * scale
-            scores, hidden = x @ k_.mT, None
-            if causal:
-                hidden = (
-                    torch.arange(keys, device=q.device) > torch.arange(rows.start, rows.stop, device=q.device)[:, None]
-                )
-            elif bias is not None and at is not None:
-                added = bias[at[n]]
-                added = added if added.shape[1] == 1 else added[:, rows]
-                if added.dtype == torch.bool:
-                    added = torch.zeros_like(added, dtype=scores.dtype).masked_fill(~added, -math.inf)
-                scores = scores + added
-                hidden = (added == -math.inf).all(-1, keepdim=True)  # torch gives rows that see nothing zeros
-            yield n, rows, _Weights.apply(scores, hidden, causal), x, k_  # type: ignore[no-untyped-call]
+            scores = x @ k_[:, seen].mT
+            added, without = hidden.of(n, rows, scores)
+            scores = scores if added is None else scores + added
+            p = _Weights.apply(scores, without, hidden.causal)  # type: ignore[no-untyped-call]
+            yield n, rows, p, x, k_[:, seen], v_[:, seen]
 
 
-def _joined(blocks: list[Tensor], q: Tensor) -> Tensor:
-    """Blocks of heads, or as many blocks of rows for each head, as one tensor `[n, l, ...]`."""
-    each = max(1, len(blocks) // len(q))
+def _joined(blocks: list[Tensor], q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """Blocks of rows of some heads after another, as one tensor `[n, l, ...]`."""
+    each = len(_tiles(q, k, causal)[1])
     whole = blocks if each == 1 else [torch.cat(blocks[i : i + each], 1) for i in range(0, len(blocks), each)]
     return torch.cat(whole).to(q.dtype)
+
+
+# --- in place ---
+
+
+class _Scratch:
+    """Memory for blocks of scores, which later blocks use again."""
+
+    def __init__(self, count: int, q: Tensor, k: Tensor, causal: bool) -> None:
+        heads, rows = ([s.stop - s.start for s in parts[:1]] for parts in _tiles(q, k, causal))
+        kind = torch.promote_types(q.dtype, torch.float32)
+        self.each = q.new_empty(count, heads[0] * rows[0] * k.shape[-2], dtype=kind)
+
+    def block(self, at: int, x: Tensor, keys: Tensor) -> Tensor:
+        shape = len(x), x.shape[-2], keys.shape[-2]
+        return self.each[at, : math.prod(shape)].view(shape)
+
+    def products(self, at: int, x: Tensor, keys: Tensor) -> Tensor:
+        return torch.bmm(x, keys.mT, out=self.block(at, x, keys))
+
+    def weights(self, at: int, n: slice, rows: slice, x: Tensor, keys: Tensor, hidden: _Hidden) -> Tensor:
+        """A softmax of scores, for which the next block is used, too."""
+        scores = self.products(at + 1, x, keys)
+        added, without = hidden.of(n, rows, scores)
+        if hidden.causal and without is not None:
+            first = min(rows.start, scores.shape[-1])
+            scores[..., first:].masked_fill_(without[:, first:], -math.inf)
+        elif added is not None:
+            scores += added
+        weights = torch.softmax(scores, -1, out=self.block(at, x, keys))
+        return weights if without is None or hidden.causal else weights.masked_fill_(without, 0)
+
+
+def _along_in_place(weights: Tensor, x: Tensor) -> Tensor:
+    x *= weights
+    return x.addcmul_(weights, x.sum(-1, keepdim=True), value=-1)
+
+
+def _in_place(
+    q: Tensor, k: Tensor, v: Tensor, hidden: _Hidden, scale: float, tangents: Sequence[Tensor] = ()
+) -> Tensor:
+    """Attention, or its tangent."""
+    y, scratch = q.new_empty(*q.shape[:2], v.shape[-1]), _Scratch(2, q, k, hidden.causal)
+    heads, blocks = _tiles(q, k, hidden.causal)
+    for n in heads:
+        k_, v_ = _wide(k[n]), _wide(v[n])
+        tk, tv = (_wide(t[n]) for t in tangents[1:]) if tangents else (k_, v_)
+        keys = torch.cat([k_, tk], -1)
+        for rows in blocks:
+            seen = hidden.seen(rows, k.shape[-2])
+            x = _wide(q[n, rows]) * scale
+            p = scratch.weights(0, n, rows, x, k_[:, seen], hidden)
+            if not tangents:
+                y[n, rows] = p @ v_[:, seen]
+                continue
+            moved = torch.cat([_wide(tangents[0][n, rows]) * scale, x], -1)
+            dp = _along_in_place(p, scratch.products(1, moved, keys[:, seen]))
+            y[n, rows] = (dp @ v_[:, seen]).baddbmm_(p, tv[:, seen])
+    return y
+
+
+def _gradients_in_place(
+    values: Sequence[Tensor], tangents: Sequence[Tensor], hidden: _Hidden, scale: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients of q, k and v, given these and a cotangent, and the tangents of the gradients."""
+    (q, k, v, ct), (tq, tk, tv, tct) = values, tangents
+    found, moved = ([x.new_zeros(x.shape, dtype=_wide(x[:0]).dtype) for x in (q, k, v)] for _ in range(2))
+    scratch = _Scratch(5, q, k, hidden.causal)
+    heads, blocks = _tiles(q, k, hidden.causal)
+    for n in heads:
+        k_, v_, tk_, tv_ = (_wide(x[n]) for x in (k, v, tk, tv))
+        keys, columns = torch.cat([k_, tk_], -1), torch.cat([v_, tv_], -1)
+        for rows in blocks:
+            seen = hidden.seen(rows, k.shape[-2])
+            x, tx = (_wide(y[n, rows]) * scale for y in (q, tq))
+            c, tc = (_wide(y[n, rows]) for y in (ct, tct))
+            p = scratch.weights(0, n, rows, x, k_[:, seen], hidden)
+            dp = _along_in_place(p, scratch.products(1, torch.cat([tx, x], -1), keys[:, seen]))
+            g = scratch.products(2, c, v_[:, seen])
+            dg = scratch.products(3, torch.cat([tc, c], -1), columns[:, seen])
+            product = torch.mul(p, g, out=scratch.block(4, x, k_[:, seen]))
+            g -= product.sum(-1, keepdim=True)  # of which p times is the gradient of the scores
+            torch.mul(dp, g, out=product)
+            dg = _along_in_place(p, dg).add_(product)
+            dg.addcmul_(p, product.sum(-1, keepdim=True), value=-1)
+            g *= p
+            for y, scores, weights in (
+                (found, [(g, k_, x)], [(p, c)]),
+                (moved, [(dg, k_, x), (g, tk_, tx)], [(dp, c), (p, tc)]),
+            ):
+                dq, dk, dv = y[0][n, rows], y[1][n, seen], y[2][n, seen]
+                for s, z, w in scores:
+                    dq.baddbmm_(s, z[:, seen], alpha=scale)
+                    dk.baddbmm_(s.mT, w)
+                for s, w in weights:
+                    dv.baddbmm_(s.mT, w)
+    gradients, turned = ([x.to(y.dtype) for x, y in zip(each, values, strict=False)] for each in (found, moved))
+    return gradients, turned
 
 
 class _Weights(torch.autograd.Function):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
+from torch._functorch.autograd_function import custom_function_call
 from torch._functorch.vmap import vmap_increment_nesting
 from torch.autograd import forward_ad
 
@@ -89,6 +91,54 @@ def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
     return plain.apply(*[alive(x) if isinstance(x, torch.Tensor) else x for x in args])  # type: ignore[attr-defined]
 
 
+@contextlib.contextmanager
+def applications_seen(look: Callable[[Any, Sequence[Any]], None]) -> Iterator[None]:
+    """A context in which `look(function, args)` is called before a Function is applied outside of transforms.
+
+    Modes do not see that. Among the arguments are those that have lost a gradient, with the wrappers of transforms that
+    have ended. It is called for Functions of others, in this thread.
+    """
+    module, thread = torch._functorch.utils, threading.get_ident()
+    kind: Any = torch.autograd.function._SingleLevelFunction
+    unwrap, before, given = module.unwrap_dead_wrappers, kind.__dict__.get("apply"), list[Any]()
+
+    def unwrap_dead_wrappers(args: Any) -> Any:  # which Function.apply calls first
+        if threading.get_ident() == thread:
+            given[:] = [x for x in args if isinstance(x, torch.Tensor) and lost(x)]
+        return unwrap(args)
+
+    def apply(function: Any, *args: Any) -> Any:
+        if threading.get_ident() == thread:
+            dead, given[:] = given[:], []
+            if not function.__module__.startswith(("shardfn.", "torch.")):
+                look(function, [*dead, *args])
+            del dead  # what is kept longer is gathered again
+        return super(kind, function).apply(*args)
+
+    module.unwrap_dead_wrappers, kind.apply = unwrap_dead_wrappers, classmethod(apply)
+    try:
+        yield
+    finally:
+        module.unwrap_dead_wrappers = unwrap
+        if before is None:
+            del kind.apply
+        else:
+            kind.apply = before
+
+
+def applied_to(func: Any, args: Sequence[Any]) -> Any:
+    """The Function that a call of torch applies inside of transforms, where modes see it; None if it does not."""
+    return args[0] if func is custom_function_call else None
+
+
+def once_differentiable(function: Any) -> bool:
+    """Whether a Function's backward says that it has no derivative of its own."""
+    return getattr(function.backward, "__code__", None) is _ONCE
+
+
+_ONCE = torch.autograd.function.once_differentiable(lambda ctx: None).__code__
+
+
 def unwrapped(x: torch.Tensor) -> torch.Tensor:
     """Returns a tensor without the wrappers of any transform."""
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
@@ -122,6 +172,15 @@ def constant_in(x: torch.Tensor) -> bool:
     own = torch._C._functorch.is_batchedtensor(x) and torch._C._functorch.maybe_get_level(x) == top.level()
     with temporarily_pop_interpreter_stack():
         return constant_in(torch._C._functorch.get_unwrapped(x) if own else x)
+
+
+def untracked(*tensors: torch.Tensor | None) -> bool:
+    """Whether nothing takes a derivative of what is computed from tensors here, nor a batch: it may be in place."""
+    return not inside_transform() and not any(
+        wrapped(x) or tangent_of(x) is not None or (x.requires_grad and torch.is_grad_enabled())
+        for x in tensors
+        if x is not None
+    )
 
 
 def batched(x: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ Imports `stages`, `transforms`, `optim`, `checkpoint`, `shards`, `collectives` a
 """
 
 from shardfn.curvature.estimates import Estimate, diag, trace
+from shardfn.curvature.gradient_store import GradientStore, store_gradients
 from shardfn.curvature.grams import Grams, grams
 from shardfn.curvature.influence import influence
 from shardfn.curvature.kronecker import Kronecker, ekfac
@@ -21,6 +22,7 @@ __all__ = [
     "Drawn",
     "Eigenpairs",
     "Estimate",
+    "GradientStore",
     "Grams",
     "Kronecker",
     "Operator",
@@ -46,6 +48,7 @@ __all__ = [
     "sharpness",
     "solve",
     "spectrum",
+    "store_gradients",
     "top_eig",
     "trace",
     "unroll",

@@ -17,10 +17,10 @@ from shardfn.curvature.kronecker import gather
 from shardfn.curvature.labels import Drawn
 from shardfn.curvature.operators import check_batches
 from shardfn.curvature.per_example import Losses
-from shardfn.curvature.row_moments import Kind, Sums, places, work
+from shardfn.curvature.row_moments import Kind, Sums, places
 from shardfn.curvature.vectors import Space
 from shardfn.optim.norms import wide
-from shardfn.optim.owners import Block, as_owner, on_owner, remembered
+from shardfn.optim.owners import Block, as_owner, on_owner, remembered, work
 from shardfn.transforms.autodiff import name_of
 from shardfn.transforms.fitting import together
 
@@ -39,6 +39,7 @@ class Grams:
             asked for.
         fisher: the mean over rows of squares of the elements of their gradients: a tree like the gradient; None unless
             asked for.
+        kinds: by path, whether a matrix is `"linear"`, `[outputs, inputs]`, or in a `"product"`, `[inputs, outputs]`.
         tokens: by path, how many vectors a matrix met.
         rows: the number of rows.
         left_out: paths of the other parameters of two or more dimensions: those that no product uses, and those that
@@ -48,11 +49,11 @@ class Grams:
     inputs: Mapping[str, Any]
     outputs: Mapping[str, Any]
     fisher: Any
+    kinds: Mapping[str, Kind]
     tokens: Mapping[str, float]
     rows: float
     left_out: tuple[str, ...]
     _space: Space = field(repr=False)
-    _kinds: Mapping[str, Kind] = field(repr=False)
 
     def replaced(self, f: Callable[[str, Tensor, Tensor], Tensor]) -> Any:
         """The parameters, with another matrix in place of each that has a second moment of inputs.
@@ -74,7 +75,7 @@ class Grams:
         def of_block(block: Block, x: Tensor) -> Tensor:
             if block.name not in self.inputs:
                 return x
-            flip = INPUTS[self._kinds[block.name]] == 0
+            flip = INPUTS[self.kinds[block.name]] == 0
             weight, gram = x.view(block.whole[0], -1), as_owner(self.inputs[block.name])
             given = weight.mT if flip else weight
             try:
@@ -138,7 +139,7 @@ def grams(
         if total.other or total.kind not in INPUTS:
             rest.append(at.path)
             continue
-        kinds[at.block.name], tokens[at.path] = total.kind, total.tokens
+        kinds[at.path], tokens[at.path] = total.kind, total.tokens
         for dim in wanted[total.kind]:
             n = at.matrix[dim]
             kept = remembered(at.unit, at.block, at.owner, (n, n), wide(at.unit.values))
@@ -150,4 +151,4 @@ def grams(
         squares = {sums.places[key].block.name: total.squares for key, total in sums.totals.items()}
         scaled = on_owner(space.moving, space.zeros(), lambda block, x: squares[block.name].reshape(x.shape), work)  # type: ignore[union-attr]
         diagonal = space.written([x / sums.rows for x in scaled])
-    return Grams(found[0], found[1], diagonal, tokens, sums.rows, tuple(rest), space, kinds)
+    return Grams(found[0], found[1], diagonal, kinds, tokens, sums.rows, tuple(rest), space)

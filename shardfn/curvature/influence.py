@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardfn.curvature.operators import check_batches, each_of
-from shardfn.curvature.per_example import Batch, Losses, checked, refuse_cut
+from shardfn.curvature.per_example import Batch, Losses, checked, cuts, same_along
 from shardfn.curvature.vectors import Space
 from shardfn.transforms.autodiff import name_of
 from shardfn.transforms.jvp import jvp
@@ -48,13 +48,14 @@ def influence(
     name = f"influence of {name_of(losses)}"
     space = Space(params, name)
     check_batches(batches, params, name)
-    refuse_cut(params)
+    cut = cuts(params, name)
     space.agree("influence", queries=len(queries))
     values = [x.detach() for x in space.variables.values]
     directions = [space.tangents(space.read(inverse(query))) for query in queries]
     found = []
     for batch in each_of(batches, name):
         rows = checked(params, functools.partial(tuple, batch), name)[1]
+        same_along(cut, params, rows, name)
 
         def of(values: Any, rows: Batch = rows) -> Tensor:
             return rows.of(losses, space.variables.tree(values))

@@ -21,11 +21,11 @@ from shardfn.collectives.agree import agree
 from shardfn.curvature.labels import Drawn
 from shardfn.curvature.operators import Operator, check_batches, each_of
 from shardfn.curvature.per_example import Losses, checked, compare_once, kind_of, refuse_cut, visit
-from shardfn.curvature.row_moments import Kind, Place, Sums, Total, places, work
+from shardfn.curvature.row_moments import Kind, Place, Sums, Total, places
 from shardfn.curvature.row_uses import Key
 from shardfn.curvature.vectors import Space, Vector
 from shardfn.optim.norms import wide
-from shardfn.optim.owners import Block, as_owner, eigh, on_owner, remembered
+from shardfn.optim.owners import Block, as_owner, eigh, on_owner, remembered, work
 from shardfn.quoting import listed
 from shardfn.transforms.autodiff import name_of
 from shardfn.transforms.fitting import together
@@ -193,7 +193,7 @@ def gather(sums: Sums, losses: Losses | Drawn, batches: Iterable[Any], name: str
         ValueError: there are matrices without factors, if `strict`; no rows.
     """
     params = sums.params
-    refuse_cut(params)
+    refuse_cut(params, name)
     call, before = losses.losses if isinstance(losses, Drawn) else losses, RandomNumbers(sums.space.like)
     try:
         for number, batch in enumerate(each_of(batches, name)):

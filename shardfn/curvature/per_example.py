@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from shardfn.curvature.row_stages import stages_apart
 from shardfn.curvature.row_uses import Key, Norms, Receiver
 from shardfn.curvature.rows import Task, Way, cannot
 from shardfn.curvature.vectors import random
-from shardfn.mesh.axes import per_mesh
+from shardfn.mesh.axes import axis_of, per_mesh
 from shardfn.mesh.lanes import lane
 from shardfn.mesh.scope import current_mesh, mesh_of, scope
 from shardfn.optim.norms import global_norm
@@ -32,6 +32,7 @@ from shardfn.quoting import listed, short
 from shardfn.shards.layout import Layout, is_flat
 from shardfn.shards.pieces import Unit, units
 from shardfn.shards.random import int_seed
+from shardfn.shards.replicated import checksum
 from shardfn.stages.replay import RngAndAutocast
 from shardfn.transforms.accumulate import accumulate
 from shardfn.transforms.autodiff import Variables, grad, layouts_of, moves, name_of, value_and_grad
@@ -105,6 +106,8 @@ def per_example(losses: Losses, params: Any, *batch: Any, micro: int = 1) -> Per
     gradients; elsewhere from the gradients of as many rows as fit into some memory. At the first call with a function
     all losses, and one gradient, are compared with those of `losses` as it is written.
 
+    Along an axis that cuts parameters, as one of tensor parallelism, ranks have the same rows, and the same losses.
+
     Args:
         losses: `(params, *batch) -> [rows]`: the loss of each row, of this rank's rows, neither summed nor averaged. A
             row's loss depends on no other row. It is called with one row at a time, of which `torch.func.vmap` makes
@@ -117,8 +120,8 @@ def per_example(losses: Losses, params: Any, *batch: Any, micro: int = 1) -> Per
         `PerExample`, with values and norms of this rank's rows.
 
     Raises:
-        ValueError, TypeError: rows that do not match; a result that is not one loss a row; parameters that are cut over
-            tensor-parallel axes, or live on some ranks only.
+        ValueError, TypeError: rows that do not match; a result that is not one loss a row; parameters that live on some
+            ranks only, or are cut over an axis along which ranks have other rows, as experts are.
         RuntimeError: rows that are mixed, as by a batch norm; other random numbers than in `losses` as it is written;
             a transform around it.
 
@@ -138,13 +141,14 @@ def per_example(losses: Losses, params: Any, *batch: Any, micro: int = 1) -> Per
         raise RuntimeError("per_example inside of another transform: take it outside")
     if not isinstance(micro, int) or micro < 1:
         raise ValueError(f"per_example: micro={micro}; a batch is cut into 1 part or more")
-    refuse_cut(params)
-    rows = batch_of(batch)
+    cut = cuts(params, "per_example")
+    _, rows = checked(params, lambda: batch, "per_example", [f"micro={micro}"])
+    same_along(cut, params, rows, "per_example")
     check = _unseen(losses, params, rows)
     found = []
     for part in rows.parts(micro):
         surroundings = RngAndAutocast(part.device, [], again=check is not None)
-        found.append(_norms(losses, params, part))
+        found.append(_norms(losses, params, part, cut))
         if check is not None:
             with surroundings.again():
                 compared = _compare(losses, params, part, found[-1])
@@ -306,17 +310,17 @@ def batch_of(batch: tuple[Any, ...]) -> Batch:
     return Batch(leaves, tree, mapped, next(iter(counts.values())))
 
 
-def checked(params: Any, batch: Callable[[], tuple[Any, ...]], name: str) -> tuple[tuple[Any, ...], Batch]:
-    """The arguments for a batch, and its rows, after all ranks have found theirs right."""
+def checked(
+    params: Any, batch: Callable[[], tuple[Any, ...]], name: str, told: Sequence[str] = ()
+) -> tuple[tuple[Any, ...], Batch]:
+    """The arguments for a batch, and its rows, after all ranks have found theirs right, and tell the same."""
     error: Exception | None = None
     try:
         given = batch()
         rows = batch_of(given)
     except (TypeError, ValueError) as own:
         error = own
-    agree([] if error is None else [str(error)], together(params), name, mine=error)
-    if error is not None:  # a rank alone need not agree
-        raise error
+    _all_or_none(error, params, name, told)
     return given, rows
 
 
@@ -366,11 +370,28 @@ def _code(function: Any, depth: int = 3) -> Any:
     return getattr(function, "__code__", type(function))
 
 
-def _norms(losses: Losses, params: Any, batch: Batch) -> Found:
+def _norms(losses: Losses, params: Any, batch: Batch, cut: Cuts) -> Found:
     """Losses and norms of the rows."""
-    norms = Norms(max(batch.rows, 1), *kind_of(params, batch))
+    norms = Norms(max(batch.rows, 1), *kind_of(params, batch), cut)
     each = visit(losses, params, batch, norms)
-    return Found(each, norms.squares.sqrt()[: batch.rows], norms.eps)
+    squares = norms.squares.pop(())
+    if cut:
+        mesh, axes = row_axes(params)[0], _all_of(cut)
+        own = torch.stack([each.double(), squares[: batch.rows].double()])
+        with scope(mesh):
+            whole, least = functional.pmax(torch.cat([own, -own]), axes).chunk(2)
+            squares[: batch.rows] = whole[1]
+            for names, part in norms.squares.items():
+                squares += functional.psum(part, names)
+        scale = torch.stack([each.abs().double(), squares[: batch.rows].double()])
+        apart = bool((whole + least > 4 * math.sqrt(norms.eps) * scale).any())
+        error = ValueError(
+            f"per_example: along {', '.join(axes)}, which cut parameters, ranks have other losses of the same rows, or "
+            f"other gradients of parameters that no axis cuts: end losses in psum, and write pvary where such a "
+            f"parameter, or what all ranks have, meets what each rank has"
+        )
+        _all_or_none(error if apart else None, params, "per_example")
+    return Found(each, squares.sqrt()[: batch.rows], norms.eps)
 
 
 def kind_of(params: Any, batch: Batch) -> tuple[torch.dtype, torch.device]:
@@ -435,18 +456,80 @@ def visit(losses: Losses, params: Any, batch: Batch, receiver: Receiver) -> Tens
     return each[: batch.rows]
 
 
-def refuse_cut(params: Any) -> None:
-    """Raises ValueError if ranks hold only parts of the gradient of one row."""
-    for layout in layouts_of(params):
-        if layout is None or not layout.trainable:
+# --- parameters that axes cut, along which ranks have the same rows ---
+
+Cuts = Mapping[Key, tuple[str, ...]]
+
+
+def cuts(params: Any, name: str) -> Cuts:
+    """The axes that cut parameters, of which a rank has only a part of each row's gradient; those that none cuts aside.
+
+    Raises:
+        ValueError: parameters live on some ranks only, or are cut over an axis along which ranks have other rows.
+    """
+    layouts, found = Variables(params).layouts, dict[Key, tuple[str, ...]]()
+    for i, layout in enumerate(layouts):
+        if layout is None:
             continue
-        cut = {axis for entry in layout.entries for axis in entry.spec.axes if layout.grid.size(axis) > 1}
-        cut |= set(layout.placement.only_at_axes)
-        if cut:
+        if layout.placement.only_at_axes:
             raise ValueError(
-                f"per_example: {short(layout.stage)!r} is cut over {', '.join(sorted(cut))}, along which ranks hold "
-                f"parts of each row's gradient: shard parameters over axes of data alone, without specs="
+                f"{name}: {short(layout.stage)!r} lives at some positions of {', '.join(layout.placement.only_at_axes)}"
+                f" only, so that no rank has a whole row: place parameters on all ranks"
             )
+        for number, entry in enumerate(layout.entries):
+            axes = tuple([axis for axis, n in layout.grid.sizes if n > 1 and axis in entry.spec.axes])
+            if axes:
+                found[Key(i, number)] = axes
+    data = {axis for layout in layouts if layout for axis in (*layout.placement.axes, *layout.placement.replicas)}
+    both = sorted(data.intersection(_all_of(found)))
+    if both:
+        key = next(key for key, axes in found.items() if not data.isdisjoint(axes))
+        layout = layouts[key.leaf]
+        assert layout is not None, "a plain tensor is not cut"
+        raise ValueError(
+            f"{name}: {short(layout.entries[key.number].path)!r} is cut over {', '.join(both)} by specs=, and a "
+            f"strategy has {', '.join(both)} too, as an axis along which ranks have other rows, so that rows meet "
+            f"parameters of other ranks: leave it out of one of them"
+        )
+    return found
+
+
+def refuse_cut(params: Any, name: str) -> None:
+    """Raises ValueError if axes cut parameters, so that ranks have parts of each row's gradient."""
+    for key, axes in cuts(params, name).items():
+        layout = Variables(params).layouts[key.leaf]
+        assert layout is not None, "a plain tensor is not cut"
+        raise ValueError(
+            f"{name}: {short(layout.entries[key.number].path)!r} is cut over {', '.join(axes)}, along which ranks have "
+            f"parts of each row's gradient: shard parameters over axes of data alone, without specs="
+        )
+
+
+def same_along(cut: Cuts, params: Any, batch: Batch, name: str) -> None:
+    """Raises ValueError on every rank unless ranks along axes that cut parameters have the same batch."""
+    if not cut:
+        return
+    tensors = [x for x in batch.leaves if isinstance(x, Tensor)]
+    lines = [f"{x.dtype} {tuple(x.shape)}, numbers with checksum {checksum(x):x}" for x in tensors]
+    axes = _all_of(cut)
+    advice = f"Along {', '.join(axes)}, which cut parameters, all ranks have the same rows: cut batches over other axes"
+    error: Exception | None = None
+    try:
+        agree(lines, row_axes(params)[0], name, subject=("the rows", advice), axes=axes)
+    except ValueError as own:
+        error = own
+    _all_or_none(error, params, name)
+
+
+def _all_of(cut: Cuts) -> tuple[str, ...]:
+    return tuple(sorted({axis for axes in cut.values() for axis in axes}))
+
+
+def _all_or_none(error: Exception | None, params: Any, name: str, told: Sequence[str] = ()) -> None:
+    """Raises an error that a rank has on all ranks."""
+    agree([*told] if error is None else [str(error)], together(params), name, mine=error)
+    if error is not None:  # a rank alone need not agree
+        raise error
 
 
 # --- the first call, compared with the losses as they are written ---
@@ -470,16 +553,16 @@ def compare_once(losses: Losses, params: Any, batch: tuple[Any, ...]) -> None:
 
 
 def _compare(losses: Losses, params: Any, batch: Batch, found: Found) -> bool:
-    """Compares losses, and the norm of the last row of the first rank, with those of the losses as they are written.
+    """Compares losses, and the norm of the last of the first rows, with those of the losses as they are written.
 
     Returns:
-        Whether the first rank has a row, the same on every rank.
+        Whether the ranks at the first position of the axes of rows have one, the same on every rank.
 
     Raises:
         RuntimeError: on every rank, if they differ on one.
     """
-    mesh, _ = row_axes(params)
-    first = batch.rows > 0 and (mesh is None or mesh.get_rank() == int(mesh.mesh.flatten()[0]))
+    mesh, axes = row_axes(params)
+    first = batch.rows > 0 and (mesh is None or axis_of(mesh, axes).index == 0)
     weights = torch.zeros(batch.rows, device=batch.device)
     weights[-1:] = float(first)
 
@@ -534,6 +617,15 @@ def row_axes(tree: Any) -> tuple[Any, tuple[str, ...]]:
         mesh = current_mesh()
         return mesh, tuple(mesh.mesh_dim_names or ()) if mesh is not None else ()
     return mesh_of(layout.grid, "per_example"), (*layout.placement.axes, *layout.placement.replicas)
+
+
+def row_place(tree: Any) -> tuple[int, int]:
+    """The place of this rank among those that have other rows, in the order of the mesh, and their number."""
+    mesh, axes = row_axes(tree)
+    if not axes:
+        return 0, 1
+    axis = axis_of(mesh, tuple(name for name in mesh.mesh_dim_names if name in axes))
+    return axis.index, axis.size
 
 
 def over_ranks(tree: Any, x: Tensor) -> Tensor:

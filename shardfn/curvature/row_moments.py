@@ -26,7 +26,7 @@ from shardfn.curvature.row_uses import Key, Receiver
 from shardfn.curvature.vectors import Space
 from shardfn.mesh.scope import scope
 from shardfn.optim.norms import wide
-from shardfn.optim.owners import Block, blocks, owners
+from shardfn.optim.owners import Block, as_matrix, blocks, owners, work
 from shardfn.shards.boxes import Ints
 from shardfn.shards.pieces import Unit
 
@@ -34,12 +34,6 @@ Kind = Literal["linear", "product", "table"]
 KINDS: tuple[Kind, ...] = ("linear", "product", "table")  # [outputs, inputs], [inputs, outputs], [words, outputs]
 _OTHER = len(KINDS) + 1  # what no factors describe
 Bases = Sequence[Tensor | None]  # for each dimension of a matrix an orthogonal matrix; None for the identity
-
-
-def work(shape: Ints) -> int:
-    """Operations for a parameter: products with each dimension's matrix, and its eigenvectors."""
-    numel = math.prod(shape)
-    return numel + sum(4 * numel * n + 10 * n**3 for n in (shape[0], numel // shape[0])) if len(shape) > 1 else numel
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,7 @@ class Place:
     @property
     def matrix(self) -> Ints:
         """Its shape as a matrix; with more dimensions, the first one and all others."""
-        return (self.shape[0], math.prod(self.shape[1:])) if len(self.shape) > 2 else self.shape
+        return as_matrix(self.shape)
 
     @property
     def mine(self) -> bool:
@@ -148,13 +142,14 @@ def over_all(params: Any, x: Tensor) -> Tensor:
         return over_ranks(params, x)
 
 
-def _largest(params: Any, x: Tensor) -> Tensor:
+def largest(params: Any, x: Tensor) -> Tensor:
+    """The largest numbers among the ranks that have other rows."""
     mesh, axes = row_axes(params)
     if not axes:
         return x
     with paused(), torch.no_grad(), scope(mesh):
-        largest: Tensor = functional.pmax(x, axes)
-    return largest
+        most: Tensor = functional.pmax(x, axes)
+    return most
 
 
 class Moments(Receiver):
@@ -230,7 +225,7 @@ class Moments(Receiver):
         for i, found in enumerate(each):
             code = _OTHER if found.other else 0 if found.kind is None else 1 + KINDS.index(found.kind)
             numbers[0, i], numbers[1, i], numbers[2, i] = code, -(code or math.inf), found.tokens
-        ends = _largest(params, numbers[:2]).tolist()
+        ends = largest(params, numbers[:2]).tolist()
         tokens = over_all(params, numbers[2]).tolist()
         for key, found, most, least, count in zip(keys, each, *ends, tokens, strict=True):
             total, place = self.sums.totals[key], self.sums.places[key]
@@ -341,11 +336,12 @@ def squares_in(shape: Ints, numel: int, uses: Sequence[Used], bases: Bases) -> T
     form = uses[0][0]
     total = torch.zeros(shape, dtype=wide(form.part(slice(0, 1))), device=form.part(slice(0, 1)).device)
     for rows in parts(form.rows, numel):
-        total += _turned(whole(numel, uses, rows).to(total.dtype).view(-1, *shape), bases).square_().sum(0)
+        total += turned(whole(numel, uses, rows).to(total.dtype).view(-1, *shape), bases).square_().sum(0)
     return total
 
 
-def _turned(g: Tensor, bases: Bases) -> Tensor:
+def turned(g: Tensor, bases: Bases) -> Tensor:
+    """Matrices in other bases of both dimensions."""
     left, right = bases
     g = g if left is None else left.mT @ g
     return g if right is None else g @ right

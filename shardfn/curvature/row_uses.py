@@ -7,7 +7,7 @@ Each use hands over, in backward, every row's gradient with respect to that tens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,16 +92,19 @@ class Norms(Receiver):
     """The squares of the norms of this rank's rows' gradients, as far as they are known.
 
     Attributes:
-        squares: `[rows]`.
+        cut: the axes that cut parameters, of which this rank then has only a part of each row's gradient.
+        squares: by these axes, `[rows]`; `()` for whole parameters.
     """
 
-    def __init__(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, rows: int, dtype: torch.dtype, device: torch.device, cut: Mapping[Key, tuple[str, ...]]) -> None:
         super().__init__(rows, dtype)
-        self.squares = torch.zeros(rows, dtype=dtype, device=device)
+        self.cut = cut
+        self.squares = {axes: torch.zeros(rows, dtype=dtype, device=device) for axes in sorted({(), *cut.values()})}
 
     def take(self, key: Key, numel: int, rows: slice, uses: Sequence[Used]) -> None:
         """Adds to the squares of some rows."""
-        self.squares[rows] += squares(numel, uses).to(self.squares.dtype)
+        into = self.squares[self.cut.get(key, ())]
+        into[rows] += squares(numel, uses).to(into.dtype)
 
 
 class Ticket:

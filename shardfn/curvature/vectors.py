@@ -24,12 +24,12 @@ from shardfn.mesh.axes import sizes
 from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import current_mesh, independent_axes, scope_of
 from shardfn.optim.norms import dots, wide
-from shardfn.optim.rounding import drawn
+from shardfn.optim.rounding import drawn_at
 from shardfn.optim.sharded_state import finer_axes, start_of
 from shardfn.quoting import short
 from shardfn.shards.blocks import CHUNK
 from shardfn.shards.layout import Layout, is_flat
-from shardfn.shards.pieces import Unit, refuse_complex, units
+from shardfn.shards.pieces import Segment, Unit, refuse_complex, units
 from shardfn.transforms.autodiff import Variables, layouts_of, moves
 from shardfn.transforms.fitting import together
 
@@ -210,8 +210,7 @@ class Space:
     def drawn(self, kind: Kind, seed: int, number: int) -> Vector:
         """A random vector: standard normal numbers, or 1 and -1 alike.
 
-        An element depends on the seed, the number, the parameter's path and its place there, but not on the mesh,
-        unless `specs=` cut the parameter.
+        An element depends on the seed, the number, the parameter's path and its place there, but not on the mesh.
         """
         return [random(unit, kind, (kind, seed, number)) for unit in self.moving]
 
@@ -251,7 +250,9 @@ def random(unit: Unit, kind: Kind, salt: tuple[Any, ...]) -> Tensor:
     for part in unit.filled:
         for start in range(part.start, part.stop, step):
             stop = min(start + step, part.stop)
-            bits = [x.double() for x in drawn(unit, start, stop, 4 if kind == "normal" else 1, salt)]
+            places = _places(part, start, stop, into.device)
+            draws = drawn_at(places, part.path, len(part.whole), 4 if kind == "normal" else 1, salt)
+            bits = [x.double() for x in draws]
             if kind == "signs":
                 numbers = 1 - 2 * (bits[0] % 2)
             else:  # Box and Muller (1958)
@@ -259,6 +260,18 @@ def random(unit: Unit, kind: Kind, salt: tuple[Any, ...]) -> Tensor:
                 numbers = radius * (2 * math.pi * (bits[2] * 2**16 + bits[3]) / 2**32).cos()
             into.view(-1)[start:stop] = numbers
     return into
+
+
+def _places(part: Segment, start: int, stop: int, device: torch.device) -> Tensor:
+    """Row-major indices in the whole parameter, of which other axes may have cut a part, of elements of a unit."""
+    own = torch.arange(part.first + start - part.start, part.first + stop - part.start, device=device)
+    if part.shape == part.whole:
+        return own
+    places, step = torch.zeros_like(own), 1
+    for n, of, corner in reversed(list(zip(part.shape, part.whole, part.corner, strict=True))):
+        places += (own % n + corner) * step
+        own, step = own // n, step * of
+    return places
 
 
 def add_(into: Vector, x: Vector, factor: float = 1.0) -> Vector:

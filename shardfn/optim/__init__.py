@@ -5,6 +5,7 @@ Imports `shards`, `collectives`, `quant`, `mesh` and `compat`.
 
 from shardfn.optim.adafactor import adafactor
 from shardfn.optim.elementwise import adam, adamw, adamw8bit, lion, lion8bit, sgd
+from shardfn.optim.kfac import Kfac, kfac
 from shardfn.optim.muon import muon
 from shardfn.optim.norms import Norms, clip_by_global_norm, clip_by_value, global_norm, norms, vdot
 from shardfn.optim.optimizer import Optimizer, Transform, chain, shard_state
@@ -20,6 +21,7 @@ multi_steps = accumulate
 warmup_linear = linear
 
 __all__ = [
+    "Kfac",
     "Norms",
     "Optimizer",
     "Piece",
@@ -37,6 +39,7 @@ __all__ = [
     "finite",
     "from_torch",
     "global_norm",
+    "kfac",
     "kl_shampoo",
     "linear",
     "lion",

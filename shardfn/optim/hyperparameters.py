@@ -22,6 +22,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "gamma": (0, math.inf, "()"),
     "ridge": (0, math.inf, "()"),
     "exponent": (0, math.inf, "()"),
+    "damping": (0, math.inf, "()"),
     "initial": (0, math.inf, "()"),
     "weight_decay": (0, math.inf, "[)"),
     "clip": (0, math.inf, "()"),

@@ -266,6 +266,17 @@ def owners(units: Sequence[Unit], cost: Cost, most: int | None = None) -> dict[B
     return found
 
 
+def work(shape: Ints) -> int:
+    """Operations for a parameter as a matrix: products with each dimension's matrix, and its eigenvectors."""
+    numel = math.prod(shape)
+    return numel + sum(4 * numel * n + 10 * n**3 for n in (shape[0], numel // shape[0])) if len(shape) > 1 else numel
+
+
+def as_matrix(shape: Ints) -> Ints:
+    """The shape of a parameter as a matrix; with more dimensions, the first one and all others."""
+    return (shape[0], math.prod(shape[1:])) if len(shape) > 2 else shape
+
+
 def remembered(unit: Unit, block: Block, owner: int, shapes: Any, dtype: torch.dtype) -> Any:
     """Zeros of these shapes, a tree of tuples, that only the owner of a block holds: a flat shard.
 
@@ -281,6 +292,49 @@ def remembered(unit: Unit, block: Block, owner: int, shapes: Any, dtype: torch.d
 def as_owner(kept: Any) -> Any:
     """The tree of tensors in what `remembered` gave, for its owner."""
     return optree.tree_unflatten(kept.layout.tree, kept.layout.views(kept.values)) if is_flat(kept) else kept
+
+
+def owned(kept: Any) -> bool:
+    """Whether this rank holds what `remembered` gave; of plain tensors, every rank does."""
+    return not is_flat(kept) or kept.values.numel() > 0
+
+
+def handed(pairs: Sequence[tuple[Any, Any]]) -> list[Tensor | None]:
+    """Each tensor on the rank that owns something else, in one exchange for all that lie on the same axes.
+
+    Args:
+        pairs: what `remembered` gave for one shape, with its values; and what it gave for the same block, perhaps with
+            another owner.
+
+    Returns:
+        For each pair the tensor on the second owner, None on other ranks.
+    """
+    found: list[Tensor | None] = [None if is_flat(given) else given for given, _ in pairs]
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for number, (given, kept) in enumerate(pairs):
+        if is_flat(given):
+            axes = kept.layout.placement.only_at_axes
+            groups.setdefault((kept.layout.grid, axes, given.values.dtype, given.values.device), []).append(number)
+    for (grid, axes, dtype, device), members in groups.items():
+        peers = _peers(grid, axes)
+        way = {n: tuple([_at(peers, grid, side.layout) for side in pairs[n]]) for n in members}
+        outgoing = [[as_owner(pairs[n][0]) for n in members if way[n] == (peers.rank, to)] for to in peers.ranks]
+        if peers.group is None:
+            for n, x in zip(members, outgoing[0], strict=True):
+                found[n] = x
+            continue
+        boxes_of = {n: whole(pairs[n][0].layout.whole_shape(0)) for n in members}
+        shares = {n: (n, Part(0, box, box, box)) for n, box in boxes_of.items()}
+        incoming = [[shares[n] for n in members if way[n] == (source, peers.rank)] for source in peers.ranks]
+        for n, _, x in _exchanged(outgoing, incoming, torch.empty(0, dtype=dtype, device=device), peers):
+            found[n] = x
+    return found
+
+
+def _at(peers: _Peers, grid: Grid, layout: Layout) -> int:
+    """The rank among peers that holds a flat shard of one rank alone."""
+    at = layout.placement.only_at
+    return next(rank for rank in peers.ranks if all(grid.index(rank, axis) == i for axis, i in at))
 
 
 def _ints(x: Any) -> bool:
@@ -365,7 +419,10 @@ def eigh(x: Tensor) -> tuple[Tensor, Tensor]:
     clean, nan = torch.nan_to_num(x, 0.0, 0.0, 0.0), 0 * x.sum()
     try:
         values, vectors = torch.linalg.eigh(clean)
-    except RuntimeError:  # in float32 it may not converge
+        found = bool((values.sum() + vectors.sum()).isfinite())
+    except RuntimeError:
+        found = False
+    if not found:  # in float32 it may not converge, and not say so
         values, vectors = torch.linalg.eigh(clean.double())
     return values.to(x.dtype) + nan, vectors.to(x.dtype) + nan
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,14 +56,32 @@ def closed(
 
 def drawn(unit: Unit, start: int, stop: int, n: int, salt: tuple[Any, ...]) -> Iterator[Tensor]:
     """Random bits for elements of a unit, as `rounded` takes them, `n` times."""
-    for first in range(0, n, 2):
-        keys = []
-        for length, index, factor, term in _spans(unit, start, stop, (*salt, first)):
+
+    def keys(salt: tuple[Any, ...]) -> Tensor:
+        found = []
+        for length, index, factor, term in _spans(unit, start, stop, salt):
             dtype = torch.int32 if index + length < 2**31 else torch.int64
             places = torch.arange(index, index + length, dtype=dtype, device=unit.values.device)
-            keys.append(places.to(torch.int32).mul_(factor).add_(term))
+            found.append(places.to(torch.int32).mul_(factor).add_(term))
+        return torch.cat(found) if len(found) > 1 else found[0]
+
+    return _draws(keys, n, salt)
+
+
+def drawn_at(places: Tensor, path: str, dims: int, n: int, salt: tuple[Any, ...]) -> Iterator[Tensor]:
+    """The same for elements at these places, row-major, of a whole parameter of so many dimensions."""
+
+    def keys(salt: tuple[Any, ...]) -> Tensor:
+        factor, term = _keys(salt, path, (0,) * dims)
+        return places.to(torch.int32).mul_(factor).add_(term)
+
+    return _draws(keys, n, salt)
+
+
+def _draws(keys: Callable[[tuple[Any, ...]], Tensor], n: int, salt: tuple[Any, ...]) -> Iterator[Tensor]:
+    for first in range(0, n, 2):
         # One hash of 32 bits gives two draws of 16.
-        pair = _hashed(torch.cat(keys) if len(keys) > 1 else keys[0])
+        pair = _hashed(keys((*salt, first)))
         yield pair & 0xFFFF
         if first + 1 < n:
             yield (pair >> 16) & 0xFFFF

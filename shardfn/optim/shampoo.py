@@ -91,7 +91,7 @@ def shampoo(
         for i, (factor, root) in enumerate(zip(kept["factors"], kept["bases"], strict=True)):
             factor.lerp_(_gram(g, i), 1 - n["b2"])
             if (t - 1) % every == 0:
-                root.copy_(_root(factor / (1 - n["b2"] ** t), exponent or 1 / (2 * g.ndim), n["ridge"]))
+                root.copy_(inverse_power(factor / (1 - n["b2"] ** t), exponent or 1 / (2 * g.ndim), n["ridge"]))
         along = _turned(mean, kept["bases"], 0)
         if not graft:
             return along
@@ -170,7 +170,7 @@ def kl_shampoo(
             factor.lerp_(_gram(whitened, i) * (len(factor) / g.numel()), 1 - n["b2"])
         if (t - 1) % every == 0:
             for factor, root in zip(factors, roots, strict=True):
-                root.copy_(_root(factor, 0.5, n["ridge"]))
+                root.copy_(inverse_power(factor, 0.5, n["ridge"]))
         return _turned(kept["mean"].lerp_(g, 1 - n["b1"]) / (1 - n["b1"] ** t), roots, 0)
 
     return _optimizer("kl_shampoo", direction, numbers, every, block, donate, squares=False)
@@ -270,7 +270,7 @@ def _optimizer(
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, leaves = state["step"] + 1, units(params)
-        _refuse(name, count, params, grads, state)
+        refuse_derivative(name, count, params, grads, state)
         now = numbers | state["numbers"]
         now["lr"] = at_step(now["lr"], count)
         each = _trained(leaves)
@@ -314,7 +314,7 @@ def _of_rules(now: dict[str, Any], path: str, shape: Ints) -> dict[str, float]:
     return found
 
 
-def _refuse(name: str, count: Any, *trees: Any) -> None:
+def refuse_derivative(name: str, count: Any, *trees: Any) -> None:
     """Raises an error where the step would be differentiated, compiled or captured."""
     if torch.compiler.is_compiling():
         dynamo.refuse_in_graph(
@@ -366,7 +366,7 @@ def _turned(x: Tensor, matrices: Sequence[Tensor | None], dim: int) -> Tensor:
     return x
 
 
-def _root(factor: Tensor, exponent: float, ridge: float) -> Tensor:
+def inverse_power(factor: Tensor, exponent: float, ridge: float) -> Tensor:
     """The power `-exponent` of a factor whose eigenvalues are 0 or more up to rounding."""
     values, vectors = eigh(factor)
     values = values - values[0].clamp(max=0) + ridge

@@ -106,7 +106,7 @@ def sophia(
     """
     numbers = {"lr": lr, "b1": b1, "b2": b2, "gamma": gamma, "eps": eps, "weight_decay": weight_decay}
     moving = optimizer("sophia", STEP, numbers, donate)
-    noting = optimizer("sophia", ESTIMATE, numbers | {"lr": 0.0}, donate)
+    noting = optimizer("sophia", ESTIMATE, numbers, donate)
 
     def estimate(params: Any, diagonal: Any, state: Any) -> Any:
         _, new = noting.step(params, diagonal, state)

@@ -44,6 +44,13 @@ def placed(tree: Any, kind: str = "state") -> Any:
     return _put(tree, kind) if _any_away(tree) else tree
 
 
+def brought(tree: Any) -> Any:
+    """A tree as whole tensors are worked on: on the device, or on a CPU where it is, mapped if that is on disk."""
+    if _any_away(tree) and any(_mesh(node).device_type != "cpu" for node in _nodes(tree)):
+        return _put(tree, "")
+    return tree
+
+
 def released(*trees: Any) -> None:
     """Lets the system drop the memory pages of tensors on disk, which a step may have touched."""
     for node in _nodes(trees):
@@ -69,10 +76,7 @@ def on_whole(step: Step) -> Step:
     def wrapped(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         if not _any_away(params):
             return step(params, grads, state)
-        # On a CPU the host is the device, and tensors on disk are mapped into memory: nothing has to move.
-        if any(_mesh(node).device_type != "cpu" for node in _nodes(params)):
-            params, grads, state = (_put(tree, "") for tree in (params, grads, state))
-        params, state = step(params, grads, state)
+        params, state = step(*map(brought, (params, grads, state)))
         params, state = _put(params, "params"), _put(state, "state")
         released(params, grads, state)
         return params, state

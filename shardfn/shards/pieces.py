@@ -15,8 +15,8 @@ from torch import Tensor
 from shardfn.compat import dynamo, process_groups, pytrees
 from shardfn.mesh.axes import device_of
 from shardfn.mesh.scope import mesh_of
+from shardfn.mesh.spec import P, keys_of
 from shardfn.mesh.spec import joined as joined_path
-from shardfn.mesh.spec import keys_of
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.placement import Tiers
 from shardfn.tiers import copying, placing
@@ -68,6 +68,11 @@ class Piece:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return type(self)(copying.deepcopy(self.values, memo), *self.place)
+
+    @property
+    def spec(self) -> P:
+        """The spec for `shard_map`, as a flat shard's."""
+        return P(self.layout.placement.axes)
 
     @property
     def place(self) -> tuple[Layout, tuple[int, ...], int, int]:

@@ -57,6 +57,8 @@ def assert_replicated(tree: Any, mesh: DeviceMesh | None = None) -> None:
     for accessor, leaf in zip(accessors, leaves, strict=True):
         path = dotted(accessor)
         if is_flat(leaf):
+            if leaf.values is None:  # of a frozen parameter, in a gradient
+                continue
             layout, held = leaf.layout, local_parameters(leaf)
             grid = layout.grid
             compared.append(str(layout))

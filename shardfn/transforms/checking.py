@@ -35,6 +35,7 @@ from shardfn.mesh.scope import current_mesh
 from shardfn.mesh.spec import Leaf, P
 from shardfn.quoting import short
 from shardfn.shards.layout import FlatShard, Layout, is_flat, local_parameters
+from shardfn.shards.pieces import is_unit
 from shardfn.transforms.autodiff import follow_parts, name_of
 from shardfn.transforms.exchange import Exchange, digest, keys, numbers
 
@@ -202,14 +203,14 @@ class Checked:
         everywhere = (1 << len(trace.axes)) - 1
         trace.prefix = self.recorder.ended()
         for leaf in leaves:
-            x: Any = leaf.value.values if is_flat(leaf.value) else leaf.value
+            x: Any = leaf.value.values if is_unit(leaf.value) else leaf.value
             if isinstance(x, (int, float, complex)) and isinstance(leaf.spec, P):
                 at = self.recorder.number(x, leaf.path)
                 trace.events.append(Output(leaf.path, at, trace.mask(leaf.spec.axes)))
                 results.append((leaf.path, torch.as_tensor(x, device="cpu"), trace.mask(leaf.spec.axes)))
             if not isinstance(x, Tensor):
                 continue
-            if is_flat(leaf.value):
+            if is_unit(leaf.value):
                 allowed: Mask | None = trace.mask(flat_axes(leaf.value.layout))
             else:
                 allowed = trace.mask(leaf.spec.axes) if isinstance(leaf.spec, P) else None

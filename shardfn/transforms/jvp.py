@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardfn.compat import functorch
+from shardfn.compat import functorch, together
 from shardfn.compat.blockwise_attention import attention
 from shardfn.compat.norms import Padded, WrittenOut
 from shardfn.quoting import short
@@ -27,9 +27,10 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], 
 
     Stages inside run on the schedule: parameters and their tangents are gathered when a stage runs, and dropped after.
     With a gradient inside, `jvp(grad(loss), (params,), (v,))` gives the gradient and a Hessian-vector product, by twice
-    the collectives of the gradient: forward over reverse. `scaled_dot_product_attention` computes its scores some rows
-    at a time, and again in backward; with dropout or a learned mask it is torch's `SDPBackend.MATH`, as its other
-    kernels have no forward mode.
+    the collectives of the gradient: forward over reverse. Products with a matrix, attention, `silu` and `gelu` compute
+    their gradients and the tangents of these together: three products of matrices for each one of a gradient.
+    `scaled_dot_product_attention` computes its scores some rows at a time, and again in backward; with dropout or a
+    learned mask it is torch's `SDPBackend.MATH`, as its other kernels have no forward mode.
 
     Inside of another transform, around one in forward mode, around a gradient of a gradient, and where `f` closes over
     what a gradient outside is taken of, stages are compositions of collectives, as in `torch.func.jvp`; `f` may run
@@ -74,7 +75,7 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], 
 
 def _pushed(f: Callable[..., Any], tree: Any, pairs: Sequence[tuple[Any, Tensor | None]], has_aux: bool) -> Any:
     """The result and its tangent, with stages on the schedule."""
-    with forward_ad.dual_level(), pushing(), sdpa_kernel(SDPBackend.MATH), Watched():
+    with forward_ad.dual_level(), pushing(), sdpa_kernel(SDPBackend.MATH), Watched(), _functions_watched():
         duals = [x if t is None else functorch.dual(x, t) for x, t in pairs]
         result = f(*optree.tree_unflatten(tree, duals))
         result, aux = result if has_aux else (result, None)
@@ -98,25 +99,51 @@ class Watched(Padded):
     And in which attention keeps no scores.
     """
 
-    table = Padded.table | {F.scaled_dot_product_attention: attention}
+    table = Padded.table | together.TABLE | {F.scaled_dot_product_attention: attention}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():  # what is traced is computed later
             return super().__torch_function__(func, types, args, kwargs)
         if _running.lent and _writes(func, args, kwargs or {}):
             raise RuntimeError(WRITES)
+        if (function := functorch.applied_to(func, args)) is not None:
+            _refuse_once(function, args[1:])
         result = super().__torch_function__(func, types, args, kwargs)
         if isinstance(result, torch.Size) or not isinstance(result, (Tensor, tuple, list)):
             return result
-        if func is not Tensor.detach and torch.is_grad_enabled():
-            for x in optree.tree_leaves((args, kwargs)):
-                if isinstance(x, Tensor) and functorch.lost(x):
-                    stages = [stage for y in functorch.layers(x) if (stage := getattr(y, _STAGE, None)) is not None]
-                    if stages:
-                        raise escaped(stages[0])
+        if func is not Tensor.detach:
+            _refuse_leaks((args, kwargs))
         if _running.stage is not None:
             belonging(result)
         return result
+
+
+def _refuse_leaks(given: Any) -> None:
+    """Raises an error if what a stage's function kept has lost a gradient that is needed."""
+    for x in optree.tree_leaves(given) if torch.is_grad_enabled() else ():
+        if isinstance(x, Tensor) and functorch.lost(x):
+            stages = [stage for y in functorch.layers(x) if (stage := getattr(y, _STAGE, None)) is not None]
+            if stages:
+                raise escaped(stages[0])
+
+
+def _functions_watched() -> Any:
+    def look(function: Any, args: Sequence[Any]) -> None:
+        _refuse_leaks(args)
+        _refuse_once(function, args)
+
+    return functorch.applications_seen(look)
+
+
+def _refuse_once(function: Any, args: Sequence[Any]) -> None:
+    """Raises RuntimeError if backward of a Function will be differentiated, and says that it cannot be."""
+    moving = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
+    if moving and functorch.once_differentiable(function):
+        raise RuntimeError(
+            f"a gradient inside of shardfn.jvp, as in a Hessian-vector product, goes through {function.__name__}, of "
+            f"which backward is marked with @once_differentiable: it may compute with numbers that have no tangents. "
+            f"Write it with operations of torch, without that mark"
+        )
 
 
 def belonging(tree: Any) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from torch.distributions import Categorical
 import shardfn as sf
 from shardfn import curvature as sc
 from shardfn import interop
+from shardfn.shards.random import mixed
 from shardfn.testing import World
 from shardfn.testing import world as started
 from tests.models import STRATEGIES, data_mesh, normal
@@ -429,8 +432,8 @@ def test_a_module(world: World) -> None:
 # --- what is refused ---
 
 
-def tied(p: Any, t: Tensor) -> Tensor:
-    s = sf.stage(lambda p, t: F.linear(p["e"][t], p["e"]))
+def tied(p: Any, t: Tensor, stage: Any = sf.stage) -> Tensor:
+    s = stage(lambda p, t: F.linear(p["e"][t], p["e"]))
     return s(p["s"], t).logsumexp(-1).sum(1)
 
 
@@ -587,15 +590,10 @@ def scored(strategy: str) -> list[float]:
     params = sf.shard(whole(), mesh, STRATEGIES[strategy])
     losses = losses_of(sf.stage)
     F = sc.ekfac(losses, params, mine(mesh))
-    t, y = rows(7, 2)
-    queries = [
-        sf.grad(lambda p, i=i: losses(p, t[i : i + 1], y[i : i + 1]).sum() / mesh.size())(params) for i in range(2)
-    ]
-    got = sc.influence(lambda q: F.solve(q, DAMPING), queries, losses, params, mine(mesh))
-    one = torch.func.grad(lambda p, i: losses_of(plainly)(p, t[i : i + 1], y[i : i + 1])[0])
+    got = sc.influence(lambda q: F.solve(q, DAMPING), queries_of(params, mesh), losses, params, mine(mesh))
     want = []
-    for i in range(2):
-        solved = {k: inverted(dense()[k], q.flatten()) for k, q in leaves(one(whole(), i)).items()}
+    for query in dense_queries():
+        solved = {k: inverted(dense()[k], q.flatten()) for k, q in query.items()}
         want.append(torch.stack([each()[k].flatten(1) @ solved[k] for k in solved]).sum(0))
     n, k = mesh.size(), mesh.get_rank()
     both = torch.cat([x.tensor_split(n, 1)[k] for x in torch.stack(want).chunk(2, 1)], 1)
@@ -608,6 +606,266 @@ def test_scores_are_those_of_a_dense_solution(world: World) -> None:
     for strategy in ("full_shard", "zero1", "hybrid_shard"):
         for found in world.run(scored, strategy):
             assert worst(found) < 1e-9, (strategy, found)
+
+
+# --- gradients that are kept ---
+
+
+def projection(path: str, side: int, n: int, size: int) -> Tensor:
+    draw = torch.Generator().manual_seed(mixed(5, "projection", path, side))
+    return torch.eye(n).double() if n <= size else torch.randn(n, size, generator=draw, dtype=torch.float64) / size**0.5
+
+
+def projected(path: str, g: Tensor, size: int) -> Tensor:
+    """Of gradients `[rows, *shape]`."""
+    shape = g.shape[1:]
+    g = g.reshape(len(g), *([*shape, 1, 1][:2] if len(shape) < 3 else [shape[0], -1]))
+    left, right = (projection(path, side, g.shape[1 + side], size) for side in (0, 1))
+    return (left.T @ g @ right).flatten(1)
+
+
+def wanted_scores(queries: list[dict[str, Tensor]], size: int, damping: float | None) -> Tensor:
+    scores = torch.zeros(len(queries), 2 * ROWS).double()
+    for path, g in each().items():
+        kept = projected(path, g, size)
+        matrix = torch.eye(kept.shape[1]).double()
+        if damping is not None:
+            matrix = torch.linalg.inv(kept.T @ kept / len(kept) + damping * matrix)
+        scores += torch.cat([projected(path, q[path][None], size) for q in queries]) @ matrix @ kept.T
+    return scores
+
+
+def queries_of(params: Any, mesh: Any) -> list[Any]:
+    t, y = rows(7, 2)
+    losses = losses_of(sf.stage)
+    return [sf.grad(lambda p, i=i: losses(p, t[i : i + 1], y[i : i + 1]).sum() / mesh.size())(params) for i in range(2)]
+
+
+@functools.cache
+def dense_queries() -> list[dict[str, Tensor]]:
+    t, y = rows(7, 2)
+    one = torch.func.grad(lambda p, i: losses_of(plainly)(p, t[i : i + 1], y[i : i + 1])[0])
+    return [leaves(one(whole(), i)) for i in range(2)]
+
+
+def stored(folder: Path, strategy: str, write: bool) -> list[float]:
+    mesh, found = data_mesh(dist.get_world_size()), []
+    params = sf.shard(whole(), mesh, STRATEGIES[strategy])
+    for size in (1, 2, 4, 16):
+        found += of_size(folder / str(size), params, mesh, size, write)
+    return found
+
+
+def of_size(folder: Path, params: Any, mesh: Any, size: int, write: bool) -> list[float]:
+    store = sc.store_gradients(folder, losses_of(sf.stage), params, mine(mesh) if write else None, size=size, seed=5)
+    assert store.rows == 2 * ROWS
+    queries, found = queries_of(params, mesh), []
+    assert store.scores([]).shape == (0, 2 * ROWS)
+    for damping in (None, DAMPING, 1.0):
+        got, wanted = store.scores(queries, damping), wanted_scores(dense_queries(), size, damping)
+        found.append(float((got - wanted).abs().max() / wanted.abs().max()))
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1", "hybrid_shard", "ddp"])
+def test_scores_of_kept_gradients_are_dense_ones_on_any_mesh(tmp_path: Path, strategy: str) -> None:
+    for writers, readers in ((1, 4), (2, 1), (4, 2)):
+        folder = tmp_path / str(writers)
+        for n, write in ((writers, True), (readers, False)):
+            for found in started(n).within(60).run(stored, folder, strategy, write):
+                assert worst(found) < 1e-12, (strategy, writers, n)
+
+
+def conv(stage: Any) -> Any:
+    f = stage(lambda p, x: F.conv2d(x[:, :, :, None], p["k"], p["c"], padding=1))
+    return lambda p, x: torch.tanh(f(p["s"], x)).sum((1, 2, 3))
+
+
+def tied_over_stages(stage: Any) -> Any:
+    first, last = stage(lambda p, t: p["e"][t]), stage(lambda p, x: torch.tanh(x) @ p["e"].T)
+    return lambda p, t: last(p["s"], first(p["s"], t)).logsumexp(-1).sum(1)
+
+
+def odd(stage: Any) -> Any:
+    f = stage(lambda p, x: (x @ p["one"]) * p["n"] + torch.einsum("rtd,hde->rthe", x, p["h"]).sum(2) + p["none"].sum())
+    return lambda p, x: torch.sin(f(p["s"], x)).sum((1, 2)) * p["plain"][1]
+
+
+HOSTILE: dict[str, tuple[Any, Any, Tensor]] = {
+    "tied in a stage": (lambda stage: functools.partial(tied, stage=stage), {"e": normal(WORDS, D, seed=1)},
+                        rows(3, 5)[0]),
+    "tied over stages": (tied_over_stages, {"e": normal(WORDS, D, seed=1)}, rows(3, 5)[0]),
+    "a convolution": (conv, {"k": normal(H, T, 3, 3, seed=1), "c": normal(H, seed=2)}, normal(5, T, D, seed=3)),
+    "odd shapes": (odd, {"one": normal(D, 1, seed=1), "n": normal(seed=2), "h": normal(2, D, H, seed=3),
+                         "none": normal(0, 4, seed=4), "unused": normal(H, 6, seed=5)}, normal(5, T, D, seed=6)),
+}  # fmt: skip
+
+
+def hostile(folder: Path, which: str, strategy: str, frozen: list[str]) -> list[float]:
+    """Fewer rows than ranks in one batch, and a plain tensor that is the same on all ranks."""
+    make, tree, x = HOSTILE[which]
+    mesh, size, extra = data_mesh(dist.get_world_size()), 3, {"plain": normal(2, seed=9)}
+    n, k = mesh.size(), mesh.get_rank()
+    params = sf.shard({"s": tree}, mesh, STRATEGIES[strategy], frozen=frozen) | extra
+    batches = [(each.tensor_split(n)[k],) for each in (x[:1], x[1:])]
+    store = sc.store_gradients(folder, make(sf.stage), params, batches, size=size, seed=5)
+    query = sf.shard({"s": optree.tree_map(torch.cos, tree)}, mesh, STRATEGIES[strategy], frozen=frozen) | extra
+    got, each = store.scores([query], DAMPING), dict[str, Tensor]()
+    whole = {"s": tree} | extra
+    for i in range(len(x)):
+        free = optree.tree_map(lambda x: x.clone().requires_grad_(), whole)
+        found = torch.autograd.grad(
+            make(plainly)(free, x[i : i + 1])[0], list(leaves(free).values()), allow_unused=True
+        )
+        for path, p, g in zip(leaves(free), leaves(free).values(), found, strict=True):
+            each[path] = torch.cat(
+                [each.get(path, p[None][:0].detach()), (torch.zeros_like(p) if g is None else g)[None]]
+            )
+    want = torch.zeros(1, len(x)).double()
+    for path, g in each.items():
+        if path not in frozen and g[0].numel():
+            kept, q = projected(path, g, size), leaves(whole)[path]
+            matrix = torch.linalg.inv(kept.T @ kept / len(kept) + DAMPING * torch.eye(kept.shape[1]).double())
+            want += projected(path, (q if path == "plain" else q.cos())[None], size) @ matrix @ kept.T
+    return [float((got - want).abs().max() / want.abs().max())]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "zero1"])
+@pytest.mark.parametrize("which", HOSTILE)
+@pytest.mark.parametrize("world", SIZES, indirect=True)
+def test_gradients_of_other_programs_are_kept(world: World, tmp_path: Path, which: str, strategy: str) -> None:
+    frozen = {"a convolution": ["s.c"], "odd shapes": ["s.one"]}.get(which, [])
+    for found in world.within(60).run(hostile, tmp_path / "rows", which, strategy, frozen):
+        assert worst(found) < 1e-11, found
+
+
+def test_projected_products_are_right_on_average() -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, params = torch.randn(6, 9, generator=draw).double(), {"w": torch.randn(7, 9, generator=draw).double()}
+
+    def losses(p: Any, x: Tensor) -> Tensor:
+        return F.linear(x, p["w"]).square().sum(1)
+
+    g = torch.stack([torch.func.grad(lambda p, i=i: losses(p, x[i : i + 1])[0])(params)["w"] for i in range(6)])
+    wanted, found = torch.einsum("ij,nij->n", g[0], g), []
+    for seed in range(600):
+        with tempfile.TemporaryDirectory() as folder:
+            found.append(sc.store_gradients(folder, losses, params, [x], size=5, seed=seed).scores([{"w": g[0]}])[0])
+    mean, error = torch.stack(found).mean(0), torch.stack(found).std(0) / len(found) ** 0.5
+    assert ((mean - wanted).abs() < 4 * error).all()
+
+
+def gone_on(folder: Path) -> list[float]:
+    """A call that breaks off at its second batch, and one that goes on."""
+    mesh = data_mesh(dist.get_world_size())
+    params, batches = sf.shard(whole(), mesh, STRATEGIES["full_shard"]), mine(mesh)
+
+    class Stops(Exception):
+        pass
+
+    class Feed(list[Any]):
+        def __iter__(self) -> Any:
+            yield batches[0]
+            raise Stops
+
+    with contextlib.suppress(Stops):
+        sc.store_gradients(folder, losses_of(sf.stage), params, Feed(batches), size=2, seed=5)
+    times = {path: path.stat().st_mtime_ns for path in folder.glob("*.npy")}
+    assert len(times) == mesh.size()
+    with contextlib.suppress(sf.checkpoint.CheckpointError):
+        sc.store_gradients(folder, losses_of(sf.stage), params, size=2, seed=5)
+        raise AssertionError("it is not complete")
+    store = sc.store_gradients(folder, losses_of(sf.stage), params, batches, size=2, seed=5)
+    assert all(path.stat().st_mtime_ns == time for path, time in times.items())
+    got, wanted = store.scores(queries_of(params, mesh)), wanted_scores(dense_queries(), 2, None)
+    return [float((got - wanted).abs().max() / wanted.abs().max())]
+
+
+@pytest.mark.parametrize("world", SIZES, indirect=True)
+def test_a_store_goes_on_where_it_broke_off(world: World, tmp_path: Path) -> None:
+    for found in world.run(gone_on, tmp_path / "rows"):
+        assert worst(found) < 1e-12
+
+
+def wrong_store(folder: Path, which: str) -> str:
+    mesh = data_mesh(dist.get_world_size())
+    params, batches = sf.shard(whole(), mesh, STRATEGIES["full_shard"]), mine(mesh)
+    first = mesh.get_rank() == 0
+    store = functools.partial(sc.store_gradients, folder, losses_of(sf.stage))
+    found = store(params, batches, size=2)
+    before = sorted(path.name for path in folder.iterdir())
+    other = sf.shard(optree.tree_map(lambda x: x * (1 + 1e-6), whole()), mesh, STRATEGIES["full_shard"])
+    calls: dict[str, Callable[[], Any]] = {
+        "size": lambda: store(params, batches, size=3),
+        "seed": lambda: store(params, batches, size=2, seed=1),
+        "size 0": lambda: store(params, batches, size=0),
+        "sizes differ": lambda: store(params, batches, size=2 + first),
+        "no batches on a rank": lambda: store(params, batches if first else None, size=2),
+        "other values": lambda: store(other, batches, size=2),
+        "other rows": lambda: store(params, [batches[1], batches[0]], size=2),
+        "rows on a rank": lambda: store(params, [batches[0], batches[0]] if first else batches, size=2),
+        "more batches": lambda: store(params, [*batches, batches[0]], size=2),
+        "nothing there": lambda: sc.store_gradients(folder / "none", losses_of(sf.stage), params),
+        "a file": lambda: sc.store_gradients(folder / "gradients.json", losses_of(sf.stage), params, batches),
+        "damping": lambda: found.scores(queries_of(params, mesh), 0.0),
+        "a query": lambda: found.scores([{"x": torch.ones(3)}]),
+        "queries differ": lambda: found.scores(queries_of(params, mesh)[: 1 + first]),
+    }
+    try:
+        calls[which]()
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
+        assert sorted(path.name for path in folder.iterdir()) == before
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@two
+@pytest.mark.parametrize(
+    ("which", "message"),
+    {
+        "size": "CheckpointError: .*for other arguments: size: 2, not 3",
+        "seed": "CheckpointError: .*for other arguments: seed: 0, not 1",
+        "size 0": "ValueError: .*size=0; it is an integer of 1 or more",
+        "sizes differ": "ValueError: .*size: ",
+        "no batches on a rank": "ValueError: .*batches: ",
+        "other values": "CheckpointError: .*has gradients at other values of the parameters",
+        "other rows": "CheckpointError: .*batch 0 of rank . in .* was another one",
+        "rows on a rank": "(CheckpointError|ValueError): .*batch 1 of rank 0 in .* was another one",
+        "more batches": "CheckpointError: .*for other arguments: batches: 2, not 3",
+        "nothing there": "CheckpointError: .*has no gradients: pass batches",
+        "a file": "(OSError|NotADirectoryError|FileExistsError|ValueError): ",
+        "damping": "ValueError: scores: damping=0.0; it is a finite number above 0, or None",
+        "a query": "ValueError: .*another structure",
+        "queries differ": "ValueError: .*queries: ",
+    }.items(),
+)
+def test_errors_of_stores_are_told_on_all_ranks(world: World, tmp_path: Path, which: str, message: str) -> None:
+    for told in world.run(wrong_store, tmp_path / "rows", which):
+        assert re.match(message, told, re.DOTALL), told
+
+
+def broken(folder: Path) -> list[str]:
+    """A file of the second rank is cut short, and then that of another row."""
+    mesh = data_mesh(dist.get_world_size())
+    params = sf.shard(whole(), mesh, STRATEGIES["full_shard"])
+    store = sc.store_gradients(folder, losses_of(sf.stage), params, mine(mesh), size=2, seed=5)
+    file, told = min(folder.glob("*-00001-*.npy")), []
+    content = file.read_bytes()
+    for wrong in (content[:-8], content[:40], b""):
+        dist.barrier()
+        file.write_bytes(wrong)
+        dist.barrier()
+        try:
+            store.scores(queries_of(params, mesh))
+        except (ValueError, OSError, EOFError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+@two
+def test_a_file_that_is_cut_short_is_told_on_all_ranks(world: World, tmp_path: Path) -> None:
+    for told in world.run(broken, tmp_path / "rows"):
+        assert len(told) == 3, told
 
 
 # --- what is kept ---

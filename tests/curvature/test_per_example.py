@@ -470,15 +470,16 @@ def communicated() -> Any:
     for run in (lambda: sf.grad(lambda p: losses(p, own).sum())(params), lambda: per_example(losses, params, own)):
         with sf.ledger() as log:
             run()
-        assert all(entry.scheduled for entry in log.records)
-        found.append([entry.op for entry in log.records])
+        found.append([entry.op for entry in log.records if entry.scheduled])
+        found.append([entry.op for entry in log.records if not entry.scheduled])
     return found
 
 
 @two
 def test_norms_take_the_gathers_of_a_gradient_and_no_reductions(world: World) -> None:
-    for gradient, norms in world.run(communicated):
+    for gradient, aside, norms, compared in world.run(communicated):
         assert "reduce_scatter" in gradient
+        assert (aside, len(compared)) == ([], 1)  # ranks say that they have rows
         assert set(norms) == {"all_gather"}
         assert norms.count("all_gather") <= gradient.count("all_gather") + 1  # frozen stages always gather again
 
@@ -702,7 +703,9 @@ def told() -> dict[str, str]:
         "inside": lambda: torch.func.grad(lambda x: per_example(losses, params, x).norms.sum())(x),
         "no parts": lambda: per_example(losses, params, x, micro=0),
         "a module": lambda: per_example(torch.nn.Linear(2, 2), params, x),
-        "tensor parallel": lambda: per_example(lambda p, x: x, cut, x),
+        "cut by both": lambda: per_example(lambda p, x: x, cut, x),
+        "rows of one": lambda: per_example(lambda p, x, *y: losses(p, x), params, x, *[x[:2]] * rank),
+        "parts of one": lambda: per_example(losses, params, x, micro=1 + rank),
         "weights": lambda: per_example(losses, params, x).weighted(torch.ones(3)),
         "clip": lambda: dp_grads(losses, params, x, clip=0.0, noise=1.0, size=1.0, seed=0, step=0),
         "noise": lambda: dp_grads(losses, params, x, clip=1.0, noise=-1.0, size=1.0, seed=0, step=0),
@@ -732,13 +735,14 @@ def test_errors(world: World) -> None:
         assert "returns one loss a row, [rows], and returned a tensor of shape () for one row" in found["one number"]
         assert "gets shards that losses of per_example computed from params" in found["derived"]
         assert "computes with a flat shard outside of stages" in found["outside"]
-        assert "[0] has 4" in found["rows"].replace("(", "[").replace(",)", "]") or "has 2" in found["rows"]
         assert "no tensor of the batch has rows" in found["no rows"]
         assert "flat shard in the batch" in found["a shard as a batch"]
         assert "take it outside" in found["inside"]
         assert "micro=0" in found["no parts"]
         assert "Linear is a module" in found["a module"]
-        assert "'only' is cut over tensor" in found["tensor parallel"]
+        assert "'only.w' is cut over tensor by specs=, and a strategy has tensor too" in found["cut by both"]
+        assert all("has 4" in found[name] and "has 2" in found[name] for name in ("rows", "rows of one"))
+        assert "micro=1" in found["parts of one"]
         assert "weights: (3,), for 4 examples" in found["weights"]
         assert "clip=0.0; it is a finite number above 0" in found["clip"]
         assert "noise=-1.0" in found["noise"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import shardfn as sf
 import shardfn.optim as so
-from shardfn.optim.owners import owners
+from shardfn.optim.owners import eigh, owners
 from shardfn.optim.shampoo import cost
 from shardfn.shards.pieces import units
 from shardfn.testing import World, world
@@ -232,6 +232,25 @@ def test_vectors_are_updated_by_adamw() -> None:
         got, _ = trained(make(), optree.tree_map(torch.clone, start), each)
         adamw = so.adamw(RATE, b1=B1, b2=B2, eps=EPS, weight_decay=DECAY)
         assert distance(got, trained(adamw, optree.tree_map(torch.clone, start), each)[0]) == 0
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_decomposition_that_fails_in_float32_is_one_in_float64(monkeypatch: Any, says_so: bool) -> None:
+    """As by LAPACK, which returned nan for a factor with 200 eigenvalues of 0 up to rounding."""
+    x, real = normal(5, 5, seed=1).float(), torch.linalg.eigh
+    x = x @ x.mT
+
+    def fails(x: Tensor) -> Any:
+        if x.dtype == torch.float32 and says_so:
+            raise RuntimeError("it did not converge")
+        values, vectors = real(x)
+        return (values * torch.nan, vectors) if x.dtype == torch.float32 else (values, vectors)
+
+    monkeypatch.setattr(torch.linalg, "eigh", fails)
+    values, vectors = eigh(x)
+    assert values.dtype == vectors.dtype == torch.float32
+    assert (vectors * values @ vectors.mT - x).abs().max() < 1e-6
+    assert eigh(x * torch.nan)[0].isnan().all()
 
 
 # --- programs, on any number of ranks ---

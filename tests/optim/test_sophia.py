@@ -59,6 +59,17 @@ def test_steps_are_the_papers(donate: bool) -> None:
     assert (ps["w"] - p).abs().max() < 1e-13
 
 
+def test_estimates_with_a_schedule() -> None:
+    """The rate is no part of an estimate."""
+    rates = so.warmup_cosine(RATE, warmup=2, steps=9)
+    found = {}
+    for name, lr in dict[str, Any](schedule=rates, number=RATE).items():
+        ps, optimizer = {"w": normal(9, seed=1)}, so.sophia(lr)
+        found[name] = optimizer.estimate(ps, {"w": normal(9, seed=2)}, optimizer.init(ps))
+    assert torch.equal(found["schedule"]["diagonal"]["w"], found["number"]["diagonal"]["w"])
+    assert found["schedule"]["diagonal"]["w"].abs().max() > 0
+
+
 def test_before_an_estimate_a_step_is_of_the_sign() -> None:
     ps, g = {"w": normal(9, seed=1)}, normal(9, seed=2)
     optimizer = so.sophia(0.1, donate=False)

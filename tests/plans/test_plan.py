@@ -102,6 +102,41 @@ def test_attention_holds_what_is_planned(way: str) -> None:
     assert (sum(kinds.values()), allocator) == plan_trackers.held_by_all(config, ranks, way)[0]
 
 
+def of_attention() -> tuple[sf.Plan, sf.Plan]:
+    """A gradient and a Hessian-vector product of layers of attention."""
+    with sf.planning(ranks=2):
+        mesh = sf.make_mesh(data=2)
+        layer = {"w": lambda g: torch.randn(64, 192, generator=g)}
+        params = sf.init_sharded([layer] * 3, 0, mesh, sf.full_shard("data"))
+        x = torch.ones(2, 128, 64)
+
+        def attend(p: Any, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (x @ p["w"]).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+            return x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+        stage = sf.stage(attend)
+
+        def gradient(params: Any) -> Any:
+            def loss(params: Any) -> torch.Tensor:
+                y = x
+                for p in sf.layers(params):
+                    y = stage(p, y)
+                return sf.psum(y.square().sum(), "data")
+
+            return sf.grad(loss)(params)
+
+        runs = gradient, lambda params: sf.jvp(gradient, (params,), (params,))
+        mapped = [sf.shard_map(run, mesh=mesh, in_specs=..., out_specs=..., check=False) for run in runs]
+        once, twice = (sf.plan(run, params) for run in mapped)
+        return once, twice
+
+
+def test_a_product_of_attention_has_a_plan() -> None:
+    [(once, twice)] = world(1, "alone").run(of_attention)
+    assert len(twice.select(kind="all_gather")) == 2 * len(once.select(kind="all_gather")) > 0
+    assert once.peak.kinds["activations"] < twice.peak.kinds["activations"] < 2 * once.peak.kinds["activations"]
+
+
 def gated(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
     """A normalised and gated input, and its gradients."""
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()

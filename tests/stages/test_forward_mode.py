@@ -547,6 +547,11 @@ def test_a_function_that_is_out_of_memory_does_not_run_again(world: World) -> No
     assert world.run(short_of_memory) == [("out of memory: allocating", 2)]
 
 
+THROUGH: dict[str, Callable[[Tensor], Any]] = {
+    "a Function": Same.apply, "a Function of another form": Old.apply, "a part": lambda y: Product.apply(y, y.detach()),
+}  # fmt: skip
+
+
 def outcome(remat: bool, read: str) -> str:
     """What comes of a loss that reads what stages have computed and not returned."""
     mesh = sf.make_mesh(shard=-1, device="cpu")
@@ -568,6 +573,8 @@ def outcome(remat: bool, read: str) -> str:
         if read == "numbers":
             assert float(kept[0].detach().norm()) > 0
             assert kept[0].shape == x.shape
+        if read in THROUGH:
+            return x.sum() + THROUGH[read](kept[0]).square().sum()
         return x.sum() + (kept[0].square().sum() if read == "a part of the loss" else 0)
 
     try:
@@ -580,10 +587,72 @@ def outcome(remat: bool, read: str) -> str:
 @one
 @pytest.mark.parametrize("remat", [False, True])
 def test_what_a_stage_does_not_return_is_no_part_of_the_loss(world: World, remat: bool) -> None:
-    (told,) = world.run(outcome, remat, "a part of the loss")
-    assert "computed but did not return" in told
-    assert "stage 'layer (0)'" in told
+    for read in ("a part of the loss", *THROUGH):
+        (told,) = world.run(outcome, remat, read)
+        assert "computed but did not return" in told, read
+        assert "stage 'layer (0)'" in told, read
     assert world.run(outcome, remat, "numbers") == ["fine"]
+
+
+class Once(Same):
+    """A sine, whose backward says that it has no derivative, and has none by torch."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, ct: Tensor) -> Tensor:
+        return torch.from_numpy((ct * ctx.saved_tensors[0].cos()).detach().numpy())
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent * ctx.saved_tensors[0].cos()
+
+
+class OldOnce(Old):
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, ct: Tensor) -> Tensor:
+        return torch.from_numpy((ct * ctx.saved_tensors[0].cos()).detach().numpy())
+
+
+def through_once(kind: str, inside: bool) -> tuple[str, float]:
+    """What is said of a gradient in forward mode, and how far a tangent is from that through a sine."""
+    applied: Any = {"new": Once.apply, "old": OldOnce.apply}[kind]
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    params, v = (sf.shard(whole(seed)["layers"], mesh, sf.full_shard("shard")) for seed in (0, 1))
+
+    def loss(params: Any, f: Any = applied) -> Tensor:
+        stage = sf.stage(lambda p, x: f(mlp(p, x)) if inside else mlp(p, x))
+        x = normal(ROWS, D, seed=1)
+        for p in sf.layers(params):
+            x = stage(p, x)
+        y: Tensor = f(x) if not inside else x
+        return y.square().sum()
+
+    tangents = [sf.jvp(lambda p, f=f: loss(p, f), (params,), (v,))[1] for f in (applied, torch.sin)]
+    try:
+        sf.jvp(sf.grad(loss), (params,), (v,))
+    except RuntimeError as error:
+        return str(error), float((tangents[0] - tangents[1]).abs())
+    return "nothing", 0.0
+
+
+@one
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("kind", ["new", "old"])
+def test_what_can_be_differentiated_once_is_not_differentiated_twice(world: World, kind: str, inside: bool) -> None:
+    ((told, off),) = world.run(through_once, kind, inside)
+    assert "marked with @once_differentiable" in told
+    assert "Once" in told
+    assert off < 1e-12
 
 
 # --- errors ---

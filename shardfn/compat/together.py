@@ -1,0 +1,202 @@
+"""Functions of torch whose gradients are computed together with the tangents of the gradients.
+
+In forward mode around a gradient torch's own formulas take each product of a tangent in memory of its own, and
+decompose activations. The rules here apply where nothing takes a derivative of the result; all others are formulas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardfn.compat import functorch
+from shardfn.compat.devices import elements_at_a_time
+
+NUMBERS = 2**16  # at a time, on a CPU
+_aten: Any = torch.ops.aten
+
+
+def pairs_of(*tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]] | None:
+    """Values and tangents, for a rule that computes in place; None if formulas are needed, or nothing has a tangent."""
+    values, tangents = zip(*[functorch.unpacked(functorch.alive(x)) for x in tensors], strict=True)
+    moves = any(t is not None for t in tangents)
+    return (values, tangents) if moves and functorch.untracked(*values, *tangents) else None
+
+
+# --- products with a matrix ---
+
+
+def product(x: Tensor, w: Tensor) -> Any:
+    """As `torch.matmul`: a product of rows with a matrix."""
+    if not (_plain(x, w) and x.ndim >= 2 and w.ndim == 2 and x.shape[-1] == w.shape[0]):
+        return torch.matmul(x, w)
+    y: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), w)  # type: ignore[no-untyped-call]
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], w.shape[-1])
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """As `torch.nn.functional.linear`."""
+    if bias is not None or not (_plain(input, weight) and weight.ndim == 2):
+        return F.linear(input, weight, bias)
+    return product(input, weight.mT)
+
+
+def _plain(*tensors: Any) -> bool:
+    first = tensors[0]
+    return not torch.compiler.is_compiling() and all(
+        type(x) in (Tensor, torch.nn.Parameter)
+        and x.layout is torch.strided
+        and x.is_floating_point()
+        and (x.dtype, x.device) == (first.dtype, first.device)
+        and x.numel() > 0
+        and not torch.is_autocast_enabled(x.device.type)
+        for x in tensors
+    )
+
+
+class _Product(torch.autograd.Function):
+    """`(x [n, k], w [k, m]) -> x @ w`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        return x @ w
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        if (pairs := pairs_of(x, w, ct)) is None:
+            return ct @ w.mT if needs[0] else None, x.mT @ ct if needs[1] else None
+        (x, w, ct), (tx, tw, tct) = pairs
+        return (
+            _dual(ct @ w.mT, _sum(((tct, _turned(w)), (ct, _turned(tw))))) if needs[0] else None,
+            _dual(x.mT @ ct, _sum(((_turned(tx), ct), (x.mT, tct)))) if needs[1] else None,
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, tx: Tensor | None, tw: Tensor | None) -> Tensor | None:
+        x, w = ctx.saved_tensors
+        terms = (tx, w), (x, tw)
+        if functorch.untracked(x, w, tx, tw):
+            return _sum(terms)
+        products = [a @ b for a, b in terms if a is not None and b is not None]
+        return products[0] if len(products) == 1 else products[0] + products[1]
+
+
+def _turned(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.mT
+
+
+def _sum(terms: Sequence[tuple[Tensor | None, Tensor | None]]) -> Tensor | None:
+    """The sum of products, in place; None if there is none."""
+    total: Tensor | None = None
+    for a, b in terms:
+        if a is not None and b is not None:
+            total = a @ b if total is None else total.addmm_(a, b)
+    return total
+
+
+def _dual(x: Tensor, tangent: Tensor | None) -> Tensor:
+    return x if tangent is None else functorch.dual(x, tangent)
+
+
+# --- activations ---
+
+
+def silu(input: Tensor, inplace: bool = False) -> Any:
+    """As `torch.nn.functional.silu`."""
+    return F.silu(input, inplace) if inplace or not _plain(input) else _Activation.apply(input, "silu")  # type: ignore[no-untyped-call]
+
+
+def gelu(input: Tensor, approximate: str = "none") -> Any:
+    """As `torch.nn.functional.gelu`."""
+    if approximate != "none" or not _plain(input):
+        return F.gelu(input, approximate=approximate)
+    return _Activation.apply(input, "gelu")  # type: ignore[no-untyped-call]
+
+
+class _Activation(torch.autograd.Function):
+    """`(x, kind) -> y`, of the same shape."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, kind: str) -> Tensor:
+        return F.silu(x) if kind == "silu" else F.gelu(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, ctx.kind = inputs
+        ctx.save_for_backward(x)
+        ctx.save_for_forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        formula, kernel, bend = _ACTIVATIONS[ctx.kind]
+        if (pairs := pairs_of(x, ct)) is None:
+            return ct * formula(x), None
+        (x, ct), (tx, tct) = pairs
+        moved = torch.zeros_like(ct) if tct is None else kernel(tct, x).contiguous()
+        if tx is not None:
+            flat = moved.view(-1)
+            parts = [y.reshape(-1).split(elements_at_a_time(x.device, NUMBERS)) for y in (flat, x, ct, tx)]
+            for total, *each in zip(*parts, strict=True):
+                z, c, t = (y.float() if y.dtype.itemsize < 4 else y for y in each)
+                total += (bend(z).mul_(c).mul_(t)).to(total.dtype)
+        return functorch.dual(kernel(ct, x), moved), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        (x,) = ctx.saved_tensors
+        formula, kernel = _ACTIVATIONS[ctx.kind][:2]
+        moved: Tensor = kernel(tangent, x) if functorch.untracked(x, tangent) else tangent * formula(x)
+        return moved
+
+
+def _silu_slope(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s * (1 + x * (1 - s))
+
+
+def _silu_bend(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    bend = torch.addcmul(x, x, s, value=-2).add_(2)
+    return bend.mul_(s.addcmul_(s, s, value=-1))
+
+
+def _gelu_slope(x: Tensor) -> Tensor:
+    return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+
+
+def _gelu_bend(x: Tensor) -> Tensor:
+    square = x * x
+    return torch.exp(square * -0.5).mul_(square.neg_().add_(2)).div_(math.sqrt(2 * math.pi))
+
+
+_ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]] = {
+    # the first derivative, a kernel that multiplies by it, and the second derivative
+    "silu": (_silu_slope, _aten.silu_backward, _silu_bend),
+    "gelu": (_gelu_slope, _aten.gelu_backward, _gelu_bend),
+}
+
+TABLE: dict[Any, Callable[..., Any]] = {
+    torch.matmul: product,
+    Tensor.matmul: product,
+    Tensor.__matmul__: product,
+    F.linear: linear,
+    F.silu: silu,
+    F.gelu: gelu,
+}

@@ -1,0 +1,265 @@
+"""K-FAC: gradients are preconditioned by Kronecker factors of the Fisher matrix, which are estimated every few steps.
+
+A matrix, and all that is remembered of it but its momentum, is on one rank, as for `shampoo`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn.mesh.selectors import Which
+from shardfn.optim.elementwise import Schedule, adamw
+from shardfn.optim.hyperparameters import at_step, check, constants, whole
+from shardfn.optim.norms import dots, wide
+from shardfn.optim.optimizer import Optimizer, Rule
+from shardfn.optim.owners import (
+    Block,
+    as_matrix,
+    as_owner,
+    blocks,
+    handed,
+    moved,
+    on_owner,
+    owned,
+    owners,
+    remembered,
+    work,
+)
+from shardfn.optim.shampoo import inverse_power, refuse_derivative
+from shardfn.optim.state_offload import brought, on_whole, placed
+from shardfn.optim.wrappers import masked
+from shardfn.quoting import listed
+from shardfn.shards.layout import is_flat
+from shardfn.shards.pieces import Units, pairs, refuse_complex, units, zeros_like
+
+
+class Moments(Protocol):
+    """What `curvature.grams` returns, with `outputs=True`."""
+
+    @property
+    def inputs(self) -> Mapping[str, Any]:
+        """By path, the mean over vectors of inputs' outer products."""
+
+    @property
+    def outputs(self) -> Mapping[str, Any]:
+        """By path, the mean over vectors of those of gradients of outputs."""
+
+    @property
+    def kinds(self) -> Mapping[str, Any]:
+        """By path, `"linear"` for `[outputs, inputs]`, or `"product"` for `[inputs, outputs]`."""
+
+    @property
+    def tokens(self) -> Mapping[str, float]:
+        """By path, the number of vectors."""
+
+    @property
+    def rows(self) -> float:
+        """The number of rows."""
+
+
+@dataclass(frozen=True)
+class Kfac(Optimizer):
+    """An `Optimizer` that is also told of the Fisher matrix.
+
+    Attributes:
+        estimate: `(moments, state) -> state`, before the first step and every few steps after it, with
+            `curvature.grams(losses, params, batches, outputs=True)`. `state` is that of this optimizer: inside of
+            `chain`, the last.
+    """
+
+    estimate: Callable[[Moments, Any], Any]
+
+
+def kfac(
+    lr: float | Tensor | Schedule,
+    *,
+    momentum: float = 0.9,
+    b2: float = 0.95,
+    damping: float = 1e-3,
+    clip: float | None = 1e-3,
+    every: int = 10,
+    weight_decay: float | Rule = 0.0,
+    which: Which = lambda path, shape: len(shape) > 1,
+    otherwise: Optimizer | None = None,
+    donate: bool = True,
+) -> Kfac:
+    r"""K-FAC, to which you pass second moments; overwrites parameters and state unless `donate=False`.
+
+    For each matrix, :math:`L \leftarrow \beta_2 L + (1 - \beta_2) \bar L` by each estimate, and R alike: one of them is
+    the mean over tokens of outer products of inputs, and the other one, over rows, the mean of sums over tokens of
+    those of gradients of outputs. Then :math:`d = (\hat L + \pi \sqrt\lambda I)^{-1} G (\hat R + \sqrt\lambda / \pi
+    I)^{-1}`, where :math:`\pi^2` is the mean eigenvalue of :math:`\hat L` over that of :math:`\hat R`, and hats divide
+    by :math:`1 - \beta_2^k` after k estimates. :math:`m \leftarrow \mu m + \nu d`, with :math:`\nu = \min(1, \sqrt{c /
+    \eta^2 \sum g^\top d})`, a sum over all these matrices; :math:`p \leftarrow (1 - \eta \lambda_w) p - \eta m`. A
+    tensor of more dimensions is a matrix of its first and all others. All other parameters are updated by `otherwise`.
+
+    The gradient is that of the mean loss of rows. The labels of the batch give the *empirical* Fisher matrix, and
+    `curvature.Drawn` those of the model.
+
+    State: one number a parameter, and for a matrix `[m, n]` :math:`2 (m^2 + n^2)`, in float32 or wider, on the rank
+    that works on it.
+
+    Args:
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the step number, which begins at 1.
+        momentum: :math:`\mu`, from 0 to 1.
+        b2: :math:`\beta_2`, from 0 to below 1: decay of factors.
+        damping: :math:`\lambda`, above 0.
+        clip: c, above 0: a bound of the step's square in the norm of the Fisher matrix; None for none.
+        every: steps from one computation of inverses to the next; the first step computes them.
+        weight_decay: :math:`\lambda_w`, 0 or more, or a rule `(path, shape) -> number`.
+        which: the matrices, as for `masked`; by default all parameters of two or more dimensions.
+        otherwise: for all other parameters; None for ``adamw(1e-3)``.
+        donate: as for `shampoo`.
+
+    Returns:
+        An `Optimizer` for parameters of real floating-point dtypes, with `estimate`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as for `shampoo`; by `estimate` for moments that lack one of these
+            matrices, such as an embedding, which no product uses; by `step` before the first estimate.
+
+    Sources: Martens and Grosse, Optimizing neural networks with Kronecker-factored approximate curvature (2015),
+        section 6.3; for :math:`\nu`, Ba, Grosse and Martens, Distributed second-order optimization using
+        Kronecker-factored approximations (2017), section 5; for tokens and convolutions, as `curvature.ekfac`.
+
+    Example:
+        ``state = optimizer.estimate(sc.grams(losses, params, [batch], outputs=True), state)``, then as any optimizer
+    """
+    numbers = {"lr": lr, "momentum": momentum, "b2": b2, "damping": damping, "weight_decay": weight_decay}
+    numbers |= {} if clip is None else {"clip": clip}
+    check("kfac", numbers | {"donate": donate})
+    whole("kfac", "every", every, 1)
+
+    def init(params: Any) -> Any:
+        leaves = units(params)
+        refuse_complex(leaves, "kfac")
+        each = [unit for unit in leaves.each if unit.trainable]
+        owner = owners(each, work)
+        rows = [(unit, block) for unit in each for block in blocks(unit)]
+        if flat := [block.path for _, block in rows if len(block.whole) < 2]:
+            raise ValueError(f"kfac: which= chose {listed(flat)}, of fewer than two dimensions: matrices have factors")
+        kept = {b.name: remembered(unit, b, owner[b], _kept(b), wide(unit.values)) for unit, b in rows}
+        counts = {"step": 0, "estimates": 0}
+        return counts | {"numbers": constants(numbers), "momentum": zeros_like(params), "blocks": kept}
+
+    def estimate(moments: Moments, state: Any) -> Any:
+        own = state["chosen"]
+        count, decay = own["estimates"] + 1, (numbers | own["numbers"])["b2"]
+        blocks_of = own["blocks"] if donate else optree.tree_map(torch.clone, own["blocks"])
+        kept = brought(blocks_of)
+        with torch.no_grad():
+            new = iter(handed(_beside(moments, kept)))
+            for name, block in kept.items():
+                scale = moments.tokens[name] / moments.rows
+                for i, side in enumerate(_sides(moments, name)):
+                    moment = next(new)
+                    if moment is not None:
+                        factor = as_owner(block)["factors"][i]
+                        factor.lerp_((moment * scale if side == "outputs" else moment).to(factor), 1 - decay)
+        return state | {"chosen": own | {"estimates": count, "blocks": placed(kept)}}
+
+    def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
+        count, leaves = state["step"] + 1, units(params)
+        refuse_derivative("kfac", count, params, grads, state)
+        if not state["estimates"]:
+            raise RuntimeError(
+                "kfac: there are no factors before the first estimate: state = optimizer.estimate(curvature.grams("
+                "losses, params, [batch], outputs=True), state)"
+            )
+        now = numbers | state["numbers"]
+        now["lr"] = at_step(now["lr"], count)
+        momenta, values = leaves.beside(state["momentum"]), [unit.values for unit in leaves.each]
+        each = {i: g for i, (unit, g) in enumerate(pairs(leaves, grads)) if unit.trainable}
+        present = {i: g for i, g in each.items() if g is not None}
+        with torch.no_grad():
+            kept = state["blocks"] if donate else optree.tree_map(torch.clone, state["blocks"])
+            if (count - 1) % every == 0:
+                for block in filter(owned, kept.values()):
+                    _invert(as_owner(block), 1 - now["b2"] ** state["estimates"], now["damping"])
+            precondition = functools.partial(_preconditioned, kept)
+            along = on_owner([leaves.each[i] for i in each], list(each.values()), precondition, work)
+            if "clip" in now and present:
+                along = _clipped(leaves, present, along, now["lr"], now["clip"])
+            for i, d in zip(present, along, strict=True):
+                m = momenta[i] if donate else momenta[i].clone()
+                momenta[i] = m.mul_(now["momentum"]).add_(d)
+                values[i] = moved(leaves.each[i], m, now, donate)
+        new = params if donate else leaves.like(values)
+        return new, state | {"step": count, "momentum": leaves.like(momenta), "blocks": kept}
+
+    rest = adamw(1e-3, donate=donate) if otherwise is None else otherwise
+    both = masked(Optimizer(init, on_whole(step)), which, rest)
+    return Kfac(both.init, both.step, estimate)
+
+
+def _kept(block: Block) -> dict[str, Any]:
+    """The shapes of what is remembered of a block: of each dimension of the matrix."""
+    square = [(n, n) for n in as_matrix(block.box.sizes)]
+    return {"factors": square, "inverses": square}
+
+
+def _sides(moments: Moments, name: str) -> tuple[str, str]:
+    """What is along each dimension of a matrix."""
+    return ("outputs", "inputs") if moments.kinds[name] == "linear" else ("inputs", "outputs")
+
+
+def _beside(moments: Moments, kept: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """Each moment of these matrices, with what is remembered of the matrix.
+
+    Raises:
+        ValueError: there is none, or one of another length.
+    """
+    if lacking := [name for name in kept if name not in moments.kinds]:
+        raise ValueError(
+            f"kfac: these moments have no factors of {listed(lacking)}, which no product of this batch uses, or which "
+            f"is also used in another way: choose other matrices by which=; the rest is updated by otherwise="
+        )
+    if not moments.outputs and kept:
+        raise ValueError("kfac: these moments are of inputs alone: pass outputs=True to curvature.grams")
+    found = []
+    for name, block in kept.items():
+        for i, side in enumerate(_sides(moments, name)):
+            given = getattr(moments, side)[name]
+            if is_flat(given) != is_flat(block):
+                ours, theirs = ("a flat shard" if is_flat(x) else "a plain tensor" for x in (block, given))
+                raise ValueError(f"kfac: the moment of {side} of {name} is of {theirs}, and the state of {ours}")
+            ours, theirs = (_length(x, n) for x, n in ((block, i), (given, 0)))
+            if ours != theirs:
+                raise ValueError(f"kfac: the moment of {side} of {name} is {theirs}, and {ours} in the state")
+            found.append((given, block))
+    return found
+
+
+def _length(kept: Any, number: int) -> Any:
+    return kept.layout.whole_shape(number) if is_flat(kept) else tuple(optree.tree_leaves(kept)[number].shape)
+
+
+def _invert(own: dict[str, list[Tensor]], bias: float, damping: float) -> None:
+    """Writes the inverses of both factors, with damping that each gets by its mean eigenvalue."""
+    factors = [factor / bias for factor in own["factors"]]
+    left, right = (factor.diagonal().mean() for factor in factors)
+    pi = torch.where((left > 0) & (right > 0), left / right, torch.ones_like(left)).sqrt()
+    for inverse, factor, share in zip(own["inverses"], factors, (pi, 1 / pi), strict=True):
+        inverse.copy_(inverse_power(factor, 1.0, damping**0.5 * share))
+
+
+def _preconditioned(kept: Mapping[str, Any], block: Block, g: Tensor) -> Tensor:
+    left, right = as_owner(kept[block.name])["inverses"]
+    return (left @ g.to(left.dtype).view(len(left), len(right)) @ right).view(g.shape)
+
+
+def _clipped(leaves: Units, present: dict[int, Tensor], along: list[Tensor], rate: Any, most: float) -> list[Tensor]:
+    """The directions, scaled so that the step's square in the norm of the Fisher matrix is at most `most`."""
+    chosen = [leaves.each[i] for i in present]
+    both = (zip(chosen, values, strict=True) for values in (present.values(), along))
+    g, d = (leaves._replace(each=[unit._replace(values=x) for unit, x in pairs_of]) for pairs_of in both)
+    size = rate**2 * dots([g], d)[0]
+    scale = (most / size.clamp(min=most)).sqrt()
+    return [d * scale.to(d.device, d.dtype) for d in along]
