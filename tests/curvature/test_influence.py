@@ -770,8 +770,10 @@ def gone_on(folder: Path) -> list[float]:
 
     with contextlib.suppress(Stops):
         sc.store_gradients(folder, losses_of(sf.stage), params, Feed(batches), size=2, seed=5)
+    dist.barrier()  # all ranks have written
     times = {path: path.stat().st_mtime_ns for path in folder.glob("*.npy")}
     assert len(times) == mesh.size()
+    dist.barrier()  # all have looked
     with contextlib.suppress(sf.checkpoint.CheckpointError):
         sc.store_gradients(folder, losses_of(sf.stage), params, size=2, seed=5)
         raise AssertionError("it is not complete")
