@@ -6,7 +6,7 @@ data.png: which rows of two epochs are in which batch, and which ranks read them
 mesh.png: what each of four ranks holds of one stage, and which groups its collectives run in, as the layouts say.
 show.png: what `sf.show` draws of a language model whose embedding is frozen and whose head is whole on every rank.
 checker.png: what the checker takes down of two small programs on two ranks, and along what each value varies.
-compiled.png: the program that `compile` makes of a step of three layers on two ranks.
+compiled.png: the program that `compile` makes of a step of five layers on two ranks.
 nodes.png: eight ranks on two nodes, in blocks and in turn, and what `make_mesh` says of the axes.
 modules.png: the stages, loose parameters and tied weights that `functional` finds in GPT-2, and how large they are.
 memory.png: the memory of one rank during a training step, by four strategies: the resident size of the process, read
@@ -795,11 +795,11 @@ def draw_spectrum(path: Path) -> None:
 
 
 def program_of_a_step() -> list[tuple[str, str, int, int]]:
-    """The gathers, regions and reductions of a compiled step of three layers: kind, name, and where in the program."""
+    """The gathers, regions and reductions of a compiled step of five layers: kind, name, and where in the program."""
     from shardfn.transforms.compiled import Programs
 
     mesh = sf.make_mesh(data=2, device="cpu")
-    params = sf.init_sharded(makers(3, 16), 0, mesh, sf.full_shard("data"))
+    params = sf.init_sharded(makers(5, 16), 0, mesh, sf.full_shard("data"))
     optimizer, layer = so.adamw(1e-2), sf.stage(block)
 
     def loss(params: Params, x: Tensor) -> Tensor:
@@ -818,16 +818,16 @@ def program_of_a_step() -> list[tuple[str, str, int, int]]:
     (program,) = programs.programs.values()
     found: list[tuple[str, str, int, int]] = []
     begun: dict[str, int] = {}
-    at = 0
+    at, values = 0, program.captured.function.__globals__  # type: ignore[union-attr]
     for line in program.captured.source.splitlines():  # type: ignore[union-attr]
         if match := re.search(r"(c\d+)\(b\)", line):
-            found.append(("computes", match[1], at, at + 1))
+            found.append(("computes", str(id(values[match[1]])), at, at + 1))
             at += 1
         elif match := re.search(r"(v\d+) = c\d+\.start", line):
             begun[match[1]] = at
         elif match := re.search(r"(c\d+)\.finish\((v\d+)\)", line):
-            work = program.captured.function.__globals__[match[1]]  # type: ignore[union-attr]
-            found.append(("gather" if work.lends else "reduce", str(work).split(":")[0], begun[match[2]], at))
+            work = values[match[1]]
+            found.append(("gather" if work.lends else "reduce", str(work).split()[1].strip(":"), begun[match[2]], at))
     return found
 
 
@@ -840,14 +840,18 @@ def draw_compiled(path: Path) -> None:
     rows = {"gather": 0, "computes": 1, "reduce": 2}
     for kind, name, begin, end in found:
         color = f"C{regions.index(name)}" if kind == "computes" else PALE[kind]
-        axes.barh(rows[kind], max(end - begin, 0.12), left=begin, height=0.6, color=color, edgecolor="white", alpha=0.7)
-        label = chr(ord("A") + regions.index(name)) if kind == "computes" else name.rpartition(".")[2]
-        axes.text((begin + max(end, begin + 0.12)) / 2, rows[kind], label, ha="center", va="center", fontsize=9)
+        y = rows[kind] if kind == "computes" else rows[kind] + 0.16 * (int(name) - 2)
+        width, height = max(end - begin, 0.4), 0.6 if kind == "computes" else 0.16
+        axes.barh(y, width, left=begin, height=height, color=color, edgecolor="white", alpha=0.7)
+        label = chr(ord("A") + regions.index(name)) if kind == "computes" else name
+        axes.text(begin + width / 2, y, label, ha="center", va="center", fontsize=8)
     axes.set_yticks(range(3), ["gathers of layers", "regions", "reductions of layers"])
     axes.invert_yaxis()
     axes.set_xlabel("place in the program; regions with the same letter are the same code")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
+
+
 def scored() -> Any:
     sys.path.insert(0, str(HERE.parent))
     from examples import influence
