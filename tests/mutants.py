@@ -62,6 +62,8 @@ TRANSFERS = "tests/tiers/test_transfers.py"
 RUN = "tests/run"
 FITTING = "tests/transforms/test_fitting.py"
 GRAPHS = "tests/transforms/test_graphed.py"
+COMPILED = "tests/transforms/test_compiled.py"
+AS_IT_IS = f"{COMPILED}::test_a_program_has_the_numbers_and_messages_of_the_step"
 WRONG = "tests/check/test_wrong.py::test_every_rank_hears_what_is_wrong_and_where_and_what_to_write"
 RIGHT = "tests/check/test_right.py::test_a_right_program_passes_in_silence_and_unchanged"
 
@@ -489,9 +491,58 @@ MUTANTS = [
         f"{DTYPES}::test_what_runs_again_for_a_second_derivative_meets_the_autocast_of_forward",
     ),
     Mutant(
+        "a compiled step overwrites an argument before all have read it",
+        "transforms/regions.py",
+        "last = max([source, *(user for user in _readers(into) if user is not node)], key=order.__getitem__)",
+        "last = source",
+        f"{COMPILED}::test_arguments_are_overwritten_after_all_have_read_them",
+    ),
+    Mutant(
+        "what overwrites an argument is apart from what reads it",
+        "transforms/regions.py",
+        "reads[node] += [x for x in _readers(into) if x in inside and x is not node]",
+        "pass",
+        f"{COMPILED}::test_arguments_are_overwritten_after_all_have_read_them",
+    ),
+    Mutant(
+        "memory of gathered parameters is given back while views of it are used",
+        "transforms/regions.py",
+        "            self.within[x] = [name] if name in self.lent else []",
+        "            self.within[x] = []",
+        f"{AS_IT_IS}[2-full_shard, plain]",
+    ),
+    Mutant(
+        "a second run in a compiled step draws numbers of its own",
+        "stages/in_graph.py",
+        "        if not self.again:",
+        "        if True:",
+        f"{AS_IT_IS}[2-dropout, remat]",
+    ),
+    Mutant(
+        "a compiled step leaves out collectives of which this rank has no use",
+        "transforms/compiled.py",
+        "            inductor.keep(func)",
+        "            pass",
+        f"{AS_IT_IS}[2-adafactor]",
+    ),
+    Mutant(
+        "a compiled step goes on with parameters of an earlier forward",
+        "stages/in_graph.py",
+        "            tracing.ring.clear()",
+        "            pass",
+        f"{AS_IT_IS}[2-full_shard, accumulate]",
+    ),
+    Mutant(
+        "results that change places are written one after another",
+        "transforms/compiled.py",
+        'if regions.origin(result).op == "placeholder":',
+        "if False:",
+        f"{COMPILED}::test_results_may_change_places",
+    ),
+    Mutant(
         "autocast of backward in what runs again",
         "stages/replay.py",
-        "dict.fromkeys([*self.autocast, *present.autocast])",
+        "dict.fromkeys([*self.autocast, *present])",
         "dict.fromkeys(self.autocast)",
         f"{DTYPES}::test_autocast_inside_a_stage_and_around_it",
     ),

@@ -554,3 +554,36 @@ def by_rank() -> Any:
 def test_ranks_that_do_different_things_are_told_before_they_run() -> None:
     with pytest.raises(Exception, match="the collectives of the step differ between ranks"):
         world(2).within(60).run(by_rank)
+
+
+def read_and_overwritten() -> Any:
+    def step(p: Tensor, m: Tensor, x: Tensor) -> Any:
+        before, twice = p.sum(), p * 2
+        m.mul_(0.9).add_(p)
+        p.sub_(x * m)
+        return p, m, before, twice, (twice * m).sum() + p.sum()
+
+    compiled, found = sf.compile(step, mesh=sf.make_mesh(shard=1, device="cpu")), []
+    for run in (step, compiled):
+        p, m = data(1), data(2)
+        for i in range(4):
+            p, m, *others = run(p, m, data(i))
+        found.append([p, m, *others])
+    return found
+
+
+def test_arguments_are_overwritten_after_all_have_read_them() -> None:
+    plain, compiled = on_one_rank(read_and_overwritten)
+    assert distance(compiled, plain) < 1e-12
+
+
+def changing_places() -> Any:
+    step = sf.compile(lambda a, b, c: (b, c, a), mesh=sf.make_mesh(shard=1, device="cpu"))
+    a, b, c = data(0), data(1), data(2)
+    for _ in range(4):
+        a, b, c = step(a, b, c)
+    return a, b, c
+
+
+def test_results_may_change_places() -> None:
+    assert [x[0].item() for x in on_one_rank(changing_places)] == [1.0, 2.0, 0.0]
