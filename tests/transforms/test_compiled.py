@@ -563,18 +563,24 @@ def read_and_overwritten() -> Any:
         p.sub_(x * m)
         return p, m, before, twice, (twice * m).sum() + p.sum()
 
-    compiled, found = sf.compile(step, mesh=sf.make_mesh(shard=1, device="cpu")), []
-    for run in (step, compiled):
-        p, m = data(1), data(2)
-        for i in range(4):
-            p, m, *others = run(p, m, data(i))
-        found.append([p, m, *others])
+    def pure(p: Tensor, m: Tensor, x: Tensor) -> Any:
+        new, also = p - x, m + x  # what reads the old ones comes later
+        return new, also, p * 2, m.exp(), p * p.sum() + m
+
+    found = []
+    for each in (step, pure):
+        for run in (each, sf.compile(each, mesh=sf.make_mesh(shard=1, device="cpu"))):
+            p, m = data(1), data(2)
+            for i in range(4):
+                p, m, *others = run(p, m, data(i))
+            found.append([p, m, *others])
     return found
 
 
 def test_arguments_are_overwritten_after_all_have_read_them() -> None:
-    plain, compiled = on_one_rank(read_and_overwritten)
+    plain, compiled, pure, compiled_pure = on_one_rank(read_and_overwritten)
     assert distance(compiled, plain) < 1e-12
+    assert distance(compiled_pure, pure) < 1e-12
 
 
 def changing_places() -> Any:
