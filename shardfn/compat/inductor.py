@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -41,7 +42,8 @@ def traced(f: Callable[..., list[Tensor]], tensors: Sequence[Tensor]) -> fx.Grap
     from torch.fx.experimental.proxy_tensor import make_fx
 
     trace = make_fx(f, tracing_mode="fake", _allow_non_fake_inputs=True)
-    return trace(*tensors)
+    with _uncollected():
+        return trace(*tensors)
 
 
 def keep(op: Any) -> None:
@@ -55,7 +57,8 @@ def functional(graph: fx.GraphModule, tensors: Sequence[Tensor]) -> fx.GraphModu
     from torch.fx.experimental.proxy_tensor import make_fx
 
     pure = torch.func.functionalize(lambda *xs: fx.Interpreter(graph).run(*xs), remove="mutations")
-    return make_fx(pure, tracing_mode="fake", decomposition_table=select_decomp_table())(*tensors)
+    with _uncollected():
+        return make_fx(pure, tracing_mode="fake", decomposition_table=select_decomp_table())(*tensors)
 
 
 def compiled(graph: fx.GraphModule) -> Callable[[list[Tensor]], Sequence[Tensor]]:
@@ -69,6 +72,18 @@ def compiled(graph: fx.GraphModule) -> Callable[[list[Tensor]], Sequence[Tensor]
     inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     with _lock, config.patch(fallback_random=True), _tracing(inputs), torch.no_grad():
         return compile_fx_inner(graph, inputs)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """A context without garbage collection, which would look at the whole growing graph again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager
