@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import optree
 import torch
@@ -46,6 +47,7 @@ from shardfn.mesh import waiting
 from shardfn.mesh.groups import cpu_group
 from shardfn.shards import layout
 from shardfn.testing import World, WorldError, WorldTimeout, world
+from shardfn.transforms import regions
 from tests.lossless import WIRES
 
 D = 3
@@ -927,6 +929,34 @@ class Sharded:
         self.params, self.state = optimizer.step(self.params, gradient, self.state)
         return {"value": [value], **self.now()}
 
+    def compiled(self, action: Action) -> Found:
+        """How far three steps of a compiled program are from those of the step as it is, relative to the largest."""
+
+        data, uses = data_of(action, self.rank), uses_of(action, self.rank)
+
+        def loss(ps: Any) -> Tensor:
+            value, _ = self.model.run(ps, data, uses)
+            return sf.psum(value, self.axes) if psums(action) else value
+
+        def step(params: Any, state: Any) -> Any:
+            value, gradient = sf.value_and_grad(loss)(params)
+            params, state = self.optimizer().step(params, gradient, state)
+            return params, state, value
+
+        ends: list[list[Tensor]] = []
+        with mock.patch.object(regions.Region, "function", lambda region: lambda xs: region.graph(*xs)):
+            for run in (step, sf.compile(step, mesh=self.mesh)):
+                params = optree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, self.params)
+                state, values = self.optimizer().init(params), []
+                for _ in range(3):
+                    torch.manual_seed(action.seed)
+                    params, state, value = run(params, state)
+                    values.append(value)
+                ends.append([x for x in optree.tree_leaves((params, state, values)) if isinstance(x, Tensor)])
+        pairs = [(x.double(), y.double()) for x, y in zip(*ends, strict=True) if x.numel()]
+        off = [((x - y).abs().max() / (1 + x.abs().max())) for x, y in pairs]
+        return {"off": [torch.stack(off).max()]}
+
     def inplace(self, action: Action) -> Found:
         with torch.no_grad():
             for p in self.trained():
@@ -1048,6 +1078,9 @@ class Plain:
             return [{}] * self.n, self.starts_or_stops
         if action.kind == "collect":
             return [{}] * self.n, lambda: None
+        if action.kind == "compiled":
+            self.change(dataclasses.replace(action, kind="optimize"))  # which may raise
+            return [{"off": [torch.zeros((), dtype=torch.float64)]}] * self.n, lambda: None
         if action.kind in FURTHER:
             return getattr(self, action.kind)(action), lambda: None
         return self.first_order(action), lambda: None
@@ -1383,7 +1416,7 @@ def _kind(x: Any) -> str:
 
 def tolerance(program: Program, number: int) -> float:
     """The tolerance for rounding: that of the lowest precision that takes part."""
-    changed = any(action.kind == "optimize" for action in program.actions[: number + 1])
+    changed = any(action.kind in ("optimize", "compiled") for action in program.actions[: number + 1])
     dtypes = {leaf.dtype for leaf in leaves_of(program) if trains(leaf)}
     if any(stage.low for stage in program.stages):
         return 2e-4 if changed else 1e-5
@@ -1676,7 +1709,7 @@ def homes(draw: st.DrawFn, ranks: int) -> Home:
 
 
 FIRST = ["value_and_grad", "backward", "func_grad", "func_vjp", "accumulate", "forward", "retain", "two"]
-OTHERS = ["optimize", "inplace", "replace", "interrupted", "collect"]
+OTHERS = ["optimize", "compiled", "inplace", "replace", "interrupted", "collect"]
 
 
 def some(draw: st.DrawFn, everything: Sequence[str], most: int) -> list[str]:
@@ -1713,7 +1746,7 @@ def programs(draw: st.DrawFn, ranks: int, kind: str = "processes") -> Program:
     least = draw(st.sampled_from([1, 3]))  # 3: more stages than the engine has buffers
     parameters = draw(st.lists(trees(hostile), min_size=least, max_size=5).map(tuple))
     if any(trains(leaf) and leaf.dtype == "bfloat16" for tree in parameters for leaf in tree.leaves):
-        acts = [act for act in acts if act != "optimize"]  # there is no reference to compare with
+        acts = [act for act in acts if act not in ("optimize", "compiled")]  # there is no reference to compare with
     functions = stages(some(draw, kinds, 3), wraps, ["register", "register", *some(draw, outs, 2)], low)
     return Program(
         home=draw(homes(ranks)),

@@ -164,6 +164,17 @@ def followed(
     return primitive(name, statics, recorded_kernel, transpose)
 
 
+def described(name: str, x: Tensor, statics: dict[str, Any]) -> str:
+    """A collective and its arguments, as far as they are the same on all ranks."""
+    own = ("group", "index", "send", "receive")
+    arguments = ", ".join([f"{key}={value}" for key, value in statics.items() if key not in own])
+    if name == "ragged_all_to_all":  # only `dim` may differ between ranks
+        shape = [*x.shape[: statics["dim"]], "...", *x.shape[statics["dim"] + 1 :]]
+    else:
+        shape = list(x.shape)
+    return f"{values(x.dtype, shape)}{', ' * bool(arguments)}{arguments}"
+
+
 def _compared(name: str, x: Tensor, statics: dict[str, Any]) -> None:
     if not statics["group"]:
         return
@@ -171,17 +182,10 @@ def _compared(name: str, x: Tensor, statics: dict[str, Any]) -> None:
     if recorder is None and not debugging.collectives:
         return
     group = process_groups.group_of(statics["group"])
-    own = ("group", "index", "send", "receive")  # arguments that may differ between ranks
-    arguments = ", ".join([f"{key}={value}" for key, value in statics.items() if key not in own])
-    if name == "ragged_all_to_all":  # only `dim` may differ between ranks
-        shape = [*x.shape[: statics["dim"]], "...", *x.shape[statics["dim"] + 1 :]]
-    else:
-        shape = list(x.shape)
     axis = Axis(group.size(), group.rank(), statics["group"])
-    described = f"{values(x.dtype, shape)}{', ' * bool(arguments)}{arguments}"
     with paused():
         try:
-            compare(name, described, axis, by=DEBUG if recorder is None else recorder.name)
+            compare(name, described(name, x, statics), axis, by=DEBUG if recorder is None else recorder.name)
             if name == "ragged_all_to_all":
                 _compare_lengths(statics, axis)
         except ValueError as error:

@@ -51,6 +51,9 @@ class Scheduled(ABC):
     def release(self, started: Any) -> None:  # noqa: B027
         """Takes lent memory back; most lend none."""
 
+    def abandon(self) -> None:  # noqa: B027
+        """Forgets what an error has left on its way."""
+
     def prepare(self) -> None:  # noqa: B027
         """Frees memory that only other ways to run it need, before the graph runs."""
 

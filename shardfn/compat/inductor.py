@@ -53,12 +53,15 @@ def keep(op: Any) -> None:
 
 def functional(graph: fx.GraphModule, tensors: Sequence[Tensor]) -> fx.GraphModule:
     """The same operations on new tensors, in those that inductor knows; arguments are overwritten at the end."""
+    import torch._inductor.config as config
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
     pure = torch.func.functionalize(lambda *xs: fx.Interpreter(graph).run(*xs), remove="mutations")
-    with _uncollected():
-        return make_fx(pure, tracing_mode="fake", decomposition_table=select_decomp_table())(*tensors)
+    with _uncollected(), config.patch(fallback_random=True), without_autocast():
+        return make_fx(
+            pure, tracing_mode="fake", decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True
+        )(*tensors)
 
 
 def compiled(graph: fx.GraphModule) -> Callable[[list[Tensor]], Sequence[Tensor]]:
@@ -70,8 +73,17 @@ def compiled(graph: fx.GraphModule) -> Callable[[list[Tensor]], Sequence[Tensor]
     from torch._inductor.compile_fx import compile_fx_inner
 
     inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    with _lock, config.patch(fallback_random=True), _tracing(inputs), torch.no_grad():
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    # Others read them by the strides that the trace found, so they must not be padded.
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    output.meta["original_output_strides"] = [x.meta["val"].stride() for x in output.args[0]]
+    with _lock, config.patch(fallback_random=True), _tracing(inputs), torch.no_grad(), without_autocast():
         return compile_fx_inner(graph, inputs)
+
+
+def without_autocast() -> Any:
+    """A context without autocast, for operations that are what autocast has made."""
+    return torch._C._DisableAutocast()
 
 
 @contextlib.contextmanager

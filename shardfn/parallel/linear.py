@@ -7,6 +7,8 @@ with `sequence=` they are those of its sequence parallelism, where activations b
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from torch import Tensor
 from shardfn.collectives.capturing import capturing
 from shardfn.collectives.functional import all_gather, axis_index, axis_size, psum, pvary, reduce_scatter
 from shardfn.collectives.late_checks import late_checks
+from shardfn.collectives.scheduled import Scheduled, run
 from shardfn.compat import dispatch, functorch
 from shardfn.mesh.grid import AxisName
 
@@ -96,7 +99,12 @@ def check_range(caller: str, what: str, indices: Tensor, n: int, ignore: int | N
 
     There an operation that finds a wrong index would end the context of the device, so indices must be masked, too.
     """
-    if not indices.numel() or torch.compiler.is_compiling() or dispatch.in_graph():
+    if not indices.numel() or torch.compiler.is_compiling():
+        return
+    if dispatch.in_graph():
+        watch = capturing()
+        if watch is not None and watch.traces and not functorch.inside_transform():
+            run(_InRange(functools.partial(_outside, caller, what, n, indices.numel())), [_ends(indices, n, ignore)])
         return
     with functorch.outside_transforms():
         found = functorch.unwrapped(indices)
@@ -115,6 +123,34 @@ def check_range(caller: str, what: str, indices: Tensor, n: int, ignore: int | N
             checks.read()
             checks.add(ends, wrong)
             checks.close()  # without stages, nothing else would
+
+
+class _InRange(Scheduled):
+    """A check of indices in a traced step."""
+
+    def __init__(self, wrong: Callable[[Tensor], str | None]) -> None:
+        super().__init__()
+        self.wrong = wrong
+
+    def __str__(self) -> str:
+        return "a check of indices"
+
+    def like(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+        """None."""
+        return []
+
+    def start(self, inputs: Sequence[Tensor | None]) -> None:
+        """Raises IndexError on a CPU, and RuntimeError on an accelerator, later."""
+        (ends,) = inputs
+        assert ends is not None, "it has been computed"
+        if ends.device.type != "cpu":
+            late_checks().add(ends, self.wrong)
+        elif (message := self.wrong(ends)) is not None:
+            raise IndexError(message)
+
+    def finish(self, started: Any) -> list[Tensor]:
+        """Nothing."""
+        return []
 
 
 def _ends(indices: Tensor, n: int, ignore: int | None) -> Tensor:

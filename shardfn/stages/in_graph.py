@@ -8,6 +8,7 @@ which are found again in the buffer that is gathered for backward.
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -24,14 +25,14 @@ from shardfn.compat import autograd
 from shardfn.compat.modes import DispatchMode
 from shardfn.mesh.lanes import in_lane
 from shardfn.shards.placement import Keep
-from shardfn.stages.call import Call, Residuals, detached, differentiated, evaluate
+from shardfn.stages.call import Call, Residuals, differentiated, evaluate
 from shardfn.stages.engine import Engine, engine_of
 from shardfn.stages.options import Offload
 from shardfn.stages.reduction import PendingReduction, Reduction
 from shardfn.stages.refusals import refuse_closure, refuse_returned
 from shardfn.stages.replay import entered
 from shardfn.stages.ring import Slot
-from shardfn.stages.signature import GatherPlan, Signature
+from shardfn.stages.signature import GatherPlan
 from shardfn.transforms.step import GradientSum, Step, owned
 
 
@@ -55,7 +56,7 @@ class Gathering(Scheduled):
 
     def like(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
         """Tensors like its results."""
-        device = next(x.device for x in inputs if x is not None)
+        device = self.engine.device
         found = [torch.empty(g.layout.padded, dtype=g.dtype, device=device) for g in self.plan.each if g.moves]
         for gather in self.pieces:
             n, dtype = gather.layout.piece, gather.dtype
@@ -135,8 +136,20 @@ class Reducing(Scheduled):
 
     def finish(self, started: PendingReduction) -> list[Tensor]:
         """Waits for it; returns its results."""
+        reductions = self.engine.reductions
         with attributed_to(self.stage, backward=True):
-            return [self.engine.reductions.wait(started)]
+            found = [reductions.wait(started)]
+        if not reductions.in_flight:
+            reductions.free_scratch()
+            reductions.turns = 0
+        return found
+
+    def abandon(self) -> None:
+        """Forgets reductions that an error has left on their way."""
+        reductions = self.engine.reductions
+        reductions.in_flight.clear()
+        reductions.moving.clear()
+        reductions.scratch.forget()
 
 
 @dataclass(eq=False)
@@ -227,36 +240,11 @@ def tracing(engine: Engine) -> Tracing:
     return _tracings.setdefault(watch, {}).setdefault(engine, Tracing(engine))
 
 
-def call_in_graph(signature: Signature, call: Call, shards: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> Any:
-    """Calls a stage in a step that is traced."""
-    engine = engine_of(call.mesh)
-    variables = call.step.variables if call.step is not None else {}
-    call.collected = [shard if id(shard) in variables else None for shard in shards]
-    traced = _Traced(tracing(engine), call)
-    outputs = _Staged.apply(traced, *shards, *inputs) if any(call.needs) else traced.forward(shards, inputs)  # type: ignore[no-untyped-call]
-    return call.rebuilt(outputs, inputs)
+class Traced:
+    """A call of a stage in a traced step, in place of the engine."""
 
-
-class _Staged(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, traced: _Traced, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.traced = traced
-        n = len(traced.call.signature.shards)
-        outputs = traced.forward(tensors[:n], tensors[n:])
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(y for y, yes in zip(outputs, traced.call.differentiable, strict=True) if not yes))
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *ctx.traced.backward(ctx.needs_input_grad[1:], cotangents)
-
-
-class _Traced:
-    """A call of a stage in a traced step."""
-
-    def __init__(self, tracing: Tracing, call: Call) -> None:
-        self.tracing, self.call = tracing, call
+    def __init__(self, call: Call) -> None:
+        self.tracing, self.call = tracing(engine_of(call.mesh)), call
         self.shards: tuple[Tensor, ...] = ()
         self.inputs: tuple[Tensor, ...] = ()
         self.residuals: Residuals | None = None
@@ -268,9 +256,9 @@ class _Traced:
 
     # --- forward ---
 
-    def forward(self, shards: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def forward(self, call: Call, shards: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Runs the function on gathered parameters."""
-        call, signature = self.call, self.call.signature
+        signature = call.signature
         self.shards, self.inputs = shards, inputs
         self.key = signature.plan(shards), tuple((id(x), x._version) for x in shards)
         remat, records = signature.options.remat, any(call.needs)
@@ -293,8 +281,7 @@ class _Traced:
         call.differentiable = [y.requires_grad for y in residuals.outputs]
         if records and signature.keeps_graph:
             self.residuals = residuals
-        found: tuple[Tensor, ...] = detached(residuals.outputs, storages, inputs, False)
-        return found
+        return _apart(residuals.outputs, storages, inputs)
 
     def _gathered(self, keep: Keep, backward: bool) -> list[Tensor]:
         """A buffer for each shard: gathered, or the shard itself."""
@@ -343,15 +330,25 @@ class _Traced:
 
     # --- backward ---
 
-    def backward(self, needs: Sequence[bool], cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of shards and inputs; None also for those that the step collects."""
-        with attributed_to(self.call.signature.stage, backward=True):
-            return self._differentiated(needs, cotangents)
+    def backward(
+        self,
+        call: Call,
+        needs: Sequence[bool],
+        cotangents: Sequence[Tensor | None],
+        inputs: tuple[Tensor, ...],
+        collect: bool,
+    ) -> list[Tensor | None]:
+        """Gradients of shards and inputs, as `Engine.backward`."""
+        with attributed_to(call.signature.stage, backward=True):
+            return self._differentiated(needs, cotangents, collect)
 
-    def _differentiated(self, needs: Sequence[bool], cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _differentiated(
+        self, needs: Sequence[bool], cotangents: Sequence[Tensor | None], collect: bool
+    ) -> list[Tensor | None]:
         call, n = self.call, len(self.shards)
         residuals, self.residuals = self.residuals, None
         if residuals is None:
+            call.contexts = call.contexts or [_Drawing(self.drawn, True)]
             wholes = self._gathered(self.keep, backward=True)
             with call.surroundings.autocast_again():
                 parameters = self._parameters(wholes)
@@ -361,12 +358,13 @@ class _Traced:
             self.tracing.users[self.key] -= 1
             if not self.tracing.users[self.key]:
                 self.tracing.kept.pop(self.key, None)
-        return [*self._reduced(needs[:n], of_parameters), *of_inputs]
+        return [*self._reduced(needs[:n], of_parameters, collect), *of_inputs]
 
-    def _reduced(self, needs: Sequence[bool], of_parameters: list[list[Tensor | None]]) -> list[Tensor | None]:
+    def _reduced(
+        self, needs: Sequence[bool], of_parameters: list[list[Tensor | None]], collects: bool
+    ) -> list[Tensor | None]:
         """The gradients of shards, reduced, or None for those that the step collects."""
         call, tracing, step = self.call, self.tracing, self.call.step
-        collects = step is not None and step.collects()
         found: list[Tensor | None] = [None] * len(needs)
         stage = call.signature.stage
         if any(needs):
@@ -400,7 +398,7 @@ class _Traced:
 
         def pack(x: Tensor) -> Any:
             k = at.get(autograd.storage_of(x)) if x.layout is torch.strided else None
-            if k is None or x.dtype != wholes[k].dtype:
+            if k is None or x.dtype != wholes[k].dtype or _order(x.shape, x.stride()) is None:
                 return x.detach()
             return k, x.shape, x.stride(), x.storage_offset() - wholes[k].storage_offset()
 
@@ -415,16 +413,30 @@ class _Traced:
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-def _place(whole: Tensor, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-    """A view of a gathered buffer: a parameter, or its transpose, by views that compilers know."""
+def _apart(outputs: Sequence[Tensor], storages: list[int], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The outputs of a call, detached from its graph; copies of those that share memory."""
+    others = {autograd.storage_of(x) for x in inputs}
+    alone = [storages.count(storage) == 1 and storage not in others for storage in storages]
+    return tuple([y.detach() if yes else y.detach().clone() for y, yes in zip(outputs, alone, strict=True)])
+
+
+def _order(shape: torch.Size, stride: tuple[int, ...]) -> list[int] | None:
+    """The dimensions by their place in memory, if a tensor is a permutation of a contiguous one."""
     order = sorted(range(len(shape)), key=lambda d: (-stride[d], shape[d] == 1))
-    sizes = [shape[d] for d in order]
     expected = 1
     for d in reversed(order):
         if shape[d] != 1 and stride[d] != expected:
-            return whole.as_strided(shape, stride, whole.storage_offset() + offset)
+            return None
         expected *= shape[d]
-    ordered = whole.narrow(0, offset, expected).view(sizes)
+    return order
+
+
+def _place(whole: Tensor, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+    """A view of a gathered buffer: a parameter, or its transpose, by views that compilers know."""
+    order = _order(shape, stride)
+    assert order is not None, "only such places are saved"
+    sizes = [shape[d] for d in order]
+    ordered = whole.narrow(0, offset, math.prod(sizes)).view(sizes)
     return ordered if order == list(range(len(order))) else ordered.permute([order.index(d) for d in range(len(order))])
 
 
@@ -436,18 +448,28 @@ class _Drawing(DispatchMode):
         self.drawn, self.again, self.at = drawn, again, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if torch.Tag.nondeterministic_seeded not in func.tags or not _draws(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
         if not self.again:
             result = func(*args, **(kwargs or {}))
             self.drawn.append((func, torch.utils._pytree.tree_map(_clone, result)))
             return result
-        known, numbers = self.drawn[self.at]
+        if self.at == len(self.drawn) or self.drawn[self.at][0] is not func:
+            raise RuntimeError(f"a stage that runs again in backward draws other random numbers there: {func.name()}")
+        numbers = self.drawn[self.at][1]
         self.at += 1
-        assert known is func, "a second run draws as the first did"
         if func._schema.is_mutable:
             return args[0].copy_(numbers)
         return numbers
+
+
+def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation that may draw random numbers does: attention draws none without dropout."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            value: Any = kwargs.get("dropout_p", args[i] if i < len(args) else argument.default_value)
+            return bool(value)
+    return True
 
 
 def _clone(x: Any) -> Any:

@@ -29,7 +29,7 @@ from shardfn.stages.call import Call, SharedMemory
 from shardfn.stages.composition import composed, traced
 from shardfn.stages.engine import Engine, engine_of
 from shardfn.stages.forward_mode import Pairs, Pushed, scheduled, with_tangents
-from shardfn.stages.in_graph import call_in_graph
+from shardfn.stages.in_graph import Traced
 from shardfn.stages.options import Options, Remat
 from shardfn.stages.prefetch import Group, PrefetchOrder
 from shardfn.stages.refusals import refuse_inside, refuse_reentrant
@@ -319,7 +319,11 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
         shards = _checked(signature, leaves)
         static, at, inputs = _split(signature, leaves)
         call = Call(signature, mesh, device_of(mesh), static, at, _needs(signature, shards, inputs))
-        return call_in_graph(signature, call, shards, tuple(inputs))
+        variables = call.step.variables if call.step is not None else {}
+        call.collected = [shard if id(shard) in variables else None for shard in shards]
+        if not any(call.needs):
+            return call.rebuilt(Traced(call).forward(call, shards, tuple(inputs)), inputs)
+        return call.rebuilt(custom_vjp.call(_Staged(Traced(call), call), *shards, *inputs), inputs)
     if functorch.inside_batching_or_forward():
         return _pushed(signature, leaves, mesh) if scheduled(signature, leaves) else composed(signature, leaves, mesh)
     if signature.shares_memory and functorch.inside_transform():
@@ -386,7 +390,7 @@ def _split(signature: Signature, leaves: list[Any]) -> tuple[list[Any], list[int
 class _Staged:
     """A call by the schedule, as `custom_vjp.call` takes it: `(*shards, *inputs) -> outputs`."""
 
-    def __init__(self, engine: Engine, call: Call) -> None:
+    def __init__(self, engine: Engine | Traced, call: Call) -> None:
         self.engine, self.call, self.trains = engine, call, call.needs
         self.differentiable: list[bool] = []
         self.collects = False

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
+from shardfn.collectives import late_checks, ops
 from shardfn.collectives.agree import agree, failing_together
 from shardfn.collectives.capturing import Watch
 from shardfn.collectives.ledger import attribution, unrecorded
@@ -88,6 +89,7 @@ class Programs(Graphs):
         return optree.tree_unflatten(tree, [x.detach() if isinstance(x, Tensor) else x for x in found])
 
     def _refuse_unfit(self, program: Program, leaves: list[Any]) -> None:
+        self._refuse_away(program, leaves)
         if checks := host_checks():
             raise RuntimeError(f"{self.name}: {listed(checks)} checks each call on the host: leave it off")
 
@@ -97,6 +99,7 @@ class Programs(Graphs):
             self._refuse_unfit(program, leaves)
             traced = _Traced.of(program, leaves)
             traced.schedule()
+            traced.meshes = meshes
             traced.scope = lambda: scope(meshes[0], known_axes(meshes[0])) if meshes else contextlib.nullcontext()
         for mesh in meshes:
             agree(traced.collectives, mesh, self.name, subject=_ALIKE)
@@ -104,10 +107,11 @@ class Programs(Graphs):
             list(x.shape) for i, x in enumerate(leaves) if isinstance(x, Tensor) and i not in program.roles.carried
         ]
         _log.info("%s: compiles for arguments of shapes %s", self.name, listed(shapes))
-        # One process of a host compiles, and the others find what it made on disk.
-        for first in (True, False) if meshes else (True,):
+        # One process of a host compiles, and the others find what it made on disk. What is for a GPU is for that alone.
+        apart = bool(meshes) and program.device.type == "cpu"
+        for first in (True, False) if apart else (True,):
             with failing_together(meshes, self.name):
-                if first is _first_of_host() or not meshes:
+                if not apart or first is _first_of_host():
                     traced.compile()
             for mesh in meshes:
                 agree(["compiled"], mesh, self.name)
@@ -139,6 +143,7 @@ class _Traced:
         results: its leaves, with a mark in place of tensors.
         text: its operations, to compare with those of another call.
         collectives: what ranks compare.
+        meshes: whose ranks run it together.
         scope: the context of runs.
         function, source: the compiled program, and its text.
         times: how often it ran.
@@ -154,6 +159,7 @@ class _Traced:
     results: list[Any]
     text: str = ""
     collectives: list[str] = field(default_factory=list)
+    meshes: list[DeviceMesh] = field(default_factory=list)
     scope: Callable[[], Any] = contextlib.nullcontext
     function: Callable[[list[Any]], list[Any]] | None = None
     source: str = ""
@@ -210,7 +216,9 @@ class _Traced:
         regions.unaliased(self.graph.graph)
         tensors = [node.meta["val"] for node in self.graph.graph.nodes if node.op == "placeholder"]
         with unrecorded():
-            graph = inductor.functional(self.graph, tensors).graph
+            functional = inductor.functional(self.graph, tensors)
+        self.constants += _lift(functional)  # what decompositions have made
+        graph = functional.graph
         self._carry(graph)
         others = [node for node in graph.nodes if regions.is_collective(node) and node.target is not SCHEDULED]
         for node, serves in zip(others, self.sent, strict=True):
@@ -224,7 +232,7 @@ class _Traced:
         program, carried = self.program, self.program.roles.carried
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         (output,) = (node for node in graph.nodes if node.op == "output")
-        written = {node.args[0] for node in graph.nodes if node.target is _aten.copy_.default}
+        written = {node.args[0]: node for node in graph.nodes if node.target is _aten.copy_.default}
         for i, node in zip(self.at, inputs, strict=False):
             if node in written and i not in carried:
                 raise RuntimeError(
@@ -233,11 +241,21 @@ class _Traced:
                 )
         place = {j: k for k, j in enumerate(j for j, x in enumerate(self.results) if x is _TENSOR)}
         results: list[Any] = list(output.args[0])
+        overwritten = {inputs[self.at.index(i)] for i in carried}
+        kept = set(range(len(results))) - {place[j] for j in carried.values()}
+        for k in kept:
+            if isinstance(results[k], fx.Node) and regions.origin(results[k]) in overwritten:
+                with graph.inserting_before(output):  # before it is overwritten
+                    results[k] = _like(graph.call_function(_aten.clone.default, (results[k],)), results[k])
         writes = []
         for i, j in carried.items():
             into, result = inputs[self.at.index(i)], results[place[j]]
-            if into in written or result is into:
+            own = written.pop(into, None)
+            if result in (own, into):
                 continue  # in place, or left as it was
+            if own is not None:  # by something that is not the result
+                own.replace_all_uses_with(own.args[1])
+                graph.erase_node(own)
             with graph.inserting_before(output):
                 if regions.origin(result).op == "placeholder":  # which may be overwritten before it is read
                     result = _like(graph.call_function(_aten.clone.default, (result,)), result)
@@ -260,19 +278,30 @@ class _Traced:
         """Runs the step on new arguments, and donates those that are carried."""
         assert self.function is not None, "it is compiled"
         program, carried = self.program, self.program.roles.carried
+        if self.times == 1:
+            with failing_together(self.meshes, program.name):
+                self._compare(leaves)
         self.times += 1
-        if self.times == 2:
-            self._compare(leaves)
+        late_checks.look(program.device)
         inputs = [leaves[i].detach() for i in self.at]
-        shared = [autograd.storage_of(x) for x in inputs]
+        shared = [autograd.storage_of(x) for x in (*inputs, *self.constants)]
         for i in carried if len(set(shared)) < len(shared) else ():
             if shared.count(autograd.storage_of(leaves[i])) > 1:
                 raise RuntimeError(
                     f"{program.name}: {program.labels(i)} shares memory with another argument, and the step overwrites "
                     f"it: pass a clone"
                 )
-        with self.scope(), torch.no_grad():
-            found = iter(self.function([*inputs, *self.constants]))
+        try:
+            with self.scope(), torch.no_grad(), inductor.without_autocast():
+                found = iter(self.function([*inputs, *self.constants]))
+        except BaseException:  # some may be overwritten already
+            for work in self.works:
+                work.abandon()
+            for i in carried:
+                donate(leaves[i])
+            raise
+        if program.device.type != "cpu":
+            late_checks.late_checks().close()
         results = [next(found) if x is _TENSOR else x for x in self.results]
         for i, j in carried.items():
             results[j] = leaves[i].detach()
@@ -346,6 +375,8 @@ def _lift(graph: fx.GraphModule) -> list[Tensor]:
         name = str(node.target)
         if name not in lifted:
             constant = getattr(graph, name)
+            if not isinstance(constant, Tensor):
+                raise RuntimeError(f"a compiled step cannot hold {type(constant).__name__}, as flex_attention makes it")
             with graph.graph.inserting_after(places[-1]) if places else graph.graph.inserting_before():
                 lifted[name] = graph.graph.placeholder(f"constant{len(constants)}")
             lifted[name].meta["val"] = node.meta.get("val", constant)
@@ -366,6 +397,6 @@ def _collective(node: fx.Node) -> str:
     """A collective as ranks compare it."""
     if node.target is SCHEDULED:
         return str(known(node.args[1]))  # type: ignore[arg-type]
-    values = [x.meta["val"] for x in node.all_input_nodes]
-    constants = [x for x in node.args if isinstance(x, int)]
-    return f"{node.target}: {', '.join(f'{x.dtype} {list(x.shape)}' for x in values)} {constants}"
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    statics = dict(zip(names[1:], node.args[1:], strict=True)) | node.kwargs
+    return ops.described(names[0] and node.target.__name__.partition(".")[0], node.args[0].meta["val"], statics)  # type: ignore[union-attr]

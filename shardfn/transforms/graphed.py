@@ -285,17 +285,22 @@ class Graphs:
 
     def _refuse_unfit(self, program: Program, leaves: list[Any]) -> None:
         """Raises RuntimeError for what a graph cannot do, before anything runs."""
+        self._refuse_away(program, leaves)
         kind = program.device.type
-        away = [program.labels(i) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.device.type != kind]
-        if away:
-            raise RuntimeError(
-                f"{self.name}: {listed(away)} is on the CPU, and the graph on {kind}: move it there before the step"
-            )
         if kind != "cpu" and not hasattr(torch.get_device_module(program.device), "CUDAGraph"):
             raise RuntimeError(f"{self.name}: torch has no graphs for {kind}: call the step as it is")
         if kind != "cpu" and (checks := host_checks()):
             raise RuntimeError(
                 f"{self.name}: {listed(checks)} checks each call on the host, and a graph runs without it: leave it off"
+            )
+
+    def _refuse_away(self, program: Program, leaves: list[Any]) -> None:
+        """Raises RuntimeError for arguments that are not on the device."""
+        kind = program.device.type
+        away = [program.labels(i) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.device.type != kind]
+        if away:
+            raise RuntimeError(
+                f"{self.name}: {listed(away)} is on the CPU, and the graph on {kind}: move it there before the step"
             )
 
 

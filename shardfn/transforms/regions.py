@@ -21,11 +21,6 @@ from shardfn.collectives.scheduled import SCHEDULED, known
 from shardfn.compat import inductor
 
 _aten: Any = torch.ops.aten
-_VIEWS = {
-    getattr(_aten, name)
-    for name in ("alias", "detach", "expand", "permute", "select", "slice", "split", "split_with_sizes", "squeeze", "t",
-                 "transpose", "unsqueeze", "view", "unbind", "diagonal", "as_strided", "_unsafe_view", "narrow")
-}  # fmt: skip
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -40,7 +35,8 @@ def is_free(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return is_free(node.args[0])  # type: ignore[arg-type]
     packet = getattr(node.target, "overloadpacket", None)
-    return packet in _VIEWS or (packet in (_aten.full, _aten.scalar_tensor) and _numel(node) == 1)
+    view = bool(getattr(node.target, "is_view", False)) or packet is _aten._unsafe_view
+    return view or (packet in (_aten.full, _aten.scalar_tensor) and _numel(node) == 1)
 
 
 def _is_item(node: fx.Node) -> bool:
@@ -71,10 +67,15 @@ class Region:
         """Whether it computes single numbers only, which is not worth compiling."""
         return all(_numel(node) <= 1 for node in self.nodes)
 
+    def _alone(self, xs: list[Tensor]) -> Sequence[Tensor]:
+        found: Sequence[Tensor] = self.graph(*xs)
+        xs.clear()
+        return found
+
     def function(self) -> Callable[[list[Tensor]], Sequence[Tensor]]:
         """The compiled operations."""
         if self.scalar:
-            return lambda xs: self.graph(*xs)
+            return self._alone
         if self.key not in _functions:
             _functions[self.key] = inductor.compiled(self.graph)
         return _functions[self.key]
@@ -152,13 +153,16 @@ def _split(run: list[fx.Node]) -> list[list[fx.Node]]:
 
     Numbers are computed apart from the rest, so that equal parts are regions of the same kind.
     """
-    inside = set(run)
+    inside, drawn = set(run), list[fx.Node]()
     reads: dict[fx.Node, list[fx.Node]] = {}
     for node in run:
         reads[node] = [x for x in _sources(node) if x in inside]
         if node.target is _aten.copy_.default:  # after all that reads what it overwrites
             into = node.args[0]
             reads[node] += [x for x in _readers(into) if x in inside and x is not node]  # type: ignore[arg-type]
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):  # numbers are drawn in order
+            reads[node] += drawn[-1:]
+            drawn.append(node)
     small: dict[fx.Node, bool] = {}
     for node in run:  # one of several results stays with the operation
         small[node] = small[node.args[0]] if node.target is operator.getitem else _numel(node) <= 1  # type: ignore[index]
@@ -377,8 +381,9 @@ class _Writer:
             self.lent[name] = constant
         items = {user.args[1]: user for user in node.users}
         self.started[node] = name, constant, [self._new(items.get(i)) for i in range(len(node.meta["val"]))]
-        if work.ahead:
-            self.gathers.append(self._finish(node))
+        if work.ahead or work.lends:
+            line = self._finish(node)
+            self.gathers += [line] if work.ahead else []
 
     def _finish(self, node: fx.Node) -> Line:
         name, constant, makes = self.started.pop(node)

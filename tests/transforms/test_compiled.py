@@ -583,6 +583,203 @@ def test_arguments_are_overwritten_after_all_have_read_them() -> None:
     assert distance(compiled_pure, pure) < 1e-12
 
 
+Toy = Callable[..., Any]
+
+
+def both(step: Toy, first: Callable[[], Any], rest: Callable[[int], Any] = data, seeded: bool = True) -> Any:
+    """What a step `(carried, x) -> (carried, ...)` returns in its calls, and what it is compiled."""
+    found: list[Any] = []
+    for run in (step, sf.compile(step, mesh=sf.make_mesh(shard=1, device="cpu"))):
+        carried, every = first(), []
+        for i in range(4):
+            torch.manual_seed(i)
+            carried, *others = run(carried, rest(i))
+            every.append([x.clone() for x in optree.tree_leaves(others)])
+        found.append([every, carried])
+    return found
+
+
+def clamped(w: Tensor, x: Tensor) -> Any:
+    w.sub_(x)
+    return w.clamp(-1, 1), w.sum()
+
+
+def old(w: Tensor, x: Tensor) -> Any:
+    return w - x, w, w[1:].view(-1), x
+
+
+def unfolded(w: Tensor, x: Tensor) -> Any:
+    windows = w.unfold(0, 3, 1)
+    return w - x, windows.square().sum(1), torch.view_as_complex(w.view(-1, 2)).abs()
+
+
+def drawing(w: Tensor, x: Tensor) -> Any:
+    a, b = torch.randn_like(x), torch.rand_like(x)
+    c = torch.empty_like(x).exponential_() + F.dropout(x, 0.5)
+    return w + b, (a * w.norm()).sum(), torch.multinomial(c.abs(), 2), torch.empty_like(x).bernoulli_(0.3)
+
+
+def cast(w: Tensor, x: Tensor) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        a = torch.outer(w, x) @ w
+        with torch.autocast("cpu", enabled=False):
+            b = torch.outer(w, x) @ w
+    return w - b, a.float(), b
+
+
+def sliced(w: Tensor, x: Tensor) -> Any:
+    return w - x, x[2:5].as_strided((2,), (1,)), x.view(2, -1)[1]
+
+
+TOYS: dict[str, Toy] = {f.__name__: f for f in (clamped, old, unfolded, drawing, sliced)}
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_small_steps_are_as_without_a_compiler(name: str) -> None:
+    plain, compiled = on_one_rank(lambda: both(TOYS[name], lambda: data(1)))
+    assert distance(compiled, plain) < 1e-12
+
+
+def test_slices_of_a_larger_batch() -> None:
+    def slices(i: int) -> Tensor:
+        return torch.arange(50, dtype=torch.float64)[i : i + WIDTH]
+
+    plain, compiled = on_one_rank(lambda: both(sliced, lambda: data(1), slices))
+    assert distance(compiled, plain) < 1e-12
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_autocast_is_that_of_the_trace(around: bool) -> None:
+    def run() -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=around):
+            return both(cast, lambda: data(1).float(), lambda i: data(i).float())
+
+    plain, compiled = on_one_rank(run)
+    assert distance(compiled, plain, 1.0) < 1e-6
+
+
+def differentiated_twice() -> Any:
+    """A penalty on a gradient through a stage, beside the same without a compiler."""
+    mesh, ends = mesh_here(), []
+    layer = sf.stage(block, remat=True)
+
+    @sf.shard_map(mesh=mesh, in_specs=..., out_specs=..., check=False)
+    def step(params: Any, x: Tensor) -> Any:
+        def loss(params: Any) -> Tensor:
+            y = layer(params["blocks"][0], x)
+            return sf.psum(y.pow(3).sum(), DATA)
+
+        def penalty(params: Any) -> Tensor:
+            return sf.vdot(gradient := sf.grad(loss)(params), gradient)
+
+        grads = sf.grad(penalty)(params)
+        return optree.tree_map(lambda p, g: p - 1e-3 * g, params, grads), loss(params)
+
+    for run in (step, sf.compile(step)):
+        params, values = sf.shard({"blocks": whole()["blocks"][:1]}, mesh, STRATEGIES["full_shard"]), []
+        for i in range(4):
+            params, value = run(params, drawn(dist.get_rank() + i)(ROWS, WIDTH))
+            values.append(value)
+        ends.append([*values, *optree.tree_leaves(params)])
+    return ends
+
+
+def test_second_derivatives_are_compositions() -> None:
+    for plain, compiled in world(2).within(60).run(alone, differentiated_twice):
+        assert distance(compiled, plain, 1.0) < 1e-12
+
+
+def twice_backward() -> Any:
+    """Two backward passes through a stage that draws and runs again."""
+    mesh, ends = mesh_here(), []
+    layer = sf.stage(dropped, remat=True)
+
+    @sf.shard_map(mesh=mesh, in_specs=..., out_specs=..., check=False)
+    def step(params: Any, x: Tensor) -> Any:
+        x = x.detach().requires_grad_()
+        y = layer(params["blocks"][0], x).square().sum()
+        first = torch.autograd.grad(y, x, retain_graph=True)[0]
+        second = torch.autograd.grad(y * 2, x)[0]
+        return optree.tree_map(lambda p: p * 0.9, params), first, second
+
+    for run in (step, sf.compile(step)):
+        params, values = sf.shard({"blocks": whole()["blocks"][:1]}, mesh, STRATEGIES["full_shard"]), []
+        for i in range(4):
+            torch.manual_seed(i)
+            params, *found = run(params, drawn(dist.get_rank() + i)(ROWS, WIDTH))
+            values += found
+        ends.append(values)
+    return ends
+
+
+def test_a_second_backward_uses_the_same_random_numbers() -> None:
+    for plain, compiled in world(2).within(60).run(alone, twice_backward):
+        assert distance(compiled, plain) < 1e-12
+
+
+def sent_around() -> Any:
+    """Collectives whose arguments are each rank's own."""
+    mesh, ends = mesh_here(), []
+
+    @sf.shard_map(mesh=mesh, in_specs=..., out_specs=..., check=False)
+    def step(w: Tensor, x: Tensor) -> Any:
+        n, rank = dist.get_world_size(), sf.axis_index("shard")
+        around = sf.ppermute(x, "shard", [(k, (k + 1) % n) for k in range(n)])
+        whole = sf.all_gather(x, "shard", to="invariant")
+        comes = [1 + i for i in range(n)] if rank == n - 1 else [1] * n
+        ragged = sf.ragged_all_to_all(x[: n + rank], "shard", [1] * (n - 1) + [1 + rank], comes)
+        return w - around, sf.local_slice(whole * 2, "shard"), ragged
+
+    for run in (step, sf.compile(step, mesh=mesh)):
+        w, values = data(1), []
+        for i in range(4):
+            w, *found = run(w, data(i) + dist.get_rank())
+            values += found
+        ends.append([w, *values])
+    return ends
+
+
+def test_collectives_with_arguments_of_each_rank() -> None:
+    for plain, compiled in world(2).within(60).run(alone, sent_around):
+        assert distance(compiled, plain) < 1e-12
+
+
+def wrong_index() -> Any:
+    mesh = sf.make_mesh(shard=1, device="cpu")
+
+    @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
+    def step(w: Tensor, rows: Tensor) -> Any:
+        return w * 0.5, parallel.embedding(rows, w, ()).sum()
+
+    compiled, w = sf.compile(step, mesh=mesh), data().view(-1, 2)
+    for i in range(4):
+        w, _ = compiled(w, torch.tensor([0, 1, 2 + i]))
+
+
+def test_wrong_indices_are_found() -> None:
+    with pytest.raises(Exception, match=r"IndexError: .*from 0 to 4; they are from 0 to 3, and 1 of 3 are not"):
+        on_one_rank(wrong_index)
+
+
+def gone_on() -> Any:
+    step, params, state = toy(lambda w, x: w.sum() * next(numbers))
+    numbers, told = iter(range(1, 99)), []
+    for i in range(2):
+        params, state, _ = step(params, state, data(i))
+    for i in range(2):
+        try:
+            step(params, state, data(i))
+        except RuntimeError as error:
+            told.append(str(error)[:40])
+    return told
+
+
+def test_a_step_that_changes_is_refused_again_and_again() -> None:
+    first, second = on_one_rank(gone_on)
+    assert first == second
+    assert "the step does" in first
+
+
 def changing_places() -> Any:
     step = sf.compile(lambda a, b, c: (b, c, a), mesh=sf.make_mesh(shard=1, device="cpu"))
     a, b, c = data(0), data(1), data(2)
