@@ -56,17 +56,17 @@ class _Current(threading.local):
     watch: Watch | None = None
 
 
-_current = _Current()
+current = _Current()
 
 
 def capturing() -> Watch | None:
     """The watch over the step that this thread captures or rehearses; None if it does neither."""
-    return _current.watch
+    return current.watch
 
 
 def refuse_traced(what: str) -> None:
     """Raises RuntimeError if this thread traces a step, whose tensors have no numbers to send."""
-    watch = _current.watch
+    watch = current.watch
     if watch is not None and watch.traces:
         raise RuntimeError(f"{watch.name}: a compiled step cannot hold {what} (at {callsites.caller()})")
 
@@ -108,13 +108,13 @@ class Watch(modes.Watching):
             self._mark(x)
 
     def __enter__(self) -> Watch:
-        self._outer, _current.watch = _current.watch, self
+        self._outer, current.watch = current.watch, self
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        _current.watch = self._outer
+        current.watch = self._outer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -260,10 +260,12 @@ class PendingReduction:
         assert self.along is not None, "it goes along an axis"
         (op, along), handle, stage = self.along, self.under_way, self.reduction.layout.stage
         self.under_way, self.lent = None, False
-        encoded = self.reduction.format is not None  # then more may be sent when the first part has arrived
         try:
-            with attributed_to(stage, backward=True) if encoded else contextlib.nullcontext():
+            if self.reduction.format is None:
                 arrived(handle, op, along.reductions.group_name, stage)
+            else:  # more may be sent when the first part has arrived
+                with attributed_to(stage, backward=True):
+                    arrived(handle, op, along.reductions.group_name, stage)
         except RuntimeError as error:
             raise RuntimeError(
                 f"stage {stage!r}: summing its gradient failed on this rank: {error}"
