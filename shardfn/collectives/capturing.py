@@ -128,7 +128,7 @@ class Watch(modes.Watching):
                 self._hold(x)
         result = func(*args, **kwargs)
         if watched and not func.is_view and self.device.type == "cpu":
-            for x in _written(func, args, kwargs):
+            for x in written(func, args, kwargs):
                 self._mark(x)
         known = {autograd.storage_of(x) for x in tensors}
         for x in optree.tree_leaves(result):
@@ -254,7 +254,7 @@ def _device_of(kwargs: dict[str, Any]) -> str | None:
     return None if device is None else torch.device(device).type
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+def written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors among the arguments into which an operation writes."""
     found: list[Tensor] = []
     for i, argument in enumerate(func._schema.arguments):

@@ -42,7 +42,7 @@ def traced(f: Callable[..., list[Tensor]], tensors: Sequence[Tensor]) -> fx.Grap
     from torch.fx.experimental.proxy_tensor import make_fx
 
     trace = make_fx(f, tracing_mode="fake", _allow_non_fake_inputs=True)
-    with _uncollected():
+    with _uncollected(), torch.compiler.set_stance("force_eager"):  # functions that are compiled are traced, too
         return trace(*tensors)
 
 
@@ -54,14 +54,15 @@ def keep(op: Any) -> None:
 def functional(graph: fx.GraphModule, tensors: Sequence[Tensor]) -> fx.GraphModule:
     """The same operations on new tensors, in those that inductor knows; arguments are overwritten at the end."""
     import torch._inductor.config as config
+    import torch._inductor.lowering  # decompositions of pooling look there
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
     pure = torch.func.functionalize(lambda *xs: fx.Interpreter(graph).run(*xs), remove="mutations")
+    seeded = torch.Tag.nondeterministic_seeded  # such operations draw what they draw without a compiler
+    table = {op: parts for op, parts in select_decomp_table().items() if seeded not in getattr(op, "tags", ())}
     with _uncollected(), config.patch(fallback_random=True), without_autocast():
-        return make_fx(
-            pure, tracing_mode="fake", decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True
-        )(*tensors)
+        return make_fx(pure, tracing_mode="fake", decomposition_table=table, _allow_non_fake_inputs=True)(*tensors)
 
 
 def compiled(graph: fx.GraphModule) -> Callable[[list[Tensor]], Sequence[Tensor]]:

@@ -274,7 +274,15 @@ class Traced:
         policies = call.contexts or [contextlib.nullcontext(), contextlib.nullcontext()]
         call.contexts = [entered([each, _Drawing(self.drawn, k > 0)]) for k, each in enumerate(policies)]
         with attributed_to(signature.stage):
-            residuals = evaluate(call, call.mesh, parameters, inputs, records, hooks, None, None)
+            try:
+                residuals = evaluate(call, call.mesh, parameters, inputs, records, hooks, None, None)
+            except RuntimeError as error:
+                if hooks is None or "support saved tensor hooks" not in str(error):
+                    raise
+                # A transform of torch.func inside: then the graph keeps gathered parameters.
+                self.drawn.clear()
+                call.contexts = [_Drawing(self.drawn, False), *call.contexts]
+                residuals = evaluate(call, call.mesh, parameters, inputs, records, None, None, None)
         storages = refuse_returned(signature, residuals.outputs, {autograd.storage_of(x) for x in (*wholes, *shards)})
         if records or any(y.requires_grad for y in residuals.outputs):
             refuse_closure(signature, (*residuals.parameters, residuals.inputs), residuals.outputs)

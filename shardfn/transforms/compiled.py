@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,11 +18,11 @@ from torch import Tensor, fx
 
 from shardfn.collectives import late_checks, ops
 from shardfn.collectives.agree import agree, failing_together
-from shardfn.collectives.capturing import Watch
+from shardfn.collectives.capturing import Watch, written
 from shardfn.collectives.ledger import attribution, unrecorded
 from shardfn.collectives.ops import LIBRARY
 from shardfn.collectives.scheduled import SCHEDULED, Scheduled, known
-from shardfn.compat import autograd, dispatch, inductor
+from shardfn.compat import autograd, dispatch, inductor, modes
 from shardfn.mesh import callsites
 from shardfn.mesh.axes import known_axes
 from shardfn.mesh.scope import scope
@@ -141,6 +143,7 @@ class _Traced:
         sent: of the other collectives, in order: the stage that they serve, and whether in a backward pass.
         tree: structure of the result.
         results: its leaves, with a mark in place of tensors.
+        made: what operations have made while it was traced, and by which.
         text: its operations, to compare with those of another call.
         collectives: what ranks compare.
         meshes: whose ranks run it together.
@@ -157,6 +160,7 @@ class _Traced:
     sent: list[tuple[str, bool]]
     tree: optree.PyTreeSpec
     results: list[Any]
+    made: list[tuple[weakref.ref[Tensor], str]]
     text: str = ""
     collectives: list[str] = field(default_factory=list)
     meshes: list[DeviceMesh] = field(default_factory=list)
@@ -172,7 +176,19 @@ class _Traced:
         Raises:
             RuntimeError: the step does what a graph cannot hold, or returns something else than at the first call.
         """
+        outside: list[Tensor] = []
+        while True:
+            traced, more = cls._of(program, leaves, outside)
+            if not more:
+                return traced
+            outside += more  # what is overwritten elsewhere becomes an input
+
+    @classmethod
+    def _of(cls, program: Program, leaves: list[Any], outside: list[Tensor]) -> tuple[_Traced, list[Tensor]]:
+        """One trace with these tensors from elsewhere as inputs, and those that it overwrites besides."""
         at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        more: list[Tensor] = []
+        made: list[tuple[weakref.ref[Tensor], str]] = []
         works: list[Scheduled] = []
         sent: list[tuple[str, bool]] = []
         found: list[Any] = []
@@ -180,20 +196,29 @@ class _Traced:
 
         def flat(*tensors: Tensor) -> list[Tensor]:
             own = list(leaves)
-            for i, x in zip(at, tensors, strict=True):
+            for i, x in zip(at, tensors, strict=False):
                 own[i] = x
             watch = _Tracing(program.name, tensors, program.device)
-            with watch:
+            watch.known = {id(x): traced for x, traced in zip(outside, tensors[len(at) :], strict=True)}
+            storages = [autograd.storage_of(x) for x in tensors]
+            with watch, _random_state(watch):
                 results, tree = program.step(own)
+            if storages != [autograd.storage_of(x) for x in tensors]:
+                raise RuntimeError(
+                    f"{program.name}: the step gives an argument other memory, as x.data = y does: write x.copy_(y)"
+                )
+            results = [watch.known.get(id(x), x) for x in results]
             works.extend(watch.works)
             sent.extend(watch.sent)
+            made.extend(watch.results)
+            more.extend(watch.overwritten)
             found.extend(results)
             trees.append(tree)
             return [x for x in results if isinstance(x, Tensor)]
 
         try:
             with unrecorded():
-                graph = inductor.traced(flat, [leaves[i] for i in at])
+                graph = inductor.traced(flat, [*(leaves[i] for i in at), *outside])
         except inductor.NEEDS_NUMBERS as error:
             raise RuntimeError(
                 f"{program.name}: the step does what needs numbers on the host, and a step that is traced has none: "
@@ -203,9 +228,9 @@ class _Traced:
         if program.form is not None and (difference := program.form.difference(form)):
             raise RuntimeError(f"{program.name}: the step returns {difference}: a program always returns the same")
         program.refuse_results(leaves, found)
-        constants = _lift(graph)
+        constants = [*outside, *_lift(graph)]
         results = [_TENSOR if isinstance(x, Tensor) else x for x in found]
-        return cls(program, at, graph, constants, works, sent, trees[0], results)
+        return cls(program, at, graph, constants, works, sent, trees[0], results, made), more
 
     def schedule(self) -> None:
         """Orders the operations, and writes results that become arguments into these.
@@ -226,6 +251,15 @@ class _Traced:
         regions.simplified(graph)
         self.collectives = [_collective(node) for node in graph.nodes if regions.is_collective(node)]
         self.graph, self.text = fx.GraphModule({}, graph), regions.described(graph)
+        del functional
+        gc.collect()
+        kept = [(x, what) for reference, what in self.made if (x := reference()) is not None]
+        self.made = []
+        for x, what in kept:
+            raise RuntimeError(
+                f"{self.program.name}: a tensor of shape {list(x.shape)}, {what}, is kept when the step has returned, "
+                f"in a list, a cache or an attribute, where it would have no numbers: return it"
+            )
 
     def _carry(self, graph: fx.Graph) -> None:
         """Writes results into the arguments that they become; the others stay results."""
@@ -326,7 +360,7 @@ class _Traced:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     """Whether tensors from elsewhere are the same, or numbers that the step writes out."""
-    return a is b or (a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b)))
+    return a is b or (a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all()))
 
 
 _TENSOR: Any = object()
@@ -337,16 +371,44 @@ class _Tracing(Watch):
 
     Attributes:
         sent: the stage of each collective that is none of a stage's own, and whether it belongs to a backward pass.
+        known: inputs of the graph for tensors from elsewhere, by the ids of these.
+        overwritten: other tensors from elsewhere that the step overwrites.
+        reset: whether the state of random numbers was set.
+        results: what operations have made, and by which.
     """
 
     def __init__(self, name: str, inputs: Iterable[Tensor], device: torch.device) -> None:
         super().__init__(name, inputs, device)
         self.traces = True
         self.sent: list[tuple[str, bool]] = []
+        self.known: dict[int, Tensor] = {}
+        self.overwritten: list[Tensor] = []
+        self.reset = False
+        self.results: list[tuple[weakref.ref[Tensor], str]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            raise RuntimeError(f"{self.name}: a compiled step cannot hold {func} (at {callsites.caller()})")
+        if func.namespace == "profiler":
+            with modes.unseen():
+                return func(*args, **kwargs)
+        if self.known:
+            args, kwargs = optree.tree_map(lambda x: self.known.get(id(x), x), (args, kwargs))
         tensors = [x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if func._schema.is_mutable and tensors and not any(map(dispatch.fake, tensors)):
+            return self._elsewhere(func, args, kwargs)
+        if self.reset and torch.Tag.nondeterministic_seeded in func.tags:
+            raise RuntimeError(
+                f"{self.name}: {func.name()} at {callsites.caller()} draws random numbers after their state was set, "
+                f"as by torch.manual_seed or in torch.utils.checkpoint, which a compiled step does not do again: use "
+                f"stage(..., remat=True), or checkpoint(..., preserve_rng_state=False) around what draws none"
+            )
+        if func is _aten.pow.Scalar and isinstance(args[0], int) and not args[1].is_floating_point():
+            raise RuntimeError(
+                f"{self.name}: {func.name()} at {callsites.caller()} raises an integer to a power that has become a "
+                f"tensor of integers, where negative powers are 0: write {float(args[0])} ** n"
+            )
         for x in tensors:
             if inductor.traced_elsewhere(x):
                 raise RuntimeError(
@@ -360,10 +422,47 @@ class _Tracing(Watch):
         if func.namespace == LIBRARY.ns and func is not SCHEDULED:
             backward = autograd.inside_backward() if attribution.backward is None else attribution.backward
             self.sent.append((attribution.stage, backward))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        what = f"made by {func.name()}"
+        self.results += [(weakref.ref(x), what) for x in optree.tree_leaves(result) if isinstance(x, Tensor)]
+        return result
+
+    def _elsewhere(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Notes which tensors from elsewhere an operation would overwrite now; the step is traced again with them."""
+        for x in written(func, args, kwargs):
+            if x._base is not None:
+                raise RuntimeError(
+                    f"{self.name}: {func.name()} at {callsites.caller()} overwrites a part of a tensor of shape "
+                    f"{list(x._base.shape)} from elsewhere: pass that tensor as an argument, and return it"
+                )
+            if all(x is not other for other in self.overwritten):
+                self.overwritten.append(x)
+        return args[0] if args else None
 
     def finish(self, results: Any) -> None:
         """Nothing: a graph keeps its tensors."""
+
+
+@contextlib.contextmanager
+def _random_state(watch: _Tracing) -> Iterator[None]:
+    """Notes whether the state of torch's random numbers is set, which a graph would not do again."""
+    names = ("set_rng_state", "manual_seed", "seed")
+    before = {(place, name): getattr(place, name) for place in (torch, torch.random) for name in names}
+
+    def noting(plain: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            watch.reset = True
+            return plain(*args, **kwargs)
+
+        return run
+
+    for (place, name), plain in before.items():
+        setattr(place, name, noting(plain))
+    try:
+        yield
+    finally:
+        for (place, name), plain in before.items():
+            setattr(place, name, plain)
 
 
 def _lift(graph: fx.GraphModule) -> list[Tensor]:

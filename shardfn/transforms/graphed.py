@@ -279,7 +279,9 @@ class Graphs:
             yield mesh
             return
         if not grids and dist.is_initialized() and dist.get_world_size() > 1:
-            raise ValueError(f"{self.name}: there is no flat shard among the arguments: pass graphed(step, mesh=...)")
+            raise ValueError(
+                f"{self.name}: there is no flat shard among the arguments: pass {self.caller}(step, mesh=...)"
+            )
         for grid in grids:
             yield mesh_of(grid, self.name)
 

@@ -198,6 +198,9 @@ def _levels(run: list[fx.Node], reads: Edges, small: dict[fx.Node, bool], alike:
     for node in reversed(run):
         if readers[node] and not small[node]:
             level[node] = min(level[x] - small[x] for x in readers[node])
+    for node in run:
+        if node.target is operator.getitem:
+            level[node] = level[node.args[0]]  # type: ignore[index]
     return level
 
 

@@ -371,6 +371,29 @@ def swapped() -> Any:
     return repeated(lambda w, x: (w * outside.pop()).sum())
 
 
+def kept_in_a_list() -> Any:
+    log: list[Tensor] = []
+    return repeated(lambda w, x: log.append(w.sum()) or 0)  # type: ignore[func-returns-value]
+
+
+def seeded() -> Any:
+    return repeated(lambda w, x: (torch.manual_seed(1), torch.rand(()))[1])
+
+
+def given_memory() -> Any:
+    def step(w: Tensor, x: Tensor) -> Any:
+        w.data = w.data * 1.5 + x
+        return w, w.sum()
+
+    return both(step, lambda: data(1))
+
+
+def powers() -> Any:
+    step, w, n = sf.compile(lambda w, n: (w * 2**-n, n + 1), mesh=sf.make_mesh(shard=1, device="cpu")), data(), 1
+    for _ in range(4):
+        w, n = step(w, n)
+
+
 def overwritten() -> Any:
     step, params, state = toy()
     for i in range(4):
@@ -427,7 +450,14 @@ def on_disk() -> Any:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a number of the host that changes": (counter, r"the step does .*mul.*0\.30.*, and at the last call .*0\.2"),
     "operations that change": (alternating, r"the step does aten\.(sin|cos).*, and at the last call aten\.(cos|sin)"),
-    "a tensor that is replaced": (replaced, r"uses a tensor of shape \[8\] that an earlier call kept in a list"),
+    "a tensor that is replaced": (replaced, r"a tensor of shape \[8\], made by .*, is kept when the step"),
+    "a tensor that is kept": (
+        kept_in_a_list,
+        r"a tensor of shape \[\], made by .*, is kept when the step has returned",
+    ),
+    "random numbers after a seed": (seeded, r"draws random numbers after their state was set"),
+    "other memory for an argument": (given_memory, r"gives an argument other memory, as x\.data = y does"),
+    "a power of a count": (powers, r"a power that has become a tensor of integers, where negative powers are 0"),
     "another tensor in each call": (swapped, r"the step does other tensors: a compiled program always does the same"),
     "the host reads": (lambda: repeated(lambda w, x: w.sum().item()), r"the host reads a result, by aten::_local_scal"),
     "the host branches": (lambda: repeated(lambda w, x: 1 if w.sum() > 0 else 0), r"the host reads a result"),
@@ -642,13 +672,49 @@ def sliced(w: Tensor, x: Tensor) -> Any:
     return w - x, x[2:5].as_strided((2,), (1,)), x.view(2, -1)[1]
 
 
-TOYS: dict[str, Toy] = {f.__name__: f for f in (clamped, old, unfolded, drawing, sliced)}
+counts = torch.zeros((), dtype=torch.int64)
+
+
+def counting(w: Tensor, x: Tensor) -> Any:
+    counts.add_(1)
+    return w * counts, counts + 0
+
+
+def chosen(w: Tensor, x: Tensor) -> Any:
+    values, places = x.topk(3)
+    return (
+        w + values.mean() / (places.float().mean() + 1),
+        values * values.sum(),
+        torch.det(x.view(2, 4) @ w.view(4, 2)),
+    )
+
+
+def pooled(w: Tensor, x: Tensor) -> Any:
+    images = torch.stack([x, w]).view(1, 1, 4, 4)
+    y = F.conv2d(images, images[..., :2, :2], padding=1)
+    return w - F.max_pool2d(y, 2).mean() / 1e3, y * y.sum(), y
+
+
+TOYS: dict[str, Toy] = {f.__name__: f for f in (clamped, old, unfolded, drawing, sliced, chosen, pooled)}
 
 
 @pytest.mark.parametrize("name", TOYS)
 def test_small_steps_are_as_without_a_compiler(name: str) -> None:
     plain, compiled = on_one_rank(lambda: both(TOYS[name], lambda: data(1)))
     assert distance(compiled, plain) < 1e-12
+
+
+def counted() -> Any:
+    """A counter from elsewhere, which the step alone overwrites."""
+    found = both(counting, lambda: data(1))
+    return [every for every, _ in found], counts
+
+
+def test_what_a_step_overwrites_elsewhere_is_overwritten_once_a_call() -> None:
+    (plain, compiled), total = on_one_rank(counted)
+    assert [x.item() for [x] in compiled] == [5, 6, 7, 8]
+    assert [x.item() for [x] in plain] == [1, 2, 3, 4]
+    assert total.item() == 8
 
 
 def test_slices_of_a_larger_batch() -> None:
