@@ -137,8 +137,7 @@ class Reducing(Scheduled):
     def finish(self, started: PendingReduction) -> list[Tensor]:
         """Waits for it; returns its results."""
         reductions = self.engine.reductions
-        with attributed_to(self.stage, backward=True):
-            found = [reductions.wait(started)]
+        found = [reductions.wait(started)]
         if not reductions.in_flight:
             reductions.free_scratch()
             reductions.turns = 0

@@ -261,11 +261,7 @@ class PendingReduction:
         (op, along), handle, stage = self.along, self.under_way, self.reduction.layout.stage
         self.under_way, self.lent = None, False
         try:
-            if self.reduction.format is None:
-                arrived(handle, op, along.reductions.group_name, stage)
-            else:  # more may be sent when the first part has arrived
-                with attributed_to(stage, backward=True):
-                    arrived(handle, op, along.reductions.group_name, stage)
+            arrived(handle, op, along.reductions.group_name, stage)
         except RuntimeError as error:
             raise RuntimeError(
                 f"stage {stage!r}: summing its gradient failed on this rank: {error}"

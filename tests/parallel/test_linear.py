@@ -198,7 +198,8 @@ def with_a_common_part() -> dict[Any, float]:
 def test_what_logits_have_in_common_costs_no_digits(world: World) -> None:
     for found in world.within(60).run(with_a_common_part):
         assert len(found) == 4 * 2 * 2 * 5
-        assert not {cell: worst for cell, worst in found.items() if not worst < 2}
+        # In units of one rounding, of which sums have several, in an order that depends on the processor.
+        assert not {cell: worst for cell, worst in found.items() if not worst < 4}
 
 
 def mixed(experts: Tensor, **options: Any) -> Tensor:

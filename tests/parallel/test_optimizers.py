@@ -60,4 +60,6 @@ def test_steps_are_those_of_whole_parameters(world: World) -> None:
     for sizes in MESHES:
         for found in world.run(trained, sizes):
             assert len(found) == 2 * len(OPTIMIZERS)
-            assert not {name: x for name, x in found.items() if not x < 1e-12}, sizes
+            # SOAP's eigenvectors amplify rounding, which is another one on each kind of processor.
+            limits = {name: 1e-8 if name.startswith("soap") else 1e-12 for name in found}
+            assert not {name: x for name, x in found.items() if not x < limits[name]}, sizes
