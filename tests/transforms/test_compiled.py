@@ -867,3 +867,35 @@ def changing_places() -> Any:
 
 def test_results_may_change_places() -> None:
     assert [x[0].item() for x in on_one_rank(changing_places)] == [1.0, 2.0, 0.0]
+
+
+def _from(batches: list[Tensor], n: int) -> list[Tensor]:
+    return batches[n:]
+
+
+def looped() -> list[Any]:
+    """Parameters of a run that is saved and goes on, as it is and compiled."""
+    found = []
+    for wrap in (lambda step: step, sf.compile):
+        inner, params, moments = of_blocks()
+        each = wrap(inner)
+
+        def step(state: Any, batch: Any, each: Any = each) -> Any:
+            params, moments, value = each(*state, batch)
+            return (params, moments), {"loss": value}
+
+        draw = drawn(3)
+        batches = [draw(ROWS, WIDTH) for _ in range(8)]
+        with tempfile.TemporaryDirectory() as folder:
+            for steps in (4, 8):
+                begun = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (params, moments))
+                (ended, _), _ = sf.run.loop(
+                    step, begun, functools.partial(_from, batches), steps=steps, save=folder, every=2
+                )
+        found.append(optree.tree_leaves(ended))
+    return found
+
+
+def test_a_loop_saves_what_a_compiled_step_returns_and_goes_on() -> None:
+    plain, compiled = on_one_rank(looped)
+    assert distance(compiled, plain) < 1e-12
