@@ -496,6 +496,8 @@ def _collective(node: fx.Node) -> str:
     """A collective as ranks compare it."""
     if node.target is SCHEDULED:
         return str(known(node.args[1]))  # type: ignore[arg-type]
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    statics = dict(zip(names[1:], node.args[1:], strict=True)) | node.kwargs
-    return ops.described(names[0] and node.target.__name__.partition(".")[0], node.args[0].meta["val"], statics)  # type: ignore[union-attr]
+    op: Any = node.target
+    x, *statics = node.args
+    names = [argument.name for argument in op._schema.arguments]
+    name = op._schema.name.rpartition("::")[2]
+    return f"{name} of {ops.described(name, x.meta['val'], dict(zip(names[1:], statics, strict=True)))}"  # type: ignore[union-attr]

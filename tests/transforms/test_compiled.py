@@ -373,7 +373,12 @@ def swapped() -> Any:
 
 def kept_in_a_list() -> Any:
     log: list[Tensor] = []
-    return repeated(lambda w, x: log.append(w.sum()) or 0)  # type: ignore[func-returns-value]
+
+    def more(w: Tensor, x: Tensor) -> Any:
+        log.append(w.sum())
+        return 0
+
+    return repeated(more)
 
 
 def seeded() -> Any:
@@ -578,13 +583,20 @@ def test_results_are_as_without_a_compiler() -> None:
 
 
 @plainly
-def by_rank() -> Any:
+def by_rank(other: str) -> Any:
     rank, mesh, calls = dist.get_rank(), mesh_here(), list[int]()
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        "more": lambda x: sf.psum(sf.psum(x, DATA), DATA),
+        "another": lambda x: sf.pmax(x, DATA),
+        "another shape": lambda x: sf.psum(x[:3], DATA),
+        "another dimension": lambda x: sf.all_gather(x.view(2, -1), DATA, dim=1),
+    }
+    first = ways["another dimension"] if other == "another dimension" else lambda x: sf.psum(x, DATA)
+    ways["another dimension"] = lambda x: sf.all_gather(x.view(2, -1), DATA, dim=0)
 
     @sf.shard_map(mesh=mesh, in_specs=..., out_specs=..., check=False)
     def step(x: Tensor) -> Tensor:
-        x = sf.psum(x, DATA)
-        return sf.psum(x, DATA) if calls and rank else x
+        return (ways[other] if calls and rank else first)(x).sum()
 
     compiled = sf.compile(step, mesh=mesh)
     for _ in range(2):
@@ -592,9 +604,10 @@ def by_rank() -> Any:
         calls.append(1)
 
 
-def test_ranks_that_do_different_things_are_told_before_they_run() -> None:
+@pytest.mark.parametrize("other", ["more", "another", "another shape", "another dimension"])
+def test_ranks_that_do_different_things_are_told_before_they_run(other: str) -> None:
     with pytest.raises(Exception, match="the collectives of the step differ between ranks"):
-        world(2).within(60).run(by_rank)
+        world(2).within(60).run(by_rank, other)
 
 
 def read_and_overwritten() -> Any:
@@ -627,7 +640,7 @@ def test_arguments_are_overwritten_after_all_have_read_them() -> None:
 Toy = Callable[..., Any]
 
 
-def both(step: Toy, first: Callable[[], Any], rest: Callable[[int], Any] = data, seeded: bool = True) -> Any:
+def both(step: Toy, first: Callable[[], Any], rest: Callable[[int], Any] = data) -> Any:
     """What a step `(carried, x) -> (carried, ...)` returns in its calls, and what it is compiled."""
     found: list[Any] = []
     for run in (step, sf.compile(step, mesh=sf.make_mesh(shard=1, device="cpu"))):
