@@ -856,7 +856,7 @@ def scored() -> Any:
     sys.path.insert(0, str(HERE.parent))
     from examples import influence
 
-    mesh, (files, held_out) = sf.make_mesh(replica=1, shard=-1, device="cpu"), influence.library(influence.SMALL)
+    mesh, (files, held_out) = sf.make_mesh(replica=1, shard=-1, device="cpu"), influence.sources(influence.SMALL)
     placed = sf.strategy("full_shard", shard="shard", replica="replica")
     params, _ = influence.trained(influence.SMALL, mesh, files, 300, placed)
     return influence.scores(influence.SMALL, mesh, params, files, held_out)

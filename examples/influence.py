@@ -33,7 +33,7 @@ STRETCHES, HELD_OUT, DAMPING = 128, 8, 1e-4  # of each file; every so many is he
 Rows = dict[str, Tensor]
 
 
-def library(config: Config) -> tuple[Rows, Rows]:
+def sources(config: Config) -> tuple[Rows, Rows]:
     """Stretches of each file `[rows, context + 1]`, for training and held out."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     texts = {name: joined([(folder / f"{name}.py").read_bytes()]) for name in FILES}
@@ -110,7 +110,7 @@ def main() -> None:
     options = hybrid_options("Find the files that made a prediction.", DATA, "runs/influence", steps=300)
     options.add_argument("--text", default="def copytree(src, dst, symlinks=False, ", help="default: %(default)r")
     args = options.parse_args()
-    mesh, (files, held_out) = sf.make_mesh(device=args.device, **args.mesh), library(SMALL)
+    mesh, (files, held_out) = sf.make_mesh(device=args.device, **args.mesh), sources(SMALL)
     params, run = trained(SMALL, mesh, files, args.steps, args.strategy, (sf.run.progress(),))
     end(run)
     text = torch.tensor([list(args.text.encode()[: SMALL.context + 1])])

@@ -520,7 +520,7 @@ MUTANTS = [
     ),
     Mutant(
         "a compiled step leaves out collectives of which this rank has no use",
-        "transforms/compiled.py",
+        "transforms/tracing.py",
         "            inductor.keep(func)",
         "            pass",
         f"{AS_IT_IS}[2-adafactor]",
@@ -534,7 +534,7 @@ MUTANTS = [
     ),
     Mutant(
         "results that change places are written one after another",
-        "transforms/compiled.py",
+        "transforms/tracing.py",
         'if regions.origin(result).op == "placeholder":',
         "if False:",
         f"{COMPILED}::test_results_may_change_places",

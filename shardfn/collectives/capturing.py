@@ -84,10 +84,12 @@ class Watch(modes.Watching):
         notes: the operations so far, each with the numbers that the host passed to it.
         held: tensors from outside of the call, one for each memory that an operation uses.
         late: tensors that the host is to check after each run, see `late_checks`.
-        traces: whether tensors have no numbers.
         works: the collectives of a traced step, which lives as long as they do.
         drawing: why random numbers may not be drawn here; empty if they may.
     """
+
+    traces = False
+    """Whether tensors have no numbers."""
 
     def __init__(
         self, name: str, inputs: Iterable[Tensor], device: torch.device, before: list[Note] | None = None
@@ -98,7 +100,6 @@ class Watch(modes.Watching):
         self.held: dict[int, Tensor] = {}
         self.late: list[Late] = []
         self.drawing = ""
-        self.traces = False
         self.works: list[Any] = []
         # What operations have made, and where, and on the CPU what was computed from the inputs: by numbers of
         # storages, with references that keep these numbers from others.

@@ -76,15 +76,6 @@ def run(work: Scheduled, inputs: Sequence[Tensor | None]) -> list[Tensor]:
     return found
 
 
-def _at_once(inputs: list[Tensor | None], number: int) -> list[Tensor]:
-    work = known(number)
-    started = work.start(inputs)
-    found = [x.clone() if work.lends else x for x in work.finish(started)]
-    work.release(started)
-    return found
-
-
 LIBRARY.define("scheduled(Tensor?[] inputs, int number) -> Tensor[]")
-LIBRARY.impl("scheduled", _at_once, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{LIBRARY.ns}::scheduled", lambda inputs, number: known(number).like(inputs), lib=LIBRARY)
 SCHEDULED: Any = getattr(torch.ops, LIBRARY.ns).scheduled.default

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar, cast
 
 import torch
@@ -89,3 +91,15 @@ def pin_exactly() -> None:
         change(",".join(filter(None, [before, f"{_EXACT}:1"])))  # replaces all settings
     except RuntimeError:  # not known to this torch
         change(before)
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """A context in which only what nothing refers to is freed: when the garbage collector runs is a matter of luck."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -305,6 +305,11 @@ def fake(x: torch.Tensor) -> bool:
     return isinstance(x, FakeTensor)
 
 
+def is_op(func: Any) -> bool:
+    """Whether what a dispatch mode is told of is one of the dispatcher's operations, not one of functions."""
+    return isinstance(func, torch._ops.OpOverload)
+
+
 def in_graph() -> bool:
     """Whether torch traces ops into a graph here, to run them later, as `make_fx` does."""
     proxy = torch._C._TorchDispatchModeKey.PROXY

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,6 +16,8 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from shardfn.compat.devices import without_collector
 
 NEEDS_NUMBERS = (
     DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode,
@@ -42,7 +43,9 @@ def traced(f: Callable[..., list[Tensor]], tensors: Sequence[Tensor]) -> fx.Grap
     from torch.fx.experimental.proxy_tensor import make_fx
 
     trace = make_fx(f, tracing_mode="fake", _allow_non_fake_inputs=True)
-    with _uncollected(), torch.compiler.set_stance("force_eager"):  # functions that are compiled are traced, too
+    # Collecting garbage would look at the whole growing graph again and again.
+    # Functions that torch.compile has made are traced like others.
+    with without_collector(), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
         return trace(*tensors)
 
 
@@ -61,7 +64,7 @@ def functional(graph: fx.GraphModule, tensors: Sequence[Tensor]) -> fx.GraphModu
     pure = torch.func.functionalize(lambda *xs: fx.Interpreter(graph).run(*xs), remove="mutations")
     seeded = torch.Tag.nondeterministic_seeded  # such operations draw what they draw without a compiler
     table = {op: parts for op, parts in select_decomp_table().items() if seeded not in getattr(op, "tags", ())}
-    with _uncollected(), config.patch(fallback_random=True), without_autocast():
+    with without_collector(), config.patch(fallback_random=True), without_autocast():
         return make_fx(pure, tracing_mode="fake", decomposition_table=table, _allow_non_fake_inputs=True)(*tensors)
 
 
@@ -85,18 +88,6 @@ def compiled(graph: fx.GraphModule) -> Callable[[list[Tensor]], Sequence[Tensor]
 def without_autocast() -> Any:
     """A context without autocast, for operations that are what autocast has made."""
     return torch._C._DisableAutocast()
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """A context without garbage collection, which would look at the whole growing graph again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager

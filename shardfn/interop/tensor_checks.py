@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardfn.collectives.agree import agree, at_once, gathered
 from shardfn.collectives.functional import all_gather, axis_index, axis_size
-from shardfn.compat import functorch
+from shardfn.compat import dispatch, functorch
 from shardfn.compat.dispatch import plain
 from shardfn.interop import output_capturing
 from shardfn.interop.placeholder import Part, Slot, placed
@@ -302,7 +302,7 @@ class Following(TorchFunctionMode):
             return out
         traced = [x for x in _tensors((args, kwargs)) if hasattr(x, _MARK)]
         results = list(_tensors(out)) if traced else []
-        if isinstance(func, torch._ops.OpOverload) and func.namespace.startswith("shardfn"):
+        if dispatch.is_op(func) and func.namespace.startswith("shardfn"):
             op = str(func.name()).split("::")[-1]
             if self.group in args:
                 cut = op not in ("psum", "all_gather_invariant")

@@ -159,7 +159,7 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
         sizes(mesh)  # which refuses what is no mesh
     given = named(step, args, kwargs)
     parameters = mark(recorder, given)
-    with _without_collector(), dynamo.taken_for_real(), _explained(recorder):
+    with devices.without_collector(), dynamo.taken_for_real(), _explained(recorder):
         step(*args, **kwargs)
         gc.collect()
         before = {block: block.nbytes for block in recorder.blocks.values()}
@@ -230,18 +230,6 @@ def plan_of(
         allocator=course.allocator,
         assumed=tuple(recorder.assumed),
     )
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """A context in which only what nothing refers to is freed: when the garbage collector runs is a matter of luck."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def named(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:

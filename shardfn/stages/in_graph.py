@@ -12,9 +12,10 @@ import math
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
@@ -48,7 +49,7 @@ class Gathering(Scheduled):
     def __init__(self, engine: Engine, plan: GatherPlan, backward: bool, leaves: bool, ahead: int) -> None:
         super().__init__()
         self.engine, self.backward, self.ahead = engine, backward, ahead
-        self.plan = GatherPlan(tuple(replace(gather, whole=True) for gather in plan.each), plan.nbytes)
+        self.plan = plan.copying
         self.pieces = plan.secondary.each if leaves and plan.secondary is not None else ()
 
     def __str__(self) -> str:
@@ -210,12 +211,6 @@ class Tracing:
         now = [None if g is None else g.to(dtype) for g in gradients]
         self.wholes[total] = [b if a is None else a if b is None else a + b for a, b in zip(before, now, strict=True)]
 
-    # --- collectives ---
-
-    def work(self, work: Scheduled, inputs: Sequence[Tensor | None]) -> list[Tensor]:
-        """Puts a collective into the graph."""
-        return run(work, inputs)
-
     def reduce(
         self,
         reduction: Reduction,
@@ -225,7 +220,7 @@ class Tracing:
         begins: bool = True,
     ) -> Tensor:
         """Puts a reduction into the graph."""
-        (found,) = self.work(Reducing(self.engine, reduction, stage, part, begins), gradients)
+        (found,) = run(Reducing(self.engine, reduction, stage, part, begins), gradients)
         return found
 
 
@@ -305,7 +300,7 @@ class Traced:
             source = self.secondary if backward and self.secondary is not None else (plan, shards)
             leaves = isinstance(keep, tuple) and not backward and any(call.needs)
             work = Gathering(tracing.engine, source[0], backward, leaves, signature.options.prefetch)
-            found = tracing.work(work, source[1])
+            found = run(work, source[1])
             gathered, pieces = found[: sum(moving)], iter(found[sum(moving) :])
             if work.pieces:
                 assert plan.secondary is not None, "there are pieces of it"
@@ -459,7 +454,7 @@ class _Drawing(DispatchMode):
             return func(*args, **(kwargs or {}))
         if not self.again:
             result = func(*args, **(kwargs or {}))
-            self.drawn.append((func, torch.utils._pytree.tree_map(_clone, result)))
+            self.drawn.append((func, optree.tree_map(_clone, result)))
             return result
         if self.at == len(self.drawn) or self.drawn[self.at][0] is not func:
             raise RuntimeError(f"a stage that runs again in backward draws other random numbers there: {func.name()}")

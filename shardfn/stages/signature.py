@@ -69,6 +69,11 @@ class GatherPlan:
         return GatherPlan(tuple(_secondary(gather) for gather in self.each), self.nbytes)
 
     @functools.cached_property
+    def copying(self) -> GatherPlan:
+        """The same slot, into which this rank's own pieces are copied, too."""
+        return GatherPlan(tuple(replace(gather, whole=True) for gather in self.each), self.nbytes)
+
+    @functools.cached_property
     def stage(self) -> str:
         """Path of the stage; of several, joined by `+`."""
         return "+".join(dict.fromkeys(gather.layout.stage for gather in self.each))

@@ -35,6 +35,6 @@ def test_scores_of_files_do_not_depend_on_the_mesh(tmp_path: Path) -> None:
 
 
 def test_every_file_has_stretches_of_both_kinds() -> None:
-    files, held_out = influence.library(influence.SMALL)
+    files, held_out = influence.sources(influence.SMALL)
     assert list(files) == list(held_out) == list(influence.FILES)
     assert all(len(files[name]) >= 7 * (len(held_out[name]) - 1) > 0 for name in files)
