@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -246,6 +247,9 @@ class _TraceWatch(Watch):
                 )
         if any(map(dispatch.fake, tensors)) or torch.Tag.nondeterministic_seeded in func.tags:
             self._refuse(func, args, kwargs, tensors)
+        if func._schema.is_mutable and torch.Tag.nondeterministic_seeded in func.tags and len(tensors) == 1:
+            (x,) = tensors
+            return x.copy_(_DRAWN(x.shape, x.stride(), x.dtype, x.device, str(func), repr(args[1:])))
         if func.namespace == LIBRARY.ns:
             inductor.keep(func)
         if func.namespace == LIBRARY.ns and func is not SCHEDULED:
@@ -267,6 +271,35 @@ class _TraceWatch(Watch):
 
     def finish(self, results: Any) -> None:
         """Nothing: a graph keeps its tensors."""
+
+
+# --- random numbers ---
+
+_LIBRARY = torch.library.Library("shardfn_random", "FRAGMENT")
+_LIBRARY.define(
+    "drawn(SymInt[] size, SymInt[] stride, ScalarType dtype, Device device, str op, str args) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+
+
+def _drawn(size: Any, stride: Any, dtype: torch.dtype, device: torch.device, op: str, args: str) -> Tensor:
+    """What an operation in place, such as `aten.bernoulli_.float`, draws into memory of this layout, in its order.
+
+    The same operation on new tensors fills contiguous ones.
+    """
+    out = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    _, name, overload = op.split(".")
+    getattr(getattr(_aten, name), overload)(out, *ast.literal_eval(args))
+    return out
+
+
+_LIBRARY.impl("drawn", _drawn, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "shardfn_random::drawn",
+    lambda size, stride, dtype, device, op, args: torch.empty_strided(size, stride, dtype=dtype, device=device),
+    lib=_LIBRARY,
+)
+_DRAWN: Any = torch.ops.shardfn_random.drawn.default
 
 
 @contextlib.contextmanager

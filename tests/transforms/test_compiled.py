@@ -723,6 +723,13 @@ def sliced(w: Tensor, x: Tensor) -> Any:
     return w - x, x[2:5].as_strided((2,), (1,)), x.view(2, -1)[1]
 
 
+def drawing_across(w: Tensor, x: Tensor) -> Any:
+    """Random numbers in memory that is not contiguous, as attention's dropout meets it."""
+    across, spread = x.view(2, 4).t(), torch.empty(8, 4, dtype=x.dtype)[::2, 1:3]
+    mask = F.dropout(across, 0.5) + torch.rand_like(across)
+    return w - mask.sum(), mask, spread.uniform_(1, 2) * 1, torch.empty_like(across).random_(3, 9)
+
+
 counts = torch.zeros((), dtype=torch.int64)
 
 
@@ -746,7 +753,9 @@ def pooled(w: Tensor, x: Tensor) -> Any:
     return w - F.max_pool2d(y, 2).mean() / 1e3, y * y.sum(), y
 
 
-TOYS: dict[str, Toy] = {f.__name__: f for f in (clamped, old, unfolded, drawing, sliced, chosen, pooled)}
+TOYS: dict[str, Toy] = {
+    f.__name__: f for f in (clamped, old, unfolded, drawing, drawing_across, sliced, chosen, pooled)
+}
 
 
 @pytest.mark.parametrize("name", TOYS)
