@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    FakeTensorMode,
     UnsupportedFakeTensorException,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -54,18 +55,26 @@ def keep(op: Any) -> None:
     fx.node.has_side_effect(op)
 
 
-def functional(graph: fx.GraphModule, tensors: Sequence[Tensor]) -> fx.GraphModule:
-    """The same operations on new tensors, in those that inductor knows; arguments are overwritten at the end."""
+def functional(f: Callable[..., list[Tensor]], tensors: Sequence[Tensor]) -> fx.GraphModule:
+    """The operations of `f` on new tensors, in those that inductor knows; arguments are overwritten at the end."""
     import torch._inductor.config as config
     import torch._inductor.lowering  # decompositions of pooling look there
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    pure = torch.func.functionalize(lambda *xs: fx.Interpreter(graph).run(*xs), remove="mutations")
+    pure = torch.func.functionalize(f, remove="mutations")
     seeded = torch.Tag.nondeterministic_seeded  # such operations draw what they draw without a compiler
     table = {op: parts for op, parts in select_decomp_table().items() if seeded not in getattr(op, "tags", ())}
     with without_collector(), config.patch(fallback_random=True), without_autocast():
         return make_fx(pure, tracing_mode="fake", decomposition_table=table, _allow_non_fake_inputs=True)(*tensors)
+
+
+def newest_nodes(after: fx.Node | None = None) -> list[fx.Node]:
+    """The nodes of the graph that is being traced behind another, in order."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    nodes = reversed(get_proxy_mode().tracer.graph.nodes)  # type: ignore[union-attr]
+    return list(itertools.takewhile(lambda node: node is not after, nodes))[::-1]
 
 
 def compiled(graph: fx.GraphModule) -> Callable[[list[Tensor]], Sequence[Tensor]]:
@@ -74,26 +83,23 @@ def compiled(graph: fx.GraphModule) -> Callable[[list[Tensor]], Sequence[Tensor]
     Random numbers are those that torch's own operations draw.
     """
     import torch._inductor.config as config
+    from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-    inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    kinds = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     # Others read them by the strides that the trace found, so they must not be padded.
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     output.meta["original_output_strides"] = [x.meta["val"].stride() for x in output.args[0]]
-    with _lock, config.patch(fallback_random=True), _tracing(inputs), torch.no_grad(), without_autocast():
+    # inductor finds by their storages which tensors are views of others.
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        inputs = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in kinds]
+    FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*inputs)
+    with _lock, config.patch(fallback_random=True), tracing(TracingContext(mode)), torch.no_grad(), without_autocast():
         return compile_fx_inner(graph, inputs)
 
 
 def without_autocast() -> Any:
     """A context without autocast, for operations that are what autocast has made."""
     return torch._C._DisableAutocast()
-
-
-@contextlib.contextmanager
-def _tracing(inputs: Sequence[Any]) -> Iterator[None]:
-    from torch._guards import TracingContext, tracing
-
-    mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None)
-    with tracing(TracingContext(mode)):
-        yield

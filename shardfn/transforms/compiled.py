@@ -201,7 +201,6 @@ class _Compiled:
     def _compare(self, leaves: list[Any]) -> None:
         """Raises RuntimeError if the step does something else than when it was traced."""
         other = Trace.of(self.trace.program, leaves, self.trace.outside)
-        other.schedule()
         if what := self.trace.difference(other):
             raise RuntimeError(
                 f"{other.program.name}: the step does {what}: a compiled program always does the same. What the step "

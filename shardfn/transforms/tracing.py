@@ -22,6 +22,7 @@ from shardfn.mesh import callsites
 from shardfn.quoting import short
 from shardfn.transforms import regions
 from shardfn.transforms.captured import Form, Program
+from shardfn.transforms.pure import pure
 
 _aten: Any = torch.ops.aten
 TENSOR: Any = object()
@@ -43,7 +44,7 @@ class Trace:
         sent: of the other collectives, in order: the stage that they serve, and whether in a backward pass.
         tree: structure of the result.
         results: its leaves, with a mark in place of tensors.
-        text: its operations, to compare with those of another call.
+        traced, text: its operations as traced, and as they are compiled, to compare with those of another call.
         collectives: what ranks compare.
     """
 
@@ -56,6 +57,7 @@ class Trace:
     sent: list[tuple[str, bool]]
     tree: optree.PyTreeSpec
     results: list[Any]
+    traced: str = ""
     text: str = ""
     collectives: list[str] = field(default_factory=list)
     overwritten: list[Tensor] = field(default_factory=list)
@@ -118,8 +120,10 @@ class Trace:
             raise RuntimeError(f"{program.name}: the step returns {difference}: a program always returns the same")
         program.refuse_results(leaves, found)
         results = [TENSOR if isinstance(x, Tensor) else x for x in found]
-        parts = list(outside), [*outside, *_lift(graph)], works, sent, trees[0], results
-        return cls(program, at, graph, *parts), more
+        constants = [*outside, *_lift(graph)]
+        regions.unaliased(graph.graph)
+        traced = regions.described(graph.graph)
+        return cls(program, at, graph, list(outside), constants, works, sent, trees[0], results, traced), more
 
     def schedule(self) -> None:
         """Orders the operations, and writes results that become arguments into these.
@@ -127,10 +131,8 @@ class Trace:
         Raises:
             RuntimeError: the step overwrites an argument that it does not return, or that shares memory with another.
         """
-        regions.unaliased(self.graph.graph)
-        tensors = [node.meta["val"] for node in self.graph.graph.nodes if node.op == "placeholder"]
         with unrecorded():
-            functional = inductor.functional(self.graph, tensors)
+            functional = pure(self.graph)
         self.constants += _lift(functional)  # what decompositions have made
         graph = functional.graph
         self._carry(graph)
@@ -184,7 +186,10 @@ class Trace:
         output.args = ([None if k in dropped else x for k, x in enumerate(results)],)
 
     def difference(self, other: Trace) -> str:
-        """What another trace of the same step does otherwise; empty if nothing."""
+        """What another trace of the same step, not scheduled yet, does otherwise; empty if nothing."""
+        if self.traced == other.traced and all(map(_same, self.constants, other.constants)):
+            return ""
+        other.schedule()
         pairs = zip(self.text.split("\n"), other.text.split("\n"), strict=False)
         before, now = next(((a, b) for a, b in pairs if a != b), ("", ""))
         if self.text == other.text and all(map(_same, self.constants, other.constants)):

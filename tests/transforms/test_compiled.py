@@ -21,7 +21,7 @@ import shardfn as sf
 import shardfn.optim as so
 from shardfn import P, interop, parallel
 from shardfn.testing import world
-from shardfn.transforms import regions
+from shardfn.transforms import pure, regions
 from tests.lossless import LOSSLESS
 from tests.models import DATA, STRATEGIES, distance, drawn
 
@@ -538,8 +538,24 @@ def regions_of(layers: int) -> int:
     return len(keys)
 
 
-def test_equal_layers_are_compiled_once() -> None:
-    few, many = (world(2).within(60).run(regions_of, layers) for layers in (4, 9))
+def decompositions_of(layers: int) -> int:
+    """How many operations of layers are decomposed, besides collectives and what touches the parameters."""
+    seen: list[Any] = []
+    made = pure._Parts.__init__
+
+    def noted(parts: Any, run: Any, chained: Any) -> None:
+        seen.extend(node for node in run if node not in chained and not regions.is_collective(node))
+        made(parts, run, chained)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pure._Parts, "__init__", noted)
+        regions_of(layers)
+    return len(seen)
+
+
+@pytest.mark.parametrize("count", [regions_of, decompositions_of])
+def test_equal_layers_are_compiled_once(count: Callable[[int], int]) -> None:
+    few, many = (world(2).within(60).run(count, layers) for layers in (4, 9))
     assert few == many
 
 
@@ -753,8 +769,32 @@ def pooled(w: Tensor, x: Tensor) -> Any:
     return w - F.max_pool2d(y, 2).mean() / 1e3, y * y.sum(), y
 
 
+def writing(w: Tensor, x: Tensor) -> Any:
+    """Overwriting beside the same operations on memory that nothing overwrites."""
+    first, second, third = x * 2, x * 2, x * 2
+    torch._foreach_mul_(first.split(4), 3.0)
+    torch.add(second, w, out=second)
+    tail, table = second[3:], torch.zeros(3, WIDTH, dtype=x.dtype)
+    table[1] = first
+    table.index_put_((torch.tensor([0, 2]),), second, accumulate=True)
+    second += 1
+    again = second.view(2, 4)
+    again.add_(third.view(2, 4))
+    return w - first, tail * 2, table.t().contiguous(), third, again, second[3:] * 2
+
+
+def alike(w: Tensor, x: Tensor) -> Any:
+    """Operations that look alike."""
+    x = x + 1
+    n, square = (10 * x).long(), torch.outer(x, w)
+    products = [n * 2, n * 2.0, n * True, x * x, x * w, x / w, w / x, x.copysign(0.0), x.copysign(-0.0)]
+    products += [torch.addcmul(x, w, x), torch.addcmul(x, w, w), square * 2, square.t() * 2]
+    sums = [square.sum(0), square.t().sum(0), square[1:].sum(0), square[:, 1:].sum(0), square.sum(1)]
+    return w.cos() + w.cos().square(), *products, *sums, F.softmax(square, 0), F.softmax(square, 1), F.softmax(x, 0)
+
+
 TOYS: dict[str, Toy] = {
-    f.__name__: f for f in (clamped, old, unfolded, drawing, drawing_across, sliced, chosen, pooled)
+    f.__name__: f for f in (clamped, old, unfolded, drawing, drawing_across, sliced, chosen, pooled, writing, alike)
 }
 
 
@@ -762,6 +802,8 @@ TOYS: dict[str, Toy] = {
 def test_small_steps_are_as_without_a_compiler(name: str) -> None:
     plain, compiled = on_one_rank(lambda: both(TOYS[name], lambda: data(1)))
     assert distance(compiled, plain) < 1e-12
+    strides = [[x.stride() for x in optree.tree_leaves(each)] for each in (compiled, plain)]
+    assert strides[0] == strides[1]
 
 
 def counted() -> Any:
