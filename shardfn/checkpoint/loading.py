@@ -121,6 +121,7 @@ def filled(
     """
     path, tree, held = on_each_rank(lambda: _prepared(source, like, donate))
     team = team_of(held.grids)
+    counts: dict[str, Tensor] = {}  # numbers here, and 0-d tensors in the files
 
     def compared() -> tuple[Reader, Any, Differences, dict[str, Name], Any, _Common]:
         if check is not None:
@@ -129,7 +130,15 @@ def filled(
         differences, names = matching.compared(reader.source, held, team, asked, naming)
         if differences.shapes or (asked.strict and differences):
             raise CheckpointError(f"{differences}{matching.hint(differences, names, reader.source, asked)}")
-        boxes = [*held.boxes, *(LocalBox(name, whole(x.shape), x) for name, x in held.plain.items())]
+        numbers, tensors = reader.source.numbers, reader.source.tensors
+        counts.update(
+            (name, torch.empty((), dtype=tensors[names[name].theirs].dtype))
+            for name in held.numbers if name in names and names[name].theirs in tensors
+        )  # fmt: skip
+        single = {
+            name: x for name, x in (held.plain | counts).items() if name in names and names[name].theirs not in numbers
+        }
+        boxes = [*held.boxes, *(LocalBox(name, whole(x.shape), x) for name, x in single.items())]
         wanted = reader.wanted(names[target.name].box(target) for target in boxes if target.name in names)
         reader.check(wanted)
         then_result = None if then is None else then(reader)
@@ -143,6 +152,9 @@ def filled(
     def read() -> None:
         with torch.no_grad():
             reader.fill(wanted)
+            for name, x in held.plain.items():
+                if name in names and names[name].theirs in reader.source.numbers:
+                    x.fill_(reader.source.numbers[names[name].theirs])  # type: ignore[arg-type]
         for name, generator in generators(tree).items():
             if name in names:
                 generator.set_state(held.plain[name])
@@ -151,8 +163,8 @@ def filled(
         team.each(what, read)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {_unusable(names) if donate else '`like` is as it was'}") from error.__cause__
-    numbers = reader.source.numbers
-    loaded = rebuilt(tree, {name: numbers[target.theirs] for name, target in names.items() if name in held.numbers})
+    numbers = {name: reader.source.numbers.get(names[name].theirs) for name in held.numbers if name in names}
+    loaded = rebuilt(tree, numbers | {name: x.item() for name, x in counts.items()})
     return loaded if then is None else (loaded, then_result)
 
 

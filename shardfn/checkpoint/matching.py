@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from shardfn.checkpoint.contents import Contents, Kind, LocalBox
 from shardfn.checkpoint.manifest import Entries
@@ -211,12 +213,23 @@ def hint(differ: Differences, names: dict[str, Name], source: Entries, asked: As
     return f". They are all in its part {part!r}: pass part={part!r}" if part else ""
 
 
+def _is_count(kind: Kind | None, number: Any) -> bool:
+    """Whether a tensor is what a compiled step makes of a number, such as the steps that an optimizer has counted."""
+    return (
+        kind is not None
+        and kind.shape == ()
+        and {int: torch.int64, float: torch.float64}.get(type(number)) == kind.dtype
+    )
+
+
 def _compare_one(differ: Differences, label: str, source: Entries, there: Name, wanted: Contents, name: str) -> None:
     """Records how an entry of a tree differs from the entry in the files."""
     kind, number = source.tensors.get(there.theirs), source.numbers.get(there.theirs)
     ours = wanted.tensors.get(name)
     if there.turned:
         refuse_flat(name, ours)
+    if (ours is None) is not (kind is None) and _is_count(ours or kind, wanted.numbers.get(name, number)):
+        return
     if ours is None or kind is None:
         our_kind, their_kind = str(ours or type(wanted.numbers[name]).__name__), str(kind or type(number).__name__)
         if our_kind != their_kind:

@@ -188,10 +188,15 @@ def at(here: Place) -> Iterator[None]:
     reaching[thread] = here
     try:
         yield
-        _last[:] = [here.text]
+        reached(here.text)
         _left.pop(here.group, None)
     finally:
         reaching.pop(thread, None)
+
+
+def reached(text: str) -> None:
+    """Notes a place that all ranks have reached."""
+    _last[:] = [text]
 
 
 def last() -> str:

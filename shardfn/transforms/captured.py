@@ -19,6 +19,7 @@ from shardfn.collectives.capturing import Late, Note, Watch, empty
 from shardfn.collectives.ledger import Ledger, ledger, record_again
 from shardfn.compat import autograd, dispatch
 from shardfn.quoting import short
+from shardfn.transforms.surroundings import Values
 
 
 class Donated(Tensor):
@@ -27,7 +28,7 @@ class Donated(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RuntimeError(
-            f"{getattr(func, '__name__', func)} of a tensor that was given to a graphed step: the step has overwritten "
+            f"{getattr(func, '__name__', func)} of a tensor that was given to a step, which has overwritten "
             f"it. Use what the step returned, params, state, loss = step(params, state, batch), or pass it a clone"
         )
 
@@ -87,6 +88,7 @@ class Program:
         calls: how often it was called.
         notes, form: what the rehearsal did, and returned.
         captured: the captured call.
+        around: what the step's functions read besides, and must not change.
     """
 
     name: str
@@ -99,6 +101,7 @@ class Program:
     notes: list[Note] = field(default_factory=list)
     form: Form | None = None
     captured: Captured | None = None
+    around: Values = field(default_factory=dict)
 
     def rehearse(self, leaves: list[Any]) -> tuple[list[Any], optree.PyTreeSpec]:
         """Runs the step as it will be captured, and notes what it does."""
@@ -129,7 +132,7 @@ class Program:
                 )
         self.refuse_results(leaves, found)
         if self.form is not None and (difference := self.form.difference(Form.of(found, tree))):
-            raise RuntimeError(f"{self.name}: the step returns {difference}: a graph always returns the same")
+            raise RuntimeError(f"{self.name}: the step returns {difference}: a program always returns the same")
         return found, tree
 
     def refuse_results(self, leaves: list[Any], found: list[Any]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from shardfn.collectives import late_checks
 from shardfn.collectives.agree import agree, failing_together
 from shardfn.compat import autograd, inductor
+from shardfn.mesh import callsites
 from shardfn.mesh.axes import known_axes
 from shardfn.mesh.scope import scope
 from shardfn.quoting import listed, short_errors
@@ -74,7 +75,7 @@ def compile(step: F, /, *, mesh: DeviceMesh | None = None) -> F:
 class Programs(Graphs):
     """The programs of one step, by the kind of its arguments."""
 
-    caller, warm_up = "compile", 1
+    caller, warm_up, settled = "compile", 1, 3
 
     def _kind(self, x: Any) -> Any:
         return (super()._kind(x), x.stride()) if isinstance(x, Tensor) else super()._kind(x)
@@ -102,6 +103,7 @@ class Programs(Graphs):
         ]
         _log.info("%s: compiles for arguments of shapes %s", self.name, listed(shapes))
         made = _Compiled(trace, meshes)
+        callsites.reached(f"{self.name} began to compile, which takes minutes")
         # One process of a host compiles, and the others find what it made on disk. What is for a GPU is for that alone.
         apart = bool(meshes) and program.device.type == "cpu"
         for first in (True, False) if apart else (True,):

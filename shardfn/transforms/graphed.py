@@ -24,6 +24,7 @@ from shardfn.shards.layout import is_flat
 from shardfn.transforms.autodiff import name_of
 from shardfn.transforms.captured import Captured, Donated, Program, Roles, captured
 from shardfn.transforms.checking import asked
+from shardfn.transforms.surroundings import changed, kept, surroundings
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -79,13 +80,14 @@ class Graphs:
 
     Attributes:
         warm_up: calls that run as they are; the last is the rehearsal.
+        settled: the call in which the step has been found to do the same as in the call before.
         roles: which results become arguments, by the structure of the arguments.
         first: the numbers among the arguments and the result of the last call, by structure, until roles are known.
         programs: by the kind of arguments.
         earlier: programs from before their roles were known, by structure.
     """
 
-    caller, warm_up = "graphed", 3
+    caller, warm_up, settled = "graphed", 3, 4
 
     def __init__(self, step: Callable[..., Any], mesh: DeviceMesh | None) -> None:
         self.step, self.mesh, self.name = step, mesh, f"{self.caller}({name_of(step)})"
@@ -111,7 +113,9 @@ class Graphs:
         if torch.compiler.is_compiling():
             dynamo.refuse_in_graph(f"{self.name}: compile what is inside, {self.caller}(torch.compile(step))")
         if functorch.inside_transform() or functorch.inside_forward_mode() or capturing() is not None:
-            raise RuntimeError(f"{self.name}: a graph is no part of a transform or of another graph: graph the whole")
+            raise RuntimeError(
+                f"{self.name}: it cannot be part of a transform or of another program: {self.caller} the whole once"
+            )
         if torch.is_inference_mode_enabled():
             raise RuntimeError(
                 f"{self.name}: its memory is written to again and again: use no_grad, not inference_mode"
@@ -124,6 +128,7 @@ class Graphs:
         program = self._program(leaves, tree, roles, device)
         self._refuse_numbers(program, leaves)
         program.calls += 1
+        self._refuse_surroundings(program)
         if program.captured is not None:
             return program.captured.run(leaves)
         if program.calls > self.warm_up:
@@ -148,18 +153,18 @@ class Graphs:
             if isinstance(x, Tensor):
                 if not dispatch.ordinary(x):
                     raise TypeError(
-                        f"{self.name}: {_label(self.step, tree, i)} is a {type(x).__name__}, and a graph takes plain "
+                        f"{self.name}: {_label(self.step, tree, i)} is a {type(x).__name__}, and a program takes plain "
                         f"tensors: pass x.to_local() of a DTensor"
                     )
                 if x.requires_grad:
                     raise RuntimeError(
-                        f"{self.name}: {_label(self.step, tree, i)} requires a gradient, and a graph cannot be "
+                        f"{self.name}: {_label(self.step, tree, i)} requires a gradient, and a program cannot be "
                         f"differentiated: pass x.detach(), and take gradients inside the step"
                     )
             elif type(x).__hash__ is None or isinstance(x, torch.Generator):
                 raise TypeError(
-                    f"{self.name}: {_label(self.step, tree, i)} is a {type(x).__name__}: a graph takes trees of "
-                    f"tensors, and constants"
+                    f"{self.name}: {_label(self.step, tree, i)} is a {type(x).__name__}: a program takes trees of "
+                    f"tensors, such as torch.from_numpy(x), and constants"
                 )
 
     def _roles(self, leaves: list[Any], tree: optree.PyTreeSpec, values: list[Any]) -> Roles:
@@ -194,8 +199,8 @@ class Graphs:
         if program is None:
             if len(self.programs) >= MOST:
                 raise RuntimeError(
-                    f"{self.name}: there are {MOST} graphs already, each for other shapes or constants, and these are "
-                    f"others still: pad batches to a few lengths"
+                    f"{self.name}: there are {MOST} programs already, each for other shapes or constants, and these "
+                    f"are new: pad batches to a few lengths"
                 )
 
             def run(values: list[Any]) -> tuple[list[Any], optree.PyTreeSpec]:
@@ -218,11 +223,32 @@ class Graphs:
             if repr(leaves[i]) != repr(number):
                 fix = "Pass it as a 0-d tensor on the device"
                 if i in program.roles.fixed:
-                    fix = "The step changes it in some calls and not in others, so the host decides: call it as it is"
+                    fix = (
+                        "The step returned it as it was, at first: let a schedule or a 0-d tensor change it; if the "
+                        "host decides when it changes, call the step as it is"
+                    )
                 raise ValueError(
-                    f"{self.name}: {program.labels(i)} is {short(leaves[i], 40)}, and was {short(number, 40)}: a graph "
-                    f"keeps numbers as they are. {fix}"
+                    f"{self.name}: {program.labels(i)} is {short(leaves[i], 40)}, and was {short(number, 40)}: a "
+                    f"program keeps numbers as they are. {fix}"
                 )
+
+    def _refuse_surroundings(self, program: Program) -> None:
+        """Raises RuntimeError if the step's functions read something that has changed since the graph was made.
+
+        What changed between two calls that did the same is none of the graph's.
+        """
+        if program.calls < self.settled - 1:
+            return
+        now = surroundings(self.step)
+        if program.calls == self.settled - 1:
+            program.around = now
+        elif program.calls == self.settled:
+            program.around = kept(program.around, now)
+        elif what := changed(program.around, now):
+            raise RuntimeError(
+                f"{self.name}: {what}: a program keeps what the step read when it was made. Pass it as a 0-d tensor "
+                f"among the arguments, or write into the tensor that was there"
+            )
 
     # --- calls ---
 
@@ -309,29 +335,60 @@ class Graphs:
 def host_checks() -> list[str]:
     """The checks that are on, of which the host makes some in each call."""
     on = [f"debug({name}=True)" for name in KINDS if getattr(debugging, name)]
-    return [*on, *(["SHARDFN_CHECK=always"] if asked() == "always" else [])]
+    on += ["SHARDFN_CHECK=always"] if asked() == "always" else []
+    return [*on, *(["torch.autograd.detect_anomaly"] if torch.is_anomaly_enabled() else [])]
+
+
+Subtree = tuple[int, Any, optree.PyTreeSpec]
+
+
+def _subtrees(tree: Any, structure: optree.PyTreeSpec, at: int = 0) -> Iterator[Subtree]:
+    """A tree and those in it, with the number of the first leaf, from the top."""
+    yield at, tree, structure
+    if not structure.is_leaf():
+        for child, inner in zip(optree.tree_flatten_one_level(tree)[0], structure.children(), strict=True):
+            yield from _subtrees(child, inner, at)
+            at += inner.num_leaves
 
 
 def _carried(values: list[Any], result: Any) -> dict[int, int]:
-    """The leaves of arguments that are those of a result: the same objects, or trees of the same tensors."""
-    parts = [(0, result)]
-    if type(result) is tuple:
-        at = 0
-        for part in result:
-            parts.append((at, part))
-            at += len(optree.tree_leaves(part))
+    """The leaves of arguments that are those of a result: the same objects, or trees with the same tensors."""
+    returned, structure = optree.tree_flatten(result)
+    top, at = [(0, result)], 0
+    for part in result if type(result) is tuple else ():
+        top.append((at, part))
+        at += len(optree.tree_leaves(part))
+    known: dict[Any, int] = {}
+    for at, part, inner in _subtrees(result, structure):
+        known.setdefault((inner, _tensors(returned[at : at + inner.num_leaves])), at)
+        if not inner.is_leaf():
+            known.setdefault(id(part), at)
     found: dict[int, int] = {}
+
+    def look(value: Any, inner: optree.PyTreeSpec, start: int) -> None:
+        size, tensors = inner.num_leaves, _tensors(optree.tree_leaves(value))
+        at = known.get((inner, tensors)) if tensors else None if inner.is_leaf() else known.get(id(value))
+        if at is not None:
+            found.update((start + k, at + k) for k in range(size))
+        elif not inner.is_leaf():
+            for child, part in zip(optree.tree_flatten_one_level(value)[0], inner.children(), strict=True):
+                look(child, part, start)
+                start += part.num_leaves
+
     start = 0
     for value in values:
-        leaves, tree = optree.tree_flatten(value)
-        for at, part in parts:
-            others, structure = optree.tree_flatten(part)
-            pairs = [(x, y) for x, y in zip(leaves, others, strict=False) if isinstance(x, Tensor)]
-            if value is part or (tree == structure and pairs and all(x is y for x, y in pairs)):
-                found |= {start + k: at + k for k in range(len(leaves))}
-                break
-        start += len(leaves)
+        inner = optree.tree_structure(value)
+        same = next((at for at, part in top if value is part), None)
+        if same is None:
+            look(value, inner, start)
+        else:
+            found.update((start + k, same + k) for k in range(inner.num_leaves))
+        start += inner.num_leaves
     return found
+
+
+def _tensors(leaves: list[Any]) -> tuple[tuple[int, int], ...]:
+    return tuple((i, id(x)) for i, x in enumerate(leaves) if isinstance(x, Tensor))
 
 
 def _device(leaves: list[Any]) -> torch.device:

@@ -19,7 +19,7 @@ from shardfn.collectives.ops import LIBRARY
 from shardfn.collectives.scheduled import SCHEDULED, Scheduled, known
 from shardfn.compat import autograd, dispatch, inductor, modes
 from shardfn.mesh import callsites
-from shardfn.quoting import short
+from shardfn.quoting import listed, short
 from shardfn.transforms import regions
 from shardfn.transforms.captured import Form, Program
 from shardfn.transforms.pure import pure
@@ -194,7 +194,10 @@ class Trace:
         before, now = next(((a, b) for a, b in pairs if a != b), ("", ""))
         if self.text == other.text and all(map(_same, self.constants, other.constants)):
             return ""
-        return f"{short(now, 200)}, and at the last call {short(before, 200)}" if now else "other tensors"
+        if now:
+            return f"{short(now, 200)}, and at the last call {short(before, 200)}"
+        other_ones = [x for x, y in zip(self.constants, other.constants, strict=False) if not _same(x, y)]
+        return f"the same with other tensors from elsewhere, of shapes {listed([list(x.shape) for x in other_ones])}"
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -854,3 +854,21 @@ def test_archives_are_read_where_python_checks_that_their_end_is_in_its_place(
     loaded = checkpoint.load(tmp_path / "saved", optree.tree_map(torch.zeros_like, tree))
     assert all(map(torch.equal, optree.tree_leaves(loaded), optree.tree_leaves(tree)))
     assert len(seen) >= 2
+
+
+def test_a_number_is_read_as_a_tensor_and_a_tensor_as_a_number(tmp_path: Path) -> None:
+    """Compiled steps make 0-d tensors of an optimizer's counts."""
+    count, rate = torch.tensor(3), torch.tensor(0.1, dtype=torch.float64)
+    checkpoint.save(tmp_path / "tensors", {"step": count, "rate": rate})
+    checkpoint.save(tmp_path / "numbers", {"step": 3, "rate": 0.1})
+    for folder, donate in (("tensors", True), ("numbers", True), ("tensors", False), ("numbers", False)):
+        numbers = checkpoint.load(tmp_path / folder, {"step": 0, "rate": 0.0}, donate=donate)
+        assert numbers == {"step": 3, "rate": 0.1}
+        assert [type(x) for x in numbers.values()] == [int, float]
+        blank = {"step": torch.zeros_like(count), "rate": torch.zeros_like(rate)}
+        tensors = checkpoint.load(tmp_path / folder, blank, donate=donate)
+        assert torch.equal(tensors["step"], count)
+        assert torch.equal(tensors["rate"], rate)
+    for wrong in ({"step": 0.0, "rate": 0.0}, {"step": True, "rate": 0.0}, {"step": 0, "rate": torch.zeros(1)}):
+        with pytest.raises(checkpoint.CheckpointError, match=r"of another (shape|kind)"):
+            checkpoint.load(tmp_path / "tensors", wrong)

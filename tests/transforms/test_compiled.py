@@ -465,26 +465,125 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"from elsewhere, which shares memory with another that",
     ),
     "a power of a count": (powers, r"a power that has become a tensor of integers, where negative powers are 0"),
-    "another tensor in each call": (swapped, r"the step does other tensors: a compiled program always does the same"),
+    "another tensor in each call": (
+        swapped,
+        r"the step does the same with other tensors from elsewhere, of shapes \[8\]: a compiled program always",
+    ),
     "the host reads": (lambda: repeated(lambda w, x: w.sum().item()), r"the host reads a result, by aten::_local_scal"),
     "the host branches": (lambda: repeated(lambda w, x: 1 if w.sum() > 0 else 0), r"the host reads a result"),
     "the host counts": (lambda: repeated(lambda w, x: w[w > 0].sum()), r"the host reads a result, by aten::index"),
     "a number among the arguments changes": (
         lambda: repeated(lambda w, x, n: n * w.sum(), lambda i: (0.5 + i,)),
-        r"compile\(step\): rest.* is 1\.5, and was 0\.5: a graph keeps numbers as they are",
+        r"compile\(step\): rest.* is 1\.5, and was 0\.5: a program keeps numbers as they are",
     ),
     "nothing is passed back": (overwritten, r"the step overwrites params\.w, and the program does not pass back"),
     "arguments share memory": (
         shared,
         r"shares memory with another argument, and the step overwrites it",
     ),
-    "a donated argument": (used_again, r"a tensor that was given to a graphed step"),
-    "many shapes": (many_shapes, r"there are 8 graphs already, each for other shapes"),
+    "a donated argument": (used_again, r"a tensor that was given to a step"),
+    "many shapes": (many_shapes, r"there are 8 programs already, each for other shapes"),
     "an argument requires a gradient": (with_gradients, r"params\.w requires a gradient"),
     "a debug mode": (in_debug_mode, r"debug\(nan=True\) checks each call on the host: leave it off"),
     "a generator": (drawing_from_its_own, r"aten::rand.* draws from a torch\.Generator, such as fold_in makes"),
     "activations on disk": (on_disk, r"moves activations to the disk and back, which a compiled step cannot do"),
 }
+
+
+class Rate:
+    def __init__(self) -> None:
+        self.rate, self.unread = 1.0, 0
+
+    def __call__(self, w: Tensor, x: Tensor) -> Any:
+        return w.sum() * self.rate
+
+
+settings = {"rate": 1.0}
+
+
+def late_number() -> Callable[[], Any]:
+    rate = 1.0
+
+    def more(w: Tensor, x: Tensor) -> Any:
+        return w.sum() * rate
+
+    def change() -> None:
+        nonlocal rate
+        rate = 0.5
+
+    return running(more, change)
+
+
+def late_global() -> Callable[[], Any]:
+    return running(lambda w, x: w.sum() * settings["rate"], lambda: settings.update(rate=settings["rate"] / 2))
+
+
+def late_attribute() -> Callable[[], Any]:
+    rate = Rate()
+    return running(rate, lambda: setattr(rate, "rate", 0.5))
+
+
+def late_tensor() -> Callable[[], Any]:
+    teachers = {"new": torch.zeros(WIDTH, dtype=torch.float64)}
+    return running(lambda w, x: (w * teachers["new"]).sum(), lambda: teachers.update(new=teachers["new"] + 1))
+
+
+def late_mode() -> Callable[[], Any]:
+    net = nn.Sequential(nn.Linear(WIDTH, 1).double(), nn.Dropout(0.5))
+    return running(lambda w, x: net(w).sum(), net.eval)
+
+
+def running(more: Callable[..., Any], change: Callable[[], Any]) -> Callable[[], Any]:
+    """Four calls, a change, and a call."""
+
+    def run() -> Any:
+        step, params, state = toy(more)
+        for i in range(5):
+            params, state, _ = step(params, state, data(i))
+            if i == 3:
+                change()
+
+    return run
+
+
+LATE: dict[str, tuple[Callable[[], Callable[[], Any]], str]] = {
+    "number": (
+        late_number,
+        r"rate in late_number\.<locals>\.more is 0\.5 now, and was 1\.0: a program keeps what the step",
+    ),
+    "global": (late_global, r"settings\['rate'\] in late_global\.<locals>\.<lambda> is 0\.5 now, and was 1\.0"),
+    "attribute": (late_attribute, r"more\.rate in toy.* is 0\.5 now"),
+    "tensor": (late_tensor, r"teachers\['new'\] in late_tensor.* is a tensor now, and was another tensor"),
+    "mode": (late_mode, r"net\.training in late_mode.* is \(False, False, False\) now, and was \(True, True, True\)"),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_what_changes_after_the_program_was_made_is_an_error(name: str) -> None:
+    case, told = LATE[name]
+    with pytest.raises(Exception, match=told):
+        on_one_rank(lambda: case()())
+
+
+def unread() -> Any:
+    """Steps whose surroundings change without any effect on what they do."""
+    calls, last, object_ = [0], [torch.zeros(())], Rate()
+
+    def more(w: Tensor, x: Tensor) -> Any:
+        calls[0] += 1
+        last[0] = w.sum()
+        return object_(w, x)
+
+    step, params, state = toy(more)
+    for i in range(7):
+        params, state, value = step(params, state, data(i))
+        object_.unread += i > 3
+        calls[0] += 1
+    return value
+
+
+def test_what_a_step_does_not_read_may_change() -> None:
+    assert on_one_rank(unread) == on_one_rank(lambda: repeated(lambda w, x: w.sum(), calls=7))[-1]
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -965,6 +1064,48 @@ def changing_places() -> Any:
     for _ in range(4):
         a, b, c = step(a, b, c)
     return a, b, c
+
+
+def in_other_trees(name: str) -> Any:
+    """A count, and parameters, where arguments and results are packed differently."""
+    mesh, optimizer = sf.make_mesh(shard=1, device="cpu"), so.sgd(so.warmup_cosine(1e-2, warmup=2, steps=9))
+    w = {"w": torch.full((WIDTH,), 0.5, dtype=torch.float64)}
+
+    def step(p: Any, s: Any, x: Tensor) -> Any:
+        value, grads = sf.value_and_grad(lambda p: (p["w"] * x).square().sum())(p)
+        return *optimizer.step(p, grads, s), value
+
+    def as_dict(p: Any, s: Any, x: Tensor) -> Any:
+        return dict(zip("psv", step(p, s, x), strict=True))
+
+    def inside(p: Any, s: Any, x: Tensor) -> Any:
+        p, s, v = step(p, s, x)
+        return {"model": {"weights": p}, "rest": [s, {"loss": v}]}
+
+    def one(both: Any, x: Tensor) -> Any:
+        p, s = both
+        return step(p, s, x)
+
+    run: Any = {"as_dict": as_dict, "inside": inside, "one": one}[name]
+    found = []
+    for wrapped in (run, sf.compile(run, mesh=mesh)):
+        p, s = optree.tree_map(lambda x: x + 0, w), optimizer.init(w)
+        for i in range(6):
+            if name == "one":
+                p, s, v = wrapped((p, s), data(i))
+            else:
+                made = wrapped(p, s, data(i))
+                p, s, v = (made[k] for k in "psv") if name == "as_dict" else (
+                    made["model"]["weights"], made["rest"][0], made["rest"][1]["loss"]
+                )  # fmt: skip
+        found += [[v, p, float(s["step"])]]
+    return found
+
+
+@pytest.mark.parametrize("name", ["as_dict", "inside", "one"])
+def test_what_is_carried_is_found_in_any_tree(name: str) -> None:
+    plain, compiled = on_one_rank(lambda: in_other_trees(name))
+    assert distance(compiled, plain) < 1e-12
 
 
 def test_results_may_change_places() -> None:

@@ -347,7 +347,7 @@ REFUSED: dict[str, tuple[Run, str]] = {
     ),
     "the optimizer counts on the host": (
         lambda d: repeated(d, lambda w, x: 0, optimizer=so.accumulate(so.sgd(0.1), 2)),
-        "state.optimizer.step is 1, and was 0: .* The step changes it in some calls and not in others",
+        "state.optimizer.step is 1, and was 0: .* The step returned it as it was, at first",
     ),
     "a schedule by the math module": (
         lambda d: repeated(d, lambda w, x: 0, optimizer=so.sgd(lambda step: math.exp(-step))),
@@ -368,19 +368,19 @@ REFUSED: dict[str, tuple[Run, str]] = {
     ),
     "a changed number": (
         lambda d: repeated(d, lambda w, x, rate: rate * w.sum(), lambda i: (0.1 * i,)),
-        r"rest.*is 0.1, and was 0.0: a graph keeps numbers as they are. Pass it as a 0-d tensor",
+        r"rest.*is 0.1, and was 0.0: a program keeps numbers as they are. Pass it as a 0-d tensor",
     ),
     "a generator": (lambda d: repeated(d, folded), "draws from a torch.Generator, such as fold_in makes"),
     "dropout in a stage that runs again": (lambda d: staged(dropped, d, remat=True), "in a stage that runs again"),
     "parts as they fit": (with_auto, "a captured step cannot try how many parts fit"),
-    "an argument with a gradient": (required, "x requires a gradient, and a graph cannot be differentiated"),
-    "a transform": (in_a_transform, "a graph is no part of a transform"),
-    "too many shapes": (many_shapes, "there are 8 graphs already"),
+    "an argument with a gradient": (required, "x requires a gradient, and a program cannot be differentiated"),
+    "a transform": (in_a_transform, "it cannot be part of a transform"),
+    "too many shapes": (many_shapes, "there are 8 programs already"),
     "a result that is not passed back": (remembered, "the step overwrites params.w"),
     "a tensor that is kept": (listed, r"a tensor of shape \[8\], made by aten::mul.Tensor at .*test_graphed.py:\d+"),
     "inference mode": (in_inference_mode, "use no_grad, not inference_mode"),
     "a state that grows": (growing, r"for state, torch.float64 \[\d+\] on \w+(:0)?, the step returns torch.float64"),
-    "use of a donated tensor": (used_again, "add of a tensor that was given to a graphed step"),
+    "use of a donated tensor": (used_again, "add of a tensor that was given to a step"),
     "a donated argument": (passed_again, "params.w was given to an earlier call"),
 }
 ONLY_ON_DEVICES: dict[str, tuple[Run, str]] = {
