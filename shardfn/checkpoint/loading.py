@@ -129,13 +129,18 @@ def filled(
         differences, names = matching.compared(reader.source, held, team, asked, naming)
         if differences.shapes or (asked.strict and differences):
             raise CheckpointError(f"{differences}{matching.hint(differences, names, reader.source, asked)}")
+        tensors = {name for name, target in names.items() if target.theirs in reader.source.tensors}
+        for name in tensors & held.numbers.keys():
+            dtype = reader.source.tensors[names[name].theirs].dtype
+            held.plain[name] = torch.empty((), dtype=dtype, device="cpu")
         boxes = [*held.boxes, *(LocalBox(name, whole(x.shape), x) for name, x in held.plain.items())]
-        wanted = reader.wanted(names[target.name].box(target) for target in boxes if target.name in names)
+        wanted = reader.wanted(names[target.name].box(target) for target in boxes if target.name in tensors)
         reader.check(wanted)
         then_result = None if then is None else then(reader)
         return reader, wanted, differences, names, then_result, _common(path, reader, asked, naming)
 
     reader, wanted, differences, names, then_result, common = team.each(what, compared)
+    numbers = {name: reader.source.numbers.get(target.theirs) for name, target in names.items()}
     _refuse_different(what, team.gathered(common, what))
     if differences and team.rank == 0:
         _log.warning("%s, not strict: %s", what, differences)
@@ -143,6 +148,10 @@ def filled(
     def read() -> None:
         with torch.no_grad():
             reader.fill(wanted)
+            for name, x in held.plain.items():
+                number = numbers.get(name)
+                if isinstance(number, (int, float)):
+                    x.fill_(number)
         for name, generator in generators(tree).items():
             if name in names:
                 generator.set_state(held.plain[name])
@@ -151,8 +160,8 @@ def filled(
         team.each(what, read)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {_unusable(names) if donate else '`like` is as it was'}") from error.__cause__
-    numbers = reader.source.numbers
-    loaded = rebuilt(tree, {name: numbers[target.theirs] for name, target in names.items() if name in held.numbers})
+    numbers |= {name: held.plain[name].item() for name in held.plain.keys() & held.numbers.keys()}
+    loaded = rebuilt(tree, {name: numbers[name] for name in held.numbers.keys() & names.keys()})
     return loaded if then is None else (loaded, then_result)
 
 

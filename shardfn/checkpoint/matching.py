@@ -89,6 +89,7 @@ def _parsed(rules: Sequence[Rule], names: Sequence[str]) -> list[tuple[re.Patter
 
 
 _ROOM = 300  # characters for each kind of difference in a message
+_TENSORS = {"int": "int64 []", "float": "float64 []"}  # what compiled and graphed steps make of numbers
 
 
 @dataclass
@@ -219,7 +220,7 @@ def _compare_one(differ: Differences, label: str, source: Entries, there: Name, 
         refuse_flat(name, ours)
     if ours is None or kind is None:
         our_kind, their_kind = str(ours or type(wanted.numbers[name]).__name__), str(kind or type(number).__name__)
-        if our_kind != their_kind:
+        if our_kind != their_kind and _TENSORS.get(our_kind, our_kind) != _TENSORS.get(their_kind, their_kind):
             group = differ.kinds if ours is None and kind is None else differ.shapes
             group[label] = their_kind, our_kind
         return
