@@ -21,7 +21,7 @@ from shardfn.compat import autograd, dispatch, inductor, modes
 from shardfn.mesh import callsites
 from shardfn.quoting import short
 from shardfn.transforms import regions
-from shardfn.transforms.captured import Form, Program
+from shardfn.transforms.captured import Form, Program, same_elements
 
 _aten: Any = torch.ops.aten
 TENSOR: Any = object()
@@ -90,13 +90,8 @@ class Trace:
                 own[i] = x
             watch = _TraceWatch(program.name, tensors, program.device)
             watch.known = {id(x): traced for x, traced in zip(outside, tensors[len(at) :], strict=True)}
-            storages = [autograd.storage_of(x) for x in tensors]
-            with watch, _random_state(watch):
+            with watch, _random_state(watch), _memory(program.name):
                 results, tree = program.step(own)
-            if storages != [autograd.storage_of(x) for x in tensors]:
-                raise RuntimeError(
-                    f"{program.name}: the step gives an argument other memory, as x.data = y does: write x.copy_(y)"
-                )
             results = [watch.known.get(id(x), x) for x in results]
             works.extend(watch.works)
             sent.extend(watch.sent)
@@ -322,6 +317,26 @@ def _random_state(watch: _TraceWatch) -> Iterator[None]:
     finally:
         for (place, name), plain in before.items():
             setattr(place, name, plain)
+
+
+@contextlib.contextmanager
+def _memory(name: str) -> Iterator[None]:
+    """Refuses to give a tensor other memory, which no operation shows: the graph would go on with the old one."""
+    plain: Any = torch._C.TensorBase.data
+
+    def put(x: Tensor, y: Tensor) -> None:
+        if not (dispatch.fake(x) and same_elements(x, y)):
+            raise RuntimeError(
+                f"{name}: x.data = y at {callsites.caller()} gives a tensor other memory, which a compiled step cannot "
+                f"hold: write x.copy_(y)"
+            )
+        plain.__set__(x, y)
+
+    torch.Tensor.data = property(plain.__get__, put)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del torch.Tensor.data
 
 
 def _lift(graph: fx.GraphModule) -> list[Tensor]:
