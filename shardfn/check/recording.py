@@ -76,6 +76,7 @@ class Recorder(modes.Watching):
         self.trace = Trace(name, axes)
         self.values = Values(self.trace)
         self.name, self.axes_of = name, groups
+        self.stated: list[tuple[str, float]] = []  # numbers that must be equal on all ranks, and what they are
         self._parameters: dict[Any, int] = {}
         self._before: Recorder | None = None
         self._compared: Counter[str] = Counter()

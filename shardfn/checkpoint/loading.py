@@ -121,7 +121,6 @@ def filled(
     """
     path, tree, held = on_each_rank(lambda: _prepared(source, like, donate))
     team = team_of(held.grids)
-    counts: dict[str, Tensor] = {}  # numbers here, and 0-d tensors in the files
 
     def compared() -> tuple[Reader, Any, Differences, dict[str, Name], Any, _Common]:
         if check is not None:
@@ -130,21 +129,18 @@ def filled(
         differences, names = matching.compared(reader.source, held, team, asked, naming)
         if differences.shapes or (asked.strict and differences):
             raise CheckpointError(f"{differences}{matching.hint(differences, names, reader.source, asked)}")
-        numbers, tensors = reader.source.numbers, reader.source.tensors
-        counts.update(
-            (name, torch.empty((), dtype=tensors[names[name].theirs].dtype))
-            for name in held.numbers if name in names and names[name].theirs in tensors
-        )  # fmt: skip
-        single = {
-            name: x for name, x in (held.plain | counts).items() if name in names and names[name].theirs not in numbers
-        }
-        boxes = [*held.boxes, *(LocalBox(name, whole(x.shape), x) for name, x in single.items())]
-        wanted = reader.wanted(names[target.name].box(target) for target in boxes if target.name in names)
+        tensors = {name for name, target in names.items() if target.theirs in reader.source.tensors}
+        for name in tensors & held.numbers.keys():
+            dtype = reader.source.tensors[names[name].theirs].dtype
+            held.plain[name] = torch.empty((), dtype=dtype, device="cpu")
+        boxes = [*held.boxes, *(LocalBox(name, whole(x.shape), x) for name, x in held.plain.items())]
+        wanted = reader.wanted(names[target.name].box(target) for target in boxes if target.name in tensors)
         reader.check(wanted)
         then_result = None if then is None else then(reader)
         return reader, wanted, differences, names, then_result, _common(path, reader, asked, naming)
 
     reader, wanted, differences, names, then_result, common = team.each(what, compared)
+    numbers = {name: reader.source.numbers.get(target.theirs) for name, target in names.items()}
     _refuse_different(what, team.gathered(common, what))
     if differences and team.rank == 0:
         _log.warning("%s, not strict: %s", what, differences)
@@ -153,8 +149,9 @@ def filled(
         with torch.no_grad():
             reader.fill(wanted)
             for name, x in held.plain.items():
-                if name in names and names[name].theirs in reader.source.numbers:
-                    x.fill_(reader.source.numbers[names[name].theirs])  # type: ignore[arg-type]
+                number = numbers.get(name)
+                if isinstance(number, (int, float)):
+                    x.fill_(number)
         for name, generator in generators(tree).items():
             if name in names:
                 generator.set_state(held.plain[name])
@@ -163,8 +160,8 @@ def filled(
         team.each(what, read)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {_unusable(names) if donate else '`like` is as it was'}") from error.__cause__
-    numbers = {name: reader.source.numbers.get(names[name].theirs) for name in held.numbers if name in names}
-    loaded = rebuilt(tree, numbers | {name: x.item() for name, x in counts.items()})
+    numbers |= {name: held.plain[name].item() for name in held.plain.keys() & held.numbers.keys()}
+    loaded = rebuilt(tree, {name: numbers[name] for name in held.numbers.keys() & names.keys()})
     return loaded if then is None else (loaded, then_result)
 
 

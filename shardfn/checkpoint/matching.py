@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from shardfn.checkpoint.contents import Contents, Kind, LocalBox
 from shardfn.checkpoint.manifest import Entries
@@ -91,6 +89,7 @@ def _parsed(rules: Sequence[Rule], names: Sequence[str]) -> list[tuple[re.Patter
 
 
 _ROOM = 300  # characters for each kind of difference in a message
+_TENSORS = {"int": "int64 []", "float": "float64 []"}  # what compiled and graphed steps make of numbers
 
 
 @dataclass
@@ -213,26 +212,15 @@ def hint(differ: Differences, names: dict[str, Name], source: Entries, asked: As
     return f". They are all in its part {part!r}: pass part={part!r}" if part else ""
 
 
-def _is_count(kind: Kind | None, number: Any) -> bool:
-    """Whether a tensor is what a compiled step makes of a number, such as the steps that an optimizer has counted."""
-    return (
-        kind is not None
-        and kind.shape == ()
-        and {int: torch.int64, float: torch.float64}.get(type(number)) == kind.dtype
-    )
-
-
 def _compare_one(differ: Differences, label: str, source: Entries, there: Name, wanted: Contents, name: str) -> None:
     """Records how an entry of a tree differs from the entry in the files."""
     kind, number = source.tensors.get(there.theirs), source.numbers.get(there.theirs)
     ours = wanted.tensors.get(name)
     if there.turned:
         refuse_flat(name, ours)
-    if (ours is None) is not (kind is None) and _is_count(ours or kind, wanted.numbers.get(name, number)):
-        return
     if ours is None or kind is None:
         our_kind, their_kind = str(ours or type(wanted.numbers[name]).__name__), str(kind or type(number).__name__)
-        if our_kind != their_kind:
+        if our_kind != their_kind and _TENSORS.get(our_kind, our_kind) != _TENSORS.get(their_kind, their_kind):
             group = differ.kinds if ours is None and kind is None else differ.shapes
             group[label] = their_kind, our_kind
         return

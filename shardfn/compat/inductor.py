@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils import checkpoint
 
 from shardfn.compat.devices import without_collector
 
@@ -27,7 +29,7 @@ NEEDS_NUMBERS = (
 """Errors of operations that need numbers, where tensors have none."""
 
 _lock = threading.RLock()
-"""The tracer and the compiler keep state for the whole process, and ranks may be threads."""
+"""The compiler keeps state for the whole process."""
 
 
 def traced_elsewhere(x: Tensor) -> bool:
@@ -46,13 +48,30 @@ def traced(f: Callable[..., list[Tensor]], tensors: Sequence[Tensor]) -> fx.Grap
     trace = make_fx(f, tracing_mode="fake", _allow_non_fake_inputs=True)
     # Collecting garbage would look at the whole growing graph again and again.
     # Functions that torch.compile has made are traced like others.
-    with without_collector(), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+    with without_collector(), torch._dynamo.config.patch(error_on_nested_fx_trace=False), _recomputing():
         return trace(*tensors)
+
+
+@contextlib.contextmanager
+def _recomputing() -> Iterator[None]:
+    """Lets policies of checkpointing choose: in a trace they would keep all, and leave the choice to torch.compile."""
+    plain, checkpoint._is_compiling = checkpoint._is_compiling, lambda *_: False
+    try:
+        yield
+    finally:
+        checkpoint._is_compiling = plain
 
 
 def keep(op: Any) -> None:
     """Lets graphs keep an operation of which nobody uses the result: other ranks wait for it."""
     fx.node.has_side_effect(op)
+
+
+def leaves_out(op: Any) -> bool:
+    """Whether inductor leaves an operation out where it changes nothing."""
+    from torch._inductor.fx_passes.post_grad import noop_registry
+
+    return op in noop_registry
 
 
 def functional(f: Callable[..., list[Tensor]], tensors: Sequence[Tensor]) -> fx.GraphModule:
@@ -87,6 +106,7 @@ def compiled(graph: fx.GraphModule) -> Callable[[list[Tensor]], Sequence[Tensor]
     from torch._inductor.compile_fx import compile_fx_inner
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+    _keep_random()
     kinds = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     # Others read them by the strides that the trace found, so they must not be padded.
@@ -98,6 +118,16 @@ def compiled(graph: fx.GraphModule) -> Callable[[list[Tensor]], Sequence[Tensor]
     FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*inputs)
     with _lock, config.patch(fallback_random=True), tracing(TracingContext(mode)), torch.no_grad(), without_autocast():
         return compile_fx_inner(graph, inputs)
+
+
+def _keep_random() -> None:
+    """Lets inductor call random operations that it knows only in parts, such as bernoulli."""
+    from torch._inductor import lowering
+    from torch._inductor.decomposition import select_decomp_table
+
+    for op in select_decomp_table().keys() - lowering.lowerings.keys():
+        if torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()):
+            lowering.make_fallback(op, warn=False, override_decomp=True)
 
 
 def without_autocast() -> Any:

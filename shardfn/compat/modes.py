@@ -7,7 +7,13 @@ import sys
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _pop_mode,
+    _pop_mode_temporarily,
+    _push_mode,
+)
 
 
 class DispatchMode(TorchDispatchMode):
@@ -45,6 +51,11 @@ class Watching(DispatchMode):
 def unseen() -> Any:
     """Returns a context in which no mode sees an op."""
     return _disable_current_modes()
+
+
+def innermost_unseen() -> Any:
+    """Returns a context in which the mode that is first to see ops does not see them."""
+    return _pop_mode_temporarily()
 
 
 def seen() -> Any:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardfn.check import recording
 from shardfn.compat import dynamo
+from shardfn.mesh.spec import dotted
 from shardfn.optim.checks import gradients_differ, moves, state_differs
 from shardfn.optim.state_offload import NOWHERE, placed, placed_together, refuse_elsewhere, released
 from shardfn.shards.layout import FlatShard
@@ -221,6 +222,9 @@ def guarded(name: str, init: Init, step: Step) -> tuple[Init, Step]:
         use = None if passed is None else guard.use(*passed, state)
         if passed is not None and (recorder := recording.current()) is not None:
             recorder.used(guard.pairs(passed[0]))
+            for path, number in _numbers(passed[0], state):
+                if not any(known.endswith(path) for known, _ in recorder.stated):  # by what this is a part of
+                    recorder.stated.append((f"the optimizer's {path}", number))
         if guard.away and passed is not None:
             refuse_elsewhere(name, state)
         new = step(params, grads, state)
@@ -232,6 +236,15 @@ def guarded(name: str, init: Init, step: Step) -> tuple[Init, Step]:
         return new
 
     return first, checked
+
+
+def _numbers(params: list[Any], state: Any) -> list[tuple[str, float]]:
+    """The numbers of a state, which must be equal on all ranks that train the same stages."""
+    if any(is_unit(x) and x.layout.placement.only_at_axes for x in params):
+        return []
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(state)
+    pairs = zip(accessors, leaves, strict=True)
+    return [(dotted(accessor), x) for accessor, x in pairs if type(x) in (int, float, bool)]
 
 
 def guarded_update(init: Init, update: Callable[..., tuple[Any, Any]]) -> tuple[Init, Step]:

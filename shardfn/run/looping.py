@@ -343,7 +343,7 @@ def _save(run: LoopState, state: Any, step: int) -> None:
             if run.kinds is not None:  # None before the first step
                 run.kinds.check(kinds_of(state))
         _refuse_nan(run, state, step)
-        run.saver.save(state if run.kinds is None else run.kinds.restored(state), step, run.history)
+        run.saver.save(state, step, run.history)
         run.figures.restart()
 
 

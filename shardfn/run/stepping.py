@@ -135,12 +135,6 @@ class Kinds:
                     f"{mine}, and is {theirs}: the next step, and a checkpoint, could not go on from that"
                 )
 
-    def restored(self, state: Any) -> Any:
-        """A state for a checkpoint, with numbers that a compiled step has made tensors of; the host waits for these."""
-        leaves, tree = optree.tree_flatten(state)
-        pairs = zip(self.leaves, leaves, strict=True)
-        return optree.tree_unflatten(tree, [x.item() if (mine, _kind(x)) in _NUMBERS else x for mine, x in pairs])
-
 
 def kinds_of(state: Any) -> Kinds:
     """The `Kinds` of a state."""

@@ -23,7 +23,7 @@ from shardfn.collectives.capturing import Watch, capturing
 from shardfn.collectives.ledger import attributed_to
 from shardfn.collectives.scheduled import Scheduled, run
 from shardfn.compat import autograd
-from shardfn.compat.modes import DispatchMode
+from shardfn.compat.modes import DispatchMode, innermost_unseen
 from shardfn.mesh.lanes import in_lane
 from shardfn.shards.placement import Keep
 from shardfn.stages.call import Call, Residuals, differentiated, evaluate
@@ -265,8 +265,10 @@ class Traced:
         wholes = self._gathered(self.keep, backward=False)
         parameters = self._parameters(wholes)
         hooks = self._hooks(wholes) if records and signature.keeps_graph else None
-        policies = call.contexts or [contextlib.nullcontext(), contextlib.nullcontext()]
-        call.contexts = [entered([each, _Drawing(self.drawn, k > 0)]) for k, each in enumerate(policies)]
+        policies = [[each] for each in call.contexts] or [[], []]
+        call.contexts = [
+            entered([*each, _Drawing(self.drawn, k > 0, policy=bool(each))]) for k, each in enumerate(policies)
+        ]
         with attributed_to(signature.stage):
             try:
                 residuals = evaluate(call, call.mesh, parameters, inputs, records, hooks, None, None)
@@ -443,17 +445,24 @@ def _place(whole: Tensor, shape: torch.Size, stride: tuple[int, ...], offset: in
 
 
 class _Drawing(DispatchMode):
-    """Keeps the random numbers of a first run, and uses them in the following runs in place of new ones."""
+    """Keeps the random numbers of a first run, and uses them in the following runs in place of new ones.
 
-    def __init__(self, drawn: list[Any], again: bool) -> None:
+    A policy right around it does not see them, as it counts operations, which are others in the second run.
+    """
+
+    def __init__(self, drawn: list[Any], again: bool, policy: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.drawn, self.again, self.at = drawn, again, 0
+        self.drawn, self.again, self.at, self.policy = drawn, again, 0, policy
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags or not _draws(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
+        with innermost_unseen() if self.policy else contextlib.nullcontext():
+            return self._drawn(func, args, kwargs or {})
+
+    def _drawn(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if not self.again:
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
             self.drawn.append((func, optree.tree_map(_clone, result)))
             return result
         if self.at == len(self.drawn) or self.drawn[self.at][0] is not func:

@@ -223,7 +223,7 @@ class Captured:
         pairs = [
             (own, x)
             for own, x in zip(self.arguments, leaves, strict=True)
-            if isinstance(own, Tensor) and not _same(own, x)
+            if isinstance(own, Tensor) and not same_elements(own, x)
         ]
         shared = {autograd.storage_of(own) for own in self.arguments if isinstance(own, Tensor)}
         # What lies in the memory of another argument is overwritten before it is read.
@@ -285,7 +285,7 @@ def captured(program: Program, leaves: list[Any], stream: Any, pool: Any) -> Cap
 
 def _carry(program: Program, own: list[Any], found: list[Any]) -> None:
     """Copies results to the memory of the arguments in whose role they are, as the last part of the graph."""
-    pairs = [(own[i], found[j]) for i, j in program.roles.carried.items() if not _same(own[i], found[j])]
+    pairs = [(own[i], found[j]) for i, j in program.roles.carried.items() if not same_elements(own[i], found[j])]
     targets = [autograd.storage_of(x) for x, _ in pairs]
     if len(set(targets)) < len(targets):
         raise RuntimeError(f"{program.name}: arguments that the step replaces share memory: pass clones of them")
@@ -300,9 +300,9 @@ def _tensors(leaves: Iterable[Any]) -> list[Tensor]:
     return [x for x in leaves if isinstance(x, Tensor)]
 
 
-def _same(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors of the same shape are the same elements in memory."""
-    same = autograd.storage_of(x) == autograd.storage_of(y)
+def same_elements(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are the same elements in memory."""
+    same = autograd.storage_of(x) == autograd.storage_of(y) and x.shape == y.shape
     return same and x.storage_offset() == y.storage_offset() and x.stride() == y.stride()
 
 

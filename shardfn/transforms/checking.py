@@ -220,6 +220,9 @@ class Checked:
             trace.events.append(Output(leaf.path, self._node_of(plain, allowed), allowed, outer))
             if allowed is not None and allowed != everywhere:
                 results.append((leaf.path, plain, allowed))
+        for path, number in self.recorder.stated:
+            trace.events.append(Output(path, self.recorder.number(number, path), 0))
+            results.append((path, torch.as_tensor(number, device="cpu"), 0))
         for path, x, before in self.grads if not trace.prefix else ():
             if x.grad is not None and (before is None or before[0]() is not x.grad or before[1] != x.grad._version):
                 # A gradient varies along the axes along which its variable does.

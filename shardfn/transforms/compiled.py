@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardfn.collectives import late_checks
 from shardfn.collectives.agree import agree, failing_together
-from shardfn.compat import autograd, inductor
+from shardfn.compat import autograd, inductor, process_groups
 from shardfn.mesh import callsites
 from shardfn.mesh.axes import known_axes
 from shardfn.mesh.scope import scope
@@ -89,6 +89,11 @@ class Programs(Graphs):
         self._refuse_away(program, leaves)
         if checks := host_checks():
             raise RuntimeError(f"{self.name}: {listed(checks)} checks each call on the host: leave it off")
+        if process_groups.worlds_of_threads() and dist.get_world_size() > 1:
+            raise RuntimeError(
+                f"{self.name}: ranks are threads of one process here, of which torch traces one at a time: use "
+                f'processes, World({dist.get_world_size()}, kind="processes")'
+            )
 
     def _captured(self, program: Program, leaves: list[Any], args: Any, kwargs: Any) -> Any:
         meshes = list(self._meshes(args, kwargs))

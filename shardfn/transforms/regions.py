@@ -39,6 +39,25 @@ def is_free(node: fx.Node) -> bool:
     return view or (packet in (_aten.full, _aten.scalar_tensor) and _numel(node) == 1)
 
 
+def _only_puts(node: fx.Node) -> bool:
+    """Whether a node writes into an argument what other operations may not have computed: a view, or a copy.
+
+    Inductor leaves copies out, and computes views in place, while it still reads other elements of the argument.
+    """
+    if node.target is not _aten.copy_.default:
+        return False
+    source: Any = node.args[1]
+    while source.target in (_aten.clone.default, _aten.copy.default):
+        source = source.args[source.target is _aten.copy.default]
+    alike = any(_kind(x) == _kind(source) for x in source.all_input_nodes)
+    return source.op == "placeholder" or is_free(source) or (alike and inductor.leaves_out(source.target))
+
+
+def _kind(node: fx.Node) -> Any:
+    value = node.meta["val"]
+    return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
+
+
 def _is_item(node: fx.Node) -> bool:
     """Whether a node is one of the results of a collective."""
     return node.target is operator.getitem and is_collective(node.args[0])  # type: ignore[arg-type]
@@ -360,7 +379,7 @@ class _Writer:
     # --- steps ---
 
     def write(self, step: Region | fx.Node) -> None:
-        """Writes a region or a collective."""
+        """Writes a region, or a collective or another operation between regions."""
         if isinstance(step, Region):
             reads = [self.variable(x) for x in step.inputs]
             function = self._constant(step.function())
@@ -453,7 +472,7 @@ def program(graph: fx.Graph) -> tuple[Callable[[list[Any]], list[Any]], str]:
 
 
 def _steps(graph: fx.Graph) -> list[Region | fx.Node]:
-    """Regions and collectives in order."""
+    """Regions, collectives, and other operations between regions, in order."""
     steps: list[Region | fx.Node] = []
     run: list[fx.Node] = []
 
@@ -464,7 +483,7 @@ def _steps(graph: fx.Graph) -> list[Region | fx.Node]:
     for node in graph.nodes:
         if node.op != "call_function" or is_free(node) or _is_item(node):
             continue
-        if is_collective(node):
+        if is_collective(node) or _only_puts(node):
             end_run()
             steps.append(node)
         else:

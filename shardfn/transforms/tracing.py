@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from shardfn.collectives import ops
-from shardfn.collectives.capturing import Watch, written
+from shardfn.collectives.capturing import Watch, capturing, written
 from shardfn.collectives.ledger import attribution, unrecorded
 from shardfn.collectives.ops import LIBRARY
 from shardfn.collectives.scheduled import SCHEDULED, Scheduled, known
@@ -21,7 +21,7 @@ from shardfn.compat import autograd, dispatch, inductor, modes
 from shardfn.mesh import callsites
 from shardfn.quoting import listed, short
 from shardfn.transforms import regions
-from shardfn.transforms.captured import Form, Program
+from shardfn.transforms.captured import Form, Program, same_elements
 from shardfn.transforms.pure import pure
 
 _aten: Any = torch.ops.aten
@@ -92,13 +92,8 @@ class Trace:
                 own[i] = x
             watch = _TraceWatch(program.name, tensors, program.device)
             watch.known = {id(x): traced for x, traced in zip(outside, tensors[len(at) :], strict=True)}
-            storages = [autograd.storage_of(x) for x in tensors]
-            with watch, _random_state(watch):
+            with watch, _random_state(watch), _memory(program.name):
                 results, tree = program.step(own)
-            if storages != [autograd.storage_of(x) for x in tensors]:
-                raise RuntimeError(
-                    f"{program.name}: the step gives an argument other memory, as x.data = y does: write x.copy_(y)"
-                )
             results = [watch.known.get(id(x), x) for x in results]
             works.extend(watch.works)
             sent.extend(watch.sent)
@@ -330,6 +325,26 @@ def _random_state(watch: _TraceWatch) -> Iterator[None]:
     finally:
         for (place, name), plain in before.items():
             setattr(place, name, plain)
+
+
+@contextlib.contextmanager
+def _memory(name: str) -> Iterator[None]:
+    """Refuses to give a tensor other memory, which no operation shows: the graph would go on with the old one."""
+    plain: Any = torch._C.TensorBase.data
+
+    def put(x: Tensor, y: Tensor) -> None:
+        if capturing() is not None and not (dispatch.fake(x) and same_elements(x, y)):
+            raise RuntimeError(
+                f"{name}: x.data = y at {callsites.caller()} gives a tensor other memory, which a compiled step cannot "
+                f"hold: write x.copy_(y)"
+            )
+        plain.__set__(x, y)
+
+    torch.Tensor.data = property(plain.__get__, put)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del torch.Tensor.data
 
 
 def _lift(graph: fx.GraphModule) -> list[Tensor]:

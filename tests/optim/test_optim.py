@@ -10,6 +10,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import shardfn as sf
@@ -18,11 +19,12 @@ from shardfn.optim import elementwise
 from shardfn.optim.muon import cost as muon_cost
 from shardfn.optim.owners import on_everyone, on_owner
 from shardfn.shards.pieces import units
-from shardfn.testing import World
+from shardfn.testing import World, world
 from tests.models import DATA, STRATEGIES, copied, data_mesh, distance, normal, plainly, scaled
 from tests.models import scaled_loss as model
 from tests.models import token_rows as tokens
 from tests.reference import worst
+from tests.refusals import told
 
 STEPS = 5
 
@@ -912,3 +914,31 @@ def test_a_rate_that_a_kernel_would_round_moves_float64_as_exactly(make: Any, mo
         found.append(optree.tree_leaves(ps) + optree.tree_leaves(slots))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-16)
+
+
+def with_other_numbers(strategy: str, rates: dict[str, Any]) -> str:
+    """The error of a step whose optimizer has other numbers on rank 0."""
+    mesh = sf.make_mesh(shard=2, device="cpu")
+    params = sf.shard({"w": torch.ones(8)}, mesh, getattr(sf, strategy)("shard"))
+    optimizer = so.chain(so.clip_by_global_norm(1.0), so.adamw(**(rates if dist.get_rank() else {"lr": 1e-2})))
+    state = optimizer.init(params)
+
+    @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
+    def step(params: Any, state: Any, x: Tensor) -> Any:
+        layer = sf.stage(lambda p, x: (p["w"] * x).sum())
+        _, grads = sf.value_and_grad(lambda p: sf.pmean(layer(p, x), "shard"))(params)
+        return optimizer.step(params, grads, state)
+
+    return told(lambda: step(params, state, torch.ones(8)))
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero1"])
+@pytest.mark.parametrize("rates", [{"lr": 1e-3}, {"lr": 1e-2, "weight_decay": 0.3}, {"lr": 1e-2}], ids=str)
+def test_an_optimizer_with_other_numbers_on_a_rank_is_an_error(strategy: str, rates: dict[str, Any]) -> None:
+    found = world(2).within(60).run(with_other_numbers, strategy, rates)
+    assert len(set(found)) == 1
+    if rates == {"lr": 1e-2}:
+        assert found[0] == "it was done"
+    else:
+        (name,) = {"lr", "weight_decay"} & rates.keys() if len(rates) == 1 else {"weight_decay"}
+        assert f"the optimizer's 1.numbers.{name} varies along 'shard'" in found[0]

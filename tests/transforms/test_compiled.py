@@ -177,6 +177,7 @@ PROGRAMS: dict[str, Callable[[], Setting]] = {
     "one stage twice": lambda: of_blocks(again=True),
     "one stage twice, kept": lambda: of_blocks(again=True, reshard=False),
     "policy": lambda: of_blocks(remat=[torch.ops.aten.mm.default]),
+    "policy, dropout": lambda: of_blocks(function=dropped, remat=[torch.ops.aten.mm.default]),
     "defers nothing": lambda: of_blocks("hybrid_shard", accumulated={"micro": 2, "defer": "nothing"}),
     "defers everything": lambda: of_blocks("hybrid_shard", accumulated={"micro": 2, "defer": "everything"}),
     "gathers in few bits": lambda: of_blocks(gather=LOSSLESS),
@@ -285,6 +286,11 @@ def test_what_inductor_compiles_has_the_same_numbers(name: str) -> None:
 # --- one rank: what a program does with arguments and results ---
 
 
+def test_ranks_that_are_threads_are_refused() -> None:
+    with plainly, pytest.raises(Exception, match=r"compile\(step\): ranks are threads of one process here"):
+        world(2, "threads").within(60).run(in_turn, "policy")
+
+
 @plainly
 def alone(case: Callable[[], Any]) -> Any:
     with pytest.MonkeyPatch.context() as patch:
@@ -375,10 +381,14 @@ def seeded() -> Any:
     return repeated(lambda w, x: (torch.manual_seed(1), torch.rand(()))[1])
 
 
-def given_memory() -> Any:
+def given_memory(of: str) -> Any:
+    kept = torch.zeros(WIDTH, dtype=torch.float64)
+
     def step(w: Tensor, x: Tensor) -> Any:
-        w.data = w.data * 1.5 + x
-        return w, w.sum()
+        given = {"an argument": w, "a temporary": w * 2, "elsewhere": kept}[of]
+        given.data -= x  # in place
+        given.data = given.data * 1.5 + x
+        return w.clone(), given.sum()
 
     return both(step, lambda: data(1))
 
@@ -459,7 +469,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "operations that change": (alternating, r"the step does aten\.(sin|cos).*, and at the last call aten\.(cos|sin)"),
     "a tensor that is replaced": (replaced, r"uses a tensor of shape \[8\] that an earlier call kept in a list"),
     "random numbers after a seed": (seeded, r"draws random numbers after their state was set"),
-    "other memory for an argument": (given_memory, r"gives an argument other memory, as x\.data = y does"),
+    **{
+        f"other memory for {of}": (
+            functools.partial(given_memory, of),
+            r"x\.data = y at .* gives a tensor other memory",
+        )
+        for of in ("an argument", "a temporary", "elsewhere")
+    },
     "views of one tensor from elsewhere": (
         views_from_elsewhere,
         r"from elsewhere, which shares memory with another that",
@@ -592,6 +608,32 @@ def test_what_a_program_cannot_hold_is_an_error(name: str) -> None:
     with pytest.raises(Exception, match=told) as raised:
         on_one_rank(case)
     assert len(str(raised.value).split("\n---")[0]) < 1500
+
+
+@plainly
+def hyperbolic(name: str) -> int:
+    """How often the program of a step computes a tanh."""
+    graphs: list[Any] = []
+    plain = regions.program
+
+    def noted(graph: Any) -> Any:
+        graphs.append(graph)
+        return plain(graph)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(regions.Region, "function", lambda region: lambda xs: region.graph(*xs))
+        patch.setattr(regions, "program", noted)
+        step, params, state = PROGRAMS[name]()
+        compiled = sf.compile(step)
+        for _ in range(2):
+            params, state, _ = compiled(params, state, torch.ones(ROWS, WIDTH, dtype=torch.float64))
+    return sum(node.target is torch.ops.aten.tanh.default for node in graphs[0].nodes)
+
+
+def test_a_policy_runs_again_what_it_does_not_keep() -> None:
+    names = "dropout", "dropout, remat", "policy, dropout"
+    kept, again, most = (world(1).within(60).run(hyperbolic, name)[0] for name in names)
+    assert (kept, again, most) == (LAYERS, 2 * LAYERS, 2 * LAYERS)
 
 
 def compiles() -> Any:
@@ -892,8 +934,16 @@ def alike(w: Tensor, x: Tensor) -> Any:
     return w.cos() + w.cos().square(), *products, *sums, F.softmax(square, 0), F.softmax(square, 1), F.softmax(x, 0)
 
 
+def by_data(w: Tensor, x: Tensor) -> Any:
+    y = w * 2
+    w.data -= x
+    y.data *= 3
+    return w, y
+
+
 TOYS: dict[str, Toy] = {
-    f.__name__: f for f in (clamped, old, unfolded, drawing, drawing_across, sliced, chosen, pooled, writing, alike)
+    f.__name__: f
+    for f in (by_data, clamped, old, unfolded, drawing, drawing_across, sliced, chosen, pooled, writing, alike)
 }
 
 
@@ -903,6 +953,53 @@ def test_small_steps_are_as_without_a_compiler(name: str) -> None:
     assert distance(compiled, plain) < 1e-12
     strides = [[x.stride() for x in optree.tree_leaves(each)] for each in (compiled, plain)]
     assert strides[0] == strides[1]
+
+
+@plainly
+def overwritten_by(name: str) -> Any:
+    """Two squares that become what is computed of both, as it is and compiled."""
+
+    def step(pair: Any, x: Tensor) -> Any:
+        before = pair[0][0, 0] + x.sum()
+        return OVERWRITTEN[name](*pair), before
+
+    def first() -> Any:
+        a = torch.arange(16.0, dtype=torch.float64).view(4, 4)
+        return a.sin(), a.cos().T.contiguous().T
+
+    return both(step, first)
+
+
+OVERWRITTEN: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "swapped": lambda a, b: (b, a),
+    "transposed": lambda a, b: (b.t(), a.t()),
+    "turned": lambda a, b: (a.flip(0).t(), b.roll(1, 0).t()),
+    "slices": lambda a, b: (torch.cat([a, b])[2:6], torch.cat([b, b])[1:5]),
+    "in place": lambda a, b: (a.copy_(a.t().flip(0).t()), b.copy_(b.roll(1, 0))),
+    "repeated": lambda a, b: (b.repeat(1, 1), a.pow(1)),
+}
+
+
+def drawn_in_all_ways(w: Tensor, x: Tensor) -> Any:
+    found = torch.bernoulli(x.sigmoid()), torch.rand_like(x), torch.normal(w, 1.0), w[torch.randperm(WIDTH)]
+    also = F.dropout(x, 0.5), F.rrelu(x - 1, training=True), torch.empty_like(x).bernoulli_(0.4), torch.randint(9, (2,))
+    return w * 0.9, *found, *also
+
+
+@plainly
+def drawn_by_inductor() -> Any:
+    return both(drawn_in_all_ways, lambda: data(1))
+
+
+def test_inductor_draws_what_torch_draws() -> None:
+    plain, compiled = world(1).within(120).run(drawn_by_inductor)[0]
+    assert distance(compiled, plain) < 1e-12
+
+
+@pytest.mark.parametrize("name", OVERWRITTEN)
+def test_inductor_overwrites_nothing_that_is_still_read(name: str) -> None:
+    plain, compiled = world(1).within(120).run(overwritten_by, name)[0]
+    assert distance(compiled, plain) < 1e-12
 
 
 def counted() -> Any:
@@ -1110,6 +1207,33 @@ def test_what_is_carried_is_found_in_any_tree(name: str) -> None:
 
 def test_results_may_change_places() -> None:
     assert [x[0].item() for x in on_one_rank(changing_places)] == [1.0, 2.0, 0.0]
+
+
+def saved() -> Any:
+    """Steps that go on from a checkpoint: those as they are, or compiled, from those as they are, or compiled."""
+    ends = []
+    for first in (0, 1):
+        for then in (0, 1):
+            step, params, state = of_blocks()
+            runs, begun = (step, sf.compile(step)), of_blocks()[1:]
+            for i in range(3):
+                params, state, _ = runs[first](params, state, drawn(i)(ROWS, WIDTH))
+            with tempfile.TemporaryDirectory() as folder:
+                sf.checkpoint.save(f"{folder}/c", {"params": params, "state": state})
+                fresh = sf.checkpoint.load(f"{folder}/c", dict(zip(("params", "state"), begun, strict=True)))
+                params, state = sf.checkpoint.load(f"{folder}/c", {"params": params, "state": state}).values()
+            assert distance(_numbers(fresh), _numbers({"params": params, "state": state})) == 0
+            params, state = fresh.values()
+            for i in range(3):
+                params, state, _ = runs[then](params, state, drawn(3 + i)(ROWS, WIDTH))
+            ends.append(_numbers((params, state)))
+    return ends
+
+
+def test_a_checkpoint_of_a_compiled_step_is_that_of_any_other() -> None:
+    plain, *others = on_one_rank(saved)
+    for other in others:
+        assert distance(other, plain) < 1e-12
 
 
 def _from(batches: list[Tensor], n: int) -> list[Tensor]:
