@@ -1,25 +1,30 @@
 """A whole training step compiled, the same step as it is, and FSDP2 with compiled blocks, side by side.
 
     OMP_NUM_THREADS=1 python -m benchmarks.compiled --ranks 2
+    OMP_NUM_THREADS=1 python -m benchmarks.compiled --jax jaxenv/bin/python
 
 Two models: a GPT with 34 million parameters, and a deep, thin one of 48 layers of width 128, whose operations are
 small. Parameters are gathered in bfloat16, AdamW works in float32, gloo, one thread a rank. Every system has its own
 processes, which take turns of a few steps; times are medians. Memory is what the operating system gave to a rank in a
-step, above the time between steps, with parameters and optimizer state added. `compile s` is the call that traces and
-compiles, in one process and with an empty cache, for 12 layers and for 48.
+step, above the time between steps, with parameters and optimizer state added. With `--jax`, an interpreter that has JAX
+runs the same step afterwards (benchmarks/compiled_jax.py), on as many CPU devices. `compile s` is the call that traces
+and compiles, in one process and with an empty cache, for 12 layers and for 48.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import json
 import os
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -179,17 +184,35 @@ def compared(config: Config, ranks: int, rounds: int, steps: int) -> list[dict[s
     ]
 
 
+def by_jax(python: str, config: Config, ranks: int, steps: int) -> dict[str, Any]:
+    """The row of JAX."""
+    script = Path(__file__).with_name("compiled_jax.py")
+    sizes = {key: value for key, value in asdict(config).items() if isinstance(value, int)}
+    environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={ranks}"}
+    command = [python, str(script), json.dumps(sizes | {"steps": steps})]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    if done.returncode:
+        raise SystemExit(f"{python} {script} failed:\n{done.stderr[-2000:]}")
+    found = json.loads(done.stdout)
+    took = statistics.median(found["seconds"]) * 1e3
+    return {"system": f"jax.jit(shard_map), {found['jax']}", "step ms": took, "loss": found["loss"]}
+
+
 def main() -> None:
     options = parser("A whole step compiled, the step as it is, and FSDP2 with compiled blocks, side by side.")
     options.add_argument("--ranks", type=int, default=2)
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--steps", type=int, default=3, help="steps per turn")
+    options.add_argument("--jax", metavar="PYTHON", help="a Python interpreter that has JAX")
     options.add_argument("--tiny", action="store_true", help="a tiny model, to try the command")
     args = options.parse_args()
     models = {"tiny": TINY} if args.tiny else {"GPT": GPT, "deep and thin": THIN}
     rows, goals = [], []
     for name, config in models.items():
         found = compared(config, args.ranks, args.rounds, args.steps)
+        if args.jax:
+            row = by_jax(args.jax, config, args.ranks, 4 + args.rounds * args.steps)
+            found.append(row | {"/ as it is": row["step ms"] / found[0]["step ms"]})
         rows += [{"model": name} | row for row in found]
         whole, compiled = found[0], found[1]
         goals += [

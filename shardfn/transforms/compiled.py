@@ -87,7 +87,7 @@ class Programs(Graphs):
 
     def _refuse_unfit(self, program: Program, leaves: list[Any]) -> None:
         self._refuse_away(program, leaves)
-        if checks := host_checks():
+        if checks := host_checks(("collectives", "nan")):
             raise RuntimeError(f"{self.name}: {listed(checks)} checks each call on the host: leave it off")
         if process_groups.worlds_of_threads() and dist.get_world_size() > 1:
             raise RuntimeError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import optree
@@ -332,9 +332,9 @@ class Graphs:
             )
 
 
-def host_checks() -> list[str]:
-    """The checks that are on, of which the host makes some in each call."""
-    on = [f"debug({name}=True)" for name in KINDS if getattr(debugging, name)]
+def host_checks(kinds: Iterable[str] = KINDS) -> list[str]:
+    """The checks that are on, of these debug modes and others, of which the host makes some in each call."""
+    on = [f"debug({name}=True)" for name in kinds if getattr(debugging, name)]
     on += ["SHARDFN_CHECK=always"] if asked() == "always" else []
     return [*on, *(["torch.autograd.detect_anomaly"] if torch.is_anomaly_enabled() else [])]
 

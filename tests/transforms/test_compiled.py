@@ -26,7 +26,6 @@ from tests.lossless import LOSSLESS
 from tests.models import DATA, STRATEGIES, distance, drawn
 
 WIDTH, LAYERS, ROWS, STEPS = 8, 3, 4, 5
-plainly = sf.debug(memory=False)  # compiled steps refuse the debug mode in which tests run
 
 Step = Callable[..., Any]
 Setting = tuple[Step, Any, Any]
@@ -242,7 +241,6 @@ def _numbers(tree: Any) -> list[Tensor]:
     return [torch.as_tensor(x, dtype=torch.float64) for x in optree.tree_leaves(tree) if isinstance(x, (Tensor, int))]
 
 
-@plainly
 def compared(name: str, inductor: bool = False) -> Any:
     if inductor:
         return in_turn(name)
@@ -287,11 +285,10 @@ def test_what_inductor_compiles_has_the_same_numbers(name: str) -> None:
 
 
 def test_ranks_that_are_threads_are_refused() -> None:
-    with plainly, pytest.raises(Exception, match=r"compile\(step\): ranks are threads of one process here"):
+    with pytest.raises(Exception, match=r"compile\(step\): ranks are threads of one process here"):
         world(2, "threads").within(60).run(in_turn, "policy")
 
 
-@plainly
 def alone(case: Callable[[], Any]) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(regions.Region, "function", lambda region: lambda xs: region.graph(*xs))
@@ -610,7 +607,6 @@ def test_what_a_program_cannot_hold_is_an_error(name: str) -> None:
     assert len(str(raised.value).split("\n---")[0]) < 1500
 
 
-@plainly
 def hyperbolic(name: str) -> int:
     """How often the program of a step computes a tanh."""
     graphs: list[Any] = []
@@ -661,7 +657,6 @@ def test_a_schedule_compiles_once_and_another_shape_once_more() -> None:
     assert on_one_rank(compiles) == (1, 2)
 
 
-@plainly
 def regions_of(layers: int) -> int:
     keys: set[str] = set()
 
@@ -777,7 +772,6 @@ def test_results_are_as_without_a_compiler() -> None:
             assert torch.equal(x, want)
 
 
-@plainly
 def by_rank(other: str) -> Any:
     rank, mesh, calls = dist.get_rank(), mesh_here(), list[int]()
     ways: dict[str, Callable[[Tensor], Tensor]] = {
@@ -955,7 +949,6 @@ def test_small_steps_are_as_without_a_compiler(name: str) -> None:
     assert strides[0] == strides[1]
 
 
-@plainly
 def overwritten_by(name: str) -> Any:
     """Two squares that become what is computed of both, as it is and compiled."""
 
@@ -986,7 +979,6 @@ def drawn_in_all_ways(w: Tensor, x: Tensor) -> Any:
     return w * 0.9, *found, *also
 
 
-@plainly
 def drawn_by_inductor() -> Any:
     return both(drawn_in_all_ways, lambda: data(1))
 
