@@ -129,10 +129,7 @@ def filled(
         differences, names = matching.compared(reader.source, held, team, asked, naming)
         if differences.shapes or (asked.strict and differences):
             raise CheckpointError(f"{differences}{matching.hint(differences, names, reader.source, asked)}")
-        tensors = {name for name, target in names.items() if target.theirs in reader.source.tensors}
-        for name in tensors & held.numbers.keys():
-            dtype = reader.source.tensors[names[name].theirs].dtype
-            held.plain[name] = torch.empty((), dtype=dtype, device="cpu")
+        tensors = _as_there(held, reader, names)
         boxes = [*held.boxes, *(LocalBox(name, whole(x.shape), x) for name, x in held.plain.items())]
         wanted = reader.wanted(names[target.name].box(target) for target in boxes if target.name in tensors)
         reader.check(wanted)
@@ -163,6 +160,16 @@ def filled(
     numbers |= {name: held.plain[name].item() for name in held.plain.keys() & held.numbers.keys()}
     loaded = rebuilt(tree, {name: numbers[name] for name in held.numbers.keys() & names.keys()})
     return loaded if then is None else (loaded, then_result)
+
+
+def _as_there(held: Contents, reader: Reader, names: dict[str, Name]) -> set[str]:
+    """Makes room for numbers that are 0-d tensors in the files; returns the names of all that are tensors there."""
+    kinds = {name: reader.source.tensors.get(target.theirs) for name, target in names.items()}
+    tensors = {name: kind.dtype for name, kind in kinds.items() if kind is not None}
+    held.plain |= {
+        name: torch.empty((), dtype=tensors[name], device="cpu") for name in tensors.keys() & held.numbers.keys()
+    }
+    return set(tensors)
 
 
 class _Common(NamedTuple):
