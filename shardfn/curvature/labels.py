@@ -71,6 +71,11 @@ class Drawn:
         return labels, *batch
 
 
+def called(losses: Any) -> tuple[Callable[..., Any], ...]:
+    """The functions that are called with each batch: of `Drawn` its two, else the losses themselves."""
+    return (losses.model, losses.likelihood) if isinstance(losses, Drawn) else (losses,)
+
+
 @contextlib.contextmanager
 def _unchecked() -> Iterator[None]:
     """A context in which distributions do not check their arguments, which they cannot do row by row."""
