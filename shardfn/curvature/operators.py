@@ -36,7 +36,7 @@ class Operator:
 
     Vectors are trees like the gradient of the parameters; a tree like the parameters will do. All ranks apply it
     together. `a * A`, `A / a`, `A + B` and `A - B` are operators too, and `Operator(lambda v: v, params)` is the
-    identity.
+    identity. Factors are the same on all ranks, which compare them.
 
     Args:
         apply: `v -> A v`, with a tree like the gradient of `params`.
@@ -124,7 +124,8 @@ def hvp(f: Function, params: Any, batches: Iterable[Any] | None = None) -> Opera
         An `Operator`. Each product draws the same random numbers, so that dropout stays the same.
 
     Raises:
-        TypeError: batches that cannot be read twice, such as a generator.
+        TypeError: batches that cannot be read twice, such as a generator; by a product, batches that have not as many
+            arguments as the function takes, such as `(x, y)` in place of `[(x, y)]`.
         ValueError: by a product, a loss that differs between ranks.
         As `Operator`, and in products as `sf.jvp` and `sf.grad`.
 
