@@ -87,7 +87,7 @@ def calls(params: Any, batches: Any, folder: str) -> dict[str, tuple[Callable[..
             lambda **n: sc.critical_sharpness(lambda p: p["x"].square().sum(), b, b, **n),
             {"rate": 0.1, "tolerance": 0.1, "forwards": 5},
         ),
-        "fisher": (lambda **n: sc.fisher(lambda p: p, None, b, **n), {"labels": 1}),
+        "fisher": (lambda **n: sc.fisher(lambda p: p, lambda z: z, b, **n), {"labels": 1}),
         "per_example": (lambda **n: sc.per_example(losses, params, *batches[0], **n), {"micro": 1}),
         "PerExample.clipped": (rows.clipped, {"limit": 1.0}),
         "dp_grads": (lambda **n: sc.dp_grads(losses, params, batches[0], **n), private),
@@ -270,11 +270,12 @@ def on_mesh(folder: Path, temperature: float, cut: int) -> dict[str, str]:
     mesh = data_mesh(dist.get_world_size())
     params, found = sf.shard(whole(), mesh, STRATEGIES["full_shard"]), {}
     batches = [tuple(x[:cut].tensor_split(mesh.size())[mesh.get_rank()] for x in rows(0))]
-    for name, losses in {
+    kinds: dict[str, Any] = {
         "given": functools.partial(plain_losses if temperature == 1.0 else smoothed, stage=sf.stage),
         "drawn": drawn(0, temperature, sf.stage),
-    }.items():
-        found[name] = told(lambda n=name, f=losses: sc.ekfac(f, params, batches, folder=folder / n))
+    }
+    for name, losses in kinds.items():
+        found[name] = told(functools.partial(sc.ekfac, losses, params, batches, folder=folder / name))
     return found
 
 
@@ -355,7 +356,7 @@ OPERATORS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("which", OPERATORS)
 def test_what_is_no_operator_is_told(which: str) -> None:
     for wrong, kind in ((summed, "the function summed"), (X, "a dict"), (EYE, "a tensor of shape (3, 3)")):
-        message = told(lambda w=wrong: OPERATORS[which](w))
+        message = told(functools.partial(OPERATORS[which], wrong))
         assert message.startswith(f"TypeError: {which}: the first argument is an operator, and this is {kind}"), message
 
 
@@ -375,7 +376,7 @@ def test_a_count_that_is_no_integer_is_told(which: str, key: str) -> None:
     call: Any = functools.partial(sc.solve, given(EYE), X) if which == "solve" else None
     call = call or functools.partial(getattr(sc, which), given(EYE))
     for value, said in ((2.5, "2.5 is a float"), ("3", "'3' is a str"), (True, "True is a bool")):
-        message = told(lambda v=value: call(**{key: v}))
+        message = told(functools.partial(call, **{key: value}))
         assert re.match(rf"TypeError: {which}: {key}={said}; it is an integer of \d or more", message), message
     assert re.match(rf"ValueError: {which}: {key}=-1; it is \d or more", told(lambda: call(**{key: -1})))
 
@@ -385,7 +386,7 @@ MISUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: sc.top_eig(given(torch.eye(178)), 1000, products=50),
         "ValueError: top_eig: products=50, count=1000, of 178 eigenvalues: .*pass products=178",
     ),
-    "forwards": (lambda: sc.critical_sharpness(summed, X, X, [PAIR], forwards=2.5), "TypeError: .*forwards=2.5"),
+    "forwards": (lambda: sc.critical_sharpness(summed, X, X, [PAIR], forwards=2.5), "TypeError: .*forwards=2.5"),  # type: ignore[arg-type]
     "damping": (lambda: sc.solve(given(EYE), X, damping="1"), "TypeError: solve: damping='1' is a str; it is a number"),  # type: ignore[arg-type]
     "tolerance": (lambda: sc.solve(given(EYE), X, tolerance=-1.0), "ValueError: solve: tolerance=-1.0; it is a number"),
     "a seed": (lambda: sc.trace(given(EYE), seed=0.5), "TypeError: a seed is an int"),  # type: ignore[arg-type]
