@@ -27,7 +27,7 @@ from shardfn.checkpoint.contents import memory
 from shardfn.checkpoint.disk import sync, write_whole
 from shardfn.collectives.agree import agree, failing_together
 from shardfn.compat import process_groups
-from shardfn.curvature.operators import check_batches, each_of
+from shardfn.curvature.operators import check_batches, count_of, each_of
 from shardfn.curvature.per_example import Batch, Losses, checked, compare_once, kind_of, refuse_cut, row_place, visit
 from shardfn.curvature.resuming import compare, made_of
 from shardfn.curvature.row_gradients import Used, parts, single, whole
@@ -78,7 +78,8 @@ class GradientStore:
             OSError, ValueError, CheckpointError: on all ranks, a file cannot be read, or is another one.
         """
         space = self._sketch.space
-        space.agree("scores", queries=len(queries), damping=damping)
+        count_of(queries, space, "scores")
+        space.agree("scores", damping=damping)
         if damping is not None and not (isinstance(damping, (int, float)) and 0 < damping < math.inf):
             raise ValueError(f"scores: damping={damping!r}; it is a finite number above 0, or None")
         found = torch.zeros((len(queries), self.rows), dtype=self._sketch.dtype, device=space.like[0].device)
@@ -322,6 +323,8 @@ def _begin(folder: Path, sketch: Sketch, of: dict[str, float], ranks: int, batch
 def _compare(found: Mapping[str, Any], told: Mapping[str, Any], ranks: int, batches: int | None, where: str) -> None:
     asked = dict(told) | ({} if batches is None else {"ranks": ranks, "batches": batches})
     of = asked.pop("of")
+    if "of" not in found:
+        raise CheckpointError(f"{where} does not say what it was made of: remove it, or pass another")
     if other := [key for key in asked if found[key] != asked[key]]:
         both = listed(f"{key}: {found[key]}, not {asked[key]}" for key in other)
         raise CheckpointError(f"{where} was written for other arguments: {both}")

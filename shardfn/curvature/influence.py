@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.curvature.operators import check_batches, each_of, must_take
+from shardfn.curvature.operators import check_batches, count_of, each_of, must_take
 from shardfn.curvature.per_example import Batch, Losses, checked, cuts, same_along
 from shardfn.curvature.vectors import Space
 from shardfn.optim.hyperparameters import kind
@@ -50,10 +50,7 @@ def influence(
     space = Space(params, name)
     check_batches(batches, params, name)
     cut = cuts(params, name)
-    many = isinstance(queries, Sequence) and not isinstance(queries, str)
-    space.agree("influence", queries=len(queries) if many else kind(queries))
-    if not many:
-        raise TypeError(f"{name}: queries are a list of trees like the gradient, and this is {kind(queries)}: pass [q]")
+    count_of(queries, space, name)
     if not callable(inverse):
         raise TypeError(
             f"{name}: the first argument is a function q -> (F + damping)^-1 q, and this is {kind(inverse)}: pass "
@@ -74,7 +71,7 @@ def influence(
         same_along(cut, params, rows, name)
 
         def of(values: Any, rows: Batch = rows) -> Tensor:
-            return rows.of(losses, space.variables.tree(values))
+            return rows.of(losses, space.variables.tree(values), name)
 
         each = [jvp(of, (values,), (direction,))[1] for direction in directions]
         found.append(torch.stack(each) if each else torch.zeros((0, rows.rows), device=rows.device))

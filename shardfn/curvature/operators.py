@@ -108,6 +108,15 @@ def must_be_operator(name: str, A: Any) -> None:
         )
 
 
+def count_of(queries: Any, space: Space, name: str) -> int:
+    """The number of queries; raises TypeError or ValueError if they are no list, or not as many on each rank."""
+    many = isinstance(queries, Sequence) and not isinstance(queries, str)
+    space.agree(name, queries=len(queries) if many else kind(queries))
+    if not many:
+        raise TypeError(f"{name}: queries are a list of trees like the gradient, and this is {kind(queries)}: pass [q]")
+    return len(queries)
+
+
 def hvp(f: Function, params: Any, batches: Iterable[Any] | None = None) -> Operator:
     """The Hessian of a loss, whose products are Hessian-vector products; nothing is approximated.
 

@@ -340,6 +340,12 @@ class Batch:
             raise TypeError(_not_losses(losses, result, f"{self.rows} rows", name))
         return result
 
+    def filled(self) -> list[Any]:
+        """The leaves, with a row of zeros if there is none, as all ranks call stages equally often."""
+        if self.rows:
+            return self.leaves
+        return [x.new_zeros((1, *x.shape[1:])) if yes else x for x, yes in zip(self.leaves, self.mapped, strict=True)]
+
     def first(self) -> tuple[Any, ...]:
         """The arguments with the first row alone."""
         kept = [x[:1] if yes else x for x, yes in zip(self.leaves, self.mapped, strict=True)]
@@ -479,10 +485,7 @@ def visit(losses: Losses, params: Any, batch: Batch, receiver: Receiver, name: s
     pairs = enumerate(zip(values, layouts, strict=True))
     shards = {id(x): (i, x.requires_grad_()) for i, (x, layout) in pairs if layout is not None}
     keys = [Key(i) if layout is None else None for i, layout in enumerate(layouts)]
-    rows = batch.leaves
-    if not batch.rows:
-        rows = [x.new_zeros((1, *x.shape[1:])) if yes else x for x, yes in zip(rows, batch.mapped, strict=True)]
-    rows = [x.detach() if isinstance(x, Tensor) else x for x in rows]
+    rows = [x.detach() if isinstance(x, Tensor) else x for x in batch.filled()]
     rows = [x[:, None] if yes else x for x, yes in zip(rows, batch.mapped, strict=True)]  # each a batch of one row
     wide, device = kind_of(params, batch)
     way = _way(_code(losses), bool(shards))
@@ -635,7 +638,8 @@ def _compare(losses: Losses, params: Any, batch: Batch, found: Found, name: str)
         RuntimeError: on every rank, if they differ on one.
     """
     mesh, axes = row_axes(params)
-    first = batch.rows > 0 and (mesh is None or axis_of(mesh, axes).index == 0)
+    place = 0 if mesh is None else axis_of(mesh, axes).index  # on all ranks, as it may make a group
+    first = batch.rows > 0 and place == 0
     weights = torch.zeros(batch.rows, device=batch.device)
     weights[-1:] = float(first)
 

@@ -49,7 +49,8 @@ def made_of(
     each, squares = rows.values.double(), rows.norms.double().square()
     own = torch.stack([each.new_tensor(float(len(each))), each.sum(), each.abs().sum(), squares.sum()])
     if isinstance(losses, Drawn):  # other ranks have other draws
-        place = own.new_tensor([-float(row_place(params)[0]) if len(each) else -math.inf])
+        number, _ = row_place(params)
+        place = own.new_tensor([-float(number) if len(each) else -math.inf])
         own *= float(largest(params, place)) == float(place)
     eps = torch.finfo(rows.values.dtype).eps
     totals = dict(zip(KEYS[2:6], over_all(params, own).tolist(), strict=True))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import json
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ import shardfn.optim as so
 from shardfn import curvature as sc
 from shardfn.testing import World
 from shardfn.testing import world as started
+from shardfn.testing.world import close_worlds
 from tests.curvature.test_curvature import given
 from tests.curvature.test_influence import leaves, losses_of, mine, net, rows, whole
 from tests.models import STRATEGIES, data_mesh
@@ -279,6 +283,26 @@ def on_mesh(folder: Path, temperature: float, cut: int) -> dict[str, str]:
     return found
 
 
+def on_the_first_rank(folder: Path) -> list[Tensor]:
+    """Only the first rank has rows."""
+    mesh = data_mesh(dist.get_world_size())
+    params, first = sf.shard(whole(), mesh, STRATEGIES["hybrid_shard"]), mesh.get_rank() == 0
+    batch: Any = tuple(x if first else x[:0] for x in rows(0))
+    norms = sc.per_example(losses_of(sf.stage), params, *batch).norms
+    for name, losses in {"given": losses_of(sf.stage), "drawn": drawn(0, 1.0, sf.stage)}.items():
+        for _ in range(2):
+            sc.ekfac(losses, params, [batch], folder=folder / name)
+    return [norms] if first else []
+
+
+def test_ranks_without_rows_join_when_groups_are_made(tmp_path: Path) -> None:
+    close_worlds()  # so that no rank knows a group
+    want = sc.per_example(plain_losses, whole(), *rows(0)).norms
+    (norms,), *others = started(4, "processes").within(60).run(on_the_first_rank, tmp_path)
+    assert others == [[]] * 3
+    torch.testing.assert_close(norms, want)
+
+
 def test_losses_are_compared_on_another_mesh(tmp_path: Path) -> None:
     for ranks, temperature, cut, said in (
         (2, 1.0, 8, "it was done"), (1, 1.0, 8, "it was done"), (4, 1.0, 8, "it was done"),
@@ -381,6 +405,18 @@ def test_a_count_that_is_no_integer_is_told(which: str, key: str) -> None:
     assert re.match(rf"ValueError: {which}: {key}=-1; it is \d or more", told(lambda: call(**{key: -1})))
 
 
+def stored(folder: str | None = None) -> sc.GradientStore:
+    with contextlib.nullcontext(folder) if folder else tempfile.TemporaryDirectory() as place:
+        return sc.store_gradients(place, two_of, X, [PAIR])
+
+
+def unsaid() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = stored(folder).folder / "gradients.json"
+        file.write_text(json.dumps({key: x for key, x in json.loads(file.read_text()).items() if key != "of"}))
+        stored(folder)
+
+
 MISUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "more eigenvalues than products": (
         lambda: sc.top_eig(given(torch.eye(178)), 1000, products=50),
@@ -402,6 +438,11 @@ MISUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: sc.influence(lambda q: q, X, two_of, X, [PAIR]),  # type: ignore[arg-type]
         r"TypeError: influence .*queries are a list of trees .*this is a dict: pass \[q\]",
     ),
+    "a query of a store without a list": (
+        lambda: stored().scores(X),  # type: ignore[arg-type]
+        r"TypeError: scores: queries are a list of trees .*this is a dict: pass \[q\]",
+    ),
+    "a folder that does not say what it is of": (unsaid, "CheckpointError: .*does not say what it was made of: remove"),
     "a query of another kind": (
         lambda: sc.influence(lambda q: q, [EYE], two_of, X, [PAIR]),
         r"ValueError: influence .*a query is a tree .*a tensor of shape \(3, 3\), .*Queries are a list of such trees",
@@ -417,6 +458,10 @@ MISUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a mean": (
         lambda: sc.ekfac(summed, X, [PAIR]),
         r"TypeError: ekfac of summed: summed returns one loss a row.*shape \(\).*reduction='none'",
+    ),
+    "a mean to influence": (
+        lambda: sc.influence(lambda q: q, [X], summed, X, [PAIR]),
+        "TypeError: influence of summed: summed returns one",
     ),
     "a mean to grams": (lambda: sc.grams(summed, X, [PAIR]), "TypeError: grams of summed: summed returns one"),
     "a mean to dp_grads": (
