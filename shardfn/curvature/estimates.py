@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from shardfn.curvature.lanczos import unit
-from shardfn.curvature.operators import Operator
+from shardfn.curvature.operators import Operator, must_be_operator
 from shardfn.curvature.vectors import Vector, subtract_
+from shardfn.optim.hyperparameters import whole
+from shardfn.shards.random import int_seed
 
 
 class Estimate(NamedTuple):
@@ -35,10 +37,10 @@ def trace(A: Operator, products: int = 30, *, sketch: int | None = None, seed: i
         seed: of the random vectors.
 
     Returns:
-        `Estimate`.
+        `Estimate`: `value` and `error`, two floats.
 
     Raises:
-        ValueError: no product is left for draws.
+        TypeError, ValueError: an argument is out of its range; no product is left for draws.
         FloatingPointError: a product is not finite.
 
     Sources: Meyer, Musco, Musco and Woodruff, Hutch++: optimal stochastic trace estimation (2021); Hutchinson (1990).
@@ -46,10 +48,14 @@ def trace(A: Operator, products: int = 30, *, sketch: int | None = None, seed: i
     Example:
         ``value, error = trace(H, products=60)``
     """
+    must_be_operator("trace", A)
     A.space.agree("trace", products=products, sketch=sketch, seed=seed)
-    kept = products // 3 if sketch is None else sketch
+    whole("trace", "products", products, 1)
+    if sketch is not None:
+        whole("trace", "sketch", sketch, 0)
+    kept, seed = products // 3 if sketch is None else sketch, int_seed(seed)
     draws = products - 2 * kept
-    if kept < 0 or draws < 1:
+    if draws < 1:
         raise ValueError(
             f"trace: products={products}, sketch={kept}: the sketch takes {2 * kept} products, and one at least must "
             f"be left"
@@ -94,17 +100,17 @@ def diag(A: Operator, products: int = 30, *, seed: int = 0) -> Any:
         A tree like the gradient.
 
     Raises:
-        ValueError: fewer than one product.
+        TypeError, ValueError: an argument is out of its range.
 
     Sources: Bekas, Kokiopoulou and Saad, An estimator for the diagonal of a matrix (2007).
 
     Example:
         ``importance = diag(fisher(model, likelihood, params, batches), 100)``
     """
+    must_be_operator("diag", A)
     A.space.agree("diag", products=products, seed=seed)
-    if products < 1:
-        raise ValueError(f"diag: products={products}; it is at least 1")
-    space = A.space
+    whole("diag", "products", products, 1)
+    space, seed = A.space, int_seed(seed)
     total = space.zeros()
     for number in range(products):
         v = space.drawn("signs", seed, number)

@@ -27,8 +27,9 @@ from shardfn.checkpoint.contents import memory
 from shardfn.checkpoint.disk import sync, write_whole
 from shardfn.collectives.agree import agree, failing_together
 from shardfn.compat import process_groups
-from shardfn.curvature.operators import check_batches, each_of
+from shardfn.curvature.operators import check_batches, count_of, each_of
 from shardfn.curvature.per_example import Batch, Losses, checked, compare_once, kind_of, refuse_cut, row_place, visit
+from shardfn.curvature.resuming import compare, made_of
 from shardfn.curvature.row_gradients import Used, parts, single, whole
 from shardfn.curvature.row_moments import Kind, Place, factors, largest, over_all, places, turned
 from shardfn.curvature.row_uses import Key, Receiver
@@ -77,7 +78,8 @@ class GradientStore:
             OSError, ValueError, CheckpointError: on all ranks, a file cannot be read, or is another one.
         """
         space = self._sketch.space
-        space.agree("scores", queries=len(queries), damping=damping)
+        count_of(queries, space, "scores")
+        space.agree("scores", damping=damping)
         if damping is not None and not (isinstance(damping, (int, float)) and 0 < damping < math.inf):
             raise ValueError(f"scores: damping={damping!r}; it is a finite number above 0, or None")
         found = torch.zeros((len(queries), self.rows), dtype=self._sketch.dtype, device=space.like[0].device)
@@ -143,7 +145,8 @@ def store_gradients(
             many ranks and with the same arguments, which goes on.
         losses: as for `per_example`.
         params: as for `per_example`.
-        batches: this rank's training batches, as for `hvp`, or None to read a folder that is complete, on any mesh.
+        batches: this rank's training batches, as for `hvp`, or None to read a folder that is complete, on any mesh;
+            then nothing is computed, and losses are not looked at.
         size: numbers along each dimension, 1 or more: about `size^2` for a matrix, which all of a row's are kept of.
         seed: of the projections, any int.
 
@@ -151,8 +154,8 @@ def store_gradients(
         A `GradientStore`.
 
     Raises:
-        CheckpointError: on all ranks, a folder that is of other parameters, values of them, batches or arguments; one
-            that is not complete, without batches.
+        CheckpointError: on all ranks, a folder that is of other parameters, values of them, losses, batches or
+            arguments; one that is not complete, without batches.
         TypeError, ValueError, RuntimeError: as `per_example` and `hvp`.
         OSError: on all ranks, the folder cannot be written.
 
@@ -171,7 +174,8 @@ def store_gradients(
     check_batches(batches, params, name)
     sketch = Sketch(space, size, int_seed(seed))
     number, ranks = row_place(params)
-    _begin(path, sketch, ranks, None if batches is None else len(batches), name)  # type: ignore[arg-type]
+    of = made_of(space, name, losses, batches)
+    _begin(path, sketch, of, ranks, None if batches is None else len(batches), name)  # type: ignore[arg-type]
     there = _files(path)
     count = json.loads((path / ABOUT).read_bytes())["batches"]
     if batches is not None:
@@ -179,7 +183,7 @@ def store_gradients(
         wanted = largest(params, lacking).tolist()
         before = RandomNumbers(space.like)
         try:
-            for i, batch in enumerate(each_of(batches, name)):
+            for i, batch in enumerate(each_of(batches, name, losses)):
                 _write(path, sketch, losses, batch, (i, number), there, bool(wanted[i]), name)
         finally:
             before.restore()
@@ -285,16 +289,15 @@ class Projected(Receiver):
 # --- files ---
 
 
-def _begin(folder: Path, sketch: Sketch, ranks: int, batches: int | None, name: str) -> None:
+def _begin(folder: Path, sketch: Sketch, of: dict[str, float], ranks: int, batches: int | None, name: str) -> None:
     """Writes what the folder is about, or compares it."""
     space, about = sketch.space, folder / ABOUT
-    probe = [x.double() for x in space.drawn("signs", 0, 0)]
     told: dict[str, Any] = {
         "size": sketch.size,
         "seed": sketch.seed,
         "parameters": {at.path: list(at.shape) for at in sketch.places.values()},
         "dtype": str(sketch.dtype),
-        "values": float(space.dots([space.like], probe)),
+        "of": of,
     }
     error: Exception | None = None
     found: dict[str, Any] | None = None
@@ -319,12 +322,13 @@ def _begin(folder: Path, sketch: Sketch, ranks: int, batches: int | None, name: 
 
 def _compare(found: Mapping[str, Any], told: Mapping[str, Any], ranks: int, batches: int | None, where: str) -> None:
     asked = dict(told) | ({} if batches is None else {"ranks": ranks, "batches": batches})
-    values = asked.pop("values")
+    of = asked.pop("of")
+    if "of" not in found:
+        raise CheckpointError(f"{where} does not say what it was made of: remove it, or pass another")
     if other := [key for key in asked if found[key] != asked[key]]:
         both = listed(f"{key}: {found[key]}, not {asked[key]}" for key in other)
         raise CheckpointError(f"{where} was written for other arguments: {both}")
-    if not abs(found["values"] - values) <= 1e-9 * abs(values):  # a sum with signs, in another order on another mesh
-        raise CheckpointError(f"{where} has gradients at other values of the parameters: remove it, or pass another")
+    compare(found["of"], of, where)
 
 
 def _files(folder: Path) -> dict[tuple[int, int], tuple[str, int, str]]:
@@ -370,9 +374,9 @@ def _write(
         raise error
     if not wanted:
         return
-    compare_once(losses, params, given)
+    compare_once(losses, params, given, name)
     receiver = Projected(sketch, max(rows.rows, 1), *kind_of(params, rows))
-    visit(losses, params, rows, receiver)
+    visit(losses, params, rows, receiver, name)
     with failing_together([together(params)], name, OSError):
         content = io.BytesIO()
         np.save(content, receiver.values[: rows.rows].cpu().numpy())

@@ -126,7 +126,9 @@ def grams(
     """
     name = f"grams of {name_of(losses.model if isinstance(losses, Drawn) else losses)}"
     space = Space(params, name)
-    space.agree("grams", outputs=bool(outputs), fisher=bool(fisher))
+    space.agree(
+        "grams", outputs=bool(outputs), fisher=bool(fisher), labels=losses.seed if isinstance(losses, Drawn) else None
+    )
     check_batches(batches, params, name)
     wanted = {kind: (0, 1) if outputs else (dim,) for kind, dim in INPUTS.items()}
     each = places(space)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.curvature.operators import check_batches, each_of
+from shardfn.curvature.operators import check_batches, count_of, each_of, must_take
 from shardfn.curvature.per_example import Batch, Losses, checked, cuts, same_along
 from shardfn.curvature.vectors import Space
+from shardfn.optim.hyperparameters import kind
 from shardfn.transforms.autodiff import name_of
 from shardfn.transforms.jvp import jvp
 
@@ -49,16 +50,28 @@ def influence(
     space = Space(params, name)
     check_batches(batches, params, name)
     cut = cuts(params, name)
-    space.agree("influence", queries=len(queries))
+    count_of(queries, space, name)
+    if not callable(inverse):
+        raise TypeError(
+            f"{name}: the first argument is a function q -> (F + damping)^-1 q, and this is {kind(inverse)}: pass "
+            f"lambda q: F.solve(q, 1e-3), say"
+        )
+    must_take(inverse, [None], name, "a query", "Pass a function of a query alone: lambda q: F.solve(q, 1e-3), say")
     values = [x.detach() for x in space.variables.values]
-    directions = [space.tangents(space.read(inverse(query))) for query in queries]
+    directions = []
+    for query in queries:
+        space.read(query, "a query", ". Queries are a list of such trees: [q] for one")
+        solved = space.read(
+            inverse(query), "a solution", ". The first argument returns one, as F.solve or solve(...).x is"
+        )
+        directions.append(space.tangents(solved))
     found = []
-    for batch in each_of(batches, name):
+    for batch in each_of(batches, name, losses):
         rows = checked(params, functools.partial(tuple, batch), name)[1]
         same_along(cut, params, rows, name)
 
         def of(values: Any, rows: Batch = rows) -> Tensor:
-            return rows.of(losses, space.variables.tree(values))
+            return rows.of(losses, space.variables.tree(values), name)
 
         each = [jvp(of, (values,), (direction,))[1] for direction in directions]
         found.append(torch.stack(each) if each else torch.zeros((0, rows.rows), device=rows.device))

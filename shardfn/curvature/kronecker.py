@@ -18,9 +18,10 @@ from torch import Tensor
 
 from shardfn import checkpoint
 from shardfn.collectives.agree import agree
-from shardfn.curvature.labels import Drawn
+from shardfn.curvature.labels import Drawn, called
 from shardfn.curvature.operators import Operator, check_batches, each_of
 from shardfn.curvature.per_example import Losses, checked, compare_once, kind_of, refuse_cut, visit
+from shardfn.curvature.resuming import begun, compare, made_of
 from shardfn.curvature.row_moments import Kind, Place, Sums, Total, places
 from shardfn.curvature.row_uses import Key
 from shardfn.curvature.vectors import Space, Vector
@@ -90,7 +91,7 @@ def _turned(x: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
 def ekfac(
     losses: Losses | Drawn,
     params: Any,
-    batches: Iterable[Any],
+    batches: Iterable[Any] | None,
     *,
     corrected: bool = True,
     diagonal: Collection[str] = (),
@@ -113,10 +114,13 @@ def ekfac(
     Args:
         losses: as for `per_example`; the labels in the batch give the *empirical* Fisher matrix. `Drawn` draws labels.
         params: as for `per_example`. They must not be overwritten meanwhile.
-        batches: this rank's batches, as for `hvp`. They are read twice.
+        batches: this rank's batches, as for `hvp`, which are read twice; or None to read a folder without comparing
+            losses.
         corrected: whether values are those of EK-FAC.
         diagonal: paths of matrices whose basis is the identity.
-        folder: a checkpoint, which is written if it is not there and read if it is, on any mesh.
+        folder: a checkpoint, which is written if it is not there and read if it is, on any mesh. Then values of the
+            parameters are compared with those that it was made with, and losses and gradients of the first batch,
+            whose rows may be cut over ranks in another way.
 
     Returns:
         A `Kronecker`.
@@ -125,7 +129,7 @@ def ekfac(
         ValueError: on all ranks, a matrix that is not used whole, by products or by lookups, or that is used by both,
             such as a tied embedding; kernels of convolutions in groups. All of them may be in `diagonal`.
         TypeError, ValueError, RuntimeError: as `per_example` and `hvp`.
-        CheckpointError: the folder has other parameters.
+        CheckpointError: the folder is of other parameters, values of them, losses or arguments.
 
     Sources: Martens and Grosse, Optimizing neural networks with Kronecker-factored approximate curvature (2015); George
         et al., Fast approximate natural gradient descent in a Kronecker-factored eigenbasis (2018); for tokens,
@@ -139,20 +143,30 @@ def ekfac(
     name = f"ekfac of {name_of(losses.model if isinstance(losses, Drawn) else losses)}"
     space, path = Space(params, name), None if folder is None else Path(folder)
     each = places(space)
-    there = path is not None and path.exists() and not (path.is_dir() and not any(path.iterdir()))
-    asked: dict[str, Any] = {"corrected": bool(corrected), "diagonal": ", ".join(sorted(diagonal))}
+    there, labels = begun(path), f"drawn with seed {losses.seed}" if isinstance(losses, Drawn) else "given"
+    asked: dict[str, Any] = {
+        "corrected": bool(corrected), "diagonal": ", ".join(sorted(diagonal)), "labels": labels
+    }  # fmt: skip
     error = _wrong(diagonal, each, name)
-    lines = [f"{key}: {value!r}" for key, value in {**asked, "folder": path and str(path), "exists": there}.items()]
+    if batches is None and not there:
+        error = error or ValueError(
+            f"{name}: pass batches, as there is {f'nothing in {path}' if path else 'no folder'}"
+        )
+    also = {"folder": path and str(path), "exists": there, "batches": batches is not None}
+    lines = [f"{key}: {value!r}" for key, value in {**asked, **also}.items()]
     agree([*lines, *([str(error)] if error else [])], together(params), name, mine=error)
     if error is not None:
         raise error
+    check_batches(batches, params, name)
+    of = {} if path is None else made_of(space, name, losses, batches)
     if there:
         assert path is not None, "it exists"
-        return _read(space, each, path, asked, name)
-    check_batches(batches, params, name)
+        return _read(space, each, path, asked, of, name)
+    assert batches is not None, "it was checked"
     found = _fitted(space, each, losses, batches, name, asked["corrected"], set(diagonal))
     if path is not None:
-        checkpoint.save(path, {"asked": asked, "kinds": found.kinds, "rows": found.rows, "state": found.state})
+        kept = {"asked": asked, "of": of, "kinds": found.kinds, "rows": found.rows, "state": found.state}
+        checkpoint.save(path, kept)
     return found
 
 
@@ -196,12 +210,12 @@ def gather(sums: Sums, losses: Losses | Drawn, batches: Iterable[Any], name: str
     refuse_cut(params, name)
     call, before = losses.losses if isinstance(losses, Drawn) else losses, RandomNumbers(sums.space.like)
     try:
-        for number, batch in enumerate(each_of(batches, name)):
+        for number, batch in enumerate(each_of(batches, name, *called(losses))):
             given, rows = checked(params, functools.partial(_labelled, losses, params, batch, number), name)
             if not number:
-                compare_once(call, params, given)
+                compare_once(call, params, given, name)
                 before.restore()  # each pass draws the same numbers
-            visit(call, params, rows, sums.receiver(rows.rows, *kind_of(params, rows)))
+            visit(call, params, rows, sums.receiver(rows.rows, *kind_of(params, rows)), name)
             others = sums.refused()
             if strict and others:
                 raise ValueError(
@@ -240,11 +254,14 @@ def _shapes(at: Place, kind: str) -> dict[str, tuple[int, ...]]:
     return {side: (at.matrix[i],) * 2 for i, side in enumerate(SIDES) if side in KEPT.get(kind, ())}
 
 
-def _read(space: Space, each: dict[Key, Place], folder: Path, asked: dict[str, Any], name: str) -> Kronecker:
-    like = {"asked": asked, "kinds": {at.path: "" for at in each.values()}, "rows": 0.0}
+def _read(
+    space: Space, each: dict[Key, Place], folder: Path, asked: dict[str, Any], of: dict[str, float], name: str
+) -> Kronecker:
+    like = {"asked": asked, "of": of, "kinds": {at.path: "" for at in each.values()}, "rows": 0.0}
     told = checkpoint.load(folder, like, ignore=r"state\..*")
     if told["asked"] != asked:
         raise checkpoint.CheckpointError(f"ekfac: {folder} is of a call with {told['asked']}, not {asked}")
+    compare(told["of"], of, f"ekfac: {folder}")
     state = {at.block.name: _zeros(at, told["kinds"][at.path]) for at in each.values()}
     found = checkpoint.load(folder, told | {"state": state})
     return Kronecker(space.params, found["kinds"], found["rows"], found["state"], name)

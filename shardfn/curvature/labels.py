@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
 from shardfn.check.callsites import paused
 from shardfn.collectives.functional import axis_index
-from shardfn.curvature.per_example import row_axes
+from shardfn.curvature.per_example import batch_of, row_axes
 from shardfn.mesh.scope import scope
 from shardfn.shards.random import int_seed, mixed
 from shardfn.transforms.shortage import RandomNumbers
@@ -58,17 +59,23 @@ class Drawn:
         Raises:
             TypeError: the likelihood is no distribution.
         """
-        mesh, axes = row_axes(params)
+        rows, (mesh, axes) = batch_of(batch, "Drawn"), row_axes(params)
+        met = optree.tree_unflatten(rows.tree, rows.filled())
         with torch.no_grad(), scope(mesh) if axes else contextlib.nullcontext(), paused():
             rank = axis_index(axes) if axes else 0
-            found = self.likelihood(self.model(params, *batch), *batch)
+            found = self.likelihood(self.model(params, *met), *met)
             if not isinstance(found, Distribution):
                 raise TypeError(f"Drawn: the likelihood returned {type(found).__name__}; it is of torch.distributions")
             before = RandomNumbers([x for x in batch if isinstance(x, Tensor)])
             torch.manual_seed(mixed(int_seed(self.seed), "labels", number, rank))
-            labels = found.sample()
+            labels = found.sample()[: rows.rows]
             before.restore()
         return labels, *batch
+
+
+def called(losses: Any) -> tuple[Callable[..., Any], ...]:
+    """The functions that are called with each batch: of `Drawn` its two, else the losses themselves."""
+    return (losses.model, losses.likelihood) if isinstance(losses, Drawn) else (losses,)
 
 
 @contextlib.contextmanager

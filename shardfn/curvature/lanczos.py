@@ -6,15 +6,17 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from shardfn import checkpoint
-from shardfn.curvature.operators import Operator
+from shardfn.curvature.operators import Operator, must_be_operator
+from shardfn.curvature.resuming import begun, compare, made_of
 from shardfn.curvature.vectors import Space, Vector, add_, combined_, scale_, subtract_
+from shardfn.optim.hyperparameters import in_range, whole
+from shardfn.shards.random import int_seed
 
 Which = Literal["LM", "LA", "SA"]
 
@@ -59,7 +61,7 @@ def top_eig(
             magnitude; for `"LA"` and `"SA"`, times the eigenvalue itself.
         basis: how many vectors are kept, at least `count + 2`. Default: `2 * count + 8`. Fewer take less memory and
             more products.
-        products: it also ends after so many. Look at `errors` then.
+        products: it also ends after so many, at least `count`. Look at `errors` then.
         seed: of the first vector.
 
     Returns:
@@ -74,15 +76,23 @@ def top_eig(
     Example:
         ``values = top_eig(hvp(loss, params, batches), 3).values``
     """
-    most = 2 * count + 8 if basis is None else basis
+    must_be_operator("top_eig", A)
     A.space.agree("top_eig", count=count, which=which, tolerance=tolerance, basis=basis, products=products, seed=seed)
-    if count < 1 or most < count + 2 or products < 1 or which not in get_args(Which):
+    whole("top_eig", "count", count, 1)
+    if basis is not None:
+        whole("top_eig", "basis", basis, count + 2)
+    if which not in get_args(Which):
+        raise ValueError(f"top_eig: which={which!r}; it is one of {', '.join(map(repr, get_args(Which)))}")
+    in_range("top_eig", "tolerance", tolerance)
+    space, vectors, done, kept, seed = A.space, list[Vector](), 0, 0, int_seed(seed)
+    size = space.size()
+    whole("top_eig", "products", products, 1)
+    if products < min(count, size):
         raise ValueError(
-            f"top_eig: count={count}, basis={most}, products={products}, which={which!r}: count and products are at "
-            f"least 1, basis at least count + 2, and which is one of {', '.join(get_args(Which))}"
+            f"top_eig: products={products}, count={count}, of {size} eigenvalues: each product finds one at most, so "
+            f"pass products={min(count, size)} at least, or a smaller count"
         )
-    space, vectors, done, kept = A.space, list[Vector](), 0, 0
-    most = min(most, space.size())
+    most = min(2 * count + 8 if basis is None else basis, size)
     T = torch.zeros(most, most, dtype=torch.float64, device="cpu")
     following = unit(space, space.drawn("normal", seed, 0), [])
     while True:
@@ -96,16 +106,16 @@ def top_eig(
         values, weights = torch.linalg.eigh(T[: j + 1, : j + 1])
         order = _order(values, which)
         values, weights = values[order], weights[:, order]
-        size = values.abs().max().item()
+        largest = values.abs().max().item()
         errors = (beta * weights[-1]).abs()
         # Before the basis is full, what is outermost may hardly be in it, and the bulk would seem to have converged.
-        scales = values[:count].abs().clamp(min=space.rounding * size) if which != "LM" else size
+        scales = values[:count].abs().clamp(min=space.rounding * largest) if which != "LM" else largest
         found = len(vectors) == most and bool((errors[:count] <= tolerance * scales).all())
-        if found or done == products or len(vectors) == most == space.size():
+        if found or done == products or len(vectors) == most == size:
             pairs = combined_(vectors, weights[:, :count])
             trees = [space.written(v) for v in pairs]
             return Eigenpairs(values[:count].clone(), trees, errors[:count].clone(), done)
-        if beta > space.rounding * size:
+        if beta > space.rounding * largest:
             following = scale_(w, 1 / beta)
         else:  # what was found so far is a space of its own: go on outside of it
             kept += 1
@@ -212,28 +222,29 @@ def spectrum(
     Example:
         ``density = spectrum(H, 80, draws=4, folder="runs/1/spectrum").density(torch.linspace(-1, 20, 500), 0.05)``
     """
-    space, place = A.space, None if folder is None else Path(folder)
-    there = place is not None and place.exists() and not (place.is_dir() and not any(place.iterdir()))
+    must_be_operator("spectrum", A)
+    space, there = A.space, begun(folder)
     name = None if folder is None else str(folder)
     space.agree("spectrum", steps=steps, draws=draws, seed=seed, folder=name, every=every, exists=there)
-    if min(steps, draws, every) < 1:
-        raise ValueError(f"spectrum: steps={steps}, draws={draws}, every={every}: each is at least 1")
+    for key, value in {"steps": steps, "draws": draws, "every": every}.items():
+        whole("spectrum", key, value, 1)
     size = space.size()
     steps = min(steps, size)
-    asked = {"steps": steps, "draws": draws, "seed": seed, "size": size}
-    state = _begun(space, asked)
+    asked = {"steps": steps, "draws": draws, "seed": int_seed(seed), "size": size}
+    state = _begun(space, asked) | ({} if folder is None else {"of": made_of(space, "spectrum")})
     if there:
         assert folder is not None, "it exists"
         first = space.read(state["v"])
-        told = checkpoint.load(folder, {"asked": asked}, ignore=r"(?!asked\.).*")["asked"]
-        if told != asked:
-            raise checkpoint.CheckpointError(f"spectrum: {folder} is of a call with {told}, not {asked}")
+        told = checkpoint.load(folder, {k: state[k] for k in ("asked", "of")}, ignore=r"(?!(asked|of)\.).*")
+        if told["asked"] != asked:
+            raise checkpoint.CheckpointError(f"spectrum: {folder} is of a call with {told['asked']}, not {asked}")
+        compare(told["of"], state["of"], f"spectrum: {folder}")
         state = checkpoint.load(folder, state, donate=False)
         alpha, kept = float(space.dots([first], A.of(first))[0]), float(state["alphas"][0, 0])
         if not abs(alpha - kept) <= 1e3 * space.rounding * max(abs(alpha), abs(kept), float(state["betas"][0, 0])):
             raise checkpoint.CheckpointError(
                 f"spectrum: {folder} is of another operator, whose first number is {kept:.6g} and not {alpha:.6g}: "
-                f"other parameters, batches or loss. Pass another folder"
+                f"other batches or loss. Pass another folder"
             )
     while state["draw"] < draws:
         _step(A, state)

@@ -7,7 +7,8 @@ kept between products.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from numbers import Real
 from typing import Any, Literal
 
@@ -18,7 +19,9 @@ from torch import Tensor
 from shardfn.check.callsites import paused
 from shardfn.collectives.agree import agree
 from shardfn.curvature.vectors import Space, Vector, add_
+from shardfn.optim.hyperparameters import kind
 from shardfn.optim.norms import wide
+from shardfn.quoting import short
 from shardfn.shards.random import int_seed
 from shardfn.transforms.autodiff import grad, name_of, value_and_grad
 from shardfn.transforms.fitting import together
@@ -33,7 +36,7 @@ class Operator:
 
     Vectors are trees like the gradient of the parameters; a tree like the parameters will do. All ranks apply it
     together. `a * A`, `A / a`, `A + B` and `A - B` are operators too, and `Operator(lambda v: v, params)` is the
-    identity.
+    identity. Factors are the same on all ranks, which compare them.
 
     Args:
         apply: `v -> A v`, with a tree like the gradient of `params`.
@@ -69,7 +72,7 @@ class Operator:
     def __mul__(self, factor: float) -> Operator:
         if not isinstance(factor, Real) and not (isinstance(factor, Tensor) and factor.ndim == 0):
             return NotImplemented
-        number = float(factor)
+        number = self.space.factor(float(factor))
 
         def scaled(v: Any) -> Any:
             product = self.of(self.space.read(v))
@@ -96,6 +99,24 @@ class Operator:
         return self + -1 * other if isinstance(other, Operator) else NotImplemented
 
 
+def must_be_operator(name: str, A: Any) -> None:
+    """Raises TypeError for what is no operator."""
+    if not isinstance(A, Operator):
+        raise TypeError(
+            f"{name}: the first argument is an operator, and this is {kind(A)}: make one by hvp, ggn, fisher or ekfac, "
+            f"or Operator(f, params) of a function v -> A v"
+        )
+
+
+def count_of(queries: Any, space: Space, name: str) -> int:
+    """The number of queries; raises TypeError or ValueError if they are no list, or not as many on each rank."""
+    many = isinstance(queries, Sequence) and not isinstance(queries, str)
+    space.agree(name, queries=len(queries) if many else kind(queries))
+    if not many:
+        raise TypeError(f"{name}: queries are a list of trees like the gradient, and this is {kind(queries)}: pass [q]")
+    return len(queries)
+
+
 def hvp(f: Function, params: Any, batches: Iterable[Any] | None = None) -> Operator:
     """The Hessian of a loss, whose products are Hessian-vector products; nothing is approximated.
 
@@ -112,7 +133,8 @@ def hvp(f: Function, params: Any, batches: Iterable[Any] | None = None) -> Opera
         An `Operator`. Each product draws the same random numbers, so that dropout stays the same.
 
     Raises:
-        TypeError: batches that cannot be read twice, such as a generator.
+        TypeError: batches that cannot be read twice, such as a generator; by a product, batches that have not as many
+            arguments as the function takes, such as `(x, y)` in place of `[(x, y)]`.
         ValueError: by a product, a loss that differs between ranks.
         As `Operator`, and in products as `sf.jvp` and `sf.grad`.
 
@@ -131,7 +153,7 @@ def hvp(f: Function, params: Any, batches: Iterable[Any] | None = None) -> Opera
         space.same(loss)
         return product
 
-    return _summed(product, params, batches, f"hvp of {name_of(f)}")
+    return _summed(product, params, batches, f"hvp of {name_of(f)}", [f])
 
 
 def ggn(model: Function, loss: Function, params: Any, batches: Iterable[Any] | None = None) -> Operator:
@@ -162,7 +184,7 @@ def ggn(model: Function, loss: Function, params: Any, batches: Iterable[Any] | N
         space.same(loss(z, *batch))
         return jvp(grad(lambda z: loss(z, *batch)), (z,), (dz,))[1]
 
-    return _through(model, curved, params, batches, f"ggn of {name_of(model)}")
+    return _through((model, loss), curved, params, batches, f"ggn of {name_of(model)}")
 
 
 def fisher(
@@ -201,6 +223,8 @@ def fisher(
     Example:
         ``A = fisher(model, lambda z, x, y: torch.distributions.Categorical(logits=z), params, batches) / rows``
     """
+    name = f"fisher of {name_of(model)}"
+    Space(params, name).agree("fisher", labels=labels)
     draws = {"expected": 0, "drawn": 1}.get(labels) if isinstance(labels, str) else int_seed(labels)
     if draws is None or isinstance(labels, bool) or (draws < 1 and labels != "expected"):
         raise ValueError(f"fisher: labels={labels!r}; it is 'expected', 'drawn', or a number of draws above 0")
@@ -223,7 +247,7 @@ def fisher(
             total = part if total is None else optree.tree_map(torch.add, total, part)
         return total
 
-    return _through(model, drawn if draws else expected, params, batches, f"fisher of {name_of(model)}")
+    return _through((model, likelihood), drawn if draws else expected, params, batches, name)
 
 
 def _refuse_kinks(found: Any) -> None:
@@ -272,11 +296,14 @@ def empirical_fisher(losses: Function, params: Any, batches: Iterable[Any] | Non
             raise ValueError(f"{space.name}: it returns one loss a row, [rows], not {said}")
         return dz
 
-    return _through(losses, same, params, batches, f"empirical_fisher of {name_of(losses)}")
+    return _through((losses,), same, params, batches, f"empirical_fisher of {name_of(losses)}")
 
 
-def _through(model: Function, curved: Function, params: Any, batches: Iterable[Any] | None, name: str) -> Operator:
-    r"""The operator :math:`\sum J^\top C J`, with `curved(z, dz, batch, space)` for :math:`C \, dz`."""
+def _through(
+    given: Sequence[Function], curved: Function, params: Any, batches: Iterable[Any] | None, name: str
+) -> Operator:
+    r"""The operator :math:`\sum J^\top C J` of a model, `given[0]`; `curved(z, dz, batch, space)` is :math:`C dz`."""
+    model = given[0]
 
     def product(values: Vector, v: Vector, space: Space, batch: tuple[Any, ...]) -> Any:
         def outputs(values: Vector) -> Any:
@@ -297,14 +324,16 @@ def _through(model: Function, curved: Function, params: Any, batches: Iterable[A
         ended.restore()
         return product
 
-    return _summed(product, params, batches, name)
+    return _summed(product, params, batches, name, given)
 
 
 def _tensors(tree: Any) -> list[Any]:
     return optree.tree_leaves(tree, none_is_leaf=True)
 
 
-def _summed(product: Function, params: Any, batches: Iterable[Any] | None, name: str) -> Operator:
+def _summed(
+    product: Function, params: Any, batches: Iterable[Any] | None, name: str, given: Sequence[Function]
+) -> Operator:
     """The operator that sums products over batches, each time with the same random numbers."""
     check_batches(batches, params, name)
     space = Space(params, name)
@@ -318,7 +347,7 @@ def _summed(product: Function, params: Any, batches: Iterable[Any] | None, name:
         began.restore()
         v, total = space.tangents(space.read(tree)), list[Tensor]()
         try:
-            for batch in each_of(batches, name):
+            for batch in each_of(batches, name, *given):
                 part = space.read(product(values, v, space, batch))
                 if total:
                     add_(total, part)
@@ -333,21 +362,54 @@ def _summed(product: Function, params: Any, batches: Iterable[Any] | None, name:
 
 def check_batches(batches: Iterable[Any] | None, params: Any, name: str) -> None:
     """Raises TypeError or ValueError for batches that are no collection, or not as many on each rank."""
+    count, error = 0, None
     if batches is None:
-        return
-    if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Sized) or hasattr(batches, "__next__"):
-        raise TypeError(
+        pass
+    elif isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Sized) or hasattr(batches, "__next__"):
+        error = TypeError(
             f"{name}: batches are a list of batches, or another collection with a length that can be read again for "
             f"each product, and this is {type(batches).__name__}: pass a list, [batch] for one"
         )
+    else:
+        count = len(batches)
     advice = "A product is a sum over all of them: give each rank as many batches, some of them smaller if need be"
-    agree([f"batches: {len(batches)}"], together(params), name, subject=("the numbers of batches", advice))
+    told = str(error) if error else f"batches: {'none' if batches is None else count}"
+    agree([told], together(params), name, mine=error, subject=("the numbers of batches", advice))
+    if error is not None:  # a rank alone need not agree
+        raise error
 
 
-def each_of(batches: Iterable[Any] | None, name: str) -> Iterator[tuple[Any, ...]]:
-    """The arguments of a function besides the parameters, for each batch; raises ValueError if there is none."""
+def each_of(batches: Iterable[Any] | None, name: str, *given: Function, before: int = 1) -> Iterator[tuple[Any, ...]]:
+    """The arguments of functions besides the first ones, such as parameters, for each batch.
+
+    Raises:
+        ValueError: there is no batch.
+        TypeError: by their signatures the functions take another number of arguments.
+    """
     number = 0
-    for number, batch in enumerate([()] if batches is None else batches, 1):  # noqa: B007
-        yield tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+    for number, batch in enumerate([()] if batches is None else batches, 1):
+        arguments = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        for f in given:
+            must_take(f, [None] * before + [*arguments], name, "" if batches is None else f"in batch {number - 1}")
+        yield arguments
     if not number:
         raise ValueError(f"{name}: there are no batches")
+
+
+_LIST = "Batches are a list, and each is a tuple of the arguments that follow: [(x, y)] for one batch, not (x, y)"
+
+
+def must_take(f: Function, arguments: Sequence[Any], name: str, where: str = "", fix: str = _LIST) -> None:
+    """Raises TypeError if a function that says what it takes cannot be called with these arguments."""
+    try:
+        signature = inspect.signature(f, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        names = ", ".join(str(each.replace(annotation=each.empty)) for each in signature.parameters.values())
+        raise TypeError(
+            f"{name}: {name_of(f)}({short(names)}) gets {len(arguments)} arguments{where and f' {where}'}: {error}. "
+            f"{fix}"
+        ) from None

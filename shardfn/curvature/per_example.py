@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, NamedTuple
 
 import optree
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import functional
-from shardfn.collectives.agree import agree
+from shardfn.collectives.agree import ARGUMENTS, agree, digest_of
 from shardfn.compat import autograd, functorch
+from shardfn.curvature.operators import must_take
 from shardfn.curvature.row_stages import stages_apart
 from shardfn.curvature.row_uses import Key, Norms, Receiver
 from shardfn.curvature.rows import Task, Way, cannot
@@ -27,6 +29,7 @@ from shardfn.curvature.vectors import random
 from shardfn.mesh.axes import axis_of, per_mesh
 from shardfn.mesh.lanes import lane
 from shardfn.mesh.scope import current_mesh, mesh_of, scope
+from shardfn.optim.hyperparameters import in_range, whole
 from shardfn.optim.norms import global_norm
 from shardfn.quoting import listed, short
 from shardfn.shards.layout import Layout, is_flat
@@ -41,6 +44,7 @@ from shardfn.transforms.jvp import jvp
 from shardfn.transforms.modules import refuse_module
 
 Losses = Callable[..., Tensor]
+_ALIKE = "the arguments", "All ranks clip alike, and add parts of the same noise: pass the same"
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,9 +77,19 @@ class PerExample:
         """The sum over the rows of all ranks of gradients scaled to a norm of at most `limit`; a tree like a gradient.
 
         If the gradient of any row is not finite, the sum is not. Takes one more forward and backward.
+
+        Args:
+            limit: above 0, the same on all ranks.
         """
-        weights = (limit / self.norms.clamp(min=limit)).where(self.norms.isfinite(), self.norms)
-        return self.weighted(weights)
+
+        def right() -> None:
+            in_range("clipped", "limit", float(limit))
+
+        _all_alike(right, self._params, "clipped", [f"limit: {float(limit)!r}"])
+        return self._weighted(self._scales(limit))
+
+    def _scales(self, limit: float) -> Tensor:
+        return (limit / self.norms.clamp(min=limit)).where(self.norms.isfinite(), self.norms)
 
     def weighted(self, weights: Tensor) -> Any:
         """The sum over the rows of all ranks of weights times gradients; a tree like a gradient.
@@ -83,8 +97,15 @@ class PerExample:
         Args:
             weights: of this rank's rows, `[rows]`.
         """
-        if weights.shape != self.norms.shape:
-            raise ValueError(f"weights: {tuple(weights.shape)}, for {len(self.norms)} examples of this rank")
+
+        def fit() -> None:
+            if weights.shape != self.norms.shape:
+                raise ValueError(f"weights: {tuple(weights.shape)}, for {len(self.norms)} examples of this rank")
+
+        _all_alike(fit, self._params, "weighted")
+        return self._weighted(weights)
+
+    def _weighted(self, weights: Tensor) -> Any:
         parts = self._batch.parts(self._micro)
         pairs = list(zip(weights.detach().split([part.rows for part in parts]), parts, strict=True))
 
@@ -136,22 +157,31 @@ def per_example(losses: Losses, params: Any, *batch: Any, micro: int = 1) -> Per
         >>> rows.norms
         tensor([2., 0.])
     """
-    refuse_module("per_example", losses)
+    return examples(losses, params, batch, "per_example", micro)
+
+
+def examples(losses: Losses, params: Any, batch: tuple[Any, ...], name: str, micro: int = 1) -> PerExample:
+    """`per_example`, for a caller of another name."""
+    refuse_module(name, losses)
     if functorch.inside_transform() or functorch.inside_forward_mode():
-        raise RuntimeError("per_example inside of another transform: take it outside")
-    if not isinstance(micro, int) or micro < 1:
-        raise ValueError(f"per_example: micro={micro}; a batch is cut into 1 part or more")
-    cut = cuts(params, "per_example")
-    _, rows = checked(params, lambda: batch, "per_example", [f"micro={micro}"])
-    same_along(cut, params, rows, "per_example")
+        raise RuntimeError(f"{name} inside of another transform: take it outside")
+    cut = cuts(params, name)
+
+    def right() -> tuple[Any, ...]:
+        whole(name, "micro", micro, 1)  # a batch is cut into so many parts
+        must_take(losses, [params, *batch], name, fix="Pass what follows the parameters one by one: x, y, not (x, y)")
+        return batch
+
+    _, rows = checked(params, right, name, [f"micro={micro}"])
+    same_along(cut, params, rows, name)
     check = _unseen(losses, params, rows)
     found = []
     for part in rows.parts(micro):
         surroundings = RngAndAutocast(part.device, [], again=check is not None)
-        found.append(_norms(losses, params, part, cut))
+        found.append(_norms(losses, params, part, cut, name))
         if check is not None:
             with surroundings.again():
-                compared = _compare(losses, params, part, found[-1])
+                compared = _compare(losses, params, part, found[-1], name)
             if compared:
                 check()
             check = None
@@ -199,28 +229,27 @@ def dp_grads(
         A tree like a gradient.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as `per_example`; a limit or a size that is not above 0; a mask that is not
-            bool `[rows]`; parameters in fewer than 32 bits, in which sums are rounded before there is noise.
+        ValueError, TypeError, RuntimeError: as `per_example`; numbers that are out of their range, or differ between
+            ranks; a mask that is not bool `[rows]`; parameters in fewer than 32 bits, in which sums are rounded before
+            there is noise.
 
     Sources: Abadi et al., Deep learning with differential privacy (2016), algorithm 1.
     """
-    for name, value in {"clip": clip, "size": size}.items():
-        if not value > 0 or not math.isfinite(value):
-            raise ValueError(f"dp_grads: {name}={value}; it is a finite number above 0")
-    if not noise >= 0 or not math.isfinite(noise):
-        raise ValueError(f"dp_grads: noise={noise}; it is a finite number, 0 or more")
-    narrow = [unit for unit in units(params).each if unit.trainable and unit.values is not None]
-    narrow = [unit for unit in narrow if unit.values.dtype.itemsize < 4]
-    if narrow:
-        raise TypeError(
-            f"dp_grads: {narrow[0].name} is in {narrow[0].values.dtype}, in which sums are rounded before noise is "
-            f"added: one row could change it by more than clip. Keep parameters in float32, with gather_dtype="
-        )
-    given = batch if isinstance(batch, tuple) else (batch,)
-    if mask is not None:
-        given, _ = checked(params, lambda: _counting(given, mask), "dp_grads")
-    rows = per_example(losses, params, *given, micro=micro)
-    leaves = units(rows.clipped(clip))
+    tree = batch if isinstance(batch, tuple) else (batch,)
+
+    def right() -> tuple[Any, ...]:
+        _refuse_settings(params, clip, noise, size)
+        int_seed(seed)
+        must_take(losses, [params, *tree], "dp_grads", fix="The batch is a tuple of what follows: (x, y)")
+        int_seed(step)
+        return tree if mask is None else _counting(tree, mask)
+
+    numbers = {"clip": clip, "noise": noise, "size": size, "step": step}
+    told = digest_of(f"{seed}".encode()) % 2**24  # a message must not tell the seed, which is secret
+    lines = [*(f"{key}: {value!r}" for key, value in numbers.items()), f"seed: an int with checksum {told:x}"]
+    given, _ = checked(params, right, "dp_grads", lines, _ALIKE)
+    rows = examples(losses, params, given, "dp_grads", micro)
+    leaves = units(rows._weighted(rows._scales(clip)))
     salt = int_seed(seed), "noise", int_seed(step)
 
     def noisy(unit: Unit) -> Any:
@@ -231,6 +260,21 @@ def dp_grads(
         return (unit.values + (noise * clip * random(unit, "normal", salt)).to(unit.values.dtype)) / size
 
     return leaves.like(noisy(unit) for unit in leaves.each)
+
+
+def _refuse_settings(params: Any, clip: Any, noise: Any, size: Any) -> None:
+    for name, value in {"clip": clip, "size": size}.items():
+        if not isinstance(value, Real) or not 0 < float(value) < math.inf:
+            raise ValueError(f"dp_grads: {name}={value!r}; it is a finite number above 0")
+    if not isinstance(noise, Real) or not 0 <= float(noise) < math.inf:
+        raise ValueError(f"dp_grads: noise={noise!r}; it is a finite number, 0 or more")
+    narrow = [unit for unit in units(params).each if unit.trainable and unit.values is not None]
+    narrow = [unit for unit in narrow if unit.values.dtype.itemsize < 4]
+    if narrow:
+        raise TypeError(
+            f"dp_grads: {narrow[0].name} is in {narrow[0].values.dtype}, in which sums are rounded before noise is "
+            f"added: one row could change it by more than clip. Keep parameters in float32, with gather_dtype="
+        )
 
 
 def noise_scale(norms: Tensor, gradient: Any) -> Tensor:
@@ -253,6 +297,16 @@ def noise_scale(norms: Tensor, gradient: Any) -> Tensor:
     mean = global_norm(gradient).double().square()
     spread = (total / n - mean) * n / (n - 1)
     return spread / (mean - spread / n)
+
+
+def _all_alike(check: Callable[[], None], params: Any, name: str, told: Sequence[str] = ()) -> None:
+    """Raises an error on all ranks if a check fails on one, or if they do not tell the same."""
+    error: Exception | None = None
+    try:
+        check()
+    except (TypeError, ValueError) as own:
+        error = own
+    _all_or_none(error, params, name, told, _ALIKE)
 
 
 # --- the batch ---
@@ -279,12 +333,24 @@ class Batch:
         """The device of the rows."""
         return next(x.device for x, yes in zip(self.leaves, self.mapped, strict=True) if yes)
 
-    def of(self, losses: Losses, params: Any) -> Tensor:
+    def of(self, losses: Losses, params: Any, name: str = "per_example") -> Tensor:
         """The losses as they are written."""
         result = losses(params, *optree.tree_unflatten(self.tree, self.leaves))
         if not isinstance(result, Tensor) or result.shape != (self.rows,):
-            raise TypeError(_not_losses(losses, result, f"{self.rows} rows"))
+            raise TypeError(_not_losses(losses, result, f"{self.rows} rows", name))
         return result
+
+    def filled(self) -> list[Any]:
+        """The leaves, with a row of zeros if there is none, as all ranks call stages equally often."""
+        if self.rows:
+            return self.leaves
+        return [x.new_zeros((1, *x.shape[1:])) if yes else x for x, yes in zip(self.leaves, self.mapped, strict=True)]
+
+    def first(self) -> tuple[Any, ...]:
+        """The arguments with the first row alone."""
+        kept = [x[:1] if yes else x for x, yes in zip(self.leaves, self.mapped, strict=True)]
+        found: tuple[Any, ...] = optree.tree_unflatten(self.tree, kept)
+        return found
 
     def parts(self, n: int) -> list[Batch]:
         """The batch in parts; with too few rows the last have none."""
@@ -295,38 +361,42 @@ class Batch:
         return [Batch([xs[i] for xs in split], self.tree, self.mapped, counts[i]) for i in range(n)]
 
 
-def batch_of(batch: tuple[Any, ...]) -> Batch:
+def batch_of(batch: tuple[Any, ...], name: str = "per_example") -> Batch:
     """Arguments after the parameters; raises TypeError or ValueError if no rows can be told in them."""
     paths, leaves, tree = optree.tree_flatten_with_path(batch, none_is_leaf=True)
     if any(is_flat(node) for node in optree.tree_leaves(batch, is_leaf=is_flat)):
-        raise TypeError("per_example: there is a flat shard in the batch; pass parameters as `params`")
+        raise TypeError(f"{name}: there is a flat shard in the batch; pass parameters as `params`")
     mapped = [isinstance(x, Tensor) and x.ndim > 0 for x in leaves]
     counts = {str(path): len(x) for path, x, yes in zip(paths, leaves, mapped, strict=True) if yes}
     if not counts:
-        raise ValueError("per_example: no tensor of the batch has rows")
+        raise ValueError(f"{name}: no tensor of the batch has rows: every tensor has this rank's rows in dim 0")
     if len(set(counts.values())) > 1:
         told = listed(f"{path} has {n}" for path, n in counts.items())
-        raise ValueError(f"per_example: every tensor of the batch has this rank's rows in dim 0, and {told}")
+        raise ValueError(f"{name}: every tensor of the batch has this rank's rows in dim 0, and {told}")
     return Batch(leaves, tree, mapped, next(iter(counts.values())))
 
 
 def checked(
-    params: Any, batch: Callable[[], tuple[Any, ...]], name: str, told: Sequence[str] = ()
+    params: Any,
+    batch: Callable[[], tuple[Any, ...]],
+    name: str,
+    told: Sequence[str] = (),
+    subject: tuple[str, str] = ARGUMENTS,
 ) -> tuple[tuple[Any, ...], Batch]:
     """The arguments for a batch, and its rows, after all ranks have found theirs right, and tell the same."""
     error: Exception | None = None
     try:
         given = batch()
-        rows = batch_of(given)
+        rows = batch_of(given, name)
     except (TypeError, ValueError) as own:
         error = own
-    _all_or_none(error, params, name, told)
+    _all_or_none(error, params, name, told, subject)
     return given, rows
 
 
 def _counting(batch: tuple[Any, ...], mask: Tensor) -> tuple[Any, ...]:
     """The rows of a batch that count."""
-    found = batch_of(batch)
+    found = batch_of(batch, "dp_grads")
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (found.rows,):
         said = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"dp_grads: mask is {said}; it is bool, [{found.rows}], one for each of this rank's rows")
@@ -337,9 +407,12 @@ def _counting(batch: tuple[Any, ...], mask: Tensor) -> tuple[Any, ...]:
     return counting
 
 
-def _not_losses(losses: Losses, result: Any, of: str) -> str:
+def _not_losses(losses: Losses, result: Any, of: str, name: str) -> str:
     said = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
-    return f"per_example: {name_of(losses)} returns one loss a row, [rows], and returned {said} for {of}"
+    return (
+        f"{name}: {name_of(losses)} returns one loss a row, [rows], and returned {said} for {of}: leave out the mean "
+        f"or sum over rows, as by reduction='none'"
+    )
 
 
 # --- norms ---
@@ -370,10 +443,10 @@ def _code(function: Any, depth: int = 3) -> Any:
     return getattr(function, "__code__", type(function))
 
 
-def _norms(losses: Losses, params: Any, batch: Batch, cut: Cuts) -> Found:
+def _norms(losses: Losses, params: Any, batch: Batch, cut: Cuts, name: str) -> Found:
     """Losses and norms of the rows."""
     norms = Norms(max(batch.rows, 1), *kind_of(params, batch), cut)
-    each = visit(losses, params, batch, norms)
+    each = visit(losses, params, batch, norms, name)
     squares = norms.squares.pop(())
     if cut:
         mesh, axes = row_axes(params)[0], _all_of(cut)
@@ -386,11 +459,11 @@ def _norms(losses: Losses, params: Any, batch: Batch, cut: Cuts) -> Found:
         scale = torch.stack([each.abs().double(), squares[: batch.rows].double()])
         apart = bool((whole + least > 4 * math.sqrt(norms.eps) * scale).any())
         error = ValueError(
-            f"per_example: along {', '.join(axes)}, which cut parameters, ranks have other losses of the same rows, or "
+            f"{name}: along {', '.join(axes)}, which cut parameters, ranks have other losses of the same rows, or "
             f"other gradients of parameters that no axis cuts: end losses in psum, and write pvary where such a "
             f"parameter, or what all ranks have, meets what each rank has"
         )
-        _all_or_none(error if apart else None, params, "per_example")
+        _all_or_none(error if apart else None, params, name)
     return Found(each, squares.sqrt()[: batch.rows], norms.eps)
 
 
@@ -401,7 +474,7 @@ def kind_of(params: Any, batch: Batch) -> tuple[torch.dtype, torch.device]:
     return wide, values[0].device if values else batch.device
 
 
-def visit(losses: Losses, params: Any, batch: Batch, receiver: Receiver) -> Tensor:
+def visit(losses: Losses, params: Any, batch: Batch, receiver: Receiver, name: str) -> Tensor:
     """Computes the losses of the rows, `[rows]`, and has their gradients taken by a receiver.
 
     A rank without rows visits one of zeros, since it calls stages as often as others: its receiver has one row.
@@ -412,10 +485,7 @@ def visit(losses: Losses, params: Any, batch: Batch, receiver: Receiver) -> Tens
     pairs = enumerate(zip(values, layouts, strict=True))
     shards = {id(x): (i, x.requires_grad_()) for i, (x, layout) in pairs if layout is not None}
     keys = [Key(i) if layout is None else None for i, layout in enumerate(layouts)]
-    rows = batch.leaves
-    if not batch.rows:
-        rows = [x.new_zeros((1, *x.shape[1:])) if yes else x for x, yes in zip(rows, batch.mapped, strict=True)]
-    rows = [x.detach() if isinstance(x, Tensor) else x for x in rows]
+    rows = [x.detach() if isinstance(x, Tensor) else x for x in batch.filled()]
     rows = [x[:, None] if yes else x for x, yes in zip(rows, batch.mapped, strict=True)]  # each a batch of one row
     wide, device = kind_of(params, batch)
     way = _way(_code(losses), bool(shards))
@@ -425,7 +495,7 @@ def visit(losses: Losses, params: Any, batch: Batch, receiver: Receiver) -> Tens
         own = optree.tree_unflatten(batch.tree, leaves[len(values) :])
         result = losses(wrapped.tree(leaves[: len(values)]), *own)
         if not isinstance(result, Tensor) or result.shape != (1,):
-            raise TypeError(_not_losses(losses, result, "one row"))
+            raise TypeError(_not_losses(losses, result, "one row", name))
         return result
 
     def total(anchor: Tensor) -> tuple[Tensor, Tensor]:
@@ -438,13 +508,13 @@ def visit(losses: Losses, params: Any, batch: Batch, receiver: Receiver) -> Tens
                 if not cannot(error) or not shards:
                     raise
                 raise RuntimeError(
-                    f"per_example: {name_of(losses)} does something outside of stages that torch.func.vmap cannot do "
+                    f"{name}: {name_of(losses)} does something outside of stages that torch.func.vmap cannot do "
                     f"for rows: let a stage do it. It said: {short(error)}"
                 ) from error
         each = result[:, 0] if which[0] else result.expand(receiver.rows)
         if not shards.keys().isdisjoint(id(leaf) for leaf in autograd.leaves_of([each])):
             raise RuntimeError(
-                f"per_example: {name_of(losses)} computes with a flat shard outside of stages, where its rows cannot "
+                f"{name}: {name_of(losses)} computes with a flat shard outside of stages, where its rows cannot "
                 f"be told apart: let a stage do it"
             )
         return each.sum(), each.detach()
@@ -525,9 +595,15 @@ def _all_of(cut: Cuts) -> tuple[str, ...]:
     return tuple(sorted({axis for axes in cut.values() for axis in axes}))
 
 
-def _all_or_none(error: Exception | None, params: Any, name: str, told: Sequence[str] = ()) -> None:
+def _all_or_none(
+    error: Exception | None,
+    params: Any,
+    name: str,
+    told: Sequence[str] = (),
+    subject: tuple[str, str] = ARGUMENTS,
+) -> None:
     """Raises an error that a rank has on all ranks."""
-    agree([*told] if error is None else [str(error)], together(params), name, mine=error)
+    agree([*told] if error is None else [str(error)], together(params), name, mine=error, subject=subject)
     if error is not None:  # a rank alone need not agree
         raise error
 
@@ -546,13 +622,13 @@ def _unseen(losses: Losses, params: Any, batch: Batch) -> Callable[[], None] | N
     return None if key in seen else lambda: seen.add(key)
 
 
-def compare_once(losses: Losses, params: Any, batch: tuple[Any, ...]) -> None:
+def compare_once(losses: Losses, params: Any, batch: tuple[Any, ...], name: str) -> None:
     """Raises RuntimeError on every rank as `per_example`, if the losses were not compared before and mix rows."""
-    if _unseen(losses, params, batch_of(batch)) is not None:
-        per_example(losses, params, *batch)
+    if _unseen(losses, params, batch_of(batch, name)) is not None:
+        examples(losses, params, batch, name)
 
 
-def _compare(losses: Losses, params: Any, batch: Batch, found: Found) -> bool:
+def _compare(losses: Losses, params: Any, batch: Batch, found: Found, name: str) -> bool:
     """Compares losses, and the norm of the last of the first rows, with those of the losses as they are written.
 
     Returns:
@@ -562,12 +638,13 @@ def _compare(losses: Losses, params: Any, batch: Batch, found: Found) -> bool:
         RuntimeError: on every rank, if they differ on one.
     """
     mesh, axes = row_axes(params)
-    first = batch.rows > 0 and (mesh is None or axis_of(mesh, axes).index == 0)
+    place = 0 if mesh is None else axis_of(mesh, axes).index  # on all ranks, as it may make a group
+    first = batch.rows > 0 and place == 0
     weights = torch.zeros(batch.rows, device=batch.device)
     weights[-1:] = float(first)
 
     def total(params: Any) -> tuple[Tensor, Tensor]:
-        each = batch.of(losses, params)
+        each = batch.of(losses, params, name)
         return (each * weights.to(each.dtype)).sum(), each
 
     (_, each), gradient = value_and_grad(total, has_aux=True)(params)
@@ -590,13 +667,13 @@ def _compare(losses: Losses, params: Any, batch: Batch, found: Found) -> bool:
         if bool((apart > 4 * rough).any()):
             here = f" (here row {row}: {float(each[row]):.6g} in the batch, {float(found.values[row]):.6g} alone)"
         raise RuntimeError(
-            f"per_example: the loss of a row is another one when {name_of(losses)} is called with this row alone"
+            f"{name}: the loss of a row is another one when {name_of(losses)} is called with this row alone"
             f"{here}: rows are mixed, as by a batch norm or a mean over the batch, or draw random numbers in another "
             f"order, as in a stage that is run for some rows at a time. Draw before, and pass the numbers as rows"
         )
     if bool(flags[1] > 0):
         raise RuntimeError(
-            f"per_example: the norm of the last row's gradient is not that of the gradient of {name_of(losses)} as it "
+            f"{name}: the norm of the last row's gradient is not that of the gradient of {name_of(losses)} as it "
             f"is written, on rank 0{f' ({float(other):.6g}, and {float(norm):.6g} as written)' if first else ''}: its "
             f"derivative mixes rows, or is not what autograd computes of one row"
         )

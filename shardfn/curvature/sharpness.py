@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from shardfn.curvature.lanczos import top_eig
-from shardfn.curvature.operators import Operator, check_batches, each_of, hvp
+from shardfn.curvature.operators import Operator, check_batches, each_of, hvp, must_be_operator
 from shardfn.curvature.vectors import Space, Vector
+from shardfn.optim.hyperparameters import in_range, whole
 from shardfn.transforms.autodiff import name_of
 from shardfn.transforms.shortage import RandomNumbers
 
@@ -50,7 +51,9 @@ def sharpness(
         ``run.loop(step, state, batches, steps=1000, evaluate=(lambda s: {"sharpness": sharpness(loss, s[0], [batch])},
         50))``
     """
+    given = {"state": state is not None, "tolerance": tolerance, "products": products, "seed": seed}
     A = hvp(f, params, batches)
+    A.space.agree("sharpness", **given)
     if state is not None:
         A = preconditioned(A, state)
     return float(top_eig(A, which="LA", tolerance=tolerance, products=products, seed=seed).values[0])
@@ -74,6 +77,7 @@ def preconditioned(A: Operator, state: Any) -> Operator:
     Example:
         ``top_eig(preconditioned(hvp(loss, params, batches), opt_state), 3)``
     """
+    must_be_operator("preconditioned", A)
     space = A.space
     states = [node for node in _dicts(state) if {"square", "step", "numbers"} <= set(node)]
     if len(states) > 1:
@@ -169,10 +173,9 @@ def critical_sharpness(
     name = f"critical_sharpness of {name_of(f)}"
     space = Space(params, name)
     space.agree("critical_sharpness", rate=rate, tolerance=tolerance, forwards=forwards)
-    if not rate > 0 or not tolerance > 0 or forwards < 2:
-        raise ValueError(
-            f"{name}: rate={rate}, tolerance={tolerance}, forwards={forwards}: above 0, above 0, at least 2"
-        )
+    in_range(name, "rate", rate)
+    in_range(name, "tolerance", tolerance)
+    whole(name, "forwards", forwards, 2)
     check_batches(batches, params, name)
     direction = space.tangents(space.read(update))
     values = [x.detach() for x in space.variables.values]
@@ -184,7 +187,7 @@ def critical_sharpness(
         random.restore()
         try:
             with torch.no_grad():
-                return sum(space.same(f(space.variables.tree(moved), *batch)) for batch in each_of(batches, name))
+                return sum(space.same(f(space.variables.tree(moved), *batch)) for batch in each_of(batches, name, f))
         finally:
             before.restore()
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, get_args
 
-from shardfn.curvature.operators import Operator
+from shardfn.curvature.operators import Operator, must_be_operator
 from shardfn.curvature.vectors import Vector, add_, scale_
+from shardfn.optim.hyperparameters import in_range, kind, whole
 
 Method = Literal["cg", "lsmr", "neumann"]
 
@@ -58,7 +60,7 @@ def solve(
         `Solution`.
 
     Raises:
-        ValueError: an argument is out of its range; with `"cg"`, the operator is not positive definite.
+        TypeError, ValueError: an argument is out of its range; with `"cg"`, the operator is not positive definite.
         FloatingPointError: a product is not finite, or the series diverges.
 
     Sources: Hestenes and Stiefel (1952); Fong and Saunders, LSMR: an iterative algorithm for sparse least-squares
@@ -67,13 +69,18 @@ def solve(
     Example:
         The natural gradient: ``solve(fisher(model, likelihood, params, batches) / rows, gradient, damping=1e-3).x``
     """
+    must_be_operator("solve", A)
     A.space.agree("solve", by=by, damping=damping, tolerance=tolerance, products=products, scale=scale)
     if by not in get_args(Method):
         raise ValueError(f"solve: by={by!r}; it is one of {', '.join(map(repr, get_args(Method)))}")
     if (scale is None) is (by == "neumann"):
         raise ValueError(f"solve: scale={scale}, by={by!r}: 'neumann' needs a scale, others have none")
-    if products < 1 or not tolerance >= 0:
-        raise ValueError(f"solve: products={products}, tolerance={tolerance}: at least 1, and at least 0")
+    whole("solve", "products", products, 1)
+    in_range("solve", "tolerance", tolerance)
+    if scale is not None:
+        in_range("solve", "scale", scale)
+    if not isinstance(damping, Real):
+        raise TypeError(f"solve: damping={damping!r} is {kind(damping)}; it is a number")
     system = _System(A, damping, products)
     right = A.space.read(b)
     right = [x.to(z.dtype, copy=True) for x, z in zip(right, A.space.zeros(), strict=True)]

@@ -69,8 +69,9 @@ def unroll(
                 f"{name}: batches are read twice, from both ends: pass a list, not {type(batches).__name__}"
             )
         check_batches(batches, params, name)
+        Space(params, name).agree("unroll", segment=segment)
         refuse_derivative(_tensors((params, state, hyper)), name)
-        training = _Training(loss, optimizer, list(each_of(batches, name)), hyper)
+        training = _Training(loss, optimizer, list(each_of(batches, name, loss, before=2)), hyper)
         count, length = len(batches), segment or math.isqrt(len(batches) - 1) + 1
         begins, kept, now = range(0, count, length), [], (params, state)
         for begin in begins:
@@ -226,6 +227,7 @@ def implicit(
     """
     name = f"implicit of {name_of(loss)}"
     refuse_derivative(_tensors((params, hyper)), name)
+    next(each_of(batches, name, loss, before=2))
     began = RandomNumbers(_tensors(params))
     try:
         over, slope = grad(outer, (0, 1))(params, hyper)

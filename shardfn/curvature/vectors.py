@@ -23,6 +23,7 @@ from shardfn.compat.devices import elements_at_a_time
 from shardfn.mesh.axes import sizes
 from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import current_mesh, independent_axes, scope_of
+from shardfn.optim.hyperparameters import kind as kind_of
 from shardfn.optim.norms import dots, wide
 from shardfn.optim.rounding import drawn_at
 from shardfn.optim.sharded_state import finer_axes, start_of
@@ -74,8 +75,13 @@ class Space:
         """The leaves that have a gradient."""
         return [unit for unit in self.units.each if unit.trainable]
 
-    def read(self, tree: Any) -> Vector:
+    def read(self, tree: Any, what: str = "a vector", fix: str = "") -> Vector:
         """The vector that a tree is: one like the gradient, or like the parameters, of any floating-point dtype.
+
+        Args:
+            tree: the tree.
+            what: what it is, for messages.
+            fix: what to do if it is none.
 
         Raises:
             ValueError: it is like neither.
@@ -83,16 +89,17 @@ class Space:
         """
         nodes, structure = _flat(tree)
         if structure != self._tree:
+            lone = len(nodes) == 1 and nodes[0] is tree
             raise ValueError(
-                f"{self.name}: a vector is a tree of shards like the parameters. This one has another structure, "
-                f"{short(str(structure))}, and theirs is {short(str(self._tree))}"
+                f"{self.name}: {what} is a tree of shards like the parameters. This one has another structure, "
+                f"{kind_of(tree) if lone else short(str(structure))}, and theirs is {short(str(self._tree))}{fix}"
             )
         refuse_derivative([x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)], self.name)
         given = [node for node, moving in zip(nodes, self._moving, strict=True) if moving]
         rows = zip(given, self.moving, self.variables.layouts, strict=True)
-        return [self._leaf(node, unit, layout) for node, unit, layout in rows]
+        return [self._leaf(node, unit, layout, what, fix) for node, unit, layout in rows]
 
-    def _leaf(self, node: Any, unit: Unit, layout: Layout | None) -> Tensor:
+    def _leaf(self, node: Any, unit: Unit, layout: Layout | None, what: str, fix: str) -> Tensor:
         x = node.values if is_flat(node) else node
         here = node.layout if is_flat(node) else None
         given = isinstance(x, Tensor) and x.is_floating_point()
@@ -103,8 +110,8 @@ class Space:
         if not given or x.shape != unit.values.shape:
             said = f"{here or 'plain'}, {tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(
-                f"{self.name}: a vector is a tree of shards like the parameters. In this one "
-                f"{unit.name or 'the tensor'} is {said}, and theirs is {layout or 'plain'}, {tuple(unit.values.shape)}"
+                f"{self.name}: {what} is a tree of shards like the parameters. In this one {unit.name or 'the tensor'} "
+                f"is {said}, and theirs is {layout or 'plain'}, {tuple(unit.values.shape)}{fix}"
             )
         return x.detach()
 
@@ -155,17 +162,29 @@ class Space:
         Raises:
             ValueError: it differs between ranks by more than rounding.
         """
+        return self._alike(loss, "the loss", "reduce it over all of them, by psum, say", 1e-3)
+
+    def factor(self, x: float) -> float:
+        """A number by which all ranks multiply; raises ValueError if it differs by more than rounding."""
+        number = torch.tensor(x, dtype=torch.float64, device=self.like[0].device)
+        fix = "each multiplies its part of a vector, so pass the same: the rows of all ranks, say, not of one"
+        self._alike(number, "a factor", fix, 1e-12)
+        return x
+
+    def _alike(self, number: Tensor, what: str, fix: str, most: float) -> float:
         if planned():
             return 0.0
         with paused(), torch.no_grad():
-            x = loss.detach().double().view(1)
+            x = number.detach().double().view(1)
             low, high = self._ends(torch.where(x.isfinite(), x, math.inf))
-        if _apart(low, high, high.abs().max()):
-            raise ValueError(
-                f"{self.name}: the loss is from {float(low):.6g} to {float(high):.6g} on the ranks: reduce it over all "
-                f"of them, by psum, say"
-            )
+        if _apart(low, high, high.abs().max(), most):
+            raise ValueError(f"{self.name}: {what} is from {float(low):.6g} to {float(high):.6g} on the ranks: {fix}")
         return float(high)
+
+    def probe(self) -> tuple[float, float]:
+        """A sum of the parameters with random signs, which tells other values, and their norm."""
+        signs = [x.double() for x in self.drawn("signs", 0, 0)]
+        return float(self.dots([self.like], signs)[0]), self.norm([x.to(wide(x)) for x in self.like])
 
     def agree(self, name: str, **settings: Any) -> None:
         """Raises ValueError on every rank if ranks were given other numbers."""
@@ -215,9 +234,9 @@ class Space:
         return [random(unit, kind, (kind, seed, number)) for unit in self.moving]
 
 
-def _apart(low: Tensor, high: Tensor, scale: Tensor) -> bool:
+def _apart(low: Tensor, high: Tensor, scale: Tensor, most: float = 1e-3) -> bool:
     """Whether ranks differ by more than rounding; not if they have no numbers, as in a plan."""
-    return not planned() and bool((high - low > 1e-3 * scale).any())
+    return not planned() and bool((high - low > most * scale).any())
 
 
 def refuse_derivative(tensors: Sequence[Tensor], name: str) -> None:

@@ -532,7 +532,8 @@ def _changing(module: nn.Module, buffers: Mapping[str, Tensor], mutable: Chosen)
     """
     if unused := mutable.unused(buffers):
         raise ValueError(
-            f"functional: mutable: nothing matches {listed(sorted(unused))}; buffers are {_some(list(buffers))}"
+            f"functional: mutable: nothing matches {listed(map(repr, sorted(unused)))}; buffers are "
+            f"{_some(list(buffers))}"
         )
     result: dict[str, nn.Module | None] = {name: None for name, b in buffers.items() if mutable(name, b.shape)}
     for name in buffers:

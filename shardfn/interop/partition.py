@@ -73,7 +73,7 @@ def taken_apart(
     refuse_shared_memory(module, named)
     canonical = _canonical(module, named)
     if unused := loose.unused([*[name for name, _ in named], *canonical.values()]):
-        raise ValueError(f"functional: loose: nothing matches {listed(sorted(unused))}")
+        raise ValueError(f"functional: loose: nothing matches {listed(map(repr, sorted(unused)))}")
 
     def is_loose(name: str) -> bool:
         return loose(name, ()) or loose(canonical[name], ())

@@ -33,6 +33,8 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "scale": (0, math.inf, "()"),
     "growth": (1, math.inf, "[)"),
     "backoff": (0, 1, "(]"),
+    "tolerance": (0, math.inf, "[)"),
+    "rate": (0, math.inf, "()"),
 }
 DECAYS = {"adafactor": (-math.inf, 0.0, "(]"), "ema": (0.0, 1.0, "[]")}
 
@@ -134,4 +136,4 @@ def kind(value: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    return repr(value) if isinstance(value, (str, bool, bytes, complex)) or value is None else "..."
+    return repr(value) if isinstance(value, (str, bool, bytes, complex, float)) or value is None else "..."

@@ -8,15 +8,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Protocol
 
 import optree
 import torch
 from torch import Tensor
 
+from shardfn.collectives.agree import agree
 from shardfn.mesh.selectors import Which
 from shardfn.optim.elementwise import Schedule, adamw
-from shardfn.optim.hyperparameters import at_step, check, constants, whole
+from shardfn.optim.hyperparameters import at_step, check, constants, kind, whole
 from shardfn.optim.norms import dots, wide
 from shardfn.optim.optimizer import Optimizer, Rule
 from shardfn.optim.owners import (
@@ -34,10 +36,11 @@ from shardfn.optim.owners import (
 )
 from shardfn.optim.shampoo import inverse_power, refuse_derivative
 from shardfn.optim.state_offload import brought, on_whole, placed
-from shardfn.optim.wrappers import masked
+from shardfn.optim.wrappers import split
 from shardfn.quoting import listed
 from shardfn.shards.layout import is_flat
 from shardfn.shards.pieces import Units, pairs, refuse_complex, units, zeros_like
+from shardfn.transforms.fitting import together
 
 
 class Moments(Protocol):
@@ -62,6 +65,9 @@ class Moments(Protocol):
     @property
     def rows(self) -> float:
         """The number of rows."""
+
+
+_ALIKE = "the arguments", "Each rank updates its part of the parameters: pass the same numbers"
 
 
 @dataclass(frozen=True)
@@ -150,8 +156,16 @@ def kfac(
         return counts | {"numbers": constants(numbers), "momentum": zeros_like(params), "blocks": kept}
 
     def estimate(moments: Moments, state: Any) -> Any:
+        if not isinstance(state, dict) or "chosen" not in state or not hasattr(moments, "tokens"):
+            raise TypeError(
+                f"kfac: estimate(moments, state) takes what curvature.grams returns, and then the state of this "
+                f"optimizer, in a chain the last one: these are {kind(moments)} and {kind(state)}"
+            )
         own = state["chosen"]
-        count, decay = own["estimates"] + 1, (numbers | own["numbers"])["b2"]
+        now = numbers | own["numbers"] | {"every": every}
+        lines = [f"{key}: {value!r}" for key, value in now.items() if isinstance(value, Real)]
+        agree(lines, together(moments.inputs), "kfac", subject=_ALIKE)
+        count, decay = own["estimates"] + 1, now["b2"]
         blocks_of = own["blocks"] if donate else optree.tree_map(torch.clone, own["blocks"])
         kept = brought(blocks_of)
         with torch.no_grad():
@@ -195,7 +209,7 @@ def kfac(
         return new, state | {"step": count, "momentum": leaves.like(momenta), "blocks": kept}
 
     rest = adamw(1e-3, donate=donate) if otherwise is None else otherwise
-    both = masked(Optimizer(init, on_whole(step)), which, rest)
+    both = split("kfac", Optimizer(init, on_whole(step)), which, rest)
     return Kfac(both.init, both.step, estimate)
 
 

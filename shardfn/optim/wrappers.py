@@ -42,16 +42,24 @@ def masked(optimizer: Optimizer, rule: Which, otherwise: Optimizer | None = None
     Example:
         ``masked(muon(0.02), lambda path, shape: len(shape) == 2 and "embed" not in path, adamw(3e-4))``
     """
+    return split("masked", optimizer, rule, otherwise)
+
+
+def split(name: str, optimizer: Optimizer, rule: Which, otherwise: Optimizer | None) -> Optimizer:
+    """`masked`, for a caller of another name."""
     for opt in (optimizer, *([] if otherwise is None else [otherwise])):
-        must_be_optimizer("masked", opt)
-    which = chosen(rule, "masked: the rule")
+        must_be_optimizer(name, opt)
+    which = chosen(rule, f"{name}: the rule")
     parts = {"chosen": (True, optimizer)} | ({"others": (False, otherwise)} if otherwise else {})
 
     def init(params: Any) -> Any:
         leaves = units(params)
         names = [path for unit in leaves.each for _, path, _ in spread(unit)]
         if unused := which.unused(names):
-            raise ValueError(f"masked: nothing matches {listed(sorted(unused))}; there are {listed(names)}")
+            raise ValueError(
+                f"{name}: no parameter has a path that as a whole matches {listed(map(repr, sorted(unused)))}; there "
+                f"are {listed(names)}"
+            )
         return {name: part.init(_part(leaves, _values(leaves), which, want)[0]) for name, (want, part) in parts.items()}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:

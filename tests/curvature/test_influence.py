@@ -830,8 +830,8 @@ def wrong_store(folder: Path, which: str) -> str:
         "size 0": "ValueError: .*size=0; it is an integer of 1 or more",
         "sizes differ": "ValueError: .*size: ",
         "no batches on a rank": "ValueError: .*batches: ",
-        "other values": "CheckpointError: .*has gradients at other values of the parameters",
-        "other rows": "CheckpointError: .*batch 0 of rank . in .* was another one",
+        "other values": "CheckpointError: .*is of other values of the parameters",
+        "other rows": "CheckpointError: .*is of other losses, or of another first batch",
         "rows on a rank": "(CheckpointError|ValueError): .*batch 1 of rank 0 in .* was another one",
         "more batches": "CheckpointError: .*for other arguments: batches: 2, not 3",
         "nothing there": "CheckpointError: .*has no gradients: pass batches",
@@ -877,9 +877,11 @@ def kept(folder: Path, first: bool) -> float:
     mesh = data_mesh(dist.get_world_size())
     params = sf.shard(whole(), mesh, STRATEGIES["full_shard"])
     v = sf.shard(vector(), mesh, STRATEGIES["full_shard"])
-    batches: Any = mine(mesh) if first else []
-    F = sc.ekfac(losses_of(sf.stage), params, batches, folder=folder)
-    return off(F.solve(v, DAMPING), times(dense(), inverted))
+    found = []
+    for batches in (mine(mesh), *([] if first else [None])):
+        F = sc.ekfac(losses_of(sf.stage), params, batches, folder=folder)
+        found.append(off(F.solve(v, DAMPING), times(dense(), inverted)))
+    return max(found)
 
 
 def test_a_folder_keeps_it_for_another_mesh(tmp_path: Path) -> None:

@@ -373,7 +373,7 @@ def wrong(which: str) -> str:
         "an embedding": "ValueError: kfac: these moments have no factors of embed.e, .* by which=",
         "inputs alone": "ValueError: kfac: .* pass outputs=True to curvature.grams",
         "a vector": "ValueError: kfac: which= chose up.b, of fewer than two dimensions",
-        "no such path": "ValueError: .*nothing matches down; there are conv.k",
+        "no such path": "ValueError: kfac: no parameter .* matches 'down'; there are conv.k",
         "another shape": r"ValueError: kfac: the moment of outputs of head.w is \(4, 4\), and \(3, 3\) in the state",
         "plain": "ValueError: kfac: .* of outputs of conv.k is of a plain tensor, and the state of a flat shard",
         "a captured count": "TypeError: kfac: .* step number, which the host must know",
