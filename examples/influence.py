@@ -82,7 +82,7 @@ def scores(config: Config, mesh: DeviceMesh, params: Params, files: Rows, querie
         if place == 0:
             print(f"{time.perf_counter() - began:4.0f} s  {phase}", flush=True)
 
-    @sf.shard_map(mesh=mesh, in_specs=..., out_specs=..., check=False)  # which is quicker
+    @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
     def found(params: Params) -> dict[str, Tensor]:
         now(f"gradients of {len(queries)} queries")
         gradients = [

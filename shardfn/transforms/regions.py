@@ -127,8 +127,20 @@ def unaliased(graph: fx.Graph) -> None:
     graph.eliminate_dead_code()
 
 
+def _permuted_once(graph: fx.Graph) -> None:
+    """Makes one permutation of two in a row, and none of two that undo each other."""
+    for node in graph.nodes:
+        inner = node.args[0] if node.target is _aten.permute.default else None
+        if inner is not None and inner.target is _aten.permute.default:
+            dims = [inner.args[1][d] % len(inner.args[1]) for d in node.args[1]]
+            node.args = (inner.args[0], dims)
+            if dims == sorted(dims):
+                node.replace_all_uses_with(inner.args[0])
+
+
 def simplified(graph: fx.Graph) -> None:
     """Writes into arguments as soon as nothing else reads them."""
+    _permuted_once(graph)
     unaliased(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):

@@ -633,7 +633,7 @@ def test_a_policy_runs_again_what_it_does_not_keep() -> None:
 
 
 def compiles() -> Any:
-    """How often 20 steps with a schedule compile, then with another shape; and how many regions 3 and 6 layers have."""
+    """How often 100 steps with a schedule compile, and how often after steps of another shape."""
     programs: list[Any] = []
     plain = regions.program
 
@@ -645,7 +645,7 @@ def compiles() -> Any:
         patch.setattr(regions, "program", counted)
         step, params, state = of_blocks()
         compiled = sf.compile(step)
-        for _ in range(20):
+        for _ in range(100):
             params, state, _ = compiled(params, state, torch.ones(ROWS, WIDTH, dtype=torch.float64))
         first = len(programs)
         for _ in range(4):
