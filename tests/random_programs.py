@@ -952,7 +952,8 @@ class Sharded:
                     torch.manual_seed(action.seed)
                     params, state, value = run(params, state)
                     values.append(value)
-                ends.append([x for x in optree.tree_leaves((params, state, values)) if isinstance(x, Tensor)])
+                leaves = optree.tree_leaves((params, state, values))
+                ends.append([torch.as_tensor(x) for x in leaves if isinstance(x, (Tensor, int, float))])
         pairs = [(x.double(), y.double()) for x, y in zip(*ends, strict=True) if x.numel()]
         off = [((x - y).abs().max() / (1 + x.abs().max())) for x, y in pairs]
         return {"off": [torch.stack(off).max()]}

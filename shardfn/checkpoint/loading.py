@@ -146,8 +146,7 @@ def filled(
         with torch.no_grad():
             reader.fill(wanted)
             for name, x in held.plain.items():
-                number = numbers.get(name)
-                if isinstance(number, (int, float)):
+                if isinstance(number := numbers.get(name), (int, float)):
                     x.fill_(number)
         for name, generator in generators(tree).items():
             if name in names:

@@ -70,6 +70,24 @@ class Moments(Protocol):
 _ALIKE = "the arguments", "Each rank updates its part of the parameters: pass the same numbers"
 
 
+def _agreed(moments: Any, state: Any, numbers: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The state of the chosen parameters, and numbers that all ranks have alike.
+
+    Raises:
+        TypeError: these are no moments and no state.
+        ValueError: ranks have other numbers.
+    """
+    if not isinstance(state, dict) or "chosen" not in state or not hasattr(moments, "tokens"):
+        raise TypeError(
+            f"kfac: estimate(moments, state) takes what curvature.grams returns, and then the state of this "
+            f"optimizer, in a chain the last one: these are {kind(moments)} and {kind(state)}"
+        )
+    now = numbers | state["chosen"]["numbers"]
+    lines = [f"{key}: {value!r}" for key, value in now.items() if isinstance(value, Real)]
+    agree(lines, together(moments.inputs), "kfac", subject=_ALIKE)
+    return state["chosen"], now
+
+
 @dataclass(frozen=True)
 class Kfac(Optimizer):
     """An `Optimizer` that is also told of the Fisher matrix.
@@ -156,15 +174,7 @@ def kfac(
         return counts | {"numbers": constants(numbers), "momentum": zeros_like(params), "blocks": kept}
 
     def estimate(moments: Moments, state: Any) -> Any:
-        if not isinstance(state, dict) or "chosen" not in state or not hasattr(moments, "tokens"):
-            raise TypeError(
-                f"kfac: estimate(moments, state) takes what curvature.grams returns, and then the state of this "
-                f"optimizer, in a chain the last one: these are {kind(moments)} and {kind(state)}"
-            )
-        own = state["chosen"]
-        now = numbers | own["numbers"] | {"every": every}
-        lines = [f"{key}: {value!r}" for key, value in now.items() if isinstance(value, Real)]
-        agree(lines, together(moments.inputs), "kfac", subject=_ALIKE)
+        own, now = _agreed(moments, state, numbers | {"every": every})
         count, decay = own["estimates"] + 1, now["b2"]
         blocks_of = own["blocks"] if donate else optree.tree_map(torch.clone, own["blocks"])
         kept = brought(blocks_of)
