@@ -46,15 +46,10 @@ def kept(before: Values, now: Values) -> Values:
 
 def changed(before: Values, now: Values) -> str:
     """The first of these values that has changed, as a message; empty if none has."""
-    pairs = ((where, value, now.get(where, value)) for where, value in before.items())
-    return next(
-        (
-            f"{where} is {_shown(b)} now, and was {_shown(a, 'another tensor')}"
-            for where, a, b in pairs
-            if not _same(a, b)
-        ),
-        "",
-    )
+    for where, was in before.items():
+        if not _same(was, now.get(where, was)):
+            return f"{where} is {_shown(now[where])} now, and was {_shown(was, 'another tensor')}"
+    return ""
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -105,17 +100,27 @@ def _looked(name: str, x: Any, named: set[str], inside: bool = False) -> Iterato
     elif inside:
         return
     elif isinstance(x, (list, tuple, dict)) and len(x) <= _MOST:
-        for key, y in x.items() if isinstance(x, dict) else enumerate(x):
+        for key, y in list(x.items()) if isinstance(x, dict) else enumerate(x):
             yield from _looked(f"{name}[{key!r}]", y, named, inside=True)
-    elif isinstance(module := getattr(x, "module", x), nn.Module):
-        yield f"{name}.training", tuple(part.training for part in module.modules())
-    elif (
-        isinstance(values := getattr(x, "__dict__", None), dict)
-        and not _ours(x)
-        and not isinstance(x, (type, FunctionType))
-    ):
+    elif isinstance(module := _attribute(x, "module") or x, nn.Module):
+        with contextlib.suppress(AttributeError):  # not initialised
+            yield f"{name}.training", tuple(part.training for part in module.modules())
+    elif not isinstance(x, (type, FunctionType)) and not _ours(x):
+        values = _attributes(x)
         for key in sorted(named & set(values)):
             yield from _looked(f"{name}.{key}", values[key], named, inside=True)
+
+
+def _attributes(x: Any) -> dict[str, Any]:
+    """An object's own attributes; looking at them runs nothing of the object's."""
+    try:
+        return dict(object.__getattribute__(x, "__dict__"))
+    except (AttributeError, TypeError):
+        return {}
+
+
+def _attribute(x: Any, name: str) -> Any:
+    return _attributes(x).get(name)
 
 
 def _functions(step: Any) -> Iterator[tuple[FunctionType, list[tuple[str, Any]]]]:
@@ -129,7 +134,7 @@ def _functions(step: Any) -> Iterator[tuple[FunctionType, list[tuple[str, Any]]]
         called = inspect.getattr_static(type(x), "__call__", None)
         method = MethodType(called, x) if isinstance(called, FunctionType) and not _ours(x) else x
         bound = [("self", method.__self__)] if isinstance(method, MethodType) else []
-        f = getattr(method, "__func__", method)
+        f = method.__func__ if isinstance(method, MethodType) else method
         if isinstance(x, functools.partial):
             todo += [x.func, *x.args, *x.keywords.values()]
         elif isinstance(x, (list, tuple)) and len(x) <= _MOST:
@@ -138,4 +143,4 @@ def _functions(step: Any) -> Iterator[tuple[FunctionType, list[tuple[str, Any]]]
             yield f, bound
             methods = [getattr(type(y), name, None) for _, y in bound for name in f.__code__.co_names]
             todo += [y for _, y in _reads(f)] + methods
-        todo += filter(callable, [getattr(x, "__wrapped__", None)])
+        todo += filter(callable, [_attribute(x, "__wrapped__")])

@@ -578,14 +578,34 @@ def test_what_changes_after_the_program_was_made_is_an_error(name: str) -> None:
         on_one_rank(lambda: case()())
 
 
+class Settings(dict[str, Any]):
+    """Its keys are its attributes, as in many libraries; others are a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Strict:
+    """No other attribute may even be asked for."""
+
+    __slots__ = ("rate",)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
 def unread() -> Any:
-    """Steps whose surroundings change without any effect on what they do."""
+    """Steps whose surroundings change without any effect on what they do, among objects that are easily disturbed."""
     calls, last, object_ = [0], [torch.zeros(())], Rate()
+    strict: Any = Strict()
+    unfinished = nn.Linear.__new__(nn.Linear)
+    odd: Any = Settings({str(i): i for i in range(300)}, rate=1.0)
+    strict.rate = 1.0
 
     def more(w: Tensor, x: Tensor) -> Any:
         calls[0] += 1
         last[0] = w.sum()
-        return object_(w, x)
+        assert unfinished is not None
+        return object_(w, x) * odd.rate * strict.rate
 
     step, params, state = toy(more)
     for i in range(7):
