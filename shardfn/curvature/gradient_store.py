@@ -28,8 +28,9 @@ from shardfn.checkpoint.disk import sync, write_whole
 from shardfn.collectives.agree import agree, failing_together
 from shardfn.compat import process_groups
 from shardfn.curvature.operators import check_batches, count_of, each_of
-from shardfn.curvature.per_example import Batch, Losses, checked, compare_once, kind_of, refuse_cut, row_place, visit
+from shardfn.curvature.per_example import Batch, Losses, checked, compare_once, kind_of, visit
 from shardfn.curvature.resuming import compare, made_of
+from shardfn.curvature.row_axes import refuse_cut, row_place
 from shardfn.curvature.row_gradients import Used, parts, single, whole
 from shardfn.curvature.row_moments import Kind, Place, factors, largest, over_all, places, turned
 from shardfn.curvature.row_uses import Key, Receiver

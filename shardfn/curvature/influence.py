@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from shardfn.curvature.operators import check_batches, count_of, each_of, must_take
-from shardfn.curvature.per_example import Batch, Losses, checked, cuts, same_along
+from shardfn.curvature.per_example import Batch, Losses, checked
+from shardfn.curvature.row_axes import cuts, same_along
 from shardfn.curvature.vectors import Space
 from shardfn.optim.hyperparameters import kind
 from shardfn.transforms.autodiff import name_of
@@ -68,7 +69,7 @@ def influence(
     found = []
     for batch in each_of(batches, name, losses):
         rows = checked(params, functools.partial(tuple, batch), name)[1]
-        same_along(cut, params, rows, name)
+        same_along(cut, params, rows.leaves, name)
 
         def of(values: Any, rows: Batch = rows) -> Tensor:
             return rows.of(losses, space.variables.tree(values), name)

@@ -20,8 +20,9 @@ from shardfn import checkpoint
 from shardfn.collectives.agree import agree
 from shardfn.curvature.labels import Drawn, called
 from shardfn.curvature.operators import Operator, check_batches, each_of
-from shardfn.curvature.per_example import Losses, checked, compare_once, kind_of, refuse_cut, visit
+from shardfn.curvature.per_example import Losses, checked, compare_once, kind_of, visit
 from shardfn.curvature.resuming import begun, compare, made_of
+from shardfn.curvature.row_axes import refuse_cut
 from shardfn.curvature.row_moments import Kind, Place, Sums, Total, places
 from shardfn.curvature.row_uses import Key
 from shardfn.curvature.vectors import Space, Vector

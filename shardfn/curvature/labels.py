@@ -14,7 +14,8 @@ from torch.distributions import Distribution
 
 from shardfn.check.callsites import paused
 from shardfn.collectives.functional import axis_index
-from shardfn.curvature.per_example import batch_of, row_axes
+from shardfn.curvature.per_example import batch_of
+from shardfn.curvature.row_axes import row_axes
 from shardfn.mesh.scope import scope
 from shardfn.shards.random import int_seed, mixed
 from shardfn.transforms.shortage import RandomNumbers

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, NamedTuple
@@ -19,27 +19,26 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import functional
-from shardfn.collectives.agree import ARGUMENTS, agree, digest_of
+from shardfn.collectives.agree import ARGUMENTS, digest_of
 from shardfn.compat import autograd, functorch
 from shardfn.curvature.operators import must_take
+from shardfn.curvature.row_axes import Cuts, all_of, all_or_none, cuts, over_ranks, row_axes, same_along
 from shardfn.curvature.row_stages import stages_apart
 from shardfn.curvature.row_uses import Key, Norms, Receiver
 from shardfn.curvature.rows import Task, Way, cannot
 from shardfn.curvature.vectors import random
 from shardfn.mesh.axes import axis_of, per_mesh
 from shardfn.mesh.lanes import lane
-from shardfn.mesh.scope import current_mesh, mesh_of, scope
+from shardfn.mesh.scope import scope
 from shardfn.optim.hyperparameters import in_range, whole
 from shardfn.optim.norms import global_norm
 from shardfn.quoting import listed, short
-from shardfn.shards.layout import Layout, is_flat
+from shardfn.shards.layout import is_flat
 from shardfn.shards.pieces import Unit, units
 from shardfn.shards.random import int_seed
-from shardfn.shards.replicated import checksum
 from shardfn.stages.replay import RngAndAutocast
 from shardfn.transforms.accumulate import accumulate
-from shardfn.transforms.autodiff import Variables, grad, layouts_of, moves, name_of, value_and_grad
-from shardfn.transforms.fitting import together
+from shardfn.transforms.autodiff import Variables, grad, moves, name_of, value_and_grad
 from shardfn.transforms.jvp import jvp
 from shardfn.transforms.modules import refuse_module
 
@@ -173,7 +172,7 @@ def examples(losses: Losses, params: Any, batch: tuple[Any, ...], name: str, mic
         return batch
 
     _, rows = checked(params, right, name, [f"micro={micro}"])
-    same_along(cut, params, rows, name)
+    same_along(cut, params, rows.leaves, name)
     check = _unseen(losses, params, rows)
     found = []
     for part in rows.parts(micro):
@@ -306,7 +305,7 @@ def _all_alike(check: Callable[[], None], params: Any, name: str, told: Sequence
         check()
     except (TypeError, ValueError) as own:
         error = own
-    _all_or_none(error, params, name, told, _ALIKE)
+    all_or_none(error, params, name, told, _ALIKE)
 
 
 # --- the batch ---
@@ -390,7 +389,7 @@ def checked(
         rows = batch_of(given, name)
     except (TypeError, ValueError) as own:
         error = own
-    _all_or_none(error, params, name, told, subject)
+    all_or_none(error, params, name, told, subject)
     return given, rows
 
 
@@ -449,7 +448,7 @@ def _norms(losses: Losses, params: Any, batch: Batch, cut: Cuts, name: str) -> F
     each = visit(losses, params, batch, norms, name)
     squares = norms.squares.pop(())
     if cut:
-        mesh, axes = row_axes(params)[0], _all_of(cut)
+        mesh, axes = row_axes(params)[0], all_of(cut)
         own = torch.stack([each.double(), squares[: batch.rows].double()])
         with scope(mesh):
             whole, least = functional.pmax(torch.cat([own, -own]), axes).chunk(2)
@@ -463,7 +462,7 @@ def _norms(losses: Losses, params: Any, batch: Batch, cut: Cuts, name: str) -> F
             f"other gradients of parameters that no axis cuts: end losses in psum, and write pvary where such a "
             f"parameter, or what all ranks have, meets what each rank has"
         )
-        _all_or_none(error if apart else None, params, name)
+        all_or_none(error if apart else None, params, name)
     return Found(each, squares.sqrt()[: batch.rows], norms.eps)
 
 
@@ -524,88 +523,6 @@ def visit(losses: Losses, params: Any, batch: Batch, receiver: Receiver, name: s
         (_, each), _ = value_and_grad(total, has_aux=True)(anchor)
         receiver.finish()
     return each[: batch.rows]
-
-
-# --- parameters that axes cut, along which ranks have the same rows ---
-
-Cuts = Mapping[Key, tuple[str, ...]]
-
-
-def cuts(params: Any, name: str) -> Cuts:
-    """The axes that cut parameters, of which a rank has only a part of each row's gradient; those that none cuts aside.
-
-    Raises:
-        ValueError: parameters live on some ranks only, or are cut over an axis along which ranks have other rows.
-    """
-    layouts, found = Variables(params).layouts, dict[Key, tuple[str, ...]]()
-    for i, layout in enumerate(layouts):
-        if layout is None:
-            continue
-        if layout.placement.only_at_axes:
-            raise ValueError(
-                f"{name}: {short(layout.stage)!r} lives at some positions of {', '.join(layout.placement.only_at_axes)}"
-                f" only, so that no rank has a whole row: place parameters on all ranks"
-            )
-        for number, entry in enumerate(layout.entries):
-            axes = tuple([axis for axis, n in layout.grid.sizes if n > 1 and axis in entry.spec.axes])
-            if axes:
-                found[Key(i, number)] = axes
-    data = {axis for layout in layouts if layout for axis in (*layout.placement.axes, *layout.placement.replicas)}
-    both = sorted(data.intersection(_all_of(found)))
-    if both:
-        key = next(key for key, axes in found.items() if not data.isdisjoint(axes))
-        layout = layouts[key.leaf]
-        assert layout is not None, "a plain tensor is not cut"
-        raise ValueError(
-            f"{name}: {short(layout.entries[key.number].path)!r} is cut over {', '.join(both)} by specs=, and a "
-            f"strategy has {', '.join(both)} too, as an axis along which ranks have other rows, so that rows meet "
-            f"parameters of other ranks: leave it out of one of them"
-        )
-    return found
-
-
-def refuse_cut(params: Any, name: str) -> None:
-    """Raises ValueError if axes cut parameters, so that ranks have parts of each row's gradient."""
-    for key, axes in cuts(params, name).items():
-        layout = Variables(params).layouts[key.leaf]
-        assert layout is not None, "a plain tensor is not cut"
-        raise ValueError(
-            f"{name}: {short(layout.entries[key.number].path)!r} is cut over {', '.join(axes)}, along which ranks have "
-            f"parts of each row's gradient: shard parameters over axes of data alone, without specs="
-        )
-
-
-def same_along(cut: Cuts, params: Any, batch: Batch, name: str) -> None:
-    """Raises ValueError on every rank unless ranks along axes that cut parameters have the same batch."""
-    if not cut:
-        return
-    tensors = [x for x in batch.leaves if isinstance(x, Tensor)]
-    lines = [f"{x.dtype} {tuple(x.shape)}, numbers with checksum {checksum(x):x}" for x in tensors]
-    axes = _all_of(cut)
-    advice = f"Along {', '.join(axes)}, which cut parameters, all ranks have the same rows: cut batches over other axes"
-    error: Exception | None = None
-    try:
-        agree(lines, row_axes(params)[0], name, subject=("the rows", advice), axes=axes)
-    except ValueError as own:
-        error = own
-    _all_or_none(error, params, name)
-
-
-def _all_of(cut: Cuts) -> tuple[str, ...]:
-    return tuple(sorted({axis for axes in cut.values() for axis in axes}))
-
-
-def _all_or_none(
-    error: Exception | None,
-    params: Any,
-    name: str,
-    told: Sequence[str] = (),
-    subject: tuple[str, str] = ARGUMENTS,
-) -> None:
-    """Raises an error that a rank has on all ranks."""
-    agree([*told] if error is None else [str(error)], together(params), name, mine=error, subject=subject)
-    if error is not None:  # a rank alone need not agree
-        raise error
 
 
 # --- the first call, compared with the losses as they are written ---
@@ -681,38 +598,6 @@ def _compare(losses: Losses, params: Any, batch: Batch, found: Found, name: str)
 
 
 # --- sums over ranks ---
-
-
-def _layout(tree: Any) -> Layout | None:
-    return next((layout for layout in layouts_of(tree) if layout is not None), None)
-
-
-def row_axes(tree: Any) -> tuple[Any, tuple[str, ...]]:
-    """The mesh along which ranks have different rows, and its axes."""
-    layout = _layout(tree)
-    if layout is None:
-        mesh = current_mesh()
-        return mesh, tuple(mesh.mesh_dim_names or ()) if mesh is not None else ()
-    return mesh_of(layout.grid, "per_example"), (*layout.placement.axes, *layout.placement.replicas)
-
-
-def row_place(tree: Any) -> tuple[int, int]:
-    """The place of this rank among those that have other rows, in the order of the mesh, and their number."""
-    mesh, axes = row_axes(tree)
-    if not axes:
-        return 0, 1
-    axis = axis_of(mesh, tuple(name for name in mesh.mesh_dim_names if name in axes))
-    return axis.index, axis.size
-
-
-def over_ranks(tree: Any, x: Tensor) -> Tensor:
-    """The sum over the ranks that have other rows."""
-    mesh, axes = row_axes(tree)
-    if not axes:
-        return x
-    with scope(mesh):
-        total: Tensor = functional.psum(x, axes)
-    return total
 
 
 def _summed(params: Any, gradient: Any) -> Any:

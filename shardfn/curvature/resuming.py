@@ -13,7 +13,8 @@ import torch
 from shardfn.checkpoint import CheckpointError
 from shardfn.curvature.labels import Drawn, called
 from shardfn.curvature.operators import each_of
-from shardfn.curvature.per_example import Losses, batch_of, checked, examples, row_place
+from shardfn.curvature.per_example import Losses, batch_of, checked, examples
+from shardfn.curvature.row_axes import row_place
 from shardfn.curvature.row_moments import largest, over_all
 from shardfn.curvature.vectors import Space
 from shardfn.transforms.shortage import RandomNumbers

@@ -19,7 +19,7 @@ from torch import Tensor
 from shardfn.check.callsites import paused
 from shardfn.collectives import functional
 from shardfn.compat import process_groups
-from shardfn.curvature.per_example import over_ranks, row_axes
+from shardfn.curvature.row_axes import over_ranks, row_axes
 from shardfn.curvature.row_gradients import Outer, Picked, Used, everywhere, parts, single, whole
 from shardfn.curvature.row_rules import Kernel
 from shardfn.curvature.row_uses import Key, Receiver

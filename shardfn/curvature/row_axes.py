@@ -1,0 +1,135 @@
+"""Which ranks have other rows of a batch, and which have parts of the same parameters.
+
+Along the axes of a strategy ranks have other rows; along those of `specs=`, as in tensor parallelism, the same rows and
+parts of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from shardfn.collectives import functional
+from shardfn.collectives.agree import ARGUMENTS, agree
+from shardfn.curvature.row_uses import Key
+from shardfn.mesh.axes import axis_of
+from shardfn.mesh.scope import current_mesh, mesh_of, scope
+from shardfn.quoting import short
+from shardfn.shards.layout import Layout
+from shardfn.shards.replicated import checksum
+from shardfn.transforms.autodiff import Variables, layouts_of
+from shardfn.transforms.fitting import together
+
+Cuts = Mapping[Key, tuple[str, ...]]
+
+
+def cuts(params: Any, name: str) -> Cuts:
+    """The axes that cut parameters, of which a rank has only a part of each row's gradient; those that none cuts aside.
+
+    Raises:
+        ValueError: parameters live on some ranks only, or are cut over an axis along which ranks have other rows.
+    """
+    layouts, found = Variables(params).layouts, dict[Key, tuple[str, ...]]()
+    for i, layout in enumerate(layouts):
+        if layout is None:
+            continue
+        if layout.placement.only_at_axes:
+            raise ValueError(
+                f"{name}: {short(layout.stage)!r} lives at some positions of {', '.join(layout.placement.only_at_axes)}"
+                f" only, so that no rank has a whole row: place parameters on all ranks"
+            )
+        for number, entry in enumerate(layout.entries):
+            axes = tuple([axis for axis, n in layout.grid.sizes if n > 1 and axis in entry.spec.axes])
+            if axes:
+                found[Key(i, number)] = axes
+    data = {axis for layout in layouts if layout for axis in (*layout.placement.axes, *layout.placement.replicas)}
+    both = sorted(data.intersection(all_of(found)))
+    if both:
+        key = next(key for key, axes in found.items() if not data.isdisjoint(axes))
+        layout = layouts[key.leaf]
+        assert layout is not None, "a plain tensor is not cut"
+        raise ValueError(
+            f"{name}: {short(layout.entries[key.number].path)!r} is cut over {', '.join(both)} by specs=, and a "
+            f"strategy has {', '.join(both)} too, as an axis along which ranks have other rows, so that rows meet "
+            f"parameters of other ranks: leave it out of one of them"
+        )
+    return found
+
+
+def refuse_cut(params: Any, name: str) -> None:
+    """Raises ValueError if axes cut parameters, so that ranks have parts of each row's gradient."""
+    for key, axes in cuts(params, name).items():
+        layout = Variables(params).layouts[key.leaf]
+        assert layout is not None, "a plain tensor is not cut"
+        raise ValueError(
+            f"{name}: {short(layout.entries[key.number].path)!r} is cut over {', '.join(axes)}, along which ranks have "
+            f"parts of each row's gradient: shard parameters over axes of data alone, without specs="
+        )
+
+
+def same_along(cut: Cuts, params: Any, rows: Iterable[Any], name: str) -> None:
+    """Raises ValueError on every rank unless ranks along axes that cut parameters have the same rows."""
+    if not cut:
+        return
+    tensors = [x for x in rows if isinstance(x, Tensor)]
+    lines = [f"{x.dtype} {tuple(x.shape)}, numbers with checksum {checksum(x):x}" for x in tensors]
+    axes = all_of(cut)
+    advice = f"Along {', '.join(axes)}, which cut parameters, all ranks have the same rows: cut batches over other axes"
+    error: Exception | None = None
+    try:
+        agree(lines, row_axes(params)[0], name, subject=("the rows", advice), axes=axes)
+    except ValueError as own:
+        error = own
+    all_or_none(error, params, name)
+
+
+def all_of(cut: Cuts) -> tuple[str, ...]:
+    """The axes that cut any parameter."""
+    return tuple(sorted({axis for axes in cut.values() for axis in axes}))
+
+
+def all_or_none(
+    error: Exception | None,
+    params: Any,
+    name: str,
+    told: Sequence[str] = (),
+    subject: tuple[str, str] = ARGUMENTS,
+) -> None:
+    """Raises an error that a rank has on all ranks."""
+    agree([*told] if error is None else [str(error)], together(params), name, mine=error, subject=subject)
+    if error is not None:  # a rank alone need not agree
+        raise error
+
+
+def _layout(tree: Any) -> Layout | None:
+    return next((layout for layout in layouts_of(tree) if layout is not None), None)
+
+
+def row_axes(tree: Any) -> tuple[Any, tuple[str, ...]]:
+    """The mesh along which ranks have different rows, and its axes."""
+    layout = _layout(tree)
+    if layout is None:
+        mesh = current_mesh()
+        return mesh, tuple(mesh.mesh_dim_names or ()) if mesh is not None else ()
+    return mesh_of(layout.grid, "per_example"), (*layout.placement.axes, *layout.placement.replicas)
+
+
+def row_place(tree: Any) -> tuple[int, int]:
+    """The place of this rank among those that have other rows, in the order of the mesh, and their number."""
+    mesh, axes = row_axes(tree)
+    if not axes:
+        return 0, 1
+    axis = axis_of(mesh, tuple(name for name in mesh.mesh_dim_names if name in axes))
+    return axis.index, axis.size
+
+
+def over_ranks(tree: Any, x: Tensor) -> Tensor:
+    """The sum over the ranks that have other rows."""
+    mesh, axes = row_axes(tree)
+    if not axes:
+        return x
+    with scope(mesh):
+        total: Tensor = functional.psum(x, axes)
+    return total
