@@ -104,7 +104,6 @@ def compiled(graph: fx.GraphModule) -> Callable[[list[Tensor]], Sequence[Tensor]
     import torch._inductor.config as config
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
-    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
     _keep_random()
     kinds = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
@@ -112,10 +111,9 @@ def compiled(graph: fx.GraphModule) -> Callable[[list[Tensor]], Sequence[Tensor]
     # Others read them by the strides that the trace found, so they must not be padded.
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     output.meta["original_output_strides"] = [x.meta["val"].stride() for x in output.args[0]]
-    # inductor finds by their storages which tensors are views of others.
+    # inductor runs the graph on these, and finds by their storages which tensors are views of others.
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         inputs = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in kinds]
-    FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*inputs)
     with _lock, config.patch(fallback_random=True), tracing(TracingContext(mode)), torch.no_grad(), without_autocast():
         return compile_fx_inner(graph, inputs)
 
@@ -127,7 +125,7 @@ def _keep_random() -> None:
 
     for op in select_decomp_table().keys() - lowering.lowerings.keys():
         if torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()):
-            lowering.make_fallback(op, warn=False, override_decomp=True)
+            lowering.make_fallback(op, lowering.constrain_to_fx_strides, warn=False, override_decomp=True)
 
 
 def without_autocast() -> Any:

@@ -557,7 +557,8 @@ def _compare(losses: Losses, params: Any, batch: Batch, found: Found, name: str)
     mesh, axes = row_axes(params)
     place = 0 if mesh is None else axis_of(mesh, axes).index  # on all ranks, as it may make a group
     first = batch.rows > 0 and place == 0
-    weights = torch.zeros(batch.rows, device=batch.device)
+    _, device = kind_of(params, batch)
+    weights = torch.zeros(batch.rows, device=device)
     weights[-1:] = float(first)
 
     def total(params: Any) -> tuple[Tensor, Tensor]:
@@ -570,7 +571,7 @@ def _compare(losses: Losses, params: Any, batch: Batch, found: Found, name: str)
     apart = (each - found.values).abs().double() / each.abs().max().clamp(min=1e-30) if batch.rows else each.double()
     row = int(apart.argmax()) if batch.rows else 0
     other = found.norms[-1:].double()
-    flags = torch.zeros(3, dtype=torch.float64, device=batch.device)
+    flags = torch.zeros(3, dtype=torch.float64, device=device)
     flags[2] = float(first)
     flags[0] = float((apart > 4 * rough).any())
     if first:  # where gradients are summed in fewer bits, the norm as written is a rough one

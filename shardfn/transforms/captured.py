@@ -19,7 +19,7 @@ from shardfn.collectives.capturing import Late, Note, Watch, empty
 from shardfn.collectives.ledger import Ledger, ledger, record_again
 from shardfn.compat import autograd, dispatch
 from shardfn.quoting import short
-from shardfn.transforms.surroundings import Values
+from shardfn.transforms.surroundings import Around
 
 
 class Donated(Tensor):
@@ -101,7 +101,7 @@ class Program:
     notes: list[Note] = field(default_factory=list)
     form: Form | None = None
     captured: Captured | None = None
-    around: Values = field(default_factory=dict)
+    around: Around = field(default_factory=dict)
 
     def rehearse(self, leaves: list[Any]) -> tuple[list[Any], optree.PyTreeSpec]:
         """Runs the step as it will be captured, and notes what it does."""

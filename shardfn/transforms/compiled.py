@@ -162,6 +162,8 @@ class _Compiled:
         if self.times == 1:
             with failing_together(self.meshes, program.name):
                 self._compare(leaves)
+            for mesh in self.meshes:
+                agree(["compared"], mesh, program.name)
         self.times += 1
         late_checks.look(program.device)
         inputs = [leaves[i].detach() for i in trace.at]

@@ -237,14 +237,11 @@ class Graphs:
 
         What changed between two calls that did the same is none of the graph's.
         """
-        if program.calls < self.settled - 1:
-            return
-        now = surroundings(self.step)
         if program.calls == self.settled - 1:
-            program.around = now
+            program.around = surroundings(self.step)
         elif program.calls == self.settled:
-            program.around = kept(program.around, now)
-        elif what := changed(program.around, now):
+            program.around = kept(program.around, surroundings(self.step))
+        elif what := changed(program.around):
             raise RuntimeError(
                 f"{self.name}: {what}: a program keeps what the step read when it was made. Pass it as a 0-d tensor "
                 f"among the arguments, or write into the tensor that was there"

@@ -270,7 +270,7 @@ class _TraceWatch(Watch):
                 )
             if all(x is not other for other in self.overwritten):
                 self.overwritten.append(x)
-        return args[0] if args else None
+        return args[0] if func._schema.returns else None
 
     def finish(self, results: Any) -> None:
         """Nothing: a graph keeps its tensors."""
@@ -308,12 +308,14 @@ _DRAWN: Any = torch.ops.shardfn_random.drawn.default
 @contextlib.contextmanager
 def _random_state(watch: _TraceWatch) -> Iterator[None]:
     """Notes whether the state of torch's random numbers is set, which a graph would not do again."""
-    names = ("set_rng_state", "manual_seed", "seed")
-    before = {(place, name): getattr(place, name) for place in (torch, torch.random) for name in names}
+    names = ("set_rng_state", "set_rng_state_all", "manual_seed", "manual_seed_all", "seed", "seed_all")
+    module = torch.get_device_module(watch.device)
+    places = torch, torch.random, module, getattr(module, "random", module)
+    before = {(place, name): getattr(place, name) for place in places for name in names if hasattr(place, name)}
 
     def noting(plain: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            watch.reset = True
+            watch.reset = watch.reset or capturing() is watch  # and not another thread's
             return plain(*args, **kwargs)
 
         return run
