@@ -1,5 +1,8 @@
 """Detects hosts that have vanished, from what the kernel knows about this process's TCP connections to them.
 
+Detects processes of this host that have ended, too: a connection to one that was killed should break, but a transport
+may miss it.
+
 While a process computes or is stopped, its kernel still acknowledges each packet. A host that lost power or network
 does not, and TCP on its own would go on retrying for a quarter of an hour.
 """
@@ -12,6 +15,7 @@ import socket
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 SILENCE = 10.0  # seconds without an answer after which a host counts as gone
@@ -70,6 +74,36 @@ def addresses_of(host: str) -> frozenset[str]:
     with contextlib.suppress(OSError):
         return frozenset(_host(info[4]) for info in socket.getaddrinfo(host, None) if host)
     return frozenset()
+
+
+def own_process() -> str:
+    """Returns what names this process on every host and for all time; empty where the system does not tell it."""
+    with contextlib.suppress(OSError):
+        boot, space = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.stat("/proc/self/ns/pid").st_ino
+        return f"{boot}/{space} {os.getpid()} {_status(os.getpid())[1]}"
+    return ""
+
+
+def has_ended(process: str) -> bool:
+    """Whether a process, as `own_process` named it, has ended; False for one of another host or pid namespace."""
+    own = own_process().split()
+    if not process or not own or process.split()[0] != own[0]:
+        return False
+    _, pid, began = process.split()
+    try:
+        os.kill(int(pid), 0)
+        state, now = _status(int(pid))
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's, or hidden
+        return False
+    return state in "ZX" or now != began
+
+
+def _status(pid: int) -> tuple[str, str]:
+    """Returns the state of a process, Z for a zombie and X for a dead one, and when it began."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], fields[19]
 
 
 def hang_up(addresses: Iterable[str]) -> None:

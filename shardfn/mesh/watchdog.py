@@ -4,7 +4,9 @@ Every tick it checks what the threads of this process wait for, see `waiting`. A
 log, and to the store through which the processes met, where other ranks read it. From all these waits follows who can
 still come, see `deadlock`. A rank is given up only if that is final: it has ended, or each of its threads that use the
 group waits for a rank that is given up. The group is then broken, so that the blocked thread wakes with an error. If a
-host has vanished, see `liveness`, each rank that waits for its ranks gives them up on its own.
+host has vanished, see `liveness`, each rank that waits for its ranks gives them up on its own. A killed process
+publishes nothing: a rank of its host that waits for it does so in its place. If a thread that waits for such a rank
+does not wake, the process ends, since nothing else would end the wait.
 
 With `debug(collectives=True)` ranks also publish where they stand, see `callsites`: their next operation, the last one
 that all reached, and the calls that they have left. A rank that has left a call can no longer come to what others wait
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from shardfn.mesh.waiting import on
 
 PATIENCE = 5.0  # seconds after which a rank publishes and logs what it waits for
+WAKING = 10.0  # seconds in which a thread must wake that waited for a rank whose process has ended
 STARTING = 6  # times as long until it logs that it waits for others to begin
 STARTS = "A rank that still imports modules or loads data comes later"
 TICK = 1.0  # seconds between two checks
@@ -57,6 +60,7 @@ PATIENCE_COMPARING, TICK_COMPARING = 1.0, 0.25  # the same while ranks compare w
 _log = logging.getLogger("shardfn")
 _KEY = "shardfn/waiting/{}"
 _ADDRESSES = "shardfn/addresses/{}"
+_PROCESS = "shardfn/process/{}"
 
 waits: dict[int, on] = {}
 """What each thread waits for."""
@@ -85,6 +89,7 @@ def joined() -> None:
     watcher = Watcher(dist.get_rank())
     store = process_groups.default_store()
     store.set(_ADDRESSES.format(watcher.rank), json.dumps(liveness.own_addresses()))
+    store.set(_PROCESS.format(watcher.rank), liveness.own_process())
     watcher.home = liveness.addresses_of(process_groups.host_of(store))
     threading.Thread(target=watcher.run, name="shardfn-waiting", daemon=True).start()
 
@@ -205,6 +210,7 @@ def _texts(store: Any, key: str, ranks: Iterable[int]) -> dict[int, bytes]:
     return dict(zip(present, store.multi_get([key.format(rank) for rank in present]) if present else [], strict=True))
 
 
+KILLED = "has ended without a word: it was killed, or crashed"
 STAYS = ". It stays broken: end the processes, and begin again from a checkpoint"
 
 
@@ -247,6 +253,9 @@ class Watcher:
         suspects: the waits that seem hopeless, with the beat of each rank when they first did.
         store: the thread's own client of the store: a client that a blocked thread uses is blocked for all threads.
         home: the addresses of the host that serves the store.
+        processes: the processes of ranks that this one has waited for, see `liveness.own_process`.
+        dead: the ranks whose processes have ended.
+        given: the waits for a dead rank that were given up, by thread, and when.
         looks: held during a check.
     """
 
@@ -262,6 +271,9 @@ class Watcher:
     suspects: tuple[Any, dict[int, int]] = ((), {})
     store: Any = None
     home: frozenset[str] = frozenset()
+    processes: dict[int, bytes] = field(default_factory=dict)
+    dead: set[int] = field(default_factory=set)
+    given: dict[int, tuple[on, float]] = field(default_factory=dict)
     looks: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self) -> None:
@@ -347,6 +359,8 @@ class Watcher:
 
     def think(self, stuck: dict[int, on], now: float) -> None:
         """Gives up waits that this rank or another has found hopeless, and logs the others."""
+        self.bury({rank for wait in stuck.values() for rank in ranks_of(wait)} - {self.rank})
+        self.leave_the_deaf(now)
         states = self.reached(stuck)
         hopeless = waits_in_vain(states)
         if self.sure(hopeless, states):
@@ -376,6 +390,26 @@ class Watcher:
                 note = f". {wait.note}" if wait.note else ""
                 text = text_of(wait, thread)
                 _log.warning("rank %d has waited %.1f s for %s: %s%s", self.rank, waited, text, why, note)
+
+    def bury(self, ranks: set[int]) -> None:
+        """Publishes that ranks have ended whose processes on this host have done so without a word."""
+        if new := ranks - self.processes.keys():
+            self.processes |= _texts(self.reach(), _PROCESS, sorted(new))
+        for rank in sorted(ranks & self.processes.keys() - self.dead):
+            if liveness.has_ended(self.processes[rank].decode()):
+                self.dead.add(rank)
+                known = read_states(self.reach(), [rank]).get(rank) or state_of(0, {}) | {"last": "", "left": {}}
+                if not known["ended"]:
+                    known |= {"ended": KILLED, "threads": None, "counts": {}}
+                    self.store.set(_KEY.format(rank), json.dumps(known))
+
+    def leave_the_deaf(self, now: float) -> None:
+        """Ends this process if a thread does not wake from its wait for a dead rank."""
+        self.given = {thread: (wait, when) for thread, (wait, when) in self.given.items() if waits.get(thread) is wait}
+        for wait, when in self.given.values():
+            if now - when >= WAKING:
+                _log.critical("%s. The connection has not noticed, so this process ends", wait.verdict)
+                os._exit(1)
 
     def reached(self, stuck: dict[int, on], also: Iterable[int] = ()) -> dict[int, State]:
         """Returns the states of this rank, of those it waits for, of those they wait for and so on, and of `also`."""
@@ -418,6 +452,8 @@ class Watcher:
         self.tell(stuck)
         _log.error("%s", wait.verdict)
         _break(broken)
+        if self.dead.intersection(ranks_of(wait)):
+            self.given |= {thread: (wait, time.monotonic()) for thread, other in waits.items() if other is wait}
 
     def hear(self, vain: Vain) -> set[str]:
         """Marks and returns the groups of this rank that hopeless waits break.

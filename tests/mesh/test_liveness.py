@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardfn as sf
-from shardfn.mesh import liveness, watchdog
+from shardfn.mesh import liveness, waiting, watchdog
+from shardfn.mesh.groups import cpu_group
 from shardfn.mesh.liveness import Reading, addresses_of, hang_up, own_addresses, quiet_hosts, readings
-from shardfn.testing import World
+from shardfn.testing import World, WorldError, errors
 
 
 @pytest.mark.parametrize(
@@ -103,3 +109,43 @@ def test_the_silence_of_others_is_no_reason_to_give_up() -> None:
     with World(2) as fresh:
         said, other = fresh.within(30).run(quiet, "nobody")
     assert (said, other) == ("it waited", "it came late")
+
+
+def test_a_process_of_this_host_is_known_to_have_ended() -> None:
+    assert not liveness.has_ended(liveness.own_process())
+    program = "import sys; from shardfn.mesh.liveness import own_process; print(own_process(), flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        name = child.stdout.readline().decode().strip()
+        assert not liveness.has_ended(name)
+        place, pid, began = name.split()
+        assert liveness.has_ended(f"{place} {pid} {int(began) - 1}")  # another process had this number before
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert liveness.has_ended(name)  # a zombie
+    assert liveness.has_ended(name)
+    assert not liveness.has_ended(f"another{name}")
+    assert not liveness.has_ended("")
+
+
+@pytest.mark.parametrize("wakes", [True, False])
+def test_a_killed_process_is_noticed_without_its_connection(wakes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "GRACE", 15.0)  # the other rank shall have time to notice
+
+    def body() -> None:
+        watchdog.PATIENCE, watchdog.TICK, watchdog.WAKING = 0.3, 0.05, 0.3
+        left: list[int] = []
+        group, end = cpu_group([0, 1], "a test").group_name, time.monotonic() + 10
+        dist.barrier()
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with mock.patch("os._exit", left.append), waiting.on("all_reduce", group, "numbers") as wait:
+            while time.monotonic() < end and not (left or (wakes and wait.verdict)):
+                time.sleep(0.01)
+        raise RuntimeError(f"told: {wait.verdict}, left: {left[:1]}")
+
+    with World(2, deadline=60) as fresh, pytest.raises(WorldError) as error:
+        fresh.run(body)
+    message = str(error.value)
+    assert "rank 1 has ended without a word: it was killed, or crashed" in message, message
+    assert f"left: {[] if wakes else [1]}" in message, message
