@@ -210,7 +210,7 @@ def _texts(store: Any, key: str, ranks: Iterable[int]) -> dict[int, bytes]:
     return dict(zip(present, store.multi_get([key.format(rank) for rank in present]) if present else [], strict=True))
 
 
-KILLED = "has ended without a word: it was killed, or crashed"
+KILLED = "has ended without an error message (killed, out of memory, or crashed)"
 STAYS = ". It stays broken: end the processes, and begin again from a checkpoint"
 
 

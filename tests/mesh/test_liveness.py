@@ -147,5 +147,5 @@ def test_a_killed_process_is_noticed_without_its_connection(wakes: bool, monkeyp
     with World(2, deadline=60) as fresh, pytest.raises(WorldError) as error:
         fresh.run(body)
     message = str(error.value)
-    assert "rank 1 has ended without a word: it was killed, or crashed" in message, message
+    assert "rank 1 has ended without an error message (killed, out of memory, or crashed)" in message, message
     assert f"left: {[] if wakes else [1]}" in message, message
