@@ -533,6 +533,20 @@ MUTANTS = [
         f"{COMPILED}::test_small_steps_are_as_without_a_compiler[writing]",
     ),
     Mutant(
+        "a process that was killed is not noticed",
+        "mesh/liveness.py",
+        '    return state in "ZX" or now != began',
+        "    return False",
+        "tests/mesh/test_liveness.py::test_a_process_of_this_host_is_known_to_have_ended",
+    ),
+    Mutant(
+        "a thread that does not wake keeps its process",
+        "mesh/watchdog.py",
+        "                os._exit(1)",
+        "                pass",
+        "tests/mesh/test_liveness.py::test_a_killed_process_is_noticed_without_its_connection[False]",
+    ),
+    Mutant(
         "a tensor that replaces another is taken for it",
         "transforms/surroundings.py",
         "            return self.value() is now",

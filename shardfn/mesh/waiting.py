@@ -240,7 +240,7 @@ def _failed(wait: on, error: RuntimeError) -> RuntimeError:
     if silent:
         look = "look first at its output, and at the system's log"
         last = f". The last that all ranks came to was {last}" if last else ""
-        how = f"ended without an error message (killed, out of memory, or crashed); {look}{last}"
+        how = f"{watchdog.KILLED}; {look}{last}"
     else:
         how = f"ended{f', after {last}' if last else ''}; look at its output first"
     return RuntimeError(f"{message}: {subject} {how} ({brief(error)})")

@@ -210,7 +210,7 @@ def _texts(store: Any, key: str, ranks: Iterable[int]) -> dict[int, bytes]:
     return dict(zip(present, store.multi_get([key.format(rank) for rank in present]) if present else [], strict=True))
 
 
-KILLED = "has ended without an error message (killed, out of memory, or crashed)"
+KILLED = "ended without an error message (killed, out of memory, or crashed)"
 STAYS = ". It stays broken: end the processes, and begin again from a checkpoint"
 
 
@@ -398,10 +398,10 @@ class Watcher:
         for rank in sorted(ranks & self.processes.keys() - self.dead):
             if liveness.has_ended(self.processes[rank].decode()):
                 self.dead.add(rank)
-                known = read_states(self.reach(), [rank]).get(rank) or state_of(0, {}) | {"last": "", "left": {}}
-                if not known["ended"]:
-                    known |= {"ended": KILLED, "threads": None, "counts": {}}
-                    self.store.set(_KEY.format(rank), json.dumps(known))
+                known = read_states(self.reach(), [rank]).get(rank, {"beat": 0, "vain": {}, "broken": {}})
+                if not known.get("ended"):
+                    ended: State = {"ended": f"has {KILLED}", "threads": None, "counts": {}}
+                    self.store.set(_KEY.format(rank), json.dumps({"last": "", "left": {}, **known, **ended}))
 
     def leave_the_deaf(self, now: float) -> None:
         """Ends this process if a thread does not wake from its wait for a dead rank."""
