@@ -21,7 +21,7 @@ COMPILER = ("torch._inductor.compile_fx",)
 MODELS = ("transformers.models.llama.modeling_llama", *COMPILER)
 LOADED = {
     "interop": MODELS, "examples": MODELS, "test_documents.py": MODELS,
-    "test_compiled_step.py": COMPILER, "test_transforms.py": COMPILER,
+    "test_torch_compile.py": COMPILER, "test_transforms.py": COMPILER,
 }  # fmt: skip
 
 

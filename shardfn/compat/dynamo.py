@@ -77,6 +77,16 @@ def refuse_in_graph(message: str | None) -> None:
         raise torch._dynamo.exc.UserError(torch._dynamo.exc.UserErrorType.INVALID_INPUT, message)
 
 
+def refuse_compiling(what: str) -> None:
+    """Ends tracing by torch.compile in code that works on shards: the schedule of stages is no part of its graphs."""
+    if torch.compiler.is_compiling():
+        with one_graph():
+            refuse_in_graph(
+                f"{what} cannot be traced by torch.compile: shardfn.compile(step) compiles a whole step, and "
+                f"torch.compile the function inside a stage, shardfn.stage(torch.compile(f))"
+            )
+
+
 @functools.cache
 def fake_mode() -> Any:
     """Returns the process's mode under which ops make tensors with shapes, dtypes and strides but no data."""

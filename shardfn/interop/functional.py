@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardfn.compat import dispatch, functorch
+from shardfn.compat import dispatch, dynamo, functorch
 from shardfn.interop.adapting import Adapting
 from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, keeps_statistics, synchronised
 from shardfn.interop.in_place import (
@@ -247,6 +247,7 @@ class Functional:
             RuntimeError: a parameter is read outside of its stage, or a buffer that is not `mutable` is written to.
             TypeError: a cache of keys and values is used while gradients are recorded.
         """
+        dynamo.refuse_compiling(f"a call of {type(self.module).__name__}")
         self._check(params)
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(
@@ -369,12 +370,11 @@ class Functional:
                 f"the parameters of {type(self.module).__name__} have the structure of `tree`, a dict of stages, "
                 f"whether they went through shard() or not. Missing: {_some(missing)}; not known: {_some(extra)}"
             )
-        if not torch.compiler.is_compiling():
-            for key, part in params.items():
-                flats = (part,) if type(part) is FlatShard else part.values() if isinstance(part, dict) else ()
-                for flat in flats:
-                    if type(flat) is FlatShard and id(flat.layout) not in self._fitting:
-                        self._compare(key, flat.layout)
+        for key, part in params.items():
+            flats = (part,) if type(part) is FlatShard else part.values() if isinstance(part, dict) else ()
+            for flat in flats:
+                if type(flat) is FlatShard and id(flat.layout) not in self._fitting:
+                    self._compare(key, flat.layout)
 
     def _compare(self, key: str, layout: Layout) -> None:
         """Raises ValueError if parameters in this layout have other shapes than the module's."""
@@ -413,9 +413,8 @@ class Functional:
                 f"{type(self.module).__name__} is cut by tensor=, and has adapters, which would be whole: make the "
                 f"model without tensor="
             )
-        if not torch.compiler.is_compiling():
-            for key, part in adapters.items():
-                (self._units[key].adapting if key in self._units else self._adapting).check(part)
+        for key, part in adapters.items():
+            (self._units[key].adapting if key in self._units else self._adapting).check(part)
 
     def _refuse_altered(self) -> None:
         """Raises RuntimeError if the module has got new modules or parameters, which no call would train.
@@ -436,7 +435,7 @@ class Functional:
 
     def _looks(self, loose: Mapping[str, Tensor]) -> bool:
         """Whether to compare the bytes of loose parameters: in the first call in each mode, as stages do."""
-        if self.module.training in self._looked or torch.compiler.is_compiling():
+        if self.module.training in self._looked:
             return False
         return all(dispatch.plain(x) and not functorch.wrapped(x) and not x.is_meta for x in loose.values())
 

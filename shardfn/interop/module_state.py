@@ -61,9 +61,6 @@ class Attributes:
 @contextlib.contextmanager
 def undone(attributes: Attributes) -> Iterator[None]:
     """A context that restores attributes if its block fails, including the contents of containers and tensors."""
-    if torch.compiler.is_compiling():
-        yield
-        return
     before, owned = attributes.now(), [dict(own) for own in attributes.owners]
     filled = [(x, copy.copy(x)) for own in owned for x in _filled(own)]
     try:

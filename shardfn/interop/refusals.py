@@ -346,7 +346,7 @@ def refuse_apart(model: nn.Module, drawn: Sequence[tuple[dict[str, Any], str]], 
     if not (setting and model.training):
         return
     flats = [x for x in optree.tree_leaves(params, is_leaf=is_flat) if is_flat(x)]
-    if not flats or torch.compiler.is_compiling() or any(x.layout.placement.only_at for x in flats):
+    if not flats or any(x.layout.placement.only_at for x in flats):
         return
     state = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).hexdigest()
     agree(

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -148,21 +148,7 @@ def _device_numbered(number: int) -> torch.device:
 
 def scope_of(grid: Grid, where: str) -> contextlib.AbstractContextManager[None]:
     """A context in which axis names mean those of the mesh with this grid, which `mesh_of` returns."""
-    if torch.compiler.is_compiling():
-        return scope(*_traced(None if _scope.axes is None else _scope.axes.number, grid, where))
     return scope(mesh_of(grid, where))
-
-
-@dynamo.constant_when_traced
-def _traced(number: int | None, grid: Grid, where: str) -> Any:
-    """The mesh with this grid, and its axes, if the mesh in scope has this number."""
-    try:
-        with contextlib.nullcontext() if number is None else scope(mesh_numbered(number)):
-            mesh = mesh_of(grid, where)
-    except ValueError as error:
-        dynamo.refuse_in_graph(str(error))
-        raise
-    return mesh, known_axes(mesh)
 
 
 def mesh_of(grid: Grid, where: str) -> DeviceMesh:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import functional
-from shardfn.compat import autograd, dynamo, functorch
+from shardfn.compat import autograd, functorch
 from shardfn.mesh.scope import scope_of
 from shardfn.mesh.spec import dotted
 from shardfn.shards.pieces import Unit, joined, spread
@@ -86,11 +86,6 @@ def refuse_overwriting(name: str, *trees: Any, does: str = "overwrites what it i
     gradient, the state or a learning rate in it. Outside of functions that are differentiated, parameters that the
     user's own `backward` differentiates may be overwritten, and so may their gradients.
     """
-    if torch.compiler.is_compiling():
-        dynamo.refuse_in_graph(
-            f"{name}: donate=True overwrites what it is given, which a graph of torch.compile cannot hold: pass "
-            f"donate=False to what is compiled"
-        )
     transformed = functorch.inside_transform() or functorch.inside_forward_mode()
     if not transformed and (current_step() is None or not torch.is_grad_enabled()):
         return
@@ -117,9 +112,7 @@ def lerped(xs: list[Tensor], ys: list[Tensor], weight: float) -> list[Tensor]:
 
 
 def share_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors, which transforms may have wrapped, share memory. In a graph nothing is overwritten: no."""
-    if torch.compiler.is_compiling():
-        return False
+    """Whether two tensors, which transforms may have wrapped, share memory."""
     return autograd.storage_of(functorch.unwrapped(x)) == autograd.storage_of(functorch.unwrapped(y))
 
 

@@ -77,25 +77,18 @@ class Guard:
 
     def keep(self, params: Any) -> None:
         """Remembers which tensor is a parameter, by a weak reference."""
-        if torch.compiler.is_compiling():
-            return
         first: Any = next(optree.tree_iter(params, is_leaf=is_unit), None)
         values = _values(first)
         if isinstance(values, Tensor) and values.is_meta:  # a placeholder for the parameters already remembered
             return
         self._seen = weakref.ref(values) if isinstance(values, Tensor) else lambda: None
 
-    def compare(self, params: Any, grads: Any, state: Any) -> tuple[list[Any], Places] | None:
-        """Returns the leaves of all three trees, and the places of those that `use` needs; None in a compiled graph.
-
-        A compiled graph has no memory to compare with.
+    def compare(self, params: Any, grads: Any, state: Any) -> tuple[list[Any], Places]:
+        """Returns the leaves of all three trees, and the places of those that `use` needs.
 
         Raises:
             ValueError, TypeError: the trees do not belong together.
         """
-        if torch.compiler.is_compiling():
-            dynamo.trace_dicts()
-            return None
         leaves, spec = optree.tree_flatten((params, grads, state), is_leaf=is_unit)
         kinds = [_kind(leaf) for leaf in leaves]
         passed = self._passed
@@ -212,23 +205,25 @@ def guarded(name: str, init: Init, step: Step) -> tuple[Init, Step]:
 
     @functools.wraps(init)
     def first(params: Any) -> Any:
-        state = init(params) if torch.compiler.is_compiling() else placed_together(name, init, params)
+        dynamo.refuse_compiling(f"the optimizer {name}")
+        state = placed_together(name, init, params)
         guard.keep(params)
         return state
 
     @functools.wraps(step)
     def checked(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        passed = guard.compare(params, grads, state)
-        use = None if passed is None else guard.use(*passed, state)
-        if passed is not None and (recorder := recording.current()) is not None:
-            recorder.used(guard.pairs(passed[0]))
-            for path, number in _numbers(passed[0], state):
+        dynamo.refuse_compiling(f"the optimizer {name}")
+        leaves, places = guard.compare(params, grads, state)
+        use = guard.use(leaves, places, state)
+        if (recorder := recording.current()) is not None:
+            recorder.used(guard.pairs(leaves))
+            for path, number in _numbers(leaves, state):
                 if not any(known.endswith(path) for known, _ in recorder.stated):  # by what this is a part of
                     recorder.stated.append((f"the optimizer's {path}", number))
-        if guard.away and passed is not None:
+        if guard.away:
             refuse_elsewhere(name, state)
         new = step(params, grads, state)
-        if guard.away and passed is not None:
+        if guard.away:
             new = placed(new[0], "params"), placed(new[1])
             released(grads, new)
         guard.keep(new[0])

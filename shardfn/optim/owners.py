@@ -225,6 +225,7 @@ class Block:
             first += box.numel
 
 
+@functools.lru_cache(maxsize=4096)
 def _listed(
     layout: Layout, entries: tuple[int, ...], paths: tuple[str, ...], most: int | None = None
 ) -> tuple[Block, ...]:
@@ -232,15 +233,11 @@ def _listed(
     return tuple([Block(path, shape, box, layout, n) for path, shape, n in rows for box in _cut(shape, most)])
 
 
-_of_layout = functools.lru_cache(maxsize=4096)(_listed)
-
-
 def blocks(unit: Unit, most: int | None = None) -> tuple[Block, ...]:
     """The parameters of a unit that have elements, cut into blocks of at most `most` along each dimension."""
     if unit.layout is None:
         return tuple([Block(s.path, s.whole, box) for s in unit.filled for box in _cut(s.whole, most)])
-    listed = _listed if torch.compiler.is_compiling() else _of_layout  # a graph cannot look into a cache
-    return listed(unit.layout, unit.entries, tuple(map(unit.path, unit.entries)), most)
+    return _listed(unit.layout, unit.entries, tuple(map(unit.path, unit.entries)), most)
 
 
 def _cut(shape: Ints, most: int | None) -> list[Box]:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.compat import dynamo, functorch
 from shardfn.compat.trusted import trusted
 from shardfn.optim.differentiable import differentiable
 from shardfn.quant.fused import DTYPES, difference, fits
@@ -110,7 +109,6 @@ def _spans(unit: Unit, start: int, stop: int, salt: tuple[Any, ...]) -> Iterator
         yield stop - done, 0, 0, 0
 
 
-@dynamo.constant_when_traced
 def _keys(salt: tuple[Any, ...], path: str, corner: tuple[int, ...]) -> tuple[int, int]:
     """An odd factor and a term, both from a hash of the salt, the path and the corner."""
     key = mixed(*salt, path, *corner)
@@ -164,16 +162,7 @@ def _check(dtype: torch.dtype, device: torch.device) -> str:
 
 def refusing(x: Tensor, kept: Tensor) -> Tensor:
     """`kept`, through which a derivative raises NotImplementedError: that of rounding is 0, which nobody means."""
-    if torch.compiler.is_compiling():  # a graph cannot raise later, when a derivative is taken
-        if (torch.is_grad_enabled() and x.requires_grad) or _inside():
-            dynamo.refuse_in_graph(f"in a graph of torch.compile, {REFUSED}")
-        return kept
     return _Refusing.apply(x, kept) if differentiable(x) else kept  # type: ignore[no-untyped-call]
-
-
-@dynamo.constant_when_traced
-def _inside() -> bool:
-    return functorch.inside_transform() or functorch.inside_forward_mode()
 
 
 class _Refusing(torch.autograd.Function):

@@ -14,7 +14,6 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn.compat import dynamo
 from shardfn.optim.differentiable import refuse_overwriting
 from shardfn.optim.elementwise import Schedule, adamw
 from shardfn.optim.hyperparameters import at_step, check, check_rule, constants, whole
@@ -315,12 +314,7 @@ def _of_rules(now: dict[str, Any], path: str, shape: Ints) -> dict[str, float]:
 
 
 def refuse_derivative(name: str, count: Any, *trees: Any) -> None:
-    """Raises an error where the step would be differentiated, compiled or captured."""
-    if torch.compiler.is_compiling():
-        dynamo.refuse_in_graph(
-            f"{name}: the host decides in which steps to decompose matrices, which a graph of torch.compile cannot "
-            f"hold: call the optimizer's step outside of what is compiled"
-        )
+    """Raises an error where the step would be differentiated or captured."""
     if isinstance(count, Tensor):
         raise TypeError(
             f"{name}: in which steps to decompose matrices depends on the step number, which the host must know: take "

@@ -19,7 +19,7 @@ from shardfn.collectives import functional
 from shardfn.collectives.into_buffers import Communicator, Handle, all_gather, arrived, communicator_of
 from shardfn.collectives.ledger import attributed_to
 from shardfn.collectives.scheduled import Scheduled, run
-from shardfn.compat import dispatch, dynamo, process_groups
+from shardfn.compat import dispatch, process_groups
 from shardfn.mesh import waiting
 from shardfn.mesh.scope import mesh_of, scope, scope_of
 from shardfn.optim.differentiable import differentiable, share_memory
@@ -35,7 +35,6 @@ Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 Finer = Callable[[Layout], Layout]
 
 
-@dynamo.constant_when_traced
 def divided(layout: Layout) -> Layout:
     """The layout of a parameter's optimizer state by its strategy."""
     return layout.state_layout
@@ -171,7 +170,7 @@ def _whole(node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: l
     layout = node.layout
     where, names = f"stage {layout.stage!r}", finer_axes(layout, fine)
     values, start = node.values, start_of(layout, fine)
-    if differentiable(new) or torch.compiler.is_compiling():
+    if differentiable(new):
         with scope_of(layout.grid, where), torch.set_grad_enabled(not donated and torch.is_grad_enabled()):
             gathered = functional.all_gather(new, names, to="invariant")
             return values.copy_(gathered) if donated else gathered
@@ -208,8 +207,6 @@ def _whole_away(node: FlatShard, new: Tensor, donated: bool, mesh: DeviceMesh, n
 
 def _version(node: Any) -> int:
     """The version counter of a node's values, which counts in-place changes."""
-    if torch.compiler.is_compiling():  # a graph overwrites nothing
-        return 0
     values = node.values if is_flat(node) else node
     return values._version if isinstance(values, Tensor) and not values.is_inference() else 0
 

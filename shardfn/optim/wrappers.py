@@ -239,11 +239,7 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
         return {"optimizer": optimizer.init(params), "skipped": 0}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        if torch.compiler.is_compiling():
-            dynamo.refuse_in_graph(
-                "skip_nonfinite: the host decides about each step, which a graph of torch.compile cannot hold: call "
-                "the optimizer's step outside of what is compiled"
-            )
+        dynamo.refuse_compiling("skip_nonfinite")
         if not finite(grads):
             return params, state | {"skipped": state["skipped"] + 1}
         params, inner = optimizer.step(params, grads, state["optimizer"])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import functional
-from shardfn.compat import dynamo, process_groups
+from shardfn.compat import process_groups
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.mesh.spec import P
 from shardfn.shards.layout import Layout
@@ -93,7 +93,9 @@ def beside(units: Units, tree: Any) -> list[Any]:
 
 def runs(unit: Unit) -> Runs:
     """The blocks of a unit, in order; padding between parameters belongs to no block."""
-    return tuple([Run(*row) for row in _rows(unit.layout, unit.entries, unit.start, unit.stop)])
+    if unit.layout is None:
+        return _plain(unit.stop)
+    return _in_layout(unit.layout, unit.entries, unit.start, unit.stop, process_groups.global_rank())
 
 
 def count(unit: Unit) -> int:
@@ -102,24 +104,15 @@ def count(unit: Unit) -> int:
     return all_runs[-1].at + all_runs[-1].blocks if all_runs else 0
 
 
-@dynamo.constant_when_traced
-def _rows(layout: Layout | None, entries: tuple[int, ...], start: int, stop: int) -> tuple[tuple[int, ...], ...]:
-    if layout is None:
-        return _plain(stop)
-    return _in_layout(layout, entries, start, stop, process_groups.global_rank())
+@functools.lru_cache(maxsize=4096)
+def _plain(numel: int) -> Runs:
+    return tuple(_cut_up([(0, 0, numel, 0)], {}))
 
 
 @functools.lru_cache(maxsize=4096)
-def _plain(numel: int) -> tuple[tuple[int, ...], ...]:
-    return tuple(map(tuple, _cut_up([(0, 0, numel, 0)], {})))
-
-
-@functools.lru_cache(maxsize=4096)
-def _in_layout(
-    layout: Layout, entries: tuple[int, ...], start: int, stop: int, rank: int
-) -> tuple[tuple[int, ...], ...]:
+def _in_layout(layout: Layout, entries: tuple[int, ...], start: int, stop: int, rank: int) -> Runs:
     cuts = cuts_within(layout, rank, entries, start, stop)
-    return tuple(map(tuple, _cut_up(cuts, _shared(layout, entries))))
+    return tuple(_cut_up(cuts, _shared(layout, entries)))
 
 
 def _cut_up(stretches: Iterable[tuple[int, int, int, int]], shared: dict[tuple[int, int], int]) -> list[Run]:
@@ -150,11 +143,6 @@ def _shared(layout: Layout, entries: tuple[int, ...]) -> dict[tuple[int, int], i
     return numbers
 
 
-@dynamo.constant_when_traced
-def _shared_count(layout: Layout, entries: tuple[int, ...]) -> int:
-    return len(_shared(layout, entries))
-
-
 def chunks(unit: Unit, start: int, stop: int, most: int) -> list[Runs]:
     """The blocks between two elements of a unit, in chunks of `most` elements; a shared block is a chunk of its own."""
     key = unit.layout, unit.entries, unit.start, unit.stop
@@ -165,10 +153,10 @@ def chunks(unit: Unit, start: int, stop: int, most: int) -> list[Runs]:
 def _chunks(
     layout: Layout | None, entries: Any, first: int, last: int, rank: int, start: int, stop: int, most: int
 ) -> list[Runs]:
-    rows = _plain(last) if layout is None else _in_layout(layout, entries, first, last, rank)
+    runs = _plain(last) if layout is None else _in_layout(layout, entries, first, last, rank)
     chunks: list[list[Run]] = []
     room = 0
-    for whole in map(Run._make, rows):
+    for whole in runs:
         run = _between(whole, start, stop)
         if run is None:
             continue
@@ -247,7 +235,7 @@ def agreed(units: Units, slots: int, values: list[Said]) -> list[Tensor]:
     """
     groups: dict[Any, list[int]] = {}
     for i, unit in enumerate(units.each):
-        if unit.trainable and unit.layout is not None and _shared_count(unit.layout, unit.entries):
+        if unit.trainable and unit.layout is not None and _shared(unit.layout, unit.entries):
             kind = unit.layout.grid, unit.layout.placement.axes, home(unit)
             groups.setdefault(kind, []).append(i)
     local: dict[tuple[int, int], list[Said]] = {}
@@ -261,7 +249,7 @@ def agreed(units: Units, slots: int, values: list[Said]) -> list[Tensor]:
             assert unit.layout is not None, "plain tensors share nothing"
             for slot in range(slots):
                 keys.append((i, slot))
-                lengths.append(_shared_count(unit.layout, unit.entries))
+                lengths.append(len(_shared(unit.layout, unit.entries)))
                 rows += _row(local.get((i, slot), []), lengths[-1], device)
         with scope(mesh_of(grid, "a tree")):
             maximum = functional.pmax(torch.cat(rows).nan_to_num(nan=math.inf, posinf=math.inf), axes)

@@ -16,7 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn.compat import process_groups, pytrees
+from shardfn.compat import dynamo, process_groups, pytrees
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.spec import P
 from shardfn.quant.packed import Packed, is_packed
@@ -163,11 +163,6 @@ class Layout(Buffer):
         return self.total * self.dtype.itemsize >= COARSE * len(self.entries)
 
     @cached_property
-    def skeleton(self) -> Any:
-        """The stage's tree with the leaves' indices, as strings, for parameters: plain Python."""
-        return optree.tree_unflatten(self.tree, map(str, range(self.tree.num_leaves)))
-
-    @cached_property
     def packed(self) -> dict[int, Packed]:
         """The stage's quantized parameters, by the indices of their leaves."""
         return in_few_bits(self.tree)
@@ -287,7 +282,9 @@ class FlatShard:
 
     def __init__(self, values: Tensor, layout: Layout) -> None:
         self.values, self.layout = values, layout
-        self._mesh = None if torch.compiler.is_compiling() else layout.grid.mesh()  # a graph cannot hold it
+        if torch.compiler.is_compiling():
+            dynamo.refuse_compiling(f"a shard of {layout.stage!r}")
+        self._mesh = layout.grid.mesh()
 
     def __reduce__(self) -> Any:
         return FlatShard, (self.values, self.layout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import optree
@@ -140,7 +140,7 @@ class Unit(NamedTuple):
         """A node of the same kind as the leaf was, with other values."""
         if self.layout is None:
             return values
-        held, n, _ = _constants(self.layout)
+        held, n = self.layout.held(process_groups.global_rank()), len(self.layout.entries)
         if (self.start, self.stop, len(self.entries)) == (0, held, n):
             return FlatShard(values, self.layout)
         return Piece(values, self.layout, self.entries, self.start, self.stop)
@@ -173,6 +173,7 @@ class Units(NamedTuple):
 
 def units(tree: Any) -> Units:
     """Flattens a tree of flat shards and plain tensors."""
+    dynamo.refuse_compiling("arithmetic of parameters")
     leaves, spec = optree.tree_flatten(tree, is_leaf=is_unit)
     return Units([_unit(name, leaf) for name, leaf in zip(names_of(leaves, spec), leaves, strict=True)], spec)
 
@@ -180,9 +181,7 @@ def units(tree: Any) -> Units:
 def names_of(leaves: Sequence[Any], spec: optree.PyTreeSpec) -> tuple[str, ...]:
     """The name of each leaf of a tree: the path of the stage that it is or is a part of, or its own."""
     places = ((x.layout, x.entries if type(x) is Piece else None) if is_unit(x) else None for x in leaves)
-    # A graph's own structure of a tree is no constant, and has no cache.
-    named = _names.__wrapped__ if torch.compiler.is_compiling() else _names
-    return named(spec, tuple(places))
+    return _names(spec, tuple(places))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -243,10 +242,15 @@ def split_keys(keys: tuple[Any, ...], layout: Layout) -> tuple[tuple[Any, ...], 
 def _unit(name: str, leaf: Any) -> Unit:
     if type(leaf) is Piece:
         layout, part = leaf.layout, (leaf.entries, leaf.start, leaf.stop)
-        return Unit(leaf.values, _segments_of(layout, *part, name), layout, *part, layout.trainable, name)
+        return Unit(
+            leaf.values,
+            _segments(layout, process_groups.global_rank(), *part, name),
+            layout,
+            *part,
+            layout.trainable,
+            name,
+        )
     if is_flat(leaf):
-        if torch.compiler.is_compiling():
-            return _traced_unit(leaf, name)
         return Unit(leaf.values, *_of_layout(leaf.layout, process_groups.global_rank(), name), name)
     if not isinstance(leaf, Tensor):
         raise TypeError(f"{name or 'the tree'} is {type(leaf).__name__}; parameters are tensors")
@@ -255,31 +259,6 @@ def _unit(name: str, leaf: Any) -> Unit:
     shape = tuple(leaf.shape)
     whole = Segment(name, shape, shape, (0,) * len(shape), 0, 0, leaf.numel())
     return Unit(leaf, (whole,), None, (), 0, leaf.numel(), leaf.is_floating_point() or leaf.is_complex(), name)
-
-
-def _traced_unit(flat: FlatShard, name: str) -> Unit:
-    """The unit of a flat shard in a compiled graph, which takes facts about the layout as constants."""
-    held, n, trainable = _constants(flat.layout)
-    entries = tuple(range(n))
-    segments = _segments_of(flat.layout, entries, 0, held, name)
-    return Unit(flat.values, segments, flat.layout, entries, 0, held, trainable, name)
-
-
-@dynamo.constant_when_traced
-def _constants(layout: Layout) -> tuple[int, int, bool]:
-    return layout.held(process_groups.global_rank()), len(layout.entries), layout.trainable
-
-
-def _segments_of(layout: Layout, entries: tuple[int, ...], start: int, stop: int, name: str) -> tuple[Segment, ...]:
-    if torch.compiler.is_compiling():
-        return tuple([Segment(*row) for row in _rows(layout, entries, start, stop, name)])
-    return _segments(layout, process_groups.global_rank(), entries, start, stop, name)
-
-
-@dynamo.constant_when_traced
-def _rows(layout: Layout, entries: tuple[int, ...], start: int, stop: int, name: str) -> tuple[Any, ...]:
-    segments = _segments(layout, process_groups.global_rank(), entries, start, stop, name)
-    return tuple(map(astuple, segments))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -397,10 +376,10 @@ def home(unit: Unit) -> torch.device:
 def slot(unit: Unit, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None, fill: int = 0) -> Tensor:
     """The initial state of a unit: zeros like its elements, or `fill`, on the tier where its state is kept."""
     x, layout = unit.values, unit.layout
-    if layout is None or torch.compiler.is_compiling() or layout.placement.tiers == Tiers() or not placing.plain(x):
+    if layout is None or layout.placement.tiers == Tiers() or not placing.plain(x):
         simple = shape is None and dtype is None and not fill
         new = zeros(x) if simple else x.new_full(x.shape if shape is None else shape, fill, dtype=dtype)
-        if layout is not None and x.is_meta and not torch.compiler.is_compiling():
+        if layout is not None and x.is_meta:
             placing.intend(new, layout.placement.tiers.state)
         return new
     mesh, tier = mesh_of(layout.grid, f"the state of {layout.stage!r}"), layout.placement.tiers.state
@@ -415,7 +394,7 @@ def copied(unit: Unit, dtype: torch.dtype | None = None) -> Tensor:
     x, dtype = unit.values, dtype or unit.values.dtype
     if unit.layout is None or unit.layout.placement.tiers == Tiers() or not placing.plain(x):
         copy = x.detach().to(dtype, copy=True)
-        if unit.layout is not None and x.is_meta and not torch.compiler.is_compiling():
+        if unit.layout is not None and x.is_meta:
             placing.intend(copy, unit.layout.placement.tiers.state)
         return copy
     copy = slot(unit, dtype=dtype)

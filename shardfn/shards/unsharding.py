@@ -64,11 +64,7 @@ def unshard(
         ``whole = unshard(params, ranks=[0], to="cpu")``, then ``if mesh.get_rank() == 0: torch.save(whole, path)``; or
         one parameter of all, ``unshard(params, only="head.w")["head"]["w"]``
     """
-    if torch.compiler.is_compiling():
-        with dynamo.one_graph():
-            dynamo.refuse_in_graph(None if ranks is None and only is None else _NOT_IN_A_GRAPH)
-        everything = _Request(to=None if to is None else torch.device(to))
-        return optree.tree_map(lambda node: _made_whole(node, mesh, everything), tree, is_leaf=is_stage)
+    dynamo.refuse_compiling("unshard")
     with waiting.during("sf.unshard"):
         request = _request(tree, mesh, ranks, only, to)
         accessors, nodes, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_stage)
@@ -95,9 +91,6 @@ class _Request(NamedTuple):
         return leaf if self.names is None or path in self.names or not isinstance(leaf, Tensor) else None
 
 
-_NOT_IN_A_GRAPH = (
-    "unshard: ranks= and only= cannot be in a graph of torch.compile: call it outside of what is compiled, or without"
-)
 _ARGUMENTS = ("ranks= and only=", "Every rank passes the same")
 
 

@@ -26,7 +26,7 @@ from shardfn.quant.formats import Format
 from shardfn.shards.layout import FlatShard, is_stage, stage_shards
 from shardfn.shards.partition import with_leaves
 from shardfn.stages.call import Call, SharedMemory
-from shardfn.stages.composition import composed, traced
+from shardfn.stages.composition import composed, in_function
 from shardfn.stages.engine import Engine, engine_of
 from shardfn.stages.forward_mode import Pairs, Pushed, scheduled, with_tangents
 from shardfn.stages.in_graph import Traced
@@ -158,8 +158,7 @@ def made(name: str, function: Callable[..., Any], options: Options, computes: bo
     @functools.wraps(function)
     def staged(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            with dynamo.one_graph():
-                return traced(name, function, options, args, kwargs)
+            return in_function(name, function, args, kwargs)
         leaves, tree = optree.tree_flatten((args, kwargs))
         # The layouts are in the tree too, but optree leaves them out of its hash: without them keys would collide.
         key = (tree, *[arg.layout for arg in args if type(arg) is FlatShard])
@@ -250,18 +249,13 @@ def skip(stage: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
 
     Raises:
         TypeError: `stage` is not a stage.
-        torch._dynamo.exc.UserError: under `torch.compile`, where all ranks run one graph.
+        torch._dynamo.exc.UserError: under `torch.compile`.
 
     Example:
         ``run = block if has_images else partial(sf.skip, block)``, then
         ``for p in sf.layers(params["images"]): x = run(p, x)``
     """
-    if torch.compiler.is_compiling():
-        with dynamo.one_graph():
-            dynamo.refuse_in_graph(
-                "skip: under torch.compile all ranks run the same graph, so none can skip a stage: compile the "
-                "function inside the stage, shardfn.stage(torch.compile(f)), and call skip outside"
-            )
+    dynamo.refuse_compiling("skip")
     module_skip = getattr(getattr(stage, "forward", None), "_shardfn_skip", None)
     if module_skip is not None:
         zero: Tensor = module_skip(*args, **kwargs)

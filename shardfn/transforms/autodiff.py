@@ -18,8 +18,7 @@ from torch import Tensor
 from shardfn.check import recording
 from shardfn.collectives import functional
 from shardfn.compat import autograd, dynamo, functorch
-from shardfn.mesh.axes import known_axes
-from shardfn.mesh.scope import current_axes, mesh_of, scope
+from shardfn.mesh.scope import current_axes, scope_of
 from shardfn.shards.layout import FlatShard, Layout, is_flat, local_parameters
 from shardfn.shards.partition import with_leaves
 from shardfn.transforms.modules import module_told
@@ -207,18 +206,11 @@ def _divided(gradient: Tensor, layout: Layout | None) -> Tensor:
     """This rank's part of a gradient, where it is cut further than its parameter."""
     if layout is None or not _divides(layout):
         return gradient
-    home = _home(layout)
-    with scope(*home) if current_axes() is None else contextlib.nullcontext():
+    here = current_axes() is not None
+    with contextlib.nullcontext() if here else scope_of(layout.grid, f"the gradient of {layout.stage!r}"):
         return functional.local_slice(gradient, _divides(layout))
 
 
-@dynamo.constant_when_traced
-def _home(layout: Layout) -> Any:
-    mesh = mesh_of(layout.grid, f"the gradient of {layout.stage!r}")
-    return mesh, known_axes(mesh)
-
-
-@dynamo.constant_when_traced
 def _divides(layout: Layout) -> tuple[str, ...]:
     """The axes along which a gradient is cut further than its parameter; empty if it is not."""
     return layout.placement.gradients[len(layout.placement.axes) :] if layout.state_layout is not layout else ()

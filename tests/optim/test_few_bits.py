@@ -356,7 +356,7 @@ PURE: dict[str, Callable[..., so.Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", PURE)
-def test_pure_steps_run_under_vmap_and_compile(name: str) -> None:
+def test_pure_steps_run_under_vmap(name: str) -> None:
     optimizer = PURE[name](0.02)
     dtype = torch.bfloat16 if name == "rounded" else torch.float32
     ps = {"w": torch.randn(3, 700, generator=torch.Generator().manual_seed(0)).to(dtype)}
@@ -368,10 +368,6 @@ def test_pure_steps_run_under_vmap_and_compile(name: str) -> None:
 
     want = torch.stack([two(w) for w in ps["w"]])
     torch.testing.assert_close(torch.vmap(two)(ps["w"]), want, rtol=1e-6, atol=1e-6)
-    if name == "lion8bit":  # compiled as the others are
-        return
-    fast = torch.compile(two, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(fast(ps["w"][0]), want[0], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["adamw8bit", "bfloat16"])
@@ -396,9 +392,6 @@ def test_a_derivative_goes_through_a_step_and_not_through_what_is_rounded(name: 
     ):
         with pytest.raises(NotImplementedError, match="rounding has none"):
             differentiated(after(PURE[name](0.02), 2))
-    for transform in (torch.func.grad, lambda f: lambda w: torch.func.jvp(f, (w,), (w,))):
-        with pytest.raises(torch._dynamo.exc.UserError, match="rounding has none"):
-            torch.compile(transform(after(PURE[name](0.02), 2)), backend="aot_eager", fullgraph=True)(w)
 
 
 def through_a_step(name: str) -> list[float]:

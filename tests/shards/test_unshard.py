@@ -243,9 +243,6 @@ def refusals() -> dict[str, tuple[str, str]]:
     def to_rank_0(ps: Any) -> Any:
         return sf.unshard(ps, ranks=[0])["a"]
 
-    def traced() -> Any:
-        return torch.compile(to_rank_0, backend="eager", fullgraph=True)(params)
-
     def backward() -> Any:
         return to_rank_0(optree.tree_map(lambda x: x.clone().requires_grad_(), params))
 
@@ -308,7 +305,6 @@ def refusals() -> dict[str, tuple[str, str]]:
             "stage 'a' carries a gradient",
         ),
         "backward": (backward, "stage 'a' carries a gradient"),
-        "a graph": (traced, "unshard: ranks= and only= cannot be in a graph of torch.compile"),
     }
     said = {name: (told(call), text) for name, (call, text) in calls.items()}
     with torch.no_grad():
