@@ -111,7 +111,7 @@ class Graphs:
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the step, as it is or by a graph."""
         if torch.compiler.is_compiling():
-            dynamo.refuse_in_graph(f"{self.name}: compile what is inside, {self.caller}(torch.compile(step))")
+            dynamo.refuse_in_graph(f"{self.name} is one program already: call it outside of torch.compile")
         if functorch.inside_transform() or functorch.inside_forward_mode() or capturing() is not None:
             raise RuntimeError(
                 f"{self.name}: it cannot be part of a transform or of another program: {self.caller} the whole once"
