@@ -255,7 +255,7 @@ class Watcher:
         home: the addresses of the host that serves the store.
         processes: the processes of ranks that this one has waited for, see `liveness.own_process`.
         dead: the ranks whose processes have ended.
-        given: the waits for a dead rank that were given up, by thread, and when.
+        given: the waits for a dead rank that were given up, by thread: where it was then, and the checks since.
         looks: held during a check.
     """
 
@@ -273,7 +273,7 @@ class Watcher:
     home: frozenset[str] = frozenset()
     processes: dict[int, bytes] = field(default_factory=dict)
     dead: set[int] = field(default_factory=set)
-    given: dict[int, tuple[on, float]] = field(default_factory=dict)
+    given: dict[int, tuple[on, Any, int]] = field(default_factory=dict)
     looks: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self) -> None:
@@ -297,6 +297,7 @@ class Watcher:
             seen = self.since.get(thread)
             since[thread] = seen if seen is not None and seen[0]() is wait else (weakref.ref(wait), now)
         self.since = since
+        self.leave_the_deaf()
         patience, tick = _pace()
         stuck = {thread: wait for thread, wait in current_waits.items() if now - since[thread][1] >= patience}
         self.spoke = {thread: when for thread, when in self.spoke.items() if thread in stuck}
@@ -360,7 +361,6 @@ class Watcher:
     def think(self, stuck: dict[int, on], now: float) -> None:
         """Gives up waits that this rank or another has found hopeless, and logs the others."""
         self.bury({rank for wait in stuck.values() for rank in ranks_of(wait)} - {self.rank})
-        self.leave_the_deaf(now)
         states = self.reached(stuck)
         hopeless = waits_in_vain(states)
         if self.sure(hopeless, states):
@@ -398,17 +398,30 @@ class Watcher:
         for rank in sorted(ranks & self.processes.keys() - self.dead):
             if liveness.has_ended(self.processes[rank].decode()):
                 self.dead.add(rank)
-                known = read_states(self.reach(), [rank]).get(rank, {"beat": 0, "vain": {}, "broken": {}})
-                if not known.get("ended"):
-                    ended: State = {"ended": f"has {KILLED}", "threads": None, "counts": {}}
-                    self.store.set(_KEY.format(rank), json.dumps({"last": "", "left": {}, **known, **ended}))
+                text = _texts(self.reach(), _KEY, [rank]).get(rank, b"").decode()
+                known = json.loads(text or '{"beat": 0, "vain": {}, "broken": {}, "last": "", "left": {}, "ended": ""}')
+                if not known["ended"]:
+                    ended: State = {"ended": f"has {KILLED}", "threads": None, "counts": None}
+                    # Unless its last words arrive meanwhile.
+                    self.store.compare_set(_KEY.format(rank), text, json.dumps(known | ended))
 
-    def leave_the_deaf(self, now: float) -> None:
-        """Ends this process if a thread does not wake from its wait for a dead rank."""
-        self.given = {thread: (wait, when) for thread, (wait, when) in self.given.items() if waits.get(thread) is wait}
-        for wait, when in self.given.values():
-            if now - when >= WAKING:
+    def leave_the_deaf(self) -> None:
+        """Ends this process if a thread has not moved since its wait for a dead rank was given up.
+
+        Checks are counted, and not seconds, in which this process may have been stopped; and a debugger moves the
+        thread that it holds.
+        """
+        frames = sys._current_frames()
+        for thread, (wait, place, checks) in list(self.given.items()):
+            if waits.get(thread) is not wait or _place(frames.get(thread)) != place:
+                del self.given[thread]
+            elif checks * _pace()[1] < WAKING:
+                self.given[thread] = wait, place, checks + 1
+            else:
                 _log.critical("%s. The connection has not noticed, so this process ends", wait.verdict)
+                for stream in (sys.stdout, sys.stderr):
+                    with contextlib.suppress(Exception):
+                        stream.flush()
                 os._exit(1)
 
     def reached(self, stuck: dict[int, on], also: Iterable[int] = ()) -> dict[int, State]:
@@ -449,11 +462,13 @@ class Watcher:
         if wait.ranks is None:
             broken |= {wait.group}
             broken_groups.setdefault(wait.group, wait.verdict)
+        if self.dead.intersection(ranks_of(wait)):
+            frames = sys._current_frames()
+            mine = [thread for thread, other in list(waits.items()) if other is wait]
+            self.given |= {thread: (wait, _place(frames.get(thread)), 0) for thread in mine}
         self.tell(stuck)
         _log.error("%s", wait.verdict)
         _break(broken)
-        if self.dead.intersection(ranks_of(wait)):
-            self.given |= {thread: (wait, time.monotonic()) for thread, other in waits.items() if other is wait}
 
     def hear(self, vain: Vain) -> set[str]:
         """Marks and returns the groups of this rank that hopeless waits break.
@@ -465,6 +480,11 @@ class Watcher:
         new = causes.keys() - broken_groups.keys()
         broken_groups.update({name: causes[name] for name in new})
         return new
+
+
+def _place(frame: Any) -> Any:
+    """Returns where a thread is; the frame is kept, so that no other is taken for it."""
+    return frame and (frame, frame.f_lasti)
 
 
 def _made(group: str) -> Any:
