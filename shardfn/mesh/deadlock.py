@@ -50,9 +50,8 @@ def waits_in_vain(states: dict[int, State]) -> dict[Thread, list[int]]:
     while True:
         remaining = {}
         for (rank, number), wait in waiting.items():
-            if (rank, number) in suspects:
-                if lost := _lost_by(rank, wait, states, suspects):
-                    remaining[(rank, number)] = lost
+            if (rank, number) in suspects and (lost := _lost_by(rank, wait, states, suspects)):
+                remaining[(rank, number)] = lost
         if len(remaining) == len(suspects):
             return remaining
         suspects = remaining

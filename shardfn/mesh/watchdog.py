@@ -5,8 +5,9 @@ log, and to the store through which the processes met, where other ranks read it
 still come, see `deadlock`. A rank is given up only if that is final: it has ended, or each of its threads that use the
 group waits for a rank that is given up. The group is then broken, so that the blocked thread wakes with an error. If a
 host has vanished, see `liveness`, each rank that waits for its ranks gives them up on its own. A killed process
-publishes nothing: a rank of its host that waits for it does so in its place. If a thread that waits for such a rank
-does not wake, the process ends, since nothing else would end the wait.
+publishes nothing: a rank of its host that waits for it does so in its place. It may have done its part before, so it
+counts as lost only once all others have come. If a thread that waits for such a rank does not wake, the process ends,
+since nothing else would end the wait.
 
 With `debug(collectives=True)` ranks also publish where they stand, see `callsites`: their next operation, the last one
 that all reached, and the calls that they have left. A rank that has left a call can no longer come to what others wait
@@ -253,6 +254,7 @@ class Watcher:
         suspects: the waits that seem hopeless, with the beat of each rank when they first did.
         store: the thread's own client of the store: a client that a blocked thread uses is blocked for all threads.
         home: the addresses of the host that serves the store.
+        server: rank 0's process, if it serves the store.
         processes: the processes of ranks that this one has waited for, see `liveness.own_process`.
         dead: the ranks whose processes have ended.
         given: the waits for a dead rank that were given up, by thread: where it was then, and the checks since.
@@ -271,6 +273,7 @@ class Watcher:
     suspects: tuple[Any, dict[int, int]] = ((), {})
     store: Any = None
     home: frozenset[str] = frozenset()
+    server: str = ""
     processes: dict[int, bytes] = field(default_factory=dict)
     dead: set[int] = field(default_factory=set)
     given: dict[int, tuple[on, Any, int]] = field(default_factory=dict)
@@ -300,6 +303,8 @@ class Watcher:
         self.leave_the_deaf()
         patience, tick = _pace()
         stuck = {thread: wait for thread, wait in current_waits.items() if now - since[thread][1] >= patience}
+        if stuck and self.bereft(stuck, now):
+            return
         self.spoke = {thread: when for thread, when in self.spoke.items() if thread in stuck}
         if any(now - began >= tick for _, began in since.values()) and self.vanished(stuck):
             return
@@ -330,16 +335,29 @@ class Watcher:
     def hang_up(self, lost: Set[str], whose: str, quiet: dict[str, float], stuck: dict[int, on]) -> None:
         """Wakes the waiting threads with an error, and ends this process's connections to the lost hosts."""
         reason = f"{whose}, {listed(sorted(lost))}, has not answered for {min(quiet[host] for host in lost):.0f} s"
+        self.abandon(stuck, f"{reason}. It has gone, or the network between has", lambda: liveness.hang_up(lost))
+
+    def abandon(self, stuck: dict[int, on], reason: str, first: Callable[[], None] = lambda: None) -> None:
+        """Wakes the waiting threads with an error, for a reason that needs no other rank's word."""
         for thread, wait in stuck.items():
             if not wait.verdict:
-                wait.verdict = (
-                    f"rank {self.rank} waited in vain for {text_of(wait, thread)}: {reason}. "
-                    f"It has gone, or the network between has"
-                )
+                wait.verdict = f"rank {self.rank} waited in vain for {text_of(wait, thread)}: {reason}"
                 _log.error("%s", wait.verdict)
-        liveness.hang_up(lost)
-        for group in {wait.group for wait in stuck.values() if wait.ranks is None}:
-            process_groups.break_group(process_groups.group_of(group))
+        first()
+        _break({wait.group for wait in stuck.values() if wait.ranks is None or wait.sided})
+
+    def bereft(self, stuck: dict[int, on], now: float) -> bool:
+        """Whether rank 0 has ended, and with it the store that it served; gives up waits for it that are long."""
+        if not liveness.has_ended(self.server):
+            return False
+        self.dead.add(0)
+        long = _pace()[0] * STARTING  # nobody can tell any more who else comes late
+        lost = {t: wait for t, wait in stuck.items() if now - self.since[t][1] >= long and 0 in ranks_of(wait)}
+        for wait in lost.values():
+            if not wait.verdict:
+                self.given |= _threads_at(wait)
+        self.abandon(lost, "rank 0, which served the store through which the ranks met, has ended. Look at its log")
+        return True
 
     def reach(self) -> Any:
         """Returns this thread's own client of the store."""
@@ -463,9 +481,7 @@ class Watcher:
             broken |= {wait.group}
             broken_groups.setdefault(wait.group, wait.verdict)
         if self.dead.intersection(ranks_of(wait)):
-            frames = sys._current_frames()
-            mine = [thread for thread, other in list(waits.items()) if other is wait]
-            self.given |= {thread: (wait, _place(frames.get(thread)), 0) for thread in mine}
+            self.given |= _threads_at(wait)
         self.tell(stuck)
         _log.error("%s", wait.verdict)
         _break(broken)
@@ -480,6 +496,12 @@ class Watcher:
         new = causes.keys() - broken_groups.keys()
         broken_groups.update({name: causes[name] for name in new})
         return new
+
+
+def _threads_at(wait: on) -> dict[int, tuple[on, Any, int]]:
+    """Returns the threads in a wait, for `Watcher.given`."""
+    frames = sys._current_frames()
+    return {thread: (wait, _place(frames.get(thread)), 0) for thread, other in list(waits.items()) if other is wait}
 
 
 def _place(frame: Any) -> Any:

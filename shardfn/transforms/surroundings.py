@@ -210,8 +210,6 @@ def _own(read: Read, key: str) -> Any:
     raise AttributeError(key)
 
 
-
-
 def _attributes(x: Any) -> dict[str, Any]:
     """An object's own attributes; looking at them runs nothing of the object's."""
     try:
