@@ -130,6 +130,23 @@ def test_a_process_of_this_host_is_known_to_have_ended() -> None:
     assert not liveness.has_ended("")
 
 
+def test_a_process_has_a_name_only_where_proc_shows_its_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = liveness.own_process()
+    monkeypatch.setattr(liveness.os, "readlink", lambda path: str(os.getpid() + 1))
+    liveness._place.cache_clear()
+    assert liveness.own_process() == ""
+    assert not liveness.has_ended(own.rpartition(" ")[0] + " 0")
+    liveness._place.cache_clear()
+
+
+def test_a_process_may_call_itself_anything() -> None:
+    program = (
+        "import ctypes; from shardfn.mesh.liveness import has_ended, own_process;"
+        "ctypes.CDLL(None).prctl(15, b'a) Z \\xff(', 0, 0, 0); assert own_process() and not has_ended(own_process())"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 @pytest.mark.parametrize("wakes", [True, False])
 def test_a_killed_process_is_noticed_without_its_connection(wakes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(errors, "GRACE", 15.0)  # the other rank shall have time to notice
