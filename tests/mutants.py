@@ -540,6 +540,13 @@ MUTANTS = [
         "tests/mesh/test_liveness.py::test_a_process_of_this_host_is_known_to_have_ended",
     ),
     Mutant(
+        "a killed rank cannot have done its part",
+        "mesh/deadlock.py",
+        "    return lost if late else sorted([*lost, *killed])",
+        "    return sorted([*lost, *killed])",
+        "tests/mesh/test_waiting.py::test_only_what_cannot_come_is_given_up",
+    ),
+    Mutant(
         "a thread that does not wake keeps its process",
         "mesh/watchdog.py",
         "                os._exit(1)",
@@ -549,7 +556,7 @@ MUTANTS = [
     Mutant(
         "a tensor that replaces another is taken for it",
         "transforms/surroundings.py",
-        "            return self.value() is now",
+        "            return now is not None and now is self.value()",
         "            return True",
         f"{COMPILED}::test_what_changes_after_the_program_was_made_is_an_error[tensor]",
     ),

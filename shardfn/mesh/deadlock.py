@@ -26,7 +26,7 @@ threads     None while no thread waits; else the live threads that have waited b
     thread, main, used      its identifier, whether it is the main thread, the groups it has used
     wait                    None while it does not wait; else a description made by `watchdog`, in which
         place               is None, or the comparison that it is at: [group, number there, number in its call]
-counts      group -> key -> how often the rank has arrived at it
+counts      group -> key -> how often the rank has arrived at it; None if it was killed, and nobody knows
 """
 Thread = tuple[int, int]  # rank, thread identifier
 
@@ -44,28 +44,44 @@ def waits_in_vain(states: dict[int, State]) -> dict[Thread, list[int]]:
         (rank, thread["thread"]): thread["wait"]
         for rank, state in states.items()
         for thread in (not state["ended"] and state["threads"]) or ()
-        if _decidable(thread, state)
+        if _decidable(thread, state, states)
     }
     suspects: dict[Thread, list[int]] = {who: [] for who in waiting}
     while True:
         remaining = {}
         for (rank, number), wait in waiting.items():
-            if (rank, number) in suspects:
-                lost = [other for other in wait["ranks"] if other != rank and _lost(other, wait, states, suspects)]
-                if lost:
-                    remaining[(rank, number)] = lost
+            if (rank, number) in suspects and (lost := _lost_by(rank, wait, states, suspects)):
+                remaining[(rank, number)] = lost
         if len(remaining) == len(suspects):
             return remaining
         suspects = remaining
 
 
-def _decidable(thread: dict[str, Any], state: State) -> bool:
+def _decidable(thread: dict[str, Any], state: State, states: dict[int, State]) -> bool:
     """Whether the published states are enough to tell if a wait can end."""
     wait = thread["wait"]
-    if wait is None or wait["sided"] or (wait["first"] and not thread["main"]):
+    if wait is None or (wait["first"] and not thread["main"]):
         return False  # nobody knows yet which threads of other ranks a new thread meets
+    if wait["sided"] and not all(rank in states and states[rank]["ended"] for rank in wait["ranks"]):
+        return False
     rivals = [other for other in state["threads"] if other["wait"] and other["wait"]["group"] == wait["group"]]
     return len(rivals) == 1
+
+
+def _lost_by(rank: int, wait: dict[str, Any], states: dict[int, State], suspects: dict[Thread, list[int]]) -> list[int]:
+    """Returns the ranks that a rank waits for in vain.
+
+    A killed rank may have come, and done its part before it ended. This shows once all others have come or cannot.
+    """
+    others = [other for other in wait["ranks"] if other != rank]
+    lost = [other for other in others if _lost(other, wait, states, suspects)]
+    killed = [other for other in others if other not in lost and other in states and states[other]["counts"] is None]
+    late = [other for other in others if other not in {*lost, *killed} and not _came(other, wait, states)]
+    return lost if late else sorted([*lost, *killed])
+
+
+def _came(rank: int, wait: dict[str, Any], states: dict[int, State]) -> bool:
+    return rank in states and came(states[rank], wait["group"], wait["key"], wait["count"])
 
 
 def _lost(rank: int, wait: dict[str, Any], states: dict[int, State], suspects: dict[Thread, list[int]]) -> bool:
@@ -73,8 +89,10 @@ def _lost(rank: int, wait: dict[str, Any], states: dict[int, State], suspects: d
     state = states.get(rank)
     if state is None or came(state, wait["group"], wait["key"], wait["count"]):
         return False
-    if state["ended"] or left(state, wait):
+    if left(state, wait):
         return True
+    if state["ended"]:
+        return state["counts"] is not None
     if not state["threads"]:
         return False
     users = [thread for thread in state["threads"] if wait["group"] in thread["used"]]
@@ -95,7 +113,7 @@ def left(state: State, wait: dict[str, Any]) -> str:
 
 def came(state: State, group: str, key: str, count: int) -> bool:
     """Whether a rank has arrived at a wait at least so many times."""
-    return bool(state["counts"].get(group, {}).get(key, 0) >= count)
+    return bool((state["counts"] or {}).get(group, {}).get(key, 0) >= count)
 
 
 def given_up(hopeless: dict[Thread, list[int]], states: dict[int, State]) -> Vain:

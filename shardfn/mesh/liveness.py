@@ -10,6 +10,7 @@ does not, and TCP on its own would go on retrying for a quarter of an hour.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import struct
@@ -79,17 +80,16 @@ def addresses_of(host: str) -> frozenset[str]:
 def own_process() -> str:
     """Returns what names this process on every host and for all time; empty where the system does not tell it."""
     with contextlib.suppress(OSError):
-        boot, space = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.stat("/proc/self/ns/pid").st_ino
-        return f"{boot}/{space} {os.getpid()} {_status(os.getpid())[1]}"
+        pid = os.getpid()
+        return f"{_place(pid)} {pid} {_status(pid)[1]}" if _place(pid) else ""
     return ""
 
 
 def has_ended(process: str) -> bool:
     """Whether a process, as `own_process` named it, has ended; False for one of another host or pid namespace."""
-    own = own_process().split()
-    if not process or not own or process.split()[0] != own[0]:
+    place, pid, began = process.split() if process else ("", "0", "")
+    if not place or place != _place(os.getpid()):
         return False
-    _, pid, began = process.split()
     try:
         os.kill(int(pid), 0)
         state, now = _status(int(pid))
@@ -100,9 +100,19 @@ def has_ended(process: str) -> bool:
     return state in "ZX" or now != began
 
 
+@functools.cache
+def _place(pid: int) -> str:
+    """Returns what names the host and the pid namespace of this process; empty if /proc does not show its processes."""
+    with contextlib.suppress(OSError):
+        if os.readlink("/proc/self") == str(pid):
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    return ""
+
+
 def _status(pid: int) -> tuple[str, str]:
     """Returns the state of a process, Z for a zombie and X for a dead one, and when it began."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
     return fields[0], fields[19]
 
 

@@ -29,6 +29,7 @@ class Card:
         devices: number of devices that it sees and may choose from; 0 if it has chosen already or needs none.
         timeout: in seconds, as the user passed it; None for the default.
         process: its process id.
+        alive: what names its process for all time, see `liveness.own_process`.
     """
 
     host: str
@@ -37,6 +38,7 @@ class Card:
     devices: int
     timeout: float | None
     process: int
+    alive: str = ""
 
 
 def roll_call(

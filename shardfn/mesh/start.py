@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shardfn.compat import process_groups
-from shardfn.mesh import launchers, rendezvous, waiting
+from shardfn.mesh import launchers, liveness, rendezvous, waiting, watchdog
 from shardfn.mesh.groups import world_of_thread
 from shardfn.mesh.rendezvous import agents_store, store_of_this_life
 from shardfn.mesh.rollcall import Card, local_rank, roll_call, say_wrong
@@ -56,6 +56,7 @@ def start_distributed(device: str = "cpu", timeout: timedelta | None = None) -> 
         cards = _start(device, timeout)
         if cards:
             world_of_thread().agreed[f"cards {device}"] = cards
+            _met(cards)
     elif timeout is not None and timeout != process_groups.default_store().timeout:
         raise ValueError(
             f"make_mesh: timeout={timeout.total_seconds():g} s, but the world has begun, with "
@@ -129,7 +130,7 @@ def _complain(error: Exception) -> None:
 
 def _card(device: str, size: int, local: int | None, timeout: timedelta | None) -> Card:
     seconds = None if timeout is None else timeout.total_seconds()
-    return Card(socket.gethostname(), size, local, _devices(device), seconds, os.getpid())
+    return Card(socket.gethostname(), size, local, _devices(device), seconds, os.getpid(), liveness.own_process())
 
 
 def _cards(device: str) -> tuple[Card, ...]:
@@ -150,7 +151,14 @@ def _cards(device: str) -> tuple[Card, ...]:
                 dist.PrefixStore(f"shardfn/roll {number}", store),  # type: ignore[attr-defined]
                 dist.get_rank(), mine, store.timeout.total_seconds(), lambda: wait.verdict,
             )  # fmt: skip
+        _met(cards)
     return cards
+
+
+def _met(cards: tuple[Card, ...]) -> None:
+    """Watches the process of rank 0 if it serves the store: nobody could ask for it after it has ended."""
+    if watchdog.watcher and watchdog.watcher.rank and process_groups.host_of(process_groups.default_store()):
+        watchdog.watcher.server = "" if agents_store() else cards[0].alive
 
 
 def _end_distributed() -> None:

@@ -39,7 +39,7 @@ class on:
         ranks: the ranks that are needed, if not the group's. Such a wait ends in an error only if they have ended, or
             wait in vain themselves, before they come to it.
         note: more about the wait, for this rank's log, and for what other ranks say of it.
-        sided: whether only some ranks wait for this, as for a message: the wait is logged, and never given up.
+        sided: whether only some ranks wait for this, as for a message: the wait is given up only if `ranks` have ended.
 
     Attributes:
         nested: whether it is part of an outer wait on the same group, which says more.

@@ -5,8 +5,9 @@ log, and to the store through which the processes met, where other ranks read it
 still come, see `deadlock`. A rank is given up only if that is final: it has ended, or each of its threads that use the
 group waits for a rank that is given up. The group is then broken, so that the blocked thread wakes with an error. If a
 host has vanished, see `liveness`, each rank that waits for its ranks gives them up on its own. A killed process
-publishes nothing: a rank of its host that waits for it does so in its place. If a thread that waits for such a rank
-does not wake, the process ends, since nothing else would end the wait.
+publishes nothing: a rank of its host that waits for it does so in its place. It may have done its part before, so it
+counts as lost only once all others have come. If a thread that waits for such a rank does not wake, the process ends,
+since nothing else would end the wait.
 
 With `debug(collectives=True)` ranks also publish where they stand, see `callsites`: their next operation, the last one
 that all reached, and the calls that they have left. A rank that has left a call can no longer come to what others wait
@@ -253,9 +254,10 @@ class Watcher:
         suspects: the waits that seem hopeless, with the beat of each rank when they first did.
         store: the thread's own client of the store: a client that a blocked thread uses is blocked for all threads.
         home: the addresses of the host that serves the store.
+        server: rank 0's process, if it serves the store.
         processes: the processes of ranks that this one has waited for, see `liveness.own_process`.
         dead: the ranks whose processes have ended.
-        given: the waits for a dead rank that were given up, by thread, and when.
+        given: the waits for a dead rank that were given up, by thread: where it was then, and the checks since.
         looks: held during a check.
     """
 
@@ -271,9 +273,10 @@ class Watcher:
     suspects: tuple[Any, dict[int, int]] = ((), {})
     store: Any = None
     home: frozenset[str] = frozenset()
+    server: str = ""
     processes: dict[int, bytes] = field(default_factory=dict)
     dead: set[int] = field(default_factory=set)
-    given: dict[int, tuple[on, float]] = field(default_factory=dict)
+    given: dict[int, tuple[on, Any, int]] = field(default_factory=dict)
     looks: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self) -> None:
@@ -297,8 +300,11 @@ class Watcher:
             seen = self.since.get(thread)
             since[thread] = seen if seen is not None and seen[0]() is wait else (weakref.ref(wait), now)
         self.since = since
+        self.leave_the_deaf()
         patience, tick = _pace()
         stuck = {thread: wait for thread, wait in current_waits.items() if now - since[thread][1] >= patience}
+        if stuck and self.bereft(stuck, now):
+            return
         self.spoke = {thread: when for thread, when in self.spoke.items() if thread in stuck}
         if any(now - began >= tick for _, began in since.values()) and self.vanished(stuck):
             return
@@ -329,16 +335,29 @@ class Watcher:
     def hang_up(self, lost: Set[str], whose: str, quiet: dict[str, float], stuck: dict[int, on]) -> None:
         """Wakes the waiting threads with an error, and ends this process's connections to the lost hosts."""
         reason = f"{whose}, {listed(sorted(lost))}, has not answered for {min(quiet[host] for host in lost):.0f} s"
+        self.abandon(stuck, f"{reason}. It has gone, or the network between has", lambda: liveness.hang_up(lost))
+
+    def abandon(self, stuck: dict[int, on], reason: str, first: Callable[[], None] = lambda: None) -> None:
+        """Wakes the waiting threads with an error, for a reason that needs no other rank's word."""
         for thread, wait in stuck.items():
             if not wait.verdict:
-                wait.verdict = (
-                    f"rank {self.rank} waited in vain for {text_of(wait, thread)}: {reason}. "
-                    f"It has gone, or the network between has"
-                )
+                wait.verdict = f"rank {self.rank} waited in vain for {text_of(wait, thread)}: {reason}"
                 _log.error("%s", wait.verdict)
-        liveness.hang_up(lost)
-        for group in {wait.group for wait in stuck.values() if wait.ranks is None}:
-            process_groups.break_group(process_groups.group_of(group))
+        first()
+        _break({wait.group for wait in stuck.values() if wait.ranks is None or wait.sided})
+
+    def bereft(self, stuck: dict[int, on], now: float) -> bool:
+        """Whether rank 0 has ended, and with it the store that it served; gives up waits for it that are long."""
+        if not liveness.has_ended(self.server):
+            return False
+        self.dead.add(0)
+        long = _pace()[0] * STARTING  # nobody can tell any more who else comes late
+        lost = {t: wait for t, wait in stuck.items() if now - self.since[t][1] >= long and 0 in ranks_of(wait)}
+        for wait in lost.values():
+            if not wait.verdict:
+                self.given |= _threads_at(wait)
+        self.abandon(lost, "rank 0, which served the store through which the ranks met, has ended. Look at its log")
+        return True
 
     def reach(self) -> Any:
         """Returns this thread's own client of the store."""
@@ -360,7 +379,6 @@ class Watcher:
     def think(self, stuck: dict[int, on], now: float) -> None:
         """Gives up waits that this rank or another has found hopeless, and logs the others."""
         self.bury({rank for wait in stuck.values() for rank in ranks_of(wait)} - {self.rank})
-        self.leave_the_deaf(now)
         states = self.reached(stuck)
         hopeless = waits_in_vain(states)
         if self.sure(hopeless, states):
@@ -398,17 +416,30 @@ class Watcher:
         for rank in sorted(ranks & self.processes.keys() - self.dead):
             if liveness.has_ended(self.processes[rank].decode()):
                 self.dead.add(rank)
-                known = read_states(self.reach(), [rank]).get(rank, {"beat": 0, "vain": {}, "broken": {}})
-                if not known.get("ended"):
-                    ended: State = {"ended": f"has {KILLED}", "threads": None, "counts": {}}
-                    self.store.set(_KEY.format(rank), json.dumps({"last": "", "left": {}, **known, **ended}))
+                text = _texts(self.reach(), _KEY, [rank]).get(rank, b"").decode()
+                known = json.loads(text or '{"beat": 0, "vain": {}, "broken": {}, "last": "", "left": {}, "ended": ""}')
+                if not known["ended"]:
+                    ended: State = {"ended": f"has {KILLED}", "threads": None, "counts": None}
+                    # Unless its last words arrive meanwhile.
+                    self.store.compare_set(_KEY.format(rank), text, json.dumps(known | ended))
 
-    def leave_the_deaf(self, now: float) -> None:
-        """Ends this process if a thread does not wake from its wait for a dead rank."""
-        self.given = {thread: (wait, when) for thread, (wait, when) in self.given.items() if waits.get(thread) is wait}
-        for wait, when in self.given.values():
-            if now - when >= WAKING:
+    def leave_the_deaf(self) -> None:
+        """Ends this process if a thread has not moved since its wait for a dead rank was given up.
+
+        Checks are counted, and not seconds, in which this process may have been stopped; and a debugger moves the
+        thread that it holds.
+        """
+        frames = sys._current_frames()
+        for thread, (wait, place, checks) in list(self.given.items()):
+            if waits.get(thread) is not wait or _place(frames.get(thread)) != place:
+                del self.given[thread]
+            elif checks * _pace()[1] < WAKING:
+                self.given[thread] = wait, place, checks + 1
+            else:
                 _log.critical("%s. The connection has not noticed, so this process ends", wait.verdict)
+                for stream in (sys.stdout, sys.stderr):
+                    with contextlib.suppress(Exception):
+                        stream.flush()
                 os._exit(1)
 
     def reached(self, stuck: dict[int, on], also: Iterable[int] = ()) -> dict[int, State]:
@@ -449,11 +480,11 @@ class Watcher:
         if wait.ranks is None:
             broken |= {wait.group}
             broken_groups.setdefault(wait.group, wait.verdict)
+        if self.dead.intersection(ranks_of(wait)):
+            self.given |= _threads_at(wait)
         self.tell(stuck)
         _log.error("%s", wait.verdict)
         _break(broken)
-        if self.dead.intersection(ranks_of(wait)):
-            self.given |= {thread: (wait, time.monotonic()) for thread, other in waits.items() if other is wait}
 
     def hear(self, vain: Vain) -> set[str]:
         """Marks and returns the groups of this rank that hopeless waits break.
@@ -465,6 +496,17 @@ class Watcher:
         new = causes.keys() - broken_groups.keys()
         broken_groups.update({name: causes[name] for name in new})
         return new
+
+
+def _threads_at(wait: on) -> dict[int, tuple[on, Any, int]]:
+    """Returns the threads in a wait, for `Watcher.given`."""
+    frames = sys._current_frames()
+    return {thread: (wait, _place(frames.get(thread)), 0) for thread, other in list(waits.items()) if other is wait}
+
+
+def _place(frame: Any) -> Any:
+    """Returns where a thread is; the frame is kept, so that no other is taken for it."""
+    return frame and (frame, frame.f_lasti)
 
 
 def _made(group: str) -> Any:

@@ -158,7 +158,7 @@ class _Line:
         if length > len(body):
             tail = bytearray(length - len(body))
             with functorch.outside_transforms():
-                _tried(self._coming(tail, _MORE).wait)
+                _tried(self._arrived, self._coming(tail, _MORE))
             body += tail
         return pickle.loads(body), data
 
@@ -173,7 +173,7 @@ class _Line:
     def arrived(self, left: int = 0) -> None:
         """Waits until at most `left` of the messages sent have not arrived at the other rank."""
         while len(self.going) > left:
-            _tried(self.going[0].wait)
+            _tried(self._arrived, self.going[0])
             self.going.popleft()
 
 

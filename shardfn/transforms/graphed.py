@@ -241,7 +241,7 @@ class Graphs:
             program.around = surroundings(self.step)
         elif program.calls == self.settled:
             program.around = kept(program.around, surroundings(self.step))
-        elif what := changed(program.around):
+        elif what := changed(program.around, self.step):
             raise RuntimeError(
                 f"{self.name}: {what}: a program keeps what the step read when it was made. Pass it as a 0-d tensor "
                 f"among the arguments, or write into the tensor that was there"

@@ -12,16 +12,17 @@ import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from shardfn.quoting import short
 
 _OURS = ("shardfn", "torch", "optree", "einops", "functools", "contextlib", "builtins")
 """Packages whose functions are passed through: what these keep for themselves is not the step's."""
-_PLAIN = (bool, int, float, complex, str, type(None))
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, CodeType)
 _MOST = 256
 """Longer lists and dicts are not looked through, nor more functions."""
 _GONE: Any = object()
@@ -36,18 +37,20 @@ class Seen(NamedTuple):
     read: Read
 
     def now(self) -> Any:
-        """The value at present; as it was if its place is gone."""
+        """The value at present, or a mark if its place is gone."""
         try:
             return self.read()
         except Exception:
             return _GONE
 
     def same(self, now: Any) -> bool:
-        """Whether this is the same object, or an equal number or string."""
-        if now is self.value or now is _GONE:
+        """Whether this is the same object, an equal number or string, or a function of the same code."""
+        if now is self.value:
             return True
         if isinstance(self.value, weakref.ref):
-            return self.value() is now
+            return now is not None and now is self.value()
+        if isinstance(self.value, FunctionType):
+            return isinstance(now, FunctionType) and now.__code__ is self.value.__code__
         return type(self.value) is type(now) and repr(self.value) == repr(now)
 
 
@@ -58,7 +61,7 @@ def surroundings(step: Callable[..., Any]) -> Around:
     """Numbers, strings, tensors, modules and their modes that the functions of a step name, by where they are named.
 
     They are looked for in closures, globals, defaults and bound objects of the step and of the functions that are found
-    there; in objects, those attributes that one of these functions names.
+    there; in objects, those attributes that one of these functions names. So are these functions.
     """
     functions = list(_functions(step))
     named = {name for f, _ in functions for code in _codes(f.__code__) for name in code.co_names}
@@ -74,10 +77,23 @@ def kept(before: Around, now: Around) -> Around:
     return {where: seen for where, seen in now.items() if where in before and before[where].same(seen.now())}
 
 
-def changed(around: Around) -> str:
-    """The first of these values that has changed, as a message; empty if none has."""
+def changed(around: Around, step: Callable[..., Any]) -> str:
+    """The first of these values that has changed, as a message; empty if none has.
+
+    If a function was made again, of the same code, the values are looked for anew: they are in other places.
+    """
+    told = _differs(around, around)
+    if told or all(seen.read() is seen.value for seen in around.values() if type(seen.value) is FunctionType):
+        return told
+    found = surroundings(step)
+    told = _differs(around, found)
+    around.update({where: found[where] for where in around.keys() & found.keys()})
+    return told
+
+
+def _differs(around: Around, found: Around) -> str:
     for where, seen in around.items():
-        if not seen.same(now := seen.now()):
+        if where in found and not seen.same(now := found[where].now()):
             return f"{where} is {_shown(now)} now, and was {_shown(seen.value)}"
     return ""
 
@@ -85,6 +101,8 @@ def changed(around: Around) -> str:
 def _shown(x: Any) -> str:
     if isinstance(x, weakref.ref):
         return f"another {'module' if isinstance(x(), nn.Module) else 'tensor'}"
+    if x is _GONE or isinstance(x, FunctionType):
+        return "gone" if x is _GONE else f"the function at line {x.__code__.co_firstlineno}"
     return f"a {type(x).__name__}" if isinstance(x, (Tensor, nn.Module)) else short(repr(x), 40)
 
 
@@ -110,10 +128,11 @@ def _reads(f: FunctionType) -> Iterator[tuple[str, Read]]:
         return
     names = dict.fromkeys(name for code in _codes(f.__code__) for name in code.co_names)
     yield from ((name, functools.partial(operator.getitem, f.__globals__, name)) for name in names)
-    defaults, parameters = f.__defaults__ or (), f.__code__.co_varnames[: f.__code__.co_argcount]
-    pairs = zip(parameters[len(parameters) - len(defaults) :], defaults, strict=True)
-    for name, x in (*pairs, *(f.__kwdefaults__ or {}).items()):
-        yield name, functools.partial(_itself, x)
+    parameters, count = f.__code__.co_varnames[: f.__code__.co_argcount], len(f.__defaults__ or ())
+    for i, name in enumerate(parameters[len(parameters) - count :]):
+        yield name, functools.partial(_item, functools.partial(getattr, f, "__defaults__"), i)
+    for name in f.__kwdefaults__ or ():
+        yield name, functools.partial(_item, functools.partial(getattr, f, "__kwdefaults__"), name)
 
 
 def _itself(x: Any) -> Any:
@@ -131,9 +150,10 @@ def _looked(name: str, read: Read, named: set[str], inside: bool = False) -> Ite
     """The values in one thing that a function names."""
     try:
         x = read()
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, AttributeError):
         return
-    if type(x) in _PLAIN:
+    numbers = inside and type(x) is tuple and all(type(y) in _PLAIN for y in x)
+    if numbers or type(x) in _PLAIN or (type(x) is FunctionType and not _ours(x)):
         yield name, x, read
     elif isinstance(x, Tensor):
         yield name, weakref.ref(x), read
@@ -148,8 +168,13 @@ def _looked(name: str, read: Read, named: set[str], inside: bool = False) -> Ite
         for key in list(x) if isinstance(x, dict) else range(len(x)):
             again = functools.partial(_item, read, key)
             yield from _looked(f"{name}[{key!r}]", again, named, inside=True)
+        if isinstance(x, list):
+            yield f"len({name})", len(x), functools.partial(_length, read)
+    elif isinstance(x, functools.partial):
+        for part in ("func", "args", "keywords"):
+            yield from _looked(f"{name}.{part}", functools.partial(_part, read, part), named)
     elif not isinstance(x, (type, FunctionType)) and not _ours(x):
-        for key in sorted(named & _attributes(x).keys()):
+        for key in sorted(named & set(_attributes(x)).union(*map(vars, type(x).__mro__))):
             again = functools.partial(_own, read, key)
             yield from _looked(f"{name}.{key}", again, named, inside=True)
 
@@ -168,8 +193,21 @@ def _item(read: Read, key: Any) -> Any:
     return read()[key]
 
 
+def _length(read: Read) -> int:
+    return len(read())
+
+
+def _part(read: Read, name: str) -> Any:
+    return getattr(read(), name)
+
+
 def _own(read: Read, key: str) -> Any:
-    return _attributes(read())[key]
+    """An attribute of an object or its class; no property is run."""
+    x = read()
+    for names in (_attributes(x), *map(vars, type(x).__mro__)):
+        if key in names:
+            return names[key].__get__(x) if isinstance(names[key], MemberDescriptorType) else names[key]
+    raise AttributeError(key)
 
 
 def _attributes(x: Any) -> dict[str, Any]:
@@ -198,7 +236,8 @@ def _functions(step: Any) -> Iterator[tuple[FunctionType, list[tuple[str, Read]]
         elif isinstance(x, (list, tuple)) and len(x) <= _MOST:
             todo += filter(callable, x)
         elif isinstance(f, FunctionType):
-            yield f, [("self", functools.partial(_itself, y)) for y in bound]
+            code = f.__name__ + ".__code__", functools.partial(getattr, f, "__code__")
+            yield f, [*(("self", functools.partial(_itself, y)) for y in bound), code]
             methods = [inspect.getattr_static(type(y), name, None) for y in bound for name in f.__code__.co_names]
-            todo += [*_values(_reads(f)), *methods]
+            todo += [*_values(_reads(f)), *(m.fget if isinstance(m, property) else m for m in methods)]
         todo += filter(callable, [_attributes(x).get("__wrapped__")])

@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from typing import Any
 from unittest import mock
@@ -128,6 +130,23 @@ def test_a_process_of_this_host_is_known_to_have_ended() -> None:
     assert not liveness.has_ended("")
 
 
+def test_a_process_has_a_name_only_where_proc_shows_its_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = liveness.own_process()
+    monkeypatch.setattr(os, "readlink", lambda path: str(os.getpid() + 1))
+    liveness._place.cache_clear()
+    assert liveness.own_process() == ""
+    assert not liveness.has_ended(own.rpartition(" ")[0] + " 0")
+    liveness._place.cache_clear()
+
+
+def test_a_process_may_call_itself_anything() -> None:
+    program = (
+        "import ctypes; from shardfn.mesh.liveness import has_ended, own_process;"
+        "ctypes.CDLL(None).prctl(15, b'a) Z \\xff(', 0, 0, 0); assert own_process() and not has_ended(own_process())"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 @pytest.mark.parametrize("wakes", [True, False])
 def test_a_killed_process_is_noticed_without_its_connection(wakes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(errors, "GRACE", 15.0)  # the other rank shall have time to notice
@@ -139,9 +158,20 @@ def test_a_killed_process_is_noticed_without_its_connection(wakes: bool, monkeyp
         dist.barrier()
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        with mock.patch("os._exit", left.append), waiting.on("all_reduce", group, "numbers") as wait:
-            while time.monotonic() < end and not (left or (wakes and wait.verdict)):
-                time.sleep(0.01)
+        over = threading.Event()
+
+        def leave(code: int) -> None:
+            left.append(code)
+            over.set()
+
+        with mock.patch("os._exit", leave), waiting.on("all_reduce", group, "numbers") as wait:
+            if wakes:  # or moves, as in a debugger
+                while time.monotonic() < end and not wait.verdict:
+                    time.sleep(0.01)
+                for _ in range(100):
+                    time.sleep(0.01)
+            else:
+                over.wait(10)
         raise RuntimeError(f"told: {wait.verdict}, left: {left[:1]}")
 
     with World(2, deadline=60) as fresh, pytest.raises(WorldError) as error:
@@ -149,3 +179,91 @@ def test_a_killed_process_is_noticed_without_its_connection(wakes: bool, monkeyp
     message = str(error.value)
     assert "rank 1 has ended without an error message (killed, out of memory, or crashed)" in message, message
     assert f"left: {[] if wakes else [1]}" in message, message
+
+
+PROGRAM = """
+import os, signal, sys, time
+import torch, torch.distributed as dist, shardfn as sf
+from shardfn.collectives import kernels
+from shardfn.mesh import waiting, watchdog
+from shardfn.mesh.groups import cpu_group
+watchdog.PATIENCE, watchdog.TICK = 0.3, 0.05
+sf.make_mesh(data=-1, device="cpu")
+size, rank, x = dist.get_world_size(), dist.get_rank(), torch.ones(2) * dist.get_rank()
+group = cpu_group(list(range(size)), "test")
+dist.barrier(group)
+
+def end(leave):
+    if os.fork() == 0:  # its connections stay open in a child
+        time.sleep(20)
+        os._exit(0)
+    leave()
+
+def late():
+    time.sleep(3)
+
+def broadcast(source):
+    with waiting.on("broadcast", group.group_name, "test"):
+        dist.broadcast(x, source, group)
+"""
+ENDS = {
+    "after a broadcast": (
+        4, "if rank == 0: late()\nbroadcast(1)\nassert x[0] == 1\nif rank == 1: os._exit(0)", [0, 0, 0, 0], ""
+    ),
+    "after it had nothing to send": (
+        3,
+        "if rank == 1: dist.destroy_process_group(); sys.exit(0)\n"
+        "if rank == 2: late()\nassert kernels.permute(x, [2, -1, -1], rank, group.group_name)[0] == 2 * (rank == 0)\n"
+        "os._exit(0)",
+        [0, 0, 0],
+        "",
+    ),
+    "killed, and the third is late": (
+        3,
+        "if rank == 1: end(lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
+        "if rank == 2: late()\nkernels.all_reduce(x, 'sum', group.group_name)",
+        [1, -9, 1],
+        "rank 1 has ended without an error message",
+    ),
+    "killed, with the store": (
+        2,
+        "if rank == 0: end(lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
+        "kernels.all_reduce(x, 'sum', group.group_name)",
+        [-9, 1],
+        "rank 0, which served the store through which the ranks met, has ended. Look at its log",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_process_that_has_ended_is_given_up_only_if_it_did_not_do_its_part(name: str) -> None:
+    size, ends, codes, told = ENDS[name]
+    serves = "store" in name
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    kept: Any = None if serves else dist.TCPStore("localhost", 0, is_master=True)  # type: ignore[attr-defined]
+    env = os.environ | {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
+    env |= {"MASTER_PORT": str(port)} if serves else {
+        "MASTER_PORT": str(kept.port), "TORCHELASTIC_USE_AGENT_STORE": "True"
+    }  # fmt: skip
+    begun = time.monotonic()
+    with tempfile.TemporaryFile() as said:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", PROGRAM + ends],
+                env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stderr=said,
+            )
+            for rank in range(size)
+        ]
+        try:
+            found = [process.wait(60) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        said.seek(0)
+        text = said.read().decode()
+    assert found == codes, text
+    assert told in text
+    assert ("in vain" in text) == bool(told), text
+    assert time.monotonic() - begun < 60

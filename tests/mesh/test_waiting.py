@@ -304,15 +304,18 @@ def test_threads_that_wait_for_late_ones_are_not_given_up() -> None:
 # --- what follows from what ranks have told, alone ---
 
 
-def waits(what: str, count: int = 1, *, main: bool = True, first: bool = False, ranks: Any = (0, 1, 2)) -> Any:
+def waits(
+    what: str, count: int = 1, *, main: bool = True, first: bool = False, ranks: Any = (0, 1, 2), sided: bool = False
+) -> Any:
     told = {"group": "g", "ranks": list(ranks), "told": what, "key": what, "count": count}
-    return {"thread": 1 if main else 2, "main": main, "used": ["g"], "wait": {**told, "sided": False, "first": first}}
+    return {"thread": 1 if main else 2, "main": main, "used": ["g"], "wait": {**told, "sided": sided, "first": first}}
 
 
 def told(*threads: Any, ended: str = "", **counts: int) -> State:
     return {"beat": 1, "ended": ended, "vain": "", "threads": list(threads) or None, "counts": {"g": counts}}
 
 
+KILLED: State = told(ended="was killed") | {"counts": None}
 IDLE = {"thread": 2, "main": False, "used": ["g"], "wait": None}
 
 
@@ -331,6 +334,14 @@ IDLE = {"thread": 2, "main": False, "used": ["g"], "wait": None}
         ({0: told(waits("a", main=False, first=True), a=1), 1: told(waits("b"), b=1), 2: told()}, set()),
         ({0: told(waits("a"), a=1)}, set()),
         ({0: told(waits("a", ranks=(0, 1)), a=1), 1: told(waits("b", ranks=(1, 2)), b=1), 2: told()}, set()),
+        ({0: told(waits("a"), a=1), 1: KILLED}, set()),
+        ({0: told(waits("a"), a=1), 1: KILLED, 2: told(waits("a"), a=1)}, {0, 2}),
+        ({0: told(waits("a"), a=1), 1: KILLED, 2: KILLED}, {0}),
+        ({0: told(waits("a"), a=1), 1: KILLED, 2: told(ended="has ended", a=1)}, {0}),
+        ({0: told(waits("a"), a=1), 1: KILLED, 2: told(waits("b", ranks=(0, 2)), b=1)}, {0, 2}),
+        ({0: told(waits("m", ranks=(1,), sided=True), m=1), 1: told()}, set()),
+        ({0: told(waits("m", ranks=(1,), sided=True), m=1), 1: KILLED}, {0}),
+        ({0: told(waits("m", ranks=(1,), sided=True), m=1), 1: told(ended="has ended")}, {0}),
     ],
     ids=[
         "two wait for each other, whatever a third does",
@@ -345,6 +356,14 @@ IDLE = {"thread": 2, "main": False, "used": ["g"], "wait": None}
         "a new thread",
         "nothing is known",
         "through a third that computes",
+        "one was killed, perhaps after it came, and the third computes",
+        "one was killed, and all others wait",
+        "two were killed",
+        "one was killed, and another ended after it had come",
+        "one was killed, and the third waits for this one elsewhere",
+        "a message from one that computes",
+        "a message from one that was killed",
+        "a message from one that has ended",
     ],
 )
 def test_only_what_cannot_come_is_given_up(states: dict[int, State], vain: set[int]) -> None:

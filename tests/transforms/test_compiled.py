@@ -5,6 +5,7 @@ hold.
 from __future__ import annotations
 
 import functools
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +22,7 @@ import shardfn as sf
 import shardfn.optim as so
 from shardfn import P, interop, parallel
 from shardfn.testing import world
-from shardfn.transforms import pure, regions
+from shardfn.transforms import pure, regions, surroundings
 from tests.lossless import LOSSLESS
 from tests.models import DATA, STRATEGIES, distance, drawn
 
@@ -586,6 +587,94 @@ LATE: dict[str, tuple[Callable[[], Callable[[], Any]], str]] = {
     "module": (late_module, r"nets\[0\] in late_module.* is a Linear now, and was another module"),
     "mode": (late_mode, r"net\.training in late_mode.* is \(False, False, False\) now, and was \(True, True, True\)"),
 }
+
+
+class Halved:
+    """Its rate comes from its class, a place without a dict, or a property."""
+
+    __slots__ = ("own",)
+    rate = 1.0
+
+    def __init__(self) -> None:
+        self.own = 1.0
+
+    @property
+    def both(self) -> float:
+        return self.rate * self.own
+
+    def __call__(self, w: Tensor) -> Tensor:
+        return w * self.both
+
+
+def scaled(rate: float) -> Callable[[Tensor], Tensor]:
+    return lambda w: w * rate
+
+
+def cases_of_places() -> dict[str, tuple[Callable[..., Any], Callable[[], Any], str]]:
+    """Steps, what changes a thing that they read, and what is said of it."""
+    held: dict[str, Any] = {"f": scaled(1.0), "x": torch.ones(2), "shape": (2, 3)}
+    several, settings, kind = [1.0, 2.0], {"rate": 1.0}, type("Own", (Halved,), {"__slots__": ()})
+    of_class, of_slot, bound = kind(), Halved(), functools.partial(lambda w, rate: w * rate, rate=1.0)
+    f, x, dtype, swapped = scaled(1.0), torch.ones(2), torch.float32, scaled(1.0)
+
+    def optional(w: Tensor, rate: float = 1.0) -> Tensor:
+        return w * rate
+
+    def plain(w: Tensor) -> Tensor:
+        return w
+
+    def set_f() -> None:
+        nonlocal f
+        f = scaled(0.5)
+
+    def set_other() -> None:
+        nonlocal swapped
+        swapped = lambda w: w.cos()  # noqa: E731
+
+    def set_x() -> None:
+        nonlocal x
+        x = None  # type: ignore[assignment]
+
+    def set_dtype() -> None:
+        nonlocal dtype
+        dtype = torch.float64
+
+    return {
+        "a closure made again": (lambda w: f(w), set_f, r"rate in scaled.* is 0\.5 now, and was 1\.0"),
+        "another function": (lambda w: swapped(w), set_other, "swapped in .* is the function at line "),
+        "its code": (lambda w: optional(w), lambda: setattr(optional, "__code__", plain.__code__), "__code__ in"),
+        "a default": (lambda w: optional(w), lambda: setattr(optional, "__defaults__", (0.5,)), r"rate in .* is 0\.5"),
+        "no tensor": (lambda w: w if x is None else w * x, set_x, "x in .* is None now, and was another tensor"),
+        "a dtype": (lambda w: w.to(dtype), set_dtype, r"dtype in .* is torch\.float64 now"),
+        "a key less": (lambda w: w * settings.get("rate", 2), settings.clear, r"\['rate'\] in .* is gone now"),
+        "an item more": (lambda w: w * sum(several), lambda: several.append(3), r"len\(several\) in .* is 3 now"),
+        "a tuple": (lambda w: w.view(held["shape"]), lambda: held.update(shape=(3, 2)), r"is \(3, 2\) now"),
+        "of a class": (lambda w: w * of_class.rate, lambda: setattr(kind, "rate", 0.5), r"of_class\.rate in .* is 0"),
+        "a slot, by a property": (of_slot, lambda: setattr(of_slot, "own", 0.5), r"self\.own in .* is 0\.5"),
+        "a partial": (lambda w: bound(w), lambda: bound.keywords.update(rate=0.5), r"keywords\['rate'\] in .* is 0\.5"),
+    }
+
+
+@pytest.mark.parametrize("name", cases_of_places())
+def test_a_change_is_noticed_wherever_it_is(name: str) -> None:
+    step, change, told = cases_of_places()[name]
+    around = surroundings.kept(surroundings.surroundings(step), surroundings.surroundings(step))
+    assert surroundings.changed(around, step) == ""
+    change()
+    assert re.search(told, surroundings.changed(around, step)), surroundings.changed(around, step)
+
+
+def test_functions_that_are_made_again_alike_are_the_same() -> None:
+    made = [scaled(1.0)]
+
+    def step(w: Tensor) -> Tensor:
+        f = made[0]
+        return f(w)
+
+    around = surroundings.surroundings(step)
+    for rate, told in ((1.0, ""), (1.0, ""), (0.5, "rate in scaled.<locals>.<lambda> is 0.5 now, and was 1.0")):
+        made[0] = scaled(rate)
+        assert surroundings.changed(around, step) == told
 
 
 @pytest.mark.parametrize("name", LATE)
