@@ -51,6 +51,8 @@ class Seen(NamedTuple):
             return now is not None and now is self.value()
         if isinstance(self.value, FunctionType):
             return isinstance(now, FunctionType) and now.__code__ is self.value.__code__
+        if type(now) is tuple and len(now) == len(self.value) and all(map(operator.is_, now, self.value)):
+            return True
         return type(self.value) is type(now) and repr(self.value) == repr(now)
 
 
@@ -58,7 +60,10 @@ Around = dict[str, Seen]
 
 
 def surroundings(step: Callable[..., Any]) -> Around:
-    """Numbers, strings, tensors, modules and their modes that the functions of a step name, by where they are named.
+    """Numbers, strings, tensors and modules that the functions of a step name, by where they are named.
+
+    Of a module, these are its mode, parameters, buffers and the numbers that its methods name, and those of the modules
+    in it.
 
     They are looked for in closures, globals, defaults and bound objects of the step and of the functions that are found
     there; in objects, those attributes that one of these functions names. So are these functions.
@@ -99,8 +104,8 @@ def _differs(around: Around, found: Around) -> str:
 
 
 def _shown(x: Any) -> str:
-    if isinstance(x, weakref.ref):
-        return f"another {'module' if isinstance(x(), nn.Module) else 'tensor'}"
+    if isinstance(x, weakref.ref) or (type(x) is tuple and any(isinstance(y, weakref.ref) for y in x)):
+        return f"another {'module' if isinstance(x, weakref.ref) and isinstance(x(), nn.Module) else 'tensor'}"
     if x is _GONE or isinstance(x, FunctionType):
         return "gone" if x is _GONE else f"the function at line {x.__code__.co_firstlineno}"
     return f"a {type(x).__name__}" if isinstance(x, (Tensor, nn.Module)) else short(repr(x), 40)
@@ -159,9 +164,9 @@ def _looked(name: str, read: Read, named: set[str], inside: bool = False) -> Ite
         yield name, weakref.ref(x), read
     elif isinstance(x, nn.Module) or isinstance(_attributes(x).get("module"), nn.Module):
         module = x if isinstance(x, nn.Module) else _attributes(x)["module"]
-        with contextlib.suppress(AttributeError):  # not initialised
-            yield f"{name}.training", (modes := _Modes(module))(), modes
         yield name, weakref.ref(x), read
+        with contextlib.suppress(AttributeError):  # not initialised
+            yield from _in_module(name, module)
     elif inside:
         return
     elif isinstance(x, (list, tuple, dict)) and len(x) <= _MOST:
@@ -179,14 +184,37 @@ def _looked(name: str, read: Read, named: set[str], inside: bool = False) -> Ite
             yield from _looked(f"{name}.{key}", again, named, inside=True)
 
 
-class _Modes:
-    """Reads whether a module and those in it train."""
+def _in_module(name: str, module: nn.Module) -> Iterator[tuple[str, Any, Read]]:
+    """Numbers and tensors of a module and of those in it: each number by one reader for all that have it."""
+    parts = list(module.modules())
+    tensors: list[Any] = [x for part in parts for x in (part._parameters, part._buffers) if x]
+    named: dict[str, list[dict[str, Any]]] = {}
+    for part in parts:
+        kind: Any = type(part)
+        for key in vars(part).keys() & _read_by(kind):
+            if type(vars(part)[key]) in _PLAIN:
+                named.setdefault(key, []).append(vars(part))
+    for key, owners in named.items():
+        read = functools.partial(_each, owners, key)
+        yield f"{name}.{key}", read(), read
+    read = functools.partial(_references, tensors)
+    yield f"a parameter or buffer of {name}", read(), read
 
-    def __init__(self, module: nn.Module) -> None:
-        self.parts = list(map(weakref.ref, module.modules()))
 
-    def __call__(self) -> tuple[bool, ...]:
-        return tuple([part.training for ref in self.parts if (part := ref()) is not None])
+@functools.lru_cache(maxsize=1024)
+def _read_by(kind: Any) -> frozenset[str]:
+    """The attributes that the methods of a module's class name."""
+    methods = [x for c in kind.__mro__ if c not in nn.Module.__mro__ for x in vars(c).values()]
+    codes = [code for x in methods if isinstance(x, FunctionType) for code in _codes(x.__code__)]
+    return frozenset({"training"}.union(*(code.co_names for code in codes)))
+
+
+def _each(owners: list[dict[str, Any]], key: str) -> tuple[Any, ...]:
+    return tuple([own.get(key, _GONE) for own in owners])
+
+
+def _references(owners: list[dict[str, Tensor | None]]) -> tuple[Any, ...]:
+    return tuple([x if x is None else weakref.ref(x) for own in owners for x in own.values()])
 
 
 def _item(read: Read, key: Any) -> Any:

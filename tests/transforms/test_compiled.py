@@ -639,7 +639,26 @@ def cases_of_places() -> dict[str, tuple[Callable[..., Any], Callable[[], Any], 
         nonlocal dtype
         dtype = torch.float64
 
+    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout(0.1), nn.BatchNorm1d(2)))
+    model = interop.functional(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
+
+    def another_buffer() -> None:
+        net[1][1].running_mean = torch.zeros(2)  # type: ignore[index]
+
     return {
+        "a module's number": (lambda w: net(w), lambda: setattr(net[1][0], "p", 0.5), r"net\.p in .* is \(0\.5,\) now"),  # type: ignore[index]
+        "a module's parameter": (
+            lambda w: net(w),
+            lambda: setattr(net[0], "weight", nn.Parameter(torch.ones(2, 2))),
+            "a parameter or buffer of net in .* is another tensor now",
+        ),
+        "a module's buffer": (lambda w: net(w), another_buffer, "a parameter or buffer of net in"),
+        "a number of a model": (
+            lambda w: model(w, w),
+            lambda: setattr(model.module[1], "p", 0.5),  # type: ignore[index]
+            r"model\.p in .* is \(0\.5,\) now",
+        ),
+        "a mode": (lambda w: net(w), lambda: net[1].eval(), r"net\.training in .* False, False, False\) now"),
         "a closure made again": (lambda w: f(w), set_f, r"rate in scaled.* is 0\.5 now, and was 1\.0"),
         "another function": (lambda w: swapped(w), set_other, "swapped in .* is the function at line "),
         "its code": (lambda w: optional(w), lambda: setattr(optional, "__code__", plain.__code__), "__code__ in"),
@@ -662,6 +681,20 @@ def test_a_change_is_noticed_wherever_it_is(name: str) -> None:
     assert surroundings.changed(around, step) == ""
     change()
     assert re.search(told, surroundings.changed(around, step)), surroundings.changed(around, step)
+
+
+def test_what_others_note_on_a_module_changes_nothing() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+    net.epoch = net[1].epoch = 2  # type: ignore[assignment]
+
+    def step(w: Tensor) -> Any:
+        return net(w)
+
+    around = surroundings.surroundings(step)
+    net.epoch = net[1].epoch = 3  # type: ignore[assignment]
+    with torch.no_grad():
+        net[0].weight.add_(1)  # type: ignore[operator]
+    assert surroundings.changed(around, step) == ""
 
 
 def test_functions_that_are_made_again_alike_are_the_same() -> None:
