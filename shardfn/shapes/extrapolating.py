@@ -11,6 +11,7 @@ import functools
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shardfn.plans.chips import Chip
 from shardfn.plans.links import Links
@@ -80,7 +81,8 @@ def extrapolated(shape: Shape, setting: Setting, links: Links | str, chip: Chip 
     if shape.layers <= low + PERIOD:
         plan = planned(shape, setting)
         return figures(plan, plan.timed(links, chip))
-    plans = [_shallow(shape, setting, layers) for layers in (low, low + PERIOD)]
+    fixed = tuple((name, tuple(x.items()) if isinstance(x, dict) else x) for name, x in vars(setting).items())
+    plans = [_shallow(replace(shape, layers=layers), fixed) for layers in (low, low + PERIOD)]
     less, more = (figures(plan, plan.timed(links, chip)) for plan in plans)
     times = (shape.layers - low) // PERIOD
 
@@ -106,25 +108,10 @@ def extrapolated(shape: Shape, setting: Setting, links: Links | str, chip: Chip 
 
 
 @functools.lru_cache(64)
-def _memo(shape: Shape, key: str, setting: _Same) -> Plan:
-    return planned(shape, setting.value)
-
-
-class _Same:
-    """A setting, equal to others by its text alone, as it holds dicts."""
-
-    def __init__(self, value: Setting) -> None:
-        self.value, self.key = value, repr(value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-
-def _shallow(shape: Shape, setting: Setting, layers: int) -> Plan:
-    return _memo(replace(shape, layers=layers), shape.name, _Same(setting))
+def _shallow(shape: Shape, setting: tuple[tuple[str, Any], ...]) -> Plan:
+    """The plan for a setting's items, of which those that are dicts are tuples of items, so that it is a key."""
+    facts: dict[str, Any] = {name: dict(x) if isinstance(x, tuple) else x for name, x in setting}
+    return planned(shape, Setting(**facts))
 
 
 def _peaks(plan: Plan, near: int) -> dict[tuple[object, ...], Counter[str]]:
