@@ -7,21 +7,23 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import optree
+import torch
 from torch import Tensor
 
 from shardfn.compat import autograd, process_groups
 from shardfn.mesh.scope import current_mesh, mesh_of
 from shardfn.mesh.selectors import Which
-from shardfn.mesh.spec import P
+from shardfn.mesh.spec import P, dotted, joined
 from shardfn.optim.optimizer import Optimizer, must_be_optimizer
 from shardfn.optim.torch import comes_later
-from shardfn.plans import hollow
-from shardfn.quoting import short_errors
+from shardfn.quant.packed import is_packed
+from shardfn.quoting import listed, short_errors
 from shardfn.shards.blocks import Blocks
-from shardfn.shards.layout import Layout, is_flat
+from shardfn.shards.hollow import drawn
+from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.pieces import is_unit
 from shardfn.shards.placement import Strategy
-from shardfn.shards.sharding import Specs
+from shardfn.shards.sharding import Rules, Specs
 from shardfn.tiers import placing
 from shardfn.tiers.files import ALIGNMENT
 
@@ -128,7 +130,7 @@ def memory(
     """
     if optimizer is not None:
         must_be_optimizer("memory", optimizer)
-    tree = hollow.without_numbers(_laid_out(params, strategy, mesh, stages, frozen, specs))
+    tree = without_numbers(_laid_out(params, strategy, mesh, stages, frozen, specs))
     all_leaves = optree.tree_leaves(tree, is_leaf=is_flat)
     leaves = {id(leaf.values if is_flat(leaf) else leaf): leaf for leaf in all_leaves}.values()  # shared tensors once
     state = [] if optimizer is None else _state(optimizer, tree)
@@ -155,11 +157,80 @@ def _laid_out(
                 'memory: a mesh, but no strategy: pass what shard() is to get, full_shard("shard") say; without both, '
                 "parameters count as whole ones of one process"
             )
-        return hollow.made("", params)
+        return made("", params)
     mesh = current_mesh() if mesh is None else mesh
     if mesh is None:
         raise ValueError("memory: a strategy, but no mesh to cut over: pass mesh=make_mesh(...)")
-    return hollow.laid_out(params, mesh, strategy, stages, frozen, specs)
+    return laid_out(params, mesh, strategy, stages, frozen, specs)
+
+
+# --- parameters without data, laid out exactly as with data ---
+
+
+def made(path: str, node: Any) -> Any:
+    """Returns a tree with each maker replaced by what it would make, without data.
+
+    Raises:
+        TypeError: a leaf is neither a tensor nor a maker.
+        ValueError: a maker reads data.
+    """
+    accessors, leaves, tree = optree.tree_flatten_with_accessor(node, is_leaf=lambda x: is_flat(x) or is_packed(x))
+    filled = (_leaf(joined(path, dotted(accessor)), leaf) for accessor, leaf in zip(accessors, leaves, strict=True))
+    return optree.tree_unflatten(tree, list(filled))
+
+
+def _leaf(name: str, leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) or is_flat(leaf) or is_packed(leaf):
+        return leaf
+    if isinstance(leaf, torch.nn.Module):
+        raise TypeError(
+            f"memory: {name or 'the tree'} is a module; its parameters as a tree are interop.functional(module).tree"
+        )
+    if not callable(leaf):
+        raise TypeError(
+            f"memory: {name or 'the tree'} is of type {type(leaf).__name__}; parameters are tensors, on the meta "
+            f"device too, or makers, as init takes them"
+        )
+    return made(name, drawn(leaf, name or "the tree", "memory"))
+
+
+def laid_out(
+    params: Any, mesh: DeviceMesh, strategy: Strategy, stages: Which | None, frozen: Which, specs: Specs
+) -> Any:
+    """Returns the tree that `shard` would return, but without data, and without asking other ranks.
+
+    Raises:
+        ValueError, TypeError: as `shard`.
+    """
+    rules, names = Rules(mesh, strategy, stages, frozen, specs, "global", filled=False), list[str]()
+
+    def cut(path: str, subtree: Any) -> Any:
+        layouts, values = rules.laid(path, subtree)
+        names.extend(values)
+        flats = {
+            key: FlatShard(torch.empty(layout.held(rules.rank), dtype=layout.dtype, device="meta"), layout)
+            for key, layout in layouts.items()
+        }
+        return subtree if not flats else next(iter(flats.values())) if len(flats) == 1 else flats
+
+    tree = rules.map_stages(params, cut, made)
+    if rules.unused:
+        raise ValueError(
+            f"memory: nothing matches {listed(map(repr, sorted(rules.unused)))}; the parameters are {listed(names)}"
+        )
+    return tree
+
+
+def without_numbers(tree: Any) -> Any:
+    """Returns the same tree with tensors on the meta device; tensors that are shared stay shared."""
+    replaced: dict[int, Tensor] = {}
+
+    def hollow(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return replaced.setdefault(id(leaf), torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
+
+    return optree.tree_map(hollow, tree)
 
 
 # --- one tensor ---

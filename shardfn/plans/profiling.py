@@ -25,10 +25,9 @@ from shardfn.compat import modes
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import device_of
 from shardfn.mesh.planned import planned
-from shardfn.plans.arguments import mark
 from shardfn.plans.drawing import lane_of
 from shardfn.plans.plan import Plan
-from shardfn.plans.planning import mesh_for, named, plan_of
+from shardfn.plans.planning import mark, mesh_for, named, plan_of
 from shardfn.plans.recorder import Block, Draft, Recorder
 from shardfn.plans.schedule import Work
 from shardfn.quoting import short_errors

@@ -7,19 +7,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from shardfn.plans.drawing import amount, kind_colors, peak_told
-from shardfn.plans.page import Line
+from shardfn.plans.printed import Line
 from shardfn.plans.schedule import Work
 from shardfn.quoting import byte_count, listed
 
 if TYPE_CHECKING:
-    from shardfn.plans.views import Views
+    from shardfn.plans.plan import Plan
 
 BAR = 32  # columns of the whole peak
 LARGEST = 6  # allocations that are shown
 ROWS = 14  # most rows of a table, of which the rest is one row
 
 
-def lines(plan: Views, width: int) -> Iterator[Line]:
+def lines(plan: Plan, width: int) -> Iterator[Line]:
     """Yields all lines; equal stages are one."""
     parts = (_head(plan), _memory(plan), _largest(plan), _collectives(plan), _stages(plan))
     for number, part in enumerate(filter(None, map(list, parts))):
@@ -28,7 +28,7 @@ def lines(plan: Views, width: int) -> Iterator[Line]:
         yield from (cut(line, width) for line in part)
 
 
-def _head(plan: Views) -> Iterator[Line]:
+def _head(plan: Plan) -> Iterator[Line]:
     ranks = 1
     for size in plan.mesh.values():
         ranks *= size
@@ -42,7 +42,7 @@ def _head(plan: Views) -> Iterator[Line]:
     yield [(f"{numbers}here {launches:,} operations{f', {by_dtype}' if by_dtype else ''}", "")]
 
 
-def _memory(plan: Views) -> Iterator[Line]:
+def _memory(plan: Plan) -> Iterator[Line]:
     total, colors = plan.peak.total, kind_colors([plan.peak])
     yield [("memory at the peak", "bold"), (f"  {peak_told(plan.works, plan.peak)}", "dim")]
     for kind in colors:
@@ -56,7 +56,7 @@ def _memory(plan: Views) -> Iterator[Line]:
                 yield [(f"  {kind:<14}", ""), (f"{byte_count(nbytes):>10}", ""), (f"  {where}, at its own peak", "dim")]
 
 
-def _largest(plan: Views) -> Iterator[Line]:
+def _largest(plan: Plan) -> Iterator[Line]:
     if plan.allocations:
         found = sorted(plan.allocations, key=lambda one: -one.bytes)
         rows = [
@@ -65,7 +65,7 @@ def _largest(plan: Views) -> Iterator[Line]:
         yield from table(("largest then", "bytes", "tensors", "stage", "made at"), rows, "lrrll", LARGEST)
 
 
-def _collectives(plan: Views) -> Iterator[Line]:
+def _collectives(plan: Plan) -> Iterator[Line]:
     sums: dict[tuple[str, ...], list[int]] = {}
     for work in plan.works:
         if work.kind != "compute":
@@ -76,7 +76,7 @@ def _collectives(plan: Views) -> Iterator[Line]:
         yield from table(("sent", "axis", "dtype", "pass", "calls", "bytes"), rows, "llllrr", ROWS)
 
 
-def _stages(plan: Views) -> Iterator[Line]:
+def _stages(plan: Plan) -> Iterator[Line]:
     of_stage: dict[str, list[Work]] = {}
     for work in plan.works:
         of_stage.setdefault(work.stage, []).append(work)
