@@ -97,10 +97,11 @@ class Links:
         """
         try:
             told = json.loads(Path(path).read_text())
-            curves = {
-                operation: {_spread(key): tuple(map(tuple, curve)) for key, curve in tables.items()}
-                for operation, tables in told.pop("curves").items()
-            }
+            curves: dict[str, dict[tuple[int, int], Curve]] = {}
+            for operation, tables in told.pop("curves").items():
+                for key, curve in tables.items():
+                    nodes, _, own = key.partition("x")
+                    curves.setdefault(operation, {})[int(nodes), int(own)] = tuple(map(tuple, curve))
             return Links(curves=curves, **told)
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ValueError(
@@ -114,14 +115,13 @@ def _spread_over(
     """Returns the time on so many nodes with so many ranks on each."""
     by_ranks = []
     for own in sorted({own for _, own in known}):
-        over = [(n, _at(tables[n, own], sent)) for n, each in sorted(known) if each == own]
+        over = []
+        for n in sorted(n for n, each in known if each == own):
+            curve = tables[n, own]
+            most, longest = curve[-1]
+            over.append((n, longest * sent / most if sent >= most else _between(curve, sent)))
         by_ranks.append((own, _between(over, nodes)))
     return _between(by_ranks, ranks)
-
-
-def _spread(key: str) -> tuple[int, int]:
-    nodes, _, own = key.partition("x")
-    return int(nodes), int(own)
 
 
 def _check(name: str, curve: Curve) -> None:
@@ -130,14 +130,6 @@ def _check(name: str, curve: Curve) -> None:
         raise ValueError(
             f"{name}: a table is pairs of bytes and seconds, all positive, with bytes growing; it is {short(curve)}"
         )
-
-
-def _at(curve: Curve, sent: float) -> float:
-    """Returns the time of so many bytes."""
-    (least, shortest), (most, longest) = curve[0], curve[-1]
-    if sent <= least:
-        return shortest
-    return longest * sent / most if sent >= most else _between(curve, sent)
 
 
 def _between(points: Sequence[tuple[float, float]], x: float) -> float:

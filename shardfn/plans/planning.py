@@ -218,21 +218,17 @@ def plan_of(
     """
     returned = {recorder.find(x) for x in optree.tree_leaves(result) if isinstance(x, Tensor)}
     course = course_of(recorder.events, before, returned, len(recorder.works) - 1)
-    streams = dict.fromkeys([recorder.default, *(draft.stream for draft in recorder.works if draft.stream != HOST)])
+    launched = (draft.stream for draft in recorder.works if draft.stream != HOST)
+    streams = dict.fromkeys([recorder.device.defaults[0], *launched])
     order = {stream: number for number, stream in enumerate(streams)}
     return Plan(
         name=getattr(step, "__qualname__", type(step).__name__),
         mesh={} if mesh is None else sizes(mesh),
         rank=process_groups.global_rank(),
         works=tuple(draft.work(per_node, order) for draft in recorder.works),
-        held=course.held,
-        host=course.host,
-        disk=course.disk,
-        peak=course.peak,
-        allocations=course.allocations,
         parameters=parameters,
-        allocator=course.allocator,
         assumed=tuple(recorder.assumed),
+        **course._asdict(),
     )
 
 

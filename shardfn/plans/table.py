@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -29,11 +31,8 @@ def lines(plan: Plan, width: int) -> Iterator[Line]:
 
 
 def _head(plan: Plan) -> Iterator[Line]:
-    ranks = 1
-    for size in plan.mesh.values():
-        ranks *= size
     mesh = ", ".join(f"{name}={size}" for name, size in plan.mesh.items())
-    yield [(plan.told, "bold"), (f" on {mesh or 'no mesh'}: rank {plan.rank} of {ranks:,}", "")]
+    yield [(plan.told, "bold"), (f" on {mesh or 'no mesh'}: rank {plan.rank} of {math.prod(plan.mesh.values()):,}", "")]
     launches, flops = sum(work.launches for work in plan.works), _flops(plan.works)
     by_dtype = ", ".join(f"{amount(n, 'FLOP')} in {dtype}" for dtype, n in flops.items() if n)
     numbers = f"{plan.parameters:,} parameters on all ranks; " if plan.parameters else ""
@@ -83,7 +82,10 @@ def _stages(plan: Plan) -> Iterator[Line]:
     alike: dict[tuple[str, ...], list[str]] = {}
     for stage, works in of_stage.items():
         alike.setdefault((re.sub(r"\d+", "*", stage), *_row(works)), []).append(stage or "(outside of stages)")
-    rows = [(_joined(stages), *key[1:]) for key, stages in alike.items()]
+    rows = [
+        (stages[0] if len(stages) == 1 else f"{stages[0]} … {stages[-1]} ({len(stages)} alike)", *key[1:])
+        for key, stages in alike.items()
+    ]
     head = ("stage", "operations", "forward", "recompute", "backward", "update", "calls", "sent")
     yield from table(head, rows, "lrrrrrrr", ROWS)
 
@@ -100,15 +102,10 @@ def _row(works: Sequence[Work]) -> tuple[str, ...]:
     return (f"{launches:,}", *(amount(n, "FLOP") if n else "-" for n in flops.values()), *counts)
 
 
-def _joined(stages: Sequence[str]) -> str:
-    return stages[0] if len(stages) == 1 else f"{stages[0]} … {stages[-1]} ({len(stages)} alike)"
-
-
 def _flops(works: Iterable[Work]) -> dict[str, int]:
-    flops: dict[str, int] = {}
+    flops = Counter[str]()
     for work in works:
-        for dtype, n in work.flops.items():
-            flops[dtype] = flops.get(dtype, 0) + n
+        flops.update(work.flops)
     return flops
 
 
