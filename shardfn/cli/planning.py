@@ -17,9 +17,8 @@ from typing import Any, get_args
 from shardfn.cli.printing import count, plain, print_table, size
 from shardfn.mesh.make import make_mesh
 from shardfn.plans import presets
-from shardfn.plans.chips import Chip
 from shardfn.plans.fits import RESERVE, size_of
-from shardfn.plans.links import Links
+from shardfn.plans.machines import Chip, Links
 from shardfn.plans.plan import Plan
 from shardfn.plans.planning import plan, planning
 from shardfn.shapes.searching import Found, search

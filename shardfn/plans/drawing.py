@@ -132,9 +132,9 @@ def amount(n: float, unit: str = "") -> str:
     """Returns a number with four digits, with the prefix that makes it at least 1: `1.234 TFLOP`."""
     for prefix in ("", "k", "M", "G", "T", "P", "E"):
         if n < 1000 or prefix == "E":
-            return f"{n:.4g} {prefix}{unit}".rstrip()
+            break
         n /= 1000
-    raise AssertionError("every number has a prefix")
+    return f"{n:.4g} {prefix}{unit}".rstrip()
 
 
 def duration(seconds: float) -> str:

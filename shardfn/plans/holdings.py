@@ -262,7 +262,8 @@ def _stages(tree: Any) -> Iterator[Stage]:
     waiting: list[Plain] = []
     name = ""
     for accessor, leaf in zip(accessors, leaves, strict=True):
-        stage_name, path = _stage_of(accessor), dotted(accessor)
+        path, depth = dotted(accessor), 2 if len(accessor) > 2 and accessor[1].type in (list, tuple) else 1
+        stage_name = dotted(accessor[:depth]) if len(accessor) > 1 else ""  # as `shard` groups tensors by default
         if waiting and (stage_name != name or is_stage(leaf)):
             yield Stage(name, plain=tuple(waiting))
             waiting = []
@@ -274,12 +275,6 @@ def _stages(tree: Any) -> Iterator[Stage]:
             waiting.append(plain)
     if waiting:
         yield Stage(name, plain=tuple(waiting))
-
-
-def _stage_of(accessor: Any) -> str:
-    """Returns the name of the stage that `shard` would put a tensor in by default."""
-    depth = 2 if len(accessor) > 2 and accessor[1].type in (list, tuple) else 1
-    return dotted(accessor[:depth]) if len(accessor) > 1 else ""
 
 
 def _flat(flat: FlatShard, path: str, first_at: dict[int, str]) -> Flat:

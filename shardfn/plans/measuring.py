@@ -20,8 +20,7 @@ from shardfn.collectives.ledger import unrecorded
 from shardfn.compat import process_groups
 from shardfn.mesh.axes import device_of, sizes
 from shardfn.mesh.grid import show
-from shardfn.plans.chips import Chip
-from shardfn.plans.links import OPERATIONS, Curve, Links, nodes_of
+from shardfn.plans.machines import OPERATIONS, Chip, Curve, Links, nodes_of
 from shardfn.quoting import short, short_errors
 
 if TYPE_CHECKING:

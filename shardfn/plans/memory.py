@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +135,10 @@ def memory(
     leaves = {id(leaf.values if is_flat(leaf) else leaf): leaf for leaf in all_leaves}.values()  # shared tensors once
     state = [] if optimizer is None else _state(optimizer, tree)
     return Memory(
-        parameters=together(_parameter(leaf) for leaf in leaves),
+        parameters=together(
+            on(x.layout.placement.tiers.params, x.values.nbytes, x.layout) if is_flat(x) else Bytes(x.nbytes)
+            for x in leaves
+        ),
         gradients=together(_gradient(leaf) for leaf in leaves),
         state=together(on(tier, x, layout) for x, tier, layout in state),
     )
@@ -241,18 +244,9 @@ def on(tier: str, x: Tensor | int, layout: Layout | None) -> Bytes:
     nbytes = x if isinstance(x, int) else x.untyped_storage().nbytes()
     if tier == "disk":
         return Bytes(disk=-(-nbytes // ALIGNMENT) * ALIGNMENT)
-    return Bytes(host=nbytes) if tier == "host" and _apart(layout) else Bytes(nbytes)
-
-
-def _apart(layout: Layout | None) -> bool:
-    """Whether the host's memory is separate from the device's."""
-    return layout is not None and mesh_of(layout.grid, f"stage {layout.stage!r}").device_type != "cpu"
-
-
-def _parameter(leaf: Any) -> Bytes:
-    if is_flat(leaf):
-        return on(leaf.layout.placement.tiers.params, leaf.values.nbytes, leaf.layout)
-    return on("device", leaf.nbytes, None)
+    if tier == "host" and layout is not None and mesh_of(layout.grid, f"stage {layout.stage!r}").device_type != "cpu":
+        return Bytes(host=nbytes)
+    return Bytes(nbytes)
 
 
 def _gradient(leaf: Any) -> Bytes:
@@ -285,22 +279,16 @@ def _state(optimizer: Optimizer, tree: Any) -> list[tuple[Tensor, str, Layout | 
     seen = {autograd.storage_of(x) for x in optree.tree_leaves(tree) if isinstance(x, Tensor)}
     flats = [leaf for leaf in optree.tree_leaves(tree, is_leaf=is_flat) if is_flat(leaf)]
     offloaded = [flat.layout.placement.tiers.params != "device" for flat in flats]
+    default_tier = "host" if offloaded and all(offloaded) else "device"
     tensors = []
-    for x, layout in _tensors(state):
-        if autograd.storage_of(x) in seen:
-            continue
-        seen.add(autograd.storage_of(x))
-        default_tier = "host" if offloaded and all(offloaded) else "device"
-        tensors.append((x, placing.intended(x) or (layout.placement.tiers.state if layout else default_tier), layout))
-    return tensors
-
-
-def _tensors(state: Any) -> Iterator[tuple[Tensor, Layout | None]]:
-    """Yields each tensor with the layout of the node that contains it."""
     for node in optree.tree_leaves(state, is_leaf=_has_layout):
+        layout = node.layout if _has_layout(node) else None
+        tier = layout.placement.tiers.state if layout else default_tier
         for x in optree.tree_leaves(node):
-            if isinstance(x, Tensor):
-                yield x, node.layout if _has_layout(node) else None
+            if isinstance(x, Tensor) and autograd.storage_of(x) not in seen:
+                seen.add(autograd.storage_of(x))
+                tensors.append((x, placing.intended(x) or tier, layout))
+    return tensors
 
 
 def _has_layout(node: Any) -> bool:

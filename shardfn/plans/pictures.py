@@ -99,19 +99,23 @@ def write_page(path: str | os.PathLike[str], shown: Sequence[tuple[Plan, Times |
 def _panel(plan: Plan, times: Times | None) -> dict[str, Any]:
     drawing = plan.drawing(times)
     unit = NANO if drawing.seconds else 1
-    words, colors, kinds = _Numbered(), stage_colors(plan.works), kind_colors(plan.held)
-    works = plan.works
+    colors, kinds, works = stage_colors(plan.works), kind_colors(plan.held), plan.works
+    numbers: dict[str, int] = {}
+
+    def numbered(words: Iterable[str]) -> list[int]:
+        return [numbers.setdefault(word, len(numbers)) for word in words]
+
     columns = {
         "lane": drawing.lane,
         "begin": [round(t * unit) for t in drawing.begin],
         "end": [round(t * unit) for t in drawing.end],
-        "color": words.of(colors[work.stage, work.phase] for work in works),
-        "kind": words.of(work.kind for work in works),
-        "stage": words.of(work.stage for work in works),
-        "phase": words.of(work.phase for work in works),
-        "axis": words.of(" x ".join(work.axis) for work in works),
-        "dtype": words.of(work.dtype or " and ".join(work.flops) for work in works),
-        "where": words.of(work.where for work in works),
+        "color": numbered(colors[work.stage, work.phase] for work in works),
+        "kind": numbered(work.kind for work in works),
+        "stage": numbered(work.stage for work in works),
+        "phase": numbered(work.phase for work in works),
+        "axis": numbered(" x ".join(work.axis) for work in works),
+        "dtype": numbered(work.dtype or " and ".join(work.flops) for work in works),
+        "where": numbered(work.where for work in works),
         "launches": [work.launches for work in works],
         "flops": [sum(work.flops.values()) for work in works],
         "moved": [work.moved for work in works],
@@ -124,7 +128,7 @@ def _panel(plan: Plan, times: Times | None) -> dict[str, Any]:
         "seconds": drawing.seconds,
         "whole": round(drawing.whole * unit),
         "lanes": drawing.lanes,
-        "words": words.all,
+        "words": list(numbers),
         "works": columns,
         "kinds": [[kind, color] for kind, color in kinds.items()],
         "held": [[round(t * unit) for t in drawing.held], *([one.kinds.get(k, 0) for one in plan.held] for k in kinds)],
@@ -134,20 +138,6 @@ def _panel(plan: Plan, times: Times | None) -> dict[str, Any]:
             "told": f"peak {byte_count(plan.peak.total)}: {peak_told(works, plan.peak)}",
         },
     }
-
-
-class _Numbered:
-    """Words by number, each once."""
-
-    def __init__(self) -> None:
-        self.number: dict[str, int] = {}
-
-    def of(self, words: Iterable[str]) -> list[int]:
-        return [self.number.setdefault(word, len(self.number)) for word in words]
-
-    @property
-    def all(self) -> list[str]:
-        return list(self.number)
 
 
 # --- a trace in the "Trace Event Format", which chrome://tracing and Perfetto open ---

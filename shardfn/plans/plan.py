@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardfn.collectives.ledger import Ledger
 from shardfn.plans import fits, pictures, table, timeline
-from shardfn.plans.chips import Chip
 from shardfn.plans.drawing import Drawing, Times, drawing
 from shardfn.plans.fits import RESERVE, Fit
-from shardfn.plans.links import Links
+from shardfn.plans.machines import Chip, Links
 from shardfn.plans.printed import Line, Printed, need_matplotlib, save_figure
 from shardfn.plans.schedule import Allocation, Held, Work
 from shardfn.plans.timeline import Timeline
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
 VERSION = 1  # of the files
 PHASES = ("forward", "backward", "recompute", "update")
+_BACKWARD = ("backward", "recompute")
 
 
 @dataclass(frozen=True, repr=False)
@@ -146,7 +146,14 @@ class Plan(Printed):
         """
         if not isinstance(log, Ledger):
             raise TypeError(f"check: the log is of type {type(log).__name__}, not a Ledger: `with ledger() as log:`")
-        planned, ran = list(map(_planned, self.collectives)), list(map(_ran, log.records))
+        planned: list[_Known] = [
+            (work.kind, work.axis, work.stage, work.dtype, work.sent, work.scheduled, work.phase in _BACKWARD)
+            for work in self.collectives
+        ]
+        ran: list[_Known] = [
+            (x.op, x.axis, x.stage, str(x.dtype).removeprefix("torch."), x.bytes, x.scheduled, x.backward)
+            for x in log.records
+        ]
         missing, more = Counter(planned) - Counter(ran), Counter(ran) - Counter(planned)
         if not missing and not more:
             return
@@ -342,16 +349,6 @@ def _read(values: dict[str, Any], where: str) -> dict[str, Any]:
 
 _Known = tuple[str, tuple[str, ...], str, str, int, bool, bool]
 """What a plan and a ledger both know of a collective."""
-
-
-def _planned(work: Work) -> _Known:
-    backward = work.phase in ("backward", "recompute")
-    return work.kind, work.axis, work.stage, work.dtype, work.sent, work.scheduled, backward
-
-
-def _ran(entry: Any) -> _Known:
-    dtype = str(entry.dtype).removeprefix("torch.")
-    return entry.op, entry.axis, entry.stage, dtype, entry.bytes, entry.scheduled, entry.backward
 
 
 def _told(entry: _Known) -> str:

@@ -10,8 +10,7 @@ import math
 from collections.abc import Iterable
 from typing import TypeVar
 
-from shardfn.plans.chips import Chip
-from shardfn.plans.links import Curve, Links
+from shardfn.plans.machines import Chip, Curve, Links
 from shardfn.quoting import listed, short
 
 T = TypeVar("T")

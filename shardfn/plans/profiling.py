@@ -222,10 +222,10 @@ class _Timer(Recorder):
         """Returns a plan with the times of its works."""
         spans = [self.spans[draft] for draft in self.works]
         seconds = self.clock.seconds([mark for span in spans for mark in span]) if spans else []
-        begins, ends = _since_first(seconds[::2], seconds[1::2])
+        first = min(seconds[::2], default=0.0)
+        begins, ends = (tuple(t - first for t in times) for times in (seconds[::2], seconds[1::2]))
         works = tuple(_apart(plan.works, begins, ends))
-        facts = {one.name: getattr(plan, one.name) for one in dataclasses.fields(plan)}
-        return Profile(**facts | {"works": works, "begins": begins, "ends": ends})
+        return Profile(**vars(plan) | {"works": works, "begins": begins, "ends": ends})
 
 
 class _Seen(modes.Watching):
@@ -248,12 +248,6 @@ def _moved(args: Any, out: Any) -> Tensor | None:
     if not isinstance(out, Tensor) or not given or given[-1].device.type == out.device.type:
         return None
     return given[-1]
-
-
-def _since_first(begins: Sequence[float], ends: Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Times since the earliest."""
-    first = min(begins, default=0.0)
-    return tuple(t - first for t in begins), tuple(t - first for t in ends)
 
 
 def _apart(works: Sequence[Work], begins: Sequence[float], ends: Sequence[float]) -> Iterator[Work]:

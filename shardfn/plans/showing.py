@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from shardfn.compat import process_groups
 from shardfn.mesh.grid import Grid
 from shardfn.plans.colors import colors, over
-from shardfn.plans.holdings import Flat, Held, Plain, Section, Stage, along, lives, owners, pieces_of, sections, word
+from shardfn.plans.holdings import Flat, Held, Section, Stage, along, lives, owners, pieces_of, sections, word
 from shardfn.plans.printed import WIDE, Line, Printed, need_matplotlib, save_figure
 from shardfn.quoting import byte_count
 from shardfn.shards.layout import Layout, Range
@@ -200,7 +200,8 @@ class Page:
             names = _column([tensor.path or "(itself)" for tensor in first.plain], self.width)
             shapes = _column([str(list(tensor.shape)) for tensor in first.plain], self.width)
             for tensor, path, shape in zip(first.plain, names, shapes, strict=True):
-                yield [(f"  {path}  ", ""), (f"{shape}  ", "dim"), (_plain(tensor), "")]
+                words = tensor.dtype, byte_count(tensor.nbytes) if tensor.nbytes else "", tensor.note
+                yield [(f"  {path}  ", ""), (f"{shape}  ", "dim"), (", ".join(filter(None, words)), "")]
 
     def _filled(self, name: str, text: str) -> Iterator[Line]:
         head, *more = textwrap.wrap(name.replace(" ", KEPT) + text, self.width, subsequent_indent="    ")
@@ -422,10 +423,6 @@ def _stretch(layout: Layout, number: int, shades: dict[int, str], bar: int) -> L
     mark = "━" if entry.numel else "·"
     line = [(mark * len(list(same_color)), color) for color, same_color in itertools.groupby(shown)]
     return [(" " * start, ""), *line, (" " * (bar - stop + 1), "")]
-
-
-def _plain(tensor: Plain) -> str:
-    return ", ".join(filter(None, (tensor.dtype, byte_count(tensor.nbytes) if tensor.nbytes else "", tensor.note)))
 
 
 def some_of(count: int, room: int) -> list[int | None]:

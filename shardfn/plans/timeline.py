@@ -9,9 +9,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from shardfn.plans import presets
-from shardfn.plans.chips import Chip
 from shardfn.plans.drawing import duration
-from shardfn.plans.links import Links, nodes_of
+from shardfn.plans.machines import Chip, Links, nodes_of
 from shardfn.plans.schedule import Work
 from shardfn.quoting import short, short_errors
 

@@ -13,8 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardfn.plans.chips import Chip
-from shardfn.plans.links import Links
+from shardfn.plans.machines import Chip, Links
 from shardfn.plans.plan import Plan
 from shardfn.plans.timeline import Timeline
 from shardfn.shapes.settings import Setting, planned
