@@ -21,7 +21,7 @@ from shardfn.compat.flops import flops_of, traffic_of
 from shardfn.plans.places import Place, Places
 from shardfn.plans.schedule import Work
 from shardfn.simulated.clocks import HOST
-from shardfn.simulated.device import Device
+from shardfn.simulated.device import Device, Listener
 from shardfn.simulated.operations import NAME, launches, second
 from shardfn.simulated.shapes import tensors_in
 from shardfn.tiers.files import ALIGNMENT
@@ -94,7 +94,7 @@ class _Records(list[Record]):
         self._recorder.recorded(entry)
 
 
-class Recorder:
+class Recorder(Listener):
     """Is told by the device what a program does.
 
     Attributes:

@@ -63,7 +63,8 @@ class Graph:
             found = optree.tree_leaves(func(*values[0], **values[1]))
             for into, x in zip(results, found, strict=True):
                 if into is not None:
-                    into.copy_(_arrived(func, x))
+                    sent = func.namespace == "_c10d_functional"
+                    into.copy_(torch.ops._c10d_functional.wait_tensor(x) if sent else x)
 
         self.runs.append(run)
 
@@ -192,7 +193,3 @@ def _value(x: Any) -> Any:
     if isinstance(x, torch.device):
         return torch.device("cpu")
     return shadow(x) if _ours(x) else x
-
-
-def _arrived(func: Any, x: Tensor) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(x) if func.namespace == "_c10d_functional" else x

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from shardfn.testing import stacks
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,7 @@ class Failure:
 
     def as_exception(self) -> BaseException:
         """The original exception, or the nearest thing to it."""
-        if self.exception is not None:
-            return self.exception
-        kinds = {"raised": RuntimeError, "died": ChildProcessError, "waiting": TimeoutError}
-        return kinds[self.how](str(self))
+        return RuntimeError(str(self)) if self.exception is None else self.exception
 
 
 Outcome = Returned | Failure
@@ -77,6 +76,12 @@ def failure_of(error: BaseException, skip: int = 0) -> Failure:
     return Failure("raised", type(error).__qualname__, str(error), text, error)
 
 
+def waiting(frames: Sequence[stacks.Frame], text: str) -> Failure:
+    """The failure of a rank that never answered, with its stack: the frames, and a text of them."""
+    place = stacks.where(frames)
+    return Failure("waiting", "TimeoutError", place, text, TimeoutError(place))
+
+
 def raise_failures(outcomes: list[Outcome], ranks: tuple[int, ...], what: str, deadline: float) -> None:
     """Raises one error for all failures among `outcomes`, if there are any.
 
@@ -103,8 +108,8 @@ def _text(head: str, failures: Mapping[int, Failure]) -> str:
     for rank, failure in failures.items():
         groups.setdefault((str(failure), failure.traceback), []).append(rank)
     lines = [f"  {_ranks(ranks)}: {why}" for (why, _), ranks in groups.items()]
-    stacks = [f"--- {_ranks(ranks)} ---\n{stack.rstrip()}" for (_, stack), ranks in groups.items() if stack]
-    return "\n".join([head, *lines, *stacks])
+    texts = [f"--- {_ranks(ranks)} ---\n{stack.rstrip()}" for (_, stack), ranks in groups.items() if stack]
+    return "\n".join([head, *lines, *texts])
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import NoReturn
 
 _REQUEST = struct.Struct("ii")
 _NUMBER = struct.Struct("q")
@@ -30,7 +31,8 @@ _PING, _PONG = (-1, -1), b"."
 _PATIENCE = 120.0  # on a busy machine imports take that long
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from shardfn.testing.forkserver import main; main(int(sys.argv[1]), sys.argv[3:])"
+    "from shardfn.testing.forkserver import main; from shardfn.testing.processes import serve; "
+    "main(int(sys.argv[1]), sys.argv[3:], serve)"
 )
 _HEAVY = ("pytest", "hypothesis", "optree", "numpy", "torch._dynamo")  # preloaded if the caller has loaded them
 _preloads: list[str] = []
@@ -152,13 +154,9 @@ def _stop() -> None:
         _current.close()
 
 
-def main(control: int, preload: list[str]) -> None:
+def main(control: int, preload: list[str], serve: Callable[[int, int, int, int], NoReturn]) -> None:
     """The fork server itself: imports modules, then serves requests until the other end closes."""
-    warnings.simplefilter("ignore")  # from the imports below, and from fork in a process with threads
-    import torch.distributed  # noqa: F401
-
-    from shardfn.testing import worker
-
+    warnings.simplefilter("ignore")  # from preloads, and from fork in a process with threads
     for name in preload:
         with contextlib.suppress(ImportError):
             __import__(name)
@@ -167,7 +165,7 @@ def main(control: int, preload: list[str]) -> None:
         task = _serve(channel)
     if task is None:
         os._exit(0)  # tearing torch down at interpreter exit is slow
-    worker.serve(*task)
+    serve(*task)
 
 
 def _serve(control: socket.socket) -> tuple[int, int, int, int] | None:

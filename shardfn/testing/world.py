@@ -12,9 +12,8 @@ from typing import Any, Literal, Protocol, Self, get_args
 
 from shardfn.testing import serialization
 from shardfn.testing.errors import Failure, Outcome, Returned, raise_failures
-from shardfn.testing.fake import Fake
 from shardfn.testing.processes import Processes
-from shardfn.testing.threads import Threads
+from shardfn.testing.threads import Fake, Threads
 
 Kind = Literal["processes", "threads", "fake", "alone"]
 
@@ -150,16 +149,11 @@ def _ranks(size: int, kind: Kind, ranks: Sequence[int] | None) -> tuple[int, ...
 
 
 def _engine(size: int, kind: Kind, ranks: tuple[int, ...]) -> _Engine:
-    match kind:
-        case "processes":
-            return Processes(size)
-        case "threads":
-            return Threads(size)
-        case "alone":
-            return Processes(size, alone=True)
-        case "fake":
-            return Fake(size, ranks)
-    raise ValueError(f"kind={kind!r} is not one of {', '.join(map(repr, get_args(Kind)))}")
+    if kind not in get_args(Kind):
+        raise ValueError(f"kind={kind!r} is not one of {', '.join(map(repr, get_args(Kind)))}")
+    if kind == "fake":
+        return Fake(size, ranks)
+    return Threads(size) if kind == "threads" else Processes(size, alone=kind == "alone")
 
 
 def _name(fn: Callable[..., Any]) -> str:
