@@ -7,7 +7,7 @@ from typing import Any
 
 from shardfn.translate import deepspeed, fsdp, precision
 from shardfn.translate.draft import Draft
-from shardfn.translate.schema import By, Section, Table, Whole, always, each, flag, meant, missing, read, sets, yours
+from shardfn.translate.schema import By, Section, Table, always, each, flag, meant, missing, read, sets, yours
 from shardfn.translate.values import TranslateError, dtype, lower, on, shown, spellings, whole, word
 
 _ORDER = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -46,7 +46,7 @@ PLUGIN: Table = {
     **fsdp.SHARED,
     **each("fsdp_version version", _VERSION),
     "sharding_strategy": STRATEGY,
-    "reshard_after_forward": Whole(_reshard),
+    "reshard_after_forward": _reshard,
     "backward_prefetch_policy": fsdp.PREFETCH,
     "mixed_precision_policy": precision.POLICIES,
     "auto_wrap_policy": _WRAP,
@@ -100,7 +100,7 @@ def _of_file(draft: Draft, key: str, value: Any) -> None:
 
 _MOE = missing("stages={...} of functional: the outermost match is one stage", "None")
 DEEPSPEED: Table = {
-    **each("deepspeed_config_file hf_ds_config", Whole(_of_file)),
+    **each("deepspeed_config_file hf_ds_config", _of_file),
     "zero_stage": deepspeed.STAGE,
     "gradient_accumulation_steps": deepspeed.ACCUMULATE,
     "gradient_clipping": deepspeed.CLIP,
@@ -159,7 +159,7 @@ def _if_compiled(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, 
 _PRECISION = By(
     {
         "no": always("the default: all in the dtype of the parameters"),
-        **each("bf16 fp16", Whole(lambda draft, key, value: low(draft, key, value, value))),
+        **each("bf16 fp16", lambda draft, key, value: low(draft, key, value, value)),
         "fp8": missing("products are of 16 bits or more"),
     }
 )

@@ -8,7 +8,7 @@ from typing import Any
 from shardfn.translate import fsdp, optimizers, precision
 from shardfn.translate.draft import Draft, Name
 from shardfn.translate.optimizers import Kind, steps_of
-from shardfn.translate.schema import By, Section, Table, Whole, always, each, flag, meant, missing, sets, unsaid, yours
+from shardfn.translate.schema import By, Section, Table, always, each, flag, meant, missing, sets, unsaid, yours
 from shardfn.translate.values import TranslateError, dtype, natural, number, whole, whole_or_all, word
 
 _LOOP = yours("sf.run.loop is a function; what it is given is yours: docs/how-to/run-a-loop.md")
@@ -32,7 +32,7 @@ def _mixed(draft: Draft, key: str, value: Any) -> None:
 
 
 _MIXED = By(
-    {**each("DEFAULT PURE", Whole(_mixed)), "FULL": always("all in the dtype of the parameters")},
+    {**each("DEFAULT PURE", _mixed), "FULL": always("all in the dtype of the parameters")},
     precision.POLICIES.otherwise,
     said="DEFAULT, PURE or FULL",
 )
@@ -113,7 +113,7 @@ def _low(draft: Draft, key: str, value: Any) -> None:
 _PRECISION = By(
     {
         "fp32": always("the default: all in float32"),
-        **each("amp_fp16 amp_bf16", Whole(_low)),
+        **each("amp_fp16 amp_bf16", _low),
         "amp_fp8": missing("products are of 16 bits or more"),
     }
 )
@@ -178,9 +178,9 @@ CONFIG: Table = {
     ),
     "accumulate_train_batch_on_tokens": flag(missing(_EACH_ONCE), always("micro-batches weigh by their rows")),
     "global_train_batch_size": sets("rows of a step, on all ranks", train_batch=whole),
-    "algorithms": Whole(_algorithms),
-    "optimizer": Whole(_optimizer),
-    "scheduler": Whole(_scheduler),
+    "algorithms": _algorithms,
+    "optimizer": _optimizer,
+    "scheduler": _scheduler,
     "max_duration": yours("steps= of sf.run.loop, and of the schedule", steps=lambda key, value: steps_of(value)),
     "save_num_checkpoints_to_keep": sets("keep= of checkpoint.save", keep=whole_or_all, save="sharded"),
     "seed": yours("seed= of sf.run.batches and sf.run.loop", seed=natural),

@@ -103,12 +103,6 @@ class Draft:
         self.row(key, value, "open", f"{text}; {then}" if then else text)
         return self.name(name, about)
 
-    def strangers(self, key: str, given: Mapping[str, Any], known: str) -> None:
-        """Adds a row for each argument that is not one of the words in `known`."""
-        for name, argument in given.items():
-            if name not in known.split():
-                self.row(f"{key}.{name}", argument, "unknown", "no argument that is known here")
-
     def settings(self, key: str, value: Any) -> dict[str, Any] | None:
         """The contents of a mapping or a call; None if there are none, or they are not in the file.
 

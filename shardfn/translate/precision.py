@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardfn.translate.draft import Draft
-from shardfn.translate.schema import By, Section, Table, Whole, always, each, flag, missing, sets
+from shardfn.translate.schema import By, Section, Table, always, each, flag, missing, sets
 from shardfn.translate.values import dtype, is_open, natural, positive, whole
 
 _FACTS = {
@@ -97,16 +97,9 @@ def bits(low_dtype: str) -> Section:
     def enabled(draft: Draft, key: str, value: Any) -> None:
         draft.row(key, value, "becomes", f"{of_stages(draft, low_dtype, key, 'deepspeed')}: {low_dtype}")
 
-    def after(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
-        if low_dtype == "torch.float16":
-            defaults(draft, prefix, given)
-
-    table: Table = {**SIXTEEN, "enabled": Whole(enabled)}
+    after = defaults if low_dtype == "torch.float16" else None
+    table: Table = {**SIXTEEN, "enabled": enabled}
     return Section(table, "DeepSpeed", "enabled", first="enabled", before=where_adapting, after=after)
-
-
-def _autocast_by_default(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
-    draft.say("autocast", draft.get("autocast", "torch.bfloat16"), f"{prefix}enabled")
 
 
 AUTOCAST = Section(
@@ -117,7 +110,7 @@ AUTOCAST = Section(
     },
     "torch_autocast",
     "enabled",
-    after=_autocast_by_default,
+    after=lambda draft, prefix, _: draft.say("autocast", draft.get("autocast", "torch.bfloat16"), f"{prefix}enabled"),
 )
 ACCUMULATED = By(
     {
