@@ -57,17 +57,12 @@ class Chip:
 
     def __post_init__(self) -> None:
         figures = {f"rates[{dtype!r}]": rate for dtype, rate in self.rates.items()}
-        figures |= {name: getattr(self, name) for name in ("bandwidth", "memory", "efficiency", "reach")}
-        for name, figure in figures.items():
-            if not isinstance(figure, (int, float)) or not figure > 0:
-                raise ValueError(
-                    f"Chip {short(repr(self.name))}: {name}={short(repr(figure))}; it is a positive number"
-                )
-        for name, least in (("launch", self.launch), ("host", self.host)):
-            if not isinstance(least, (int, float)) or not least >= 0:
-                raise ValueError(
-                    f"Chip {short(repr(self.name))}: {name}={short(repr(least))}; it is seconds, 0 or more"
-                )
+        names = ("bandwidth", "memory", "efficiency", "reach", "launch", "host")
+        for name, figure in (figures | {name: getattr(self, name) for name in names}).items():
+            seconds = name in ("launch", "host")
+            if not isinstance(figure, (int, float)) or not (figure >= 0 if seconds else figure > 0):
+                what = "seconds, 0 or more" if seconds else "a positive number"
+                raise ValueError(f"Chip {short(repr(self.name))}: {name}={short(repr(figure))}; it is {what}")
 
     def seconds(self, work: Work) -> float:
         """Returns the time of computing: that of its arithmetic, of its memory traffic or of its launches.

@@ -110,16 +110,11 @@ def _panel(plan: Plan, times: Times | None) -> dict[str, Any]:
         "begin": [round(t * unit) for t in drawing.begin],
         "end": [round(t * unit) for t in drawing.end],
         "color": numbered(colors[work.stage, work.phase] for work in works),
-        "kind": numbered(work.kind for work in works),
-        "stage": numbered(work.stage for work in works),
-        "phase": numbered(work.phase for work in works),
         "axis": numbered(" x ".join(work.axis) for work in works),
         "dtype": numbered(work.dtype or " and ".join(work.flops) for work in works),
-        "where": numbered(work.where for work in works),
-        "launches": [work.launches for work in works],
         "flops": [sum(work.flops.values()) for work in works],
-        "moved": [work.moved for work in works],
-        "sent": [work.sent for work in works],
+        **{name: numbered(getattr(work, name) for work in works) for name in ("kind", "stage", "phase", "where")},
+        **{name: [getattr(work, name) for work in works] for name in ("launches", "moved", "sent")},
     }
     mesh = ", ".join(f"{name}={size}" for name, size in plan.mesh.items())
     took = f", {duration(drawing.whole)}" if drawing.seconds else ", in the order of issue"

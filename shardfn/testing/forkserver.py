@@ -58,6 +58,8 @@ class ForkServer:
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._control, remote = socket.socketpair()
+        loopback = "lo" if sys.platform == "linux" else "lo0"
+        changes = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback, "TORCH_CPP_LOG_LEVEL": "ERROR"}
         path = json.dumps([entry or os.getcwd() for entry in sys.path])
         preload = [*(name for name in _HEAVY if name in sys.modules and find_spec(name)), *_preloads]
         with remote:
@@ -65,7 +67,7 @@ class ForkServer:
                 [sys.executable, "-c", _BOOT, str(remote.fileno()), path, *preload],
                 pass_fds=[remote.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=_environment(),
+                env={**os.environ, **changes},
                 start_new_session=True,
             )
 
@@ -109,12 +111,6 @@ class ForkServer:
         except subprocess.TimeoutExpired:  # stuck in an import, say
             self._process.kill()
             self._process.wait()
-
-
-def _environment() -> dict[str, str]:
-    loopback = "lo" if sys.platform == "linux" else "lo0"
-    changes = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    return {**os.environ, **changes}
 
 
 def _read(descriptor: int, timeout: float) -> bytes:

@@ -73,7 +73,12 @@ class Processes:
 
     def close(self) -> None:
         """Stops the processes, gracefully if possible."""
-        _leave(self._ranks)
+        limit = time.monotonic() + 2.0
+        for rank in self._ranks:
+            with contextlib.suppress(ConnectionError):
+                rank.channel.send_bytes(b"")
+        for rank in self._ranks:
+            wait([rank.child.status], max(0.0, limit - time.monotonic()))
         self._stop()
 
     def _stop(self) -> None:
@@ -189,16 +194,6 @@ def _settled(rank: _Rank, length: int, patience: float = 2.0) -> str:
 
 def _log(rank: _Rank) -> str:
     return os.pread(rank.log.fileno(), 1 << 20, 0).decode(errors="replace")
-
-
-def _leave(ranks: Sequence[_Rank], patience: float = 2.0) -> None:
-    """Asks the ranks to exit, and waits for at most `patience` seconds."""
-    limit = time.monotonic() + patience
-    for rank in ranks:
-        with contextlib.suppress(ConnectionError):
-            rank.channel.send_bytes(b"")
-    for rank in ranks:
-        wait([rank.child.status], max(0.0, limit - time.monotonic()))
 
 
 def _kill(ranks: list[_Rank], owner: int) -> None:

@@ -66,7 +66,7 @@ def plugin(table: Table = PLUGIN, name: str = "") -> Section:
     """The section of FullyShardedDataParallelPlugin's arguments; in YAML their names begin with `fsdp_`."""
     prefixed = {key if key.startswith(name) else f"{name}{key}": meaning for key, meaning in table.items()}
 
-    def before(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
+    def before(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
         version = whole(f"{prefix}fsdp_version", given.get("fsdp_version", given.get("version", 1)))
         draft.put("kind", "fsdp2" if version == 2 else "fsdp1")
         offloaded, checkpointed = f"{name}activation_checkpointing_offload", f"{name}activation_checkpointing"
@@ -84,7 +84,6 @@ def plugin(table: Table = PLUGIN, name: str = "") -> Section:
         for key, meaning in ignored.items():
             if key in given:
                 meant(draft, f"{prefix}{key}", given.pop(key), meaning)
-        return given
 
     return Section(prefixed, "Accelerate's FSDP", cut="full_shard", before=before)
 
@@ -144,16 +143,16 @@ _DYNAMO: Table = {
 }
 
 
-def _if_compiled(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
+def _if_compiled(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
     """Leaves the arguments of torch.compile to read if anything is compiled."""
     unprefixed = {name.removeprefix("dynamo_"): setting for name, setting in given.items()}
     if not {"NO", "NONE", ""}.intersection(spellings(unprefixed.get("backend"))) and not on(
         f"{prefix}disable", unprefixed.get("disable", False)
     ):
-        return given
+        return
     for name, setting in given.items():
         draft.row(f"{prefix}{name}", setting, "always", "nothing is compiled")
-    return {}
+    given.clear()
 
 
 _PRECISION = By(
@@ -212,7 +211,7 @@ CONFIG: Table = {
 }
 
 
-def _one_strategy(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
+def _one_strategy(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
     if given.get("fsdp_config") and given.get("deepspeed_config"):
         raise TranslateError("fsdp_config and deepspeed_config: two strategies in one file; leave one of them")
     kind = word(given.get("distributed_type", "NO"))
@@ -224,7 +223,6 @@ def _one_strategy(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str,
     for section in ("fsdp_config", "deepspeed_config"):
         if section in given and given[section] in (None, {}):
             draft.row(section, given.pop(section), "always", "it says nothing")
-    return given
 
 
 FILE = Section(CONFIG, "Accelerate", first="distributed_type fsdp_config deepspeed_config", before=_one_strategy)

@@ -75,7 +75,7 @@ TP: Table = {
 }
 
 
-def _of_one_number(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
+def _of_one_number(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
     """Takes out the keys that other keys of the section overrule."""
     if given.get("activation_checkpointing") and given.get("activation_cpu_offload"):
         remat = given.pop("activation_checkpointing")
@@ -85,7 +85,6 @@ def _of_one_number(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str
     for name, counts in (("forward_prefetch_limit", forward), ("backward_prefetch_limit", backward)):
         if name in given and not counts:
             draft.row(f"{prefix}{name}", given.pop(name), "always", "prefetch= is one number for both directions")
-    return given
 
 
 def _mixed_by_default(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
@@ -99,10 +98,9 @@ _FSDP, _FSDP2 = (
 _PARTS = {"fsdp": _FSDP, "fsdp2": _FSDP2, "tp": Section(TP, "Composer")}
 
 
-def _one_of_two(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
+def _one_of_two(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
     if given.get("fsdp") is not None and given.get("fsdp2") is not None:
         raise TranslateError(f"{prefix}fsdp and fsdp2: two strategies in one file; leave one of them")
-    return given
 
 
 def _low(draft: Draft, key: str, value: Any) -> None:
@@ -221,13 +219,12 @@ CONFIG: Table = {
 }
 
 
-def _one_strategy(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
+def _one_strategy(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
     if given.get("parallelism_config") and given.get("fsdp_config"):
         raise TranslateError("parallelism_config and fsdp_config: two strategies in one file; leave one of them")
     draft.put("total", steps_of(given.get("max_duration")))
     mode = word(given.get("precision", "")).lower()
     draft.put("low", dtype("precision", mode) if mode in ("fp32", "amp_fp16", "amp_bf16") else None)
-    return given
 
 
 FILE = Section(CONFIG, "Composer", first="precision", before=_one_strategy)

@@ -60,10 +60,9 @@ _TIERS: Table = {
 
 
 def _offload(where: By) -> Section:
-    def before(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
+    def before(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
         if "nvme_path" in given and word(given.get("device", "none")) != "NVME":
             draft.row(f"{prefix}nvme_path", given.pop("nvme_path"), "always", "of no effect without nvme")
-        return given
 
     return Section({"device": where, **_TIERS}, "DeepSpeed", before=before)
 
@@ -278,12 +277,11 @@ CONFIG: Table = {
 }
 
 
-def _one_of_16_bits(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
+def _one_of_16_bits(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
     sections = {key: given[key] for key in ("bf16", "bfloat16", "fp16") if isinstance(given.get(key), Mapping)}
     enabled = [key for key, section in sections.items() if section.get("enabled") is True]
     if len(enabled) > 1:
         raise TranslateError(f"{enabled[0]} and {enabled[1]} are both enabled")
-    return given
 
 
 FILE = Section(CONFIG, "DeepSpeed", last="bf16 bfloat16 fp16", cut="ddp", before=_one_of_16_bits)

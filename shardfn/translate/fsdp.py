@@ -160,13 +160,12 @@ _VALUE: Table = {
 _FACTOR: Table = {"factor": sets("sf.psum of the loss, divided by it", name="divide_factor", divide=number)}
 
 
-def _of_module(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
+def _of_module(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
     """Moves the arguments of a module's own `clip_grad_norm_(max_norm)`, which has no `parameters`, to their names."""
     if "max_norm" not in given or isinstance(given.get("parameters"), (int, float)):
         names = [name for name in ("max_norm", "norm_type") if name not in given or name == "max_norm"]
         moved = [given.pop(name) for name in ("parameters", "max_norm") if name in given]
         given |= dict(zip(names, moved, strict=False))
-    return given
 
 
 _MICRO = missing("sf.accumulate(loss, batches): its defer= says what waits for the last micro-batch")

@@ -55,13 +55,12 @@ SCALING: Table = {
 }
 
 
-def where_adapting(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
+def where_adapting(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
     """Takes out the keys that have no effect with a fixed scale."""
     scale = given.get("loss_scale", 0)
     for name in ("initial_scale_power", "loss_scale_window"):
         if name in given and not is_open(scale) and positive(f"{prefix}loss_scale", scale):
             draft.row(f"{prefix}{name}", given.pop(name), "always", "of no effect with a fixed loss_scale")
-    return given
 
 
 def defaults(draft: Draft, prefix: str, given: dict[str, Any]) -> None:

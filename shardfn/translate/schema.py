@@ -70,7 +70,7 @@ class Section:
         itself: the meaning of the call itself, besides those of its arguments.
         kind, cut: the kind of strategy that it is, and how it cuts unless a key says so.
         first, last: names of the keys that are read before, or after, the others, separated by spaces.
-        before: called with the draft, the prefix of keys and the settings; returns the settings that remain to be read.
+        before: called with the draft, the prefix of keys and the settings; it may take some out, which are not read.
         after: called with the same arguments, once they have been read.
     """
 
@@ -82,7 +82,7 @@ class Section:
     cut: str | None = None
     first: str = ""
     last: str = ""
-    before: Callable[[Draft, str, dict[str, Any]], dict[str, Any]] | None = None
+    before: Callable[[Draft, str, dict[str, Any]], None] | None = None
     after: Callable[[Draft, str, dict[str, Any]], None] | None = None
 
 
@@ -144,12 +144,13 @@ def read(draft: Draft, key: str, value: Any, section: Section) -> None:
         is_on = on(f"{prefix}{switch}", given.get(switch))
     if not is_on:
         section = Section(each(" ".join(section.table), always("switched off, as without it")), section.owner)
-    remaining = section.before(draft, prefix, given) if section.before else given
+    if section.before:
+        section.before(draft, prefix, given)
     first, last = section.first.split(), section.last.split()
-    for name in dict.fromkeys([*first, *(name for name in remaining if name not in last), *last]):
-        if name not in remaining:
+    for name in dict.fromkeys([*first, *(name for name in given if name not in last), *last]):
+        if name not in given:
             continue
-        setting, meaning = remaining[name], section.table.get(str(name))
+        setting, meaning = given[name], section.table.get(str(name))
         if meaning is not None:
             meant(draft, f"{prefix}{name}", setting, meaning)
         elif isinstance(setting, Source) and not str(name).isidentifier():
