@@ -70,7 +70,6 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", type=Path, metavar="FILE", help="write the plan, or the list, as JSON")
     command.add_argument("--html", type=Path, metavar="FILE", help="write a page with its timeline and its memory")
     command.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for chrome://tracing or Perfetto")
-    command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from shardfn.mesh.grid import Grid
@@ -30,11 +31,11 @@ def colors(section: Section) -> dict[int, str]:
 
 def main_axes(section: Section, grid: Grid) -> tuple[str, ...]:
     """Returns the axes that cut most of the bytes; all axes if none cuts any."""
-    whole: dict[tuple[str, ...], int] = {}
+    whole = Counter[tuple[str, ...]]()
     for flat in section.flats:
         axes = tuple(name for name in flat.layout.placement.axes if grid.size(name) > 1)
         if axes:
-            whole[axes] = whole.get(axes, 0) + flat.whole
+            whole[axes] += flat.whole
     return max(whole, key=lambda axes: whole[axes]) if whole else tuple(name for name, _ in grid.sizes)
 
 

@@ -220,7 +220,13 @@ def sections(tree: Any, mesh: DeviceMesh | None) -> tuple[Section, ...]:
         )
     stages = list(_stages(tree))
     if not stages:
-        raise ValueError(f"show: there is nothing to show, {_instead(tree)}")
+        leaves = optree.tree_leaves(tree)
+        if makers := sum(map(callable, leaves)):
+            instead = f"but {makers} makers, whose tensors are not there yet: pass what init or init_sharded returned"
+        else:
+            kinds = listed(sorted({type(leaf).__name__ for leaf in leaves}))
+            instead = f"neither flat shards nor tensors: the tree has {kinds or 'no leaves'}"
+        raise ValueError(f"show: there is nothing to show, {instead}")
     grids = list({flat.layout.grid: None for stage in stages for flat in stage.flats})
     given = _given(mesh, grids, stages)
     without_mesh = tuple(stage for stage in stages if not stage.flats)
@@ -243,15 +249,6 @@ def _given(mesh: DeviceMesh | None, grids: list[Grid], stages: list[Stage]) -> G
             f"is shown with what it has"
         )
     return grid
-
-
-def _instead(tree: Any) -> str:
-    leaves = optree.tree_leaves(tree)
-    makers = sum(map(callable, leaves))
-    if makers:
-        return f"but {makers} makers, whose tensors are not there yet: pass what init or init_sharded returned"
-    kinds = sorted({type(leaf).__name__ for leaf in leaves})
-    return f"neither flat shards nor tensors: the tree has {listed(kinds) if kinds else 'no leaves'}"
 
 
 def _stages(tree: Any) -> Iterator[Stage]:

@@ -136,7 +136,12 @@ class Links:
             )
         for operation, tables in self.curves.items():
             for spread, curve in tables.items():
-                _check(f"Links {self.name!r}: {operation} of {spread}", curve)
+                sizes = [size for size, _ in curve]
+                if not curve or sizes != sorted(set(sizes)) or min(min(pair) for pair in curve) <= 0:
+                    raise ValueError(
+                        f"Links {self.name!r}: {operation} of {spread}: a table is pairs of bytes and seconds, all "
+                        f"positive, with bytes growing; it is {short(curve)}"
+                    )
 
     def seconds(self, operation: str, sent: float, ranks: int, nodes: int = 1) -> float:
         """Returns the time of one collective that has its links to itself.
@@ -216,14 +221,6 @@ def _spread_over(
             over.append((n, longest * sent / most if sent >= most else _between(curve, sent)))
         by_ranks.append((own, _between(over, nodes)))
     return _between(by_ranks, ranks)
-
-
-def _check(name: str, curve: Curve) -> None:
-    sizes = [size for size, _ in curve]
-    if not curve or sizes != sorted(set(sizes)) or min(min(pair) for pair in curve) <= 0:
-        raise ValueError(
-            f"{name}: a table is pairs of bytes and seconds, all positive, with bytes growing; it is {short(curve)}"
-        )
 
 
 def _between(points: Sequence[tuple[float, float]], x: float) -> float:

@@ -273,7 +273,9 @@ def mark(recorder: Recorder, given: Sequence[tuple[str, Any]]) -> int:
         default = "parameters" if sharded and not found else ""
         found |= sharded
         for path, node in _nodes(tree):
-            kind = _kind(name, path) or default or name
+            # What the argument's name says, or that of a part of it: `state.params` are parameters.
+            parts = (*path[:1], name) if _matching(name) == "optimizer" else (name, *path[:1])
+            kind = next(filter(None, map(_matching, parts)), default or name)
             for x in optree.tree_leaves(node):
                 block = recorder.find(x) if isinstance(x, Tensor) else None
                 if block is not None and not block.kind:
@@ -281,15 +283,6 @@ def mark(recorder: Recorder, given: Sequence[tuple[str, Any]]) -> int:
             if kind == "parameters":
                 numbers |= _numbers(node)
     return sum(numbers.values())
-
-
-def _kind(name: str, path: tuple[str, ...]) -> str:
-    """What an argument's name says, or that of a part of it: `state.params` are parameters."""
-    for part in (*path[:1], name) if _matching(name) == "optimizer" else (name, *path[:1]):
-        kind = _matching(part)
-        if kind:
-            return kind
-    return ""
 
 
 def _matching(name: str) -> str:

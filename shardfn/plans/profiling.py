@@ -200,7 +200,9 @@ class _Timer(Recorder):
                     if isinstance(x, Tensor):
                         self.held(x)
                 return
-            moved = _moved(args, out)
+            given = [x for x in args if isinstance(x, Tensor)]
+            copies = isinstance(out, Tensor) and given and given[-1].device.type != out.device.type
+            moved = given[-1] if copies else None  # to a device of another kind
             if moved is None:
                 self.ran(func, args, kwargs, out)
             else:
@@ -240,14 +242,6 @@ class _Seen(modes.Watching):
         out = func(*args, **kwargs)
         self.timer.happened(func, args, kwargs, out, begin)
         return out
-
-
-def _moved(args: Any, out: Any) -> Tensor | None:
-    """The tensor that an operation copied to a device of another kind; None if it copied none."""
-    given = [x for x in args if isinstance(x, Tensor)]
-    if not isinstance(out, Tensor) or not given or given[-1].device.type == out.device.type:
-        return None
-    return given[-1]
 
 
 def _apart(works: Sequence[Work], begins: Sequence[float], ends: Sequence[float]) -> Iterator[Work]:

@@ -20,7 +20,6 @@ from shardfn.plans.holdings import Flat, Held, Section, Stage, along, lives, own
 from shardfn.plans.printed import WIDE, Line, Printed, need_matplotlib, save_figure
 from shardfn.quoting import byte_count
 from shardfn.shards.layout import Layout, Range
-from shardfn.shards.placement import Reshard
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -324,21 +323,17 @@ def copied_over(layout: Layout) -> tuple[str, ...]:
 def _travels(layout: Layout) -> list[str]:
     """Says what is gathered, in which format, and how long it is kept."""
     placement, words = layout.placement, list[str]()
-    if layout.size > 1 and layout.trainable:
-        words.append(_kept(placement.reshard))
+    reshard = placement.reshard
+    if layout.size > 1 and layout.trainable and isinstance(reshard, tuple):
+        words.append(f"backward gathers from a copy over {' x '.join(reshard)}")
+    elif layout.size > 1 and layout.trainable:
+        kept = {"step": "the gathered copy kept for the step", False: "the gathered copy kept for backward"}
+        words.append(kept.get(reshard, "gathered again for backward"))
     if layout.size > 1 and placement.gather is not None:
         words.append(f"gathered in {placement.gather}")
     if placement.reduce is not None and layout.trainable:
         words.append(f"gradients travel in {placement.reduce}")
     return words
-
-
-def _kept(reshard: Reshard) -> str:
-    if isinstance(reshard, tuple):
-        return f"backward gathers from a copy over {' x '.join(reshard)}"
-    if reshard == "step":
-        return "the gathered copy kept for the step"
-    return "gathered again for backward" if reshard else "the gathered copy kept for backward"
 
 
 def shape_of(layout: Layout, number: int) -> str:

@@ -26,7 +26,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -263,11 +263,9 @@ def simulated(
         sys.excepthook = hook
 
 
-_registered: list[Any] = []  # what torch forgets with its object
-
-
 @functools.cache
-def _register() -> None:
+def _register() -> Any:
+    """Registers the device; returns what torch forgets with its object."""
     if torch.accelerator.is_available():
         raise RuntimeError(
             f"this process has an accelerator, {torch.accelerator.current_accelerator()}, next to which torch cannot "
@@ -276,9 +274,9 @@ def _register() -> None:
     process_groups.register_python_device(NAME, _Module())
     autograd.twins[NAME] = twin
     dispatch.own_kernels(past_modes)
-    _registered.append(autocast.register(NAME))
     process_groups.register_fake_backend("simulated", ["cpu", NAME])
     process_groups.register_fake_backend("sent", [NAME], made_up=False)
+    return autocast.register(NAME)
 
 
 @contextlib.contextmanager
@@ -378,9 +376,7 @@ class _Stream(torch.Stream):
         pass
 
     def synchronize(self) -> None:
-        _refuse_in_graph("synchronize")
-        _device().clocks.synchronize(self.stream_id)
-        _synchronize()
+        _synchronize(lambda clocks: clocks.synchronize(self.stream_id))
 
     def query(self) -> bool:
         _refuse_in_graph("query")
@@ -407,10 +403,7 @@ class _Event:
         self.point: Point | None = None
 
     def synchronize(self) -> None:
-        _refuse_in_graph("synchronize")
-        if self.point is not None:
-            _device().clocks.wait(HOST, self.point)
-        _synchronize()
+        _synchronize(lambda clocks: clocks.wait(HOST, self.point or Point({}, 0)))
 
     def query(self) -> bool:
         _refuse_in_graph("query")
@@ -474,9 +467,7 @@ class _Module:
         return 0, 1
 
     def synchronize(self, device: Any = None) -> None:
-        _refuse_in_graph("synchronize")
-        _device().clocks.synchronize_all()
-        _synchronize()
+        _synchronize(Clocks.synchronize_all)
 
     def empty_cache(self) -> None:
         pass  # there is no cache
@@ -520,8 +511,10 @@ def _device() -> Device:
     return opened[0]
 
 
-def _synchronize() -> None:
+def _synchronize(wait: Callable[[Clocks], None]) -> None:
+    _refuse_in_graph("synchronize")
     for device in opened:
+        wait(device.clocks)
         with device._lock:
             device._waits["synchronize", line()] += 1
 

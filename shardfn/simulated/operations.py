@@ -170,7 +170,7 @@ def _run(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         device.clocks.use(device.stream(), func.name(), reads, writes)
     out = _result(device, func, args, kwargs)
     if device.graph is not None:
-        device.graph.use([], [], out) if new else device.graph.record(func, args, kwargs, out, reads, writes)
+        device.graph.use(([], []), out) if new else device.graph.record(func, args, kwargs, out, (reads, writes))
     made = [x for x in tensors_in(out) if x.device.type == NAME]
     for x in made:
         device.clocks.allocated(device.stream(), x)
@@ -346,7 +346,7 @@ def _collective(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     if device.graph is None:
         launched()
     else:
-        number = device.graph.collective(func, args, kwargs, out, launched, reads, writes)
+        number = device.graph.collective(func, args, kwargs, out, (reads, writes), launched)
     made = [x for x in tensors_in(out) if x.device.type == NAME]
     for x in made:
         device.clocks.allocated(device.stream(), x)

@@ -99,17 +99,14 @@ def raise_failures(outcomes: list[Outcome], ranks: tuple[int, ...], what: str, d
     failures = dict(sorted(unsorted.items(), key=lambda item: order.index(item[1].how)))
     worst = next(iter(failures.values())).how
     culprits = [rank for rank, failure in failures.items() if failure.how == worst]
-    message = _text(f"{_ranks(culprits)} {phrases[worst]} {what}", failures)
-    raise WorldTimeout(message, failures) if worst == "waiting" else WorldError(message, failures)
-
-
-def _text(head: str, failures: Mapping[int, Failure]) -> str:
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, failure in failures.items():
         groups.setdefault((str(failure), failure.traceback), []).append(rank)
-    lines = [f"  {_ranks(ranks)}: {why}" for (why, _), ranks in groups.items()]
-    texts = [f"--- {_ranks(ranks)} ---\n{stack.rstrip()}" for (_, stack), ranks in groups.items() if stack]
-    return "\n".join([head, *lines, *texts])
+    lines = [f"{_ranks(culprits)} {phrases[worst]} {what}"]
+    lines += [f"  {_ranks(alike)}: {why}" for (why, _), alike in groups.items()]
+    lines += [f"--- {_ranks(alike)} ---\n{stack.rstrip()}" for (_, stack), alike in groups.items() if stack]
+    message = "\n".join(lines)
+    raise WorldTimeout(message, failures) if worst == "waiting" else WorldError(message, failures)
 
 
 def _ranks(ranks: list[int]) -> str:
