@@ -211,6 +211,7 @@ def _open(draft: Draft, key: str, value: Any, meaning: Meaning) -> None:
     elif meaning.name is None:
         draft.open(key, value, f"with one it is {text}")
     else:
-        name = draft.named(key, value, meaning.name, meaning.about or key, text)
+        here = f"its value is not in the file: the program has the name {meaning.name} for it; {text}"
+        draft.row(key, value, "open", here)
         for fact in meaning.facts:
-            draft.say(fact, name, key)
+            draft.say(fact, draft.name(meaning.name, meaning.about or key), key)
