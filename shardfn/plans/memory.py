@@ -147,7 +147,7 @@ def memory(
 def _laid_out(
     params: Any, strategy: Strategy | None, mesh: DeviceMesh | None, stages: Which | None, frozen: Which, specs: Specs
 ) -> Any:
-    """Returns the parameters as they are sharded, or would be."""
+    """Returns the parameters as they are sharded, or would be by `shard`, but without asking other ranks."""
     is_sharded = any(map(is_flat, optree.tree_leaves(params, is_leaf=is_flat)))
     if is_sharded and strategy is not None:
         raise ValueError(
@@ -164,7 +164,23 @@ def _laid_out(
     mesh = current_mesh() if mesh is None else mesh
     if mesh is None:
         raise ValueError("memory: a strategy, but no mesh to cut over: pass mesh=make_mesh(...)")
-    return laid_out(params, mesh, strategy, stages, frozen, specs)
+    rules, names = Rules(mesh, strategy, stages, frozen, specs, "global", filled=False), list[str]()
+
+    def cut(path: str, subtree: Any) -> Any:
+        layouts, values = rules.laid(path, subtree)
+        names.extend(values)
+        flats = {
+            key: FlatShard(torch.empty(layout.held(rules.rank), dtype=layout.dtype, device="meta"), layout)
+            for key, layout in layouts.items()
+        }
+        return subtree if not flats else next(iter(flats.values())) if len(flats) == 1 else flats
+
+    tree = rules.map_stages(params, cut, made)
+    if rules.unused:
+        raise ValueError(
+            f"memory: nothing matches {listed(map(repr, sorted(rules.unused)))}; the parameters are {listed(names)}"
+        )
+    return tree
 
 
 # --- parameters without data, laid out exactly as with data ---
@@ -195,33 +211,6 @@ def _leaf(name: str, leaf: Any) -> Any:
             f"device too, or makers, as init takes them"
         )
     return made(name, drawn(leaf, name or "the tree", "memory"))
-
-
-def laid_out(
-    params: Any, mesh: DeviceMesh, strategy: Strategy, stages: Which | None, frozen: Which, specs: Specs
-) -> Any:
-    """Returns the tree that `shard` would return, but without data, and without asking other ranks.
-
-    Raises:
-        ValueError, TypeError: as `shard`.
-    """
-    rules, names = Rules(mesh, strategy, stages, frozen, specs, "global", filled=False), list[str]()
-
-    def cut(path: str, subtree: Any) -> Any:
-        layouts, values = rules.laid(path, subtree)
-        names.extend(values)
-        flats = {
-            key: FlatShard(torch.empty(layout.held(rules.rank), dtype=layout.dtype, device="meta"), layout)
-            for key, layout in layouts.items()
-        }
-        return subtree if not flats else next(iter(flats.values())) if len(flats) == 1 else flats
-
-    tree = rules.map_stages(params, cut, made)
-    if rules.unused:
-        raise ValueError(
-            f"memory: nothing matches {listed(map(repr, sorted(rules.unused)))}; the parameters are {listed(names)}"
-        )
-    return tree
 
 
 def without_numbers(tree: Any) -> Any:

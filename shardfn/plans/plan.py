@@ -83,11 +83,6 @@ class Plan(Printed):
             TypeError: works have no such attribute.
             ValueError: there is no such pass; or the mesh has no such axis.
         """
-        wanted = self._known(wanted)
-        return [work for work in self.works if all(getattr(work, key) == value for key, value in wanted.items())]
-
-    def _known(self, wanted: dict[str, object]) -> dict[str, object]:
-        """What is wanted, with the axis as works have it."""
         names = [field.name for field in fields(Work)]
         for name in wanted:
             if name not in names:
@@ -99,7 +94,8 @@ class Plan(Printed):
         for name in axis:
             if name not in self.mesh:
                 raise ValueError(f"axis {short(repr(name))}: the plan's mesh has {listed(self.mesh) or 'none'}")
-        return wanted | ({"axis": axis} if "axis" in wanted else {})
+        wanted |= {"axis": axis} if "axis" in wanted else {}
+        return [work for work in self.works if all(getattr(work, key) == value for key, value in wanted.items())]
 
     def count(self, **wanted: object) -> int:
         """Returns the number of works with these attributes."""

@@ -32,9 +32,9 @@ NAME = "sim"
 _aten: Any = torch.ops.aten
 _DEVICE: Any = torch.ops.prim.device.default
 _HERE = pathlib.Path(__file__).resolve().parent
-_PACKAGE = f"{_HERE.parent}/"
+PACKAGE = f"{_HERE.parent}/"
 _TOOLS = (*(f"{_HERE.parent}/{name}/" for name in ("simulated", "testing", "plans")), f"{_HERE.parent}/quoting.py")
-_MODELS = f"{_PACKAGE}shapes/"  # known models, which stand for the user's
+MODELS = f"{PACKAGE}shapes/"  # known models, which stand for the user's
 _BETWEEN = (*_TOOLS, str(modes.__file__), str(weakref.__file__))
 ELSEWHERE = tuple(str(pathlib.Path(str(module.__file__)).parent) + "/" for module in (torch, optree))
 _STANDARD = str(pathlib.Path(str(threading.__file__)).parent) + "/"  # also the parent of other packages, as a rule
@@ -570,9 +570,9 @@ def _lines() -> Iterator[tuple[str, bool]]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        ours = file.startswith(_PACKAGE) and not file.startswith(_MODELS)
+        ours = file.startswith(PACKAGE) and not file.startswith(MODELS)
         standard = file.startswith(_STANDARD) and "-packages/" not in file
         if not file.startswith((*_BETWEEN, *ELSEWHERE, "<")) and (ours or not standard):
-            name = f"shardfn/{file.removeprefix(_PACKAGE)}" if ours else pathlib.PurePath(file).name
+            name = f"shardfn/{file.removeprefix(PACKAGE)}" if ours else pathlib.PurePath(file).name
             yield f"{name}:{frame.f_lineno}", ours
         frame = frame.f_back

@@ -35,7 +35,13 @@ class Threads:
         Raises:
             RuntimeError: a thread of an earlier run that hung is still running.
         """
-        _wait_for_strays()
+        _strays[:] = _still_alive(_strays, PATIENCE)
+        if _strays:
+            frames, _ = stacks.live(_strays[0].ident or 0)
+            raise RuntimeError(
+                f"{_strays[0].name} of an earlier run cannot be stopped ({stacks.where(frames)}), and a thread cannot "
+                'be killed; use kind="processes" for a function that may hang outside a collective'
+            )
         # MKL detects the processor at its first call; if two threads make that call at once, one may get results with
         # half of the digits.
         for dtype in (torch.float32, torch.float64):
@@ -101,16 +107,6 @@ class _Run:
             if not cut_short and any(isinstance(outcome, Failure) for outcome in outcomes.values()):
                 cut_short, limit = True, min(limit, time.monotonic() + errors.GRACE)
         return outcomes
-
-
-def _wait_for_strays(patience: float = 5.0) -> None:
-    _strays[:] = _still_alive(_strays, patience)
-    if _strays:
-        frames, _ = stacks.live(_strays[0].ident or 0)
-        raise RuntimeError(
-            f"{_strays[0].name} of an earlier run cannot be stopped ({stacks.where(frames)}), and a thread cannot "
-            'be killed; use kind="processes" for a function that may hang outside a collective'
-        )
 
 
 def _still_alive(threads: list[threading.Thread], patience: float) -> list[threading.Thread]:
