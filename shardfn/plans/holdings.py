@@ -228,27 +228,21 @@ def sections(tree: Any, mesh: DeviceMesh | None) -> tuple[Section, ...]:
             instead = f"neither flat shards nor tensors: the tree has {kinds or 'no leaves'}"
         raise ValueError(f"show: there is nothing to show, {instead}")
     grids = list({flat.layout.grid: None for stage in stages for flat in stage.flats})
-    given = _given(mesh, grids, stages)
+    if mesh is None and not grids:
+        mesh = current_mesh()
+    given = None if mesh is None else grid_of(mesh)
+    other = [(stage.name, flat.layout.grid) for stage in stages for flat in stage.flats if flat.layout.grid != given]
+    if given is not None and other:
+        name, where = other[0]
+        raise ValueError(
+            f"show: mesh=({given}), but {name or 'the tree'} is on a mesh ({where}): leave mesh= out, and each mesh "
+            f"is shown with what it has"
+        )
     without_mesh = tuple(stage for stage in stages if not stage.flats)
     if given is not None or len(grids) == 1:
         return (Section(given or grids[0], tuple(stages)),)
     by_grid = [Section(grid, tuple(s for s in stages if s.flats and s.flats[0].layout.grid == grid)) for grid in grids]
     return (*by_grid, Section(None, without_mesh)) if without_mesh else tuple(by_grid)
-
-
-def _given(mesh: DeviceMesh | None, grids: list[Grid], stages: list[Stage]) -> Grid | None:
-    """Returns the grid of the mesh that was passed, or if nothing else determines it, of the mesh in scope."""
-    if mesh is None:
-        mesh = None if grids else current_mesh()
-    grid = None if mesh is None else grid_of(mesh)
-    other = [stage.name for stage in stages for flat in stage.flats if grid is not None and flat.layout.grid != grid]
-    if other:
-        where = next(grid_of_stage for grid_of_stage in grids if grid_of_stage != grid)
-        raise ValueError(
-            f"show: mesh=({grid}), but {other[0] or 'the tree'} is on a mesh ({where}): leave mesh= out, and each mesh "
-            f"is shown with what it has"
-        )
-    return grid
 
 
 def _stages(tree: Any) -> Iterator[Stage]:

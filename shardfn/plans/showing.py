@@ -254,19 +254,12 @@ class Page:
             least, most = min(map(sum, kinds)), max(map(sum, kinds))
             yield [(f"{len(kinds) - PARTS} more kinds of ranks: ", "bold"),
                    (f"{byte_count(least)} to {byte_count(most)} each", "")]  # fmt: skip
-        whole, count, numel = _whole(section)
+        flats = [flat for flat in section.flats if not flat.shared]
+        plain = [x for stage in section.stages for x in stage.plain if not x.note.startswith("the same as")]
+        whole, count = sum(stage.whole for stage in section.stages), sum(len(flat.layout.entries) for flat in flats)
+        count, numel = count + len(plain), sum(flat.numbers for flat in flats) + sum(x.numel for x in plain)
         yield [("the whole: ", "bold"),
                (f"{byte_count(whole)}, {numel:,} numbers in {count} parameter{'s' * (count != 1)}", "")]  # fmt: skip
-
-
-def _whole(section: Section) -> tuple[int, int, int]:
-    flats = [flat for flat in section.flats if not flat.shared]
-    plain = [tensor for stage in section.stages for tensor in stage.plain if not tensor.note.startswith("the same as")]
-    return (
-        sum(stage.whole for stage in section.stages),
-        sum(len(flat.layout.entries) for flat in flats) + len(plain),
-        sum(flat.numbers for flat in flats) + sum(tensor.numel for tensor in plain),
-    )
 
 
 def _holders(holders: list[int], section: Section) -> str:
@@ -296,7 +289,8 @@ def described(flat: Flat) -> str:
         words.append("packed in few bits")
     axes = [name for name in placement.axes if layout.grid.size(name) > 1]
     words.append(f"1/{layout.size} over {' x '.join(axes)}" if axes else "whole")
-    copies = copied_over(layout)
+    same = [layout.same_axes(number) for number in range(len(layout.entries))]
+    copies = tuple(name for name, n in layout.grid.sizes if n > 1 and all(name in axes for axes in same))
     if layout.grid.size(copies) == len(layout.grid.ranks) > 1:
         words[-1] += " on every rank"
     elif copies:
@@ -312,12 +306,6 @@ def described(flat: Flat) -> str:
         return ", ".join([*words, "no numbers"])
     of = f" of {byte_count(flat.whole)}" if flat.layout.size > 1 else ""
     return ", ".join([*words, f"{byte_count(flat.piece)} a rank{of}".replace(" ", KEPT)])
-
-
-def copied_over(layout: Layout) -> tuple[str, ...]:
-    """Returns the axes along which all ranks hold the same of every parameter."""
-    same = [layout.same_axes(number) for number in range(len(layout.entries))]
-    return tuple(name for name, n in layout.grid.sizes if n > 1 and all(name in axes for axes in same))
 
 
 def _travels(layout: Layout) -> list[str]:

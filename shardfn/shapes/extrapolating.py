@@ -22,13 +22,6 @@ from shardfn.shapes.sizes import Shape
 PERIOD = 2  # blocks after which all is as before: those of a ring take turns with its two buffers
 
 
-def ends(setting: Setting) -> int:
-    """Returns how many blocks at each end need not be like those between: gathers run ahead, and gradients are reduced
-    later; what leaves the device is there until copies have ended, some operations later.
-    """
-    return 4 if setting.tiers or setting.remat == "offload" else 2
-
-
 @dataclass(frozen=True)
 class Figures:
     """What a plan comes to.
@@ -75,7 +68,9 @@ def extrapolated(shape: Shape, setting: Setting, links: Links | str, chip: Chip 
     Raises:
         ValueError, RuntimeError: as `planned` and `Plan.timed`.
     """
-    near = ends(setting)
+    # How many blocks at each end need not be like those between: gathers run ahead, and gradients are reduced later;
+    # what leaves the device is there until copies have ended, some operations later.
+    near = 4 if setting.tiers or setting.remat == "offload" else 2
     low = 2 * near + shape.layers % PERIOD
     if shape.layers <= low + PERIOD:
         plan = planned(shape, setting)
