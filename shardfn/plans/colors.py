@@ -14,7 +14,7 @@ PADDING, OTHER = "#e4e8ed", "#9aa7b5"
 
 
 def colors(section: Section) -> dict[int, str]:
-    """Returns rank -> color: a hue by position along the axes that cut most bytes (or all), paler for further copies."""
+    """Returns rank -> color: a hue by position along the axes cutting most bytes (or all), paler for further copies."""
     grid = section.grid
     if grid is None:
         return dict.fromkeys(section.places, FEW[0])
