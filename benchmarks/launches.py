@@ -25,8 +25,7 @@ from benchmarks.report import Goal, parser, publish
 from benchmarks.strategies import STRATEGIES
 from shardfn import quant
 from shardfn.simulated.operations import NAME
-from shardfn.testing import World, simulated
-from shardfn.testing.simulated import Device
+from shardfn.testing import Device, World, simulated
 
 LAYERS, WIDTH = 16, 256
 MATRICES, ROWS = 4, 256

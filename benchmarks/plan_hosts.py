@@ -37,8 +37,7 @@ from benchmarks.model import Config, training
 from benchmarks.report import Goal, parser, publish
 from benchmarks.train_step import timed
 from benchmarks.two_hosts import crossed, hosts, launch
-from shardfn.plans.chips import Chip
-from shardfn.plans.links import Links
+from shardfn.plans.machines import Chip, Links
 from shardfn.plans.timeline import Timeline
 from shardfn.testing import World
 

@@ -71,8 +71,7 @@ from shardfn.transforms.shard_map import shard_map
 
 if TYPE_CHECKING:
     from shardfn import curvature
-    from shardfn.plans.chips import Chip
-    from shardfn.plans.links import Links
+    from shardfn.plans.machines import Chip, Links
     from shardfn.plans.measuring import measure_chip, measure_links
     from shardfn.plans.plan import Plan
     from shardfn.plans.planning import plan, planning
@@ -83,7 +82,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WHEN_USED = {  # names for planning, showing, curvature and compiling, which a step needs not
-    "Chip": "plans.chips", "Links": "plans.links", "measure_chip": "plans.measuring", "Plan": "plans.plan",
+    "Chip": "plans.machines", "Links": "plans.machines", "measure_chip": "plans.measuring", "Plan": "plans.plan",
     "measure_links": "plans.measuring", "plan": "plans.planning", "planning": "plans.planning",
     "Profile": "plans.profiling", "profile_step": "plans.profiling", "show": "plans.showing", "curvature": "curvature",
     "compile": "transforms.compiled",

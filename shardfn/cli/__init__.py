@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import re
 import sys
@@ -70,31 +71,32 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="shardfn", description="Functional sharded training on PyTorch.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     about = "what checkpoints hold, whether they are whole, and what to make of them"
-    _checkpoint(commands.add_parser("checkpoint", help=about, description=f"{about.capitalize()}."))
-    about = "what another system's configuration is in lines of shardfn"
+    _checkpoint(_command(commands, "checkpoint", None, about))
     codes = "Exit status: 0 all of it, 1 something has no counterpart or no value, 2 could not be read."
-    command = commands.add_parser("translate", help=about, description=f"{about.capitalize()}. {codes}")
+    about = "what another system's configuration is in lines of shardfn"
+    command = _command(commands, "translate", _translate, about, codes)
     about = (
         "YAML of Accelerate or Composer, JSON of DeepSpeed, or Python with a strategy of Lightning, Composer or torch, "
         "or with the arguments of Transformers' Trainer"
     )
     command.add_argument("file", type=Path, metavar="FILE", help=about)
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=_translate)
     about = "what a training step computes, sends and holds on many ranks, and whether it fits, without running it"
     codes = "Exit status: 0 planned, 1 it does not fit, or nothing does, 2 could not be planned."
-    command = commands.add_parser("plan", help=about, description=f"{about.capitalize()}. {codes}")
-    planning.arguments(command)
+    planning.arguments(_command(commands, "plan", planning.run, about, codes))
     return parser
+
+
+def _command(commands: Any, name: str, run: Callable[..., int] | None, about: str, more: str = "") -> Any:
+    command = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}. {more}".strip())
+    command.set_defaults(run=run)
+    return command
 
 
 def _checkpoint(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], about: str, more: str = "") -> Any:
-        sub = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}. {more}".strip())
-        sub.set_defaults(run=run)
-        return sub
+    command = functools.partial(_command, commands)
 
     def only(sub: Any) -> None:
         sub.add_argument("--entries", metavar="REGEX", type=_pattern, help="only those whose whole name matches")

@@ -10,20 +10,19 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
 from shardfn.cli.printing import count, plain, print_table, size
 from shardfn.mesh.make import make_mesh
 from shardfn.plans import presets
-from shardfn.plans.chips import Chip
 from shardfn.plans.fits import RESERVE, size_of
-from shardfn.plans.links import Links
+from shardfn.plans.machines import Chip, Links
 from shardfn.plans.plan import Plan
 from shardfn.plans.planning import plan, planning
-from shardfn.shapes.configs import planned_config
 from shardfn.shapes.searching import Found, search
-from shardfn.shapes.settings import OPTIMIZERS, Setting, planned
+from shardfn.shapes.settings import OPTIMIZERS, Setting, planned, planned_config
 from shardfn.shapes.sizes import SHAPES, shape
 from shardfn.shards.placement import Tier
 
@@ -71,7 +70,6 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", type=Path, metavar="FILE", help="write the plan, or the list, as JSON")
     command.add_argument("--html", type=Path, metavar="FILE", help="write a page with its timeline and its memory")
     command.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for chrome://tracing or Perfetto")
-    command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -128,10 +126,9 @@ def _made(args: argparse.Namespace) -> tuple[Plan, int | None]:
     return planned_config(Path(args.what), setting, args.rank), tokens
 
 
-_OF_MODELS = {  # options for what this command makes itself, and their defaults
-    "strategy": "full_shard", "remat": "off", "batch": 1, "micro": 1, "sequence": 0, "dtype": "bfloat16",
-    "kept": "float32", "optimizer": "adamw", "params_on": "device", "grads_on": "device", "state_on": "device",
-}  # fmt: skip
+# Options for what this command makes itself, and their defaults.
+_OF_MODELS = {fact.name: fact.default for fact in fields(Setting) if fact.name not in ("mesh", "tiers", "per_node")}
+_OF_MODELS |= dict.fromkeys(("params_on", "grads_on", "state_on"), "device")
 
 
 def _own(args: argparse.Namespace) -> Plan:
@@ -160,20 +157,9 @@ def _own(args: argparse.Namespace) -> Plan:
 
 
 def _setting(args: argparse.Namespace, mesh: dict[str, int]) -> Setting:
-    tiers: dict[str, Tier] = {kind: getattr(args, f"{kind}_on") for kind in ("params", "grads", "state")}
-    return Setting(
-        mesh=mesh,
-        strategy=args.strategy,
-        remat=args.remat,
-        batch=args.batch,
-        micro=args.micro,
-        sequence=args.sequence,
-        dtype=args.dtype,
-        kept=args.kept,
-        optimizer=args.optimizer,
-        tiers={kind: tier for kind, tier in tiers.items() if tier != "device"},
-        per_node=args.per_node,
-    )
+    tiers = {kind: getattr(args, f"{kind}_on") for kind in ("params", "grads", "state")}
+    facts = {name: getattr(args, name) for name in ("per_node", *_OF_MODELS) if not name.endswith("_on")}
+    return Setting(mesh, tiers={kind: tier for kind, tier in tiers.items() if tier != "device"}, **facts)
 
 
 def _listed(args: argparse.Namespace, links: Links, chip: Chip) -> int:
@@ -193,46 +179,37 @@ def _listed(args: argparse.Namespace, links: Links, chip: Chip) -> int:
     if sys.stderr.isatty():
         print(file=sys.stderr)
     if args.json:
-        args.json.write_text(json_of(found))
+        listed = [plain(each) | {"fits": each.fits} for each in found]
+        args.json.write_text(json.dumps(listed, indent=1) + "\n")
     fitting = [each for each in found if each.fits]
     if not fitting:
         nearest = max(found, key=lambda each: each.spare)
         missing = size(-nearest.spare)
         print(f"nothing of {len(found)} fits into {memory}; nearest: {nearest.setting}, with {missing} missing")
         return DOES_NOT
-    names = [
-        "strategy",
-        "mesh",
-        "remat",
-        "batch",
-        "on the host",
-        "needs",
-        "s a step",
-        "exposed",
-        "MFU",
-        "tokens/s",
-        "GPU h / 1e9 tokens",
-    ]
-    print_table(names, map(_row, fitting), right=(3, 5, 6, 7, 8, 9, 10))
+    rows = list(map(_row, fitting))
+    print_table(list(rows[0]), [tuple(row.values()) for row in rows], right=(3, 5, 6, 7, 8, 9, 10))
     of = f"{len(fitting)} of {len(found)} fit into {memory if args.fit else size(chip.memory)}"
     print(f"{of}, of which {args.reserve} are left free; on {chip.name}, {links.name}")
     return FITS
 
 
-def _row(each: Found) -> tuple[Any, ...]:
+def _row(each: Found) -> dict[str, Any]:
     figures, setting = each.figures, each.setting
     assert figures is not None, "what fits was planned"
-    mesh = ",".join(f"{name}={number}" for name, number in setting.mesh.items())
-    return (
-        setting.strategy, mesh, setting.remat, setting.batch, ", ".join(setting.tiers), size(figures.needed),
-        f"{figures.seconds:.3g}", f"{100 * figures.exposed / figures.seconds:.0f} %",
-        f"{100 * figures.utilization:.1f} %", f"{each.tokens:,.0f}", f"{each.cost:,.0f}",
-    )  # fmt: skip
-
-
-def json_of(found: list[Found]) -> str:
-    """Returns a list of ways as JSON."""
-    return json.dumps([plain(each) | {"fits": each.fits} for each in found], indent=1) + "\n"
+    return {
+        "strategy": setting.strategy,
+        "mesh": ",".join(f"{name}={number}" for name, number in setting.mesh.items()),
+        "remat": setting.remat,
+        "batch": setting.batch,
+        "on the host": ", ".join(setting.tiers),
+        "needs": size(figures.needed),
+        "s a step": f"{figures.seconds:.3g}",
+        "exposed": f"{100 * figures.exposed / figures.seconds:.0f} %",
+        "MFU": f"{100 * figures.utilization:.1f} %",
+        "tokens/s": f"{each.tokens:,.0f}",
+        "GPU h / 1e9 tokens": f"{each.cost:,.0f}",
+    }
 
 
 def _memory(text: str) -> str | int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
-from shardfn.mesh.grid import Grid
 from shardfn.plans.holdings import Section, along, places
 
 FEW = ("#38618c", "#e08e45", "#4f9d69", "#c0504d", "#7b5ea7", "#3d9db3", "#b08a2e", "#c2679b")
@@ -14,11 +14,16 @@ PADDING, OTHER = "#e4e8ed", "#9aa7b5"
 
 
 def colors(section: Section) -> dict[int, str]:
-    """Returns rank -> color: a hue by position along the axes that cut most bytes, paler for each further copy."""
+    """Returns rank -> color: a hue by position along the axes cutting most bytes (or all), paler for further copies."""
     grid = section.grid
     if grid is None:
         return dict.fromkeys(section.places, FEW[0])
-    names = main_axes(section, grid)
+    whole = Counter[tuple[str, ...]]()
+    for flat in section.flats:
+        axes = tuple(name for name in flat.layout.placement.axes if grid.size(name) > 1)
+        if axes:
+            whole[axes] += flat.whole
+    names = max(whole, key=lambda axes: whole[axes]) if whole else tuple(name for name, _ in grid.sizes)
     other_axes = [name for name, _ in grid.sizes if name not in names]
     count, copies = grid.size(names), grid.size(tuple(other_axes))
     color_of = {}
@@ -26,16 +31,6 @@ def colors(section: Section) -> dict[int, str]:
         paler = 0.45 * along(grid, position, other_axes) / max(copies - 1, 1)
         color_of[rank] = mixed(hue(along(grid, position, names), count), "#ffffff", paler)
     return color_of
-
-
-def main_axes(section: Section, grid: Grid) -> tuple[str, ...]:
-    """Returns the axes that cut most of the bytes; all axes if none cuts any."""
-    whole: dict[tuple[str, ...], int] = {}
-    for flat in section.flats:
-        axes = tuple(name for name in flat.layout.placement.axes if grid.size(name) > 1)
-        if axes:
-            whole[axes] = whole.get(axes, 0) + flat.whole
-    return max(whole, key=lambda axes: whole[axes]) if whole else tuple(name for name, _ in grid.sizes)
 
 
 def hue(index: int, count: int) -> str:

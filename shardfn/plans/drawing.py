@@ -35,12 +35,6 @@ class Times(Protocol):
     def ends(self) -> Sequence[float]: ...  # noqa: D102
 
 
-def must_be_times(times: object) -> None:
-    """Raises TypeError if these are no times."""
-    if times is not None and not (hasattr(times, "begins") and hasattr(times, "ends")):
-        raise TypeError(f"the times are of type {type(times).__name__}: pass what plan.timed(links, chip) returns")
-
-
 @dataclass(frozen=True)
 class Drawing:
     """A plan's works and memory, placed in time.
@@ -76,8 +70,11 @@ def drawing(works: Sequence[Work], held: Sequence[Held], times: Times | None) ->
     gives out memory in that order.
 
     Raises:
+        TypeError: the times are none.
         ValueError: there are times for more works, or for fewer.
     """
+    if times is not None and not isinstance(times, Times):
+        raise TypeError(f"the times are of type {type(times).__name__}: pass what plan.timed(links, chip) returns")
     streams = sorted({work.stream for work in works})
     names = _named([[work for work in works if work.stream == stream] for stream in streams])
     lane = tuple(streams.index(work.stream) for work in works)
@@ -135,9 +132,9 @@ def amount(n: float, unit: str = "") -> str:
     """Returns a number with four digits, with the prefix that makes it at least 1: `1.234 TFLOP`."""
     for prefix in ("", "k", "M", "G", "T", "P", "E"):
         if n < 1000 or prefix == "E":
-            return f"{n:.4g} {prefix}{unit}".rstrip()
+            break
         n /= 1000
-    raise AssertionError("every number has a prefix")
+    return f"{n:.4g} {prefix}{unit}".rstrip()
 
 
 def duration(seconds: float) -> str:

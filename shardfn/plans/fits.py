@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -115,24 +116,18 @@ def _changes(plan: Plan, missing: int) -> tuple[Change, ...]:
         "compute activations again in backward, stage(remat=True)": 0 if recomputes else kinds.get("activations", 0),
         'keep parameters, gradients and state on the host, .on(params="host", grads="host", state="host")': kept,
     }
-    half = _shards(plan)
-    if half:
-        savings[f"twice as many ranks along {half!r}"] = kept // 2
+    sent = Counter[str]()  # along each axis, in gathers
+    for work in plan.works:
+        if work.kind == "all_gather" and work.axis:
+            sent[work.axis[-1]] += work.sent
+    if sent:
+        savings[f"twice as many ranks along {max(sent, key=lambda name: sent[name])!r}"] = kept // 2
     working = kinds.get("activations", 0) + kinds.get("transients", 0)
     times = 2 ** max(1, math.ceil(math.log2(working / (working - missing)))) if working > missing else 2
     micro = f"micro-batches {times} times as small, accumulate(micro={times}), if there are as many rows"
     savings[micro] = working - working // times
     changes = [Change(what, saves, saves >= missing) for what, saves in savings.items() if saves]
     return tuple(sorted(changes, key=lambda each: (not each.enough, each.saves if each.enough else -each.saves)))
-
-
-def _shards(plan: Plan) -> str:
-    """Returns the axis along which most bytes are gathered; empty if none are."""
-    sent: dict[str, int] = {}
-    for work in plan.works:
-        if work.kind == "all_gather" and work.axis:
-            sent[work.axis[-1]] = sent.get(work.axis[-1], 0) + work.sent
-    return max(sent, key=lambda name: sent[name], default="")
 
 
 def size_of(text: str | int) -> int:

@@ -220,38 +220,29 @@ def sections(tree: Any, mesh: DeviceMesh | None) -> tuple[Section, ...]:
         )
     stages = list(_stages(tree))
     if not stages:
-        raise ValueError(f"show: there is nothing to show, {_instead(tree)}")
+        leaves = optree.tree_leaves(tree)
+        if makers := sum(map(callable, leaves)):
+            instead = f"but {makers} makers, whose tensors are not there yet: pass what init or init_sharded returned"
+        else:
+            kinds = listed(sorted({type(leaf).__name__ for leaf in leaves}))
+            instead = f"neither flat shards nor tensors: the tree has {kinds or 'no leaves'}"
+        raise ValueError(f"show: there is nothing to show, {instead}")
     grids = list({flat.layout.grid: None for stage in stages for flat in stage.flats})
-    given = _given(mesh, grids, stages)
+    if mesh is None and not grids:
+        mesh = current_mesh()
+    given = None if mesh is None else grid_of(mesh)
+    other = [(stage.name, flat.layout.grid) for stage in stages for flat in stage.flats if flat.layout.grid != given]
+    if given is not None and other:
+        name, where = other[0]
+        raise ValueError(
+            f"show: mesh=({given}), but {name or 'the tree'} is on a mesh ({where}): leave mesh= out, and each mesh "
+            f"is shown with what it has"
+        )
     without_mesh = tuple(stage for stage in stages if not stage.flats)
     if given is not None or len(grids) == 1:
         return (Section(given or grids[0], tuple(stages)),)
     by_grid = [Section(grid, tuple(s for s in stages if s.flats and s.flats[0].layout.grid == grid)) for grid in grids]
     return (*by_grid, Section(None, without_mesh)) if without_mesh else tuple(by_grid)
-
-
-def _given(mesh: DeviceMesh | None, grids: list[Grid], stages: list[Stage]) -> Grid | None:
-    """Returns the grid of the mesh that was passed, or if nothing else determines it, of the mesh in scope."""
-    if mesh is None:
-        mesh = None if grids else current_mesh()
-    grid = None if mesh is None else grid_of(mesh)
-    other = [stage.name for stage in stages for flat in stage.flats if grid is not None and flat.layout.grid != grid]
-    if other:
-        where = next(grid_of_stage for grid_of_stage in grids if grid_of_stage != grid)
-        raise ValueError(
-            f"show: mesh=({grid}), but {other[0] or 'the tree'} is on a mesh ({where}): leave mesh= out, and each mesh "
-            f"is shown with what it has"
-        )
-    return grid
-
-
-def _instead(tree: Any) -> str:
-    leaves = optree.tree_leaves(tree)
-    makers = sum(map(callable, leaves))
-    if makers:
-        return f"but {makers} makers, whose tensors are not there yet: pass what init or init_sharded returned"
-    kinds = sorted({type(leaf).__name__ for leaf in leaves})
-    return f"neither flat shards nor tensors: the tree has {listed(kinds) if kinds else 'no leaves'}"
 
 
 def _stages(tree: Any) -> Iterator[Stage]:
@@ -262,7 +253,8 @@ def _stages(tree: Any) -> Iterator[Stage]:
     waiting: list[Plain] = []
     name = ""
     for accessor, leaf in zip(accessors, leaves, strict=True):
-        stage_name, path = _stage_of(accessor), dotted(accessor)
+        path, depth = dotted(accessor), 2 if len(accessor) > 2 and accessor[1].type in (list, tuple) else 1
+        stage_name = dotted(accessor[:depth]) if len(accessor) > 1 else ""  # as `shard` groups tensors by default
         if waiting and (stage_name != name or is_stage(leaf)):
             yield Stage(name, plain=tuple(waiting))
             waiting = []
@@ -274,12 +266,6 @@ def _stages(tree: Any) -> Iterator[Stage]:
             waiting.append(plain)
     if waiting:
         yield Stage(name, plain=tuple(waiting))
-
-
-def _stage_of(accessor: Any) -> str:
-    """Returns the name of the stage that `shard` would put a tensor in by default."""
-    depth = 2 if len(accessor) > 2 and accessor[1].type in (list, tuple) else 1
-    return dotted(accessor[:depth]) if len(accessor) > 1 else ""
 
 
 def _flat(flat: FlatShard, path: str, first_at: dict[int, str]) -> Flat:

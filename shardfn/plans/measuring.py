@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import statistics
@@ -19,8 +20,7 @@ from shardfn.collectives.ledger import unrecorded
 from shardfn.compat import process_groups
 from shardfn.mesh.axes import device_of, sizes
 from shardfn.mesh.grid import show
-from shardfn.plans.chips import Chip
-from shardfn.plans.links import OPERATIONS, Curve, Links, nodes_of
+from shardfn.plans.machines import OPERATIONS, Chip, Curve, Links, nodes_of
 from shardfn.quoting import short, short_errors
 
 if TYPE_CHECKING:
@@ -77,8 +77,10 @@ def measure_links(
                 curves[operation][spread] = _measured(operation, comm, everyone, sent, repeats)
     device = device_of(mesh)
     name = f"{device.type}, {process_groups.backend_of(everyone.group, device.type)}"
-    copying = 1 / _together([1 / _copying(device)], everyone)[0]
-    return Links(name, f"measured on a mesh of {show(sizes(mesh))}", curves, copying)
+    there = torch.zeros(2**22, device=device)
+    here = torch.zeros(2**22, device="cpu", pin_memory=device.type != "cpu")
+    slowest = _together([_fastest(lambda: there.copy_(here, non_blocking=True), device)], everyone)[0]
+    return Links(name, f"measured on a mesh of {show(sizes(mesh))}", curves, there.nbytes / slowest)
 
 
 def _wrong(mesh: DeviceMesh, sent: Sequence[int], repeats: int, per_node: int) -> Exception | None:
@@ -132,7 +134,8 @@ def _median(run: Callable[[], Any], everyone: Communicator, repeats: int) -> flo
     run()  # connects, and fills caches
     started = time.perf_counter()
     while len(spent) < repeats:
-        _meet(everyone)
+        _finish(everyone.device)
+        _together([0.0], everyone)  # ranks begin at the same time
         began = time.perf_counter()
         run()
         _finish(everyone.device)
@@ -140,12 +143,6 @@ def _median(run: Callable[[], Any], everyone: Communicator, repeats: int) -> flo
         if _together([time.perf_counter() - started], everyone)[0] > _BUDGET:  # all ranks stop alike
             break
     return statistics.median(_together(spent, everyone))
-
-
-def _meet(everyone: Communicator) -> None:
-    """Lets ranks begin at the same time."""
-    _finish(everyone.device)
-    _together([0.0], everyone)
 
 
 def _together(values: Sequence[float], everyone: Communicator) -> list[float]:
@@ -192,21 +189,23 @@ def measure_chip(device: torch.device | str = "cpu", *, dtypes: Sequence[torch.d
         raise TypeError(f"measure_chip: dtypes={short(repr(dtypes))}; they are a list, such as [torch.bfloat16]")
     side = side or (1024 if on_cpu else 8192)
     dtypes = dtypes or ((torch.float32,) if on_cpu else (torch.float32, torch.bfloat16))
-    rates = {str(dtype).removeprefix("torch."): 2 * side**3 / _multiplying(device, dtype, side) for dtype in dtypes}
+    rates = {}
+    for dtype in dtypes:
+        factor = torch.ones(side, side, dtype=dtype, device=device)
+        out = torch.empty_like(factor)
+        seconds = _fastest(functools.partial(torch.mm, factor, factor, out=out), device)
+        rates[str(dtype).removeprefix("torch.")] = 2 * side**3 / seconds
     a = torch.zeros(2**22 if on_cpu else 2**28, device=device)
     b = torch.zeros_like(a)
     bandwidth = 2 * a.nbytes / _fastest(lambda: b.copy_(a), device)
     one = torch.zeros(1, device=device)
-    name = "cpu" if on_cpu else str(torch.get_device_module(device).get_device_name(device))
-    memory = _memory(device)
+    if on_cpu:
+        name, memory = "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        found = torch.get_device_module(device).get_device_properties(device)
+        name, memory = str(found.name), int(found.total_memory)
     launch = _fastest(lambda: [one.add_(1) for _ in range(100)], device) / 100
     return Chip(name, "measured", rates, bandwidth, memory, efficiency=1.0, reach=1.0, launch=launch)
-
-
-def _multiplying(device: torch.device, dtype: torch.dtype, side: int) -> float:
-    a = torch.ones(side, side, dtype=dtype, device=device)
-    out = torch.empty_like(a)
-    return _fastest(lambda: torch.mm(a, a, out=out), device)
 
 
 def _fastest(run: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
@@ -220,16 +219,3 @@ def _fastest(run: Callable[[], Any], device: torch.device, repeats: int = 5) -> 
         _finish(device)
         spent.append(time.perf_counter() - began)
     return statistics.median(spent)
-
-
-def _memory(device: torch.device) -> int:
-    if device.type == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(torch.get_device_module(device).get_device_properties(device).total_memory)
-
-
-def _copying(device: torch.device) -> float:
-    """Returns bytes a second between the device and its host."""
-    there = torch.zeros(2**22, device=device)
-    here = torch.zeros(2**22, device="cpu", pin_memory=device.type != "cpu")
-    return there.nbytes / _fastest(lambda: there.copy_(here, non_blocking=True), device)

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import optree
+import torch
 from torch import Tensor
 
 from shardfn.compat import autograd, process_groups
 from shardfn.mesh.scope import current_mesh, mesh_of
 from shardfn.mesh.selectors import Which
-from shardfn.mesh.spec import P
+from shardfn.mesh.spec import P, dotted, joined
 from shardfn.optim.optimizer import Optimizer, must_be_optimizer
 from shardfn.optim.torch import comes_later
-from shardfn.plans import hollow
-from shardfn.quoting import short_errors
+from shardfn.quant.packed import is_packed
+from shardfn.quoting import listed, short_errors
 from shardfn.shards.blocks import Blocks
-from shardfn.shards.layout import Layout, is_flat
+from shardfn.shards.hollow import drawn
+from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.pieces import is_unit
 from shardfn.shards.placement import Strategy
-from shardfn.shards.sharding import Specs
+from shardfn.shards.sharding import Rules, Specs
 from shardfn.tiers import placing
 from shardfn.tiers.files import ALIGNMENT
 
@@ -128,12 +130,15 @@ def memory(
     """
     if optimizer is not None:
         must_be_optimizer("memory", optimizer)
-    tree = hollow.without_numbers(_laid_out(params, strategy, mesh, stages, frozen, specs))
+    tree = without_numbers(_laid_out(params, strategy, mesh, stages, frozen, specs))
     all_leaves = optree.tree_leaves(tree, is_leaf=is_flat)
     leaves = {id(leaf.values if is_flat(leaf) else leaf): leaf for leaf in all_leaves}.values()  # shared tensors once
     state = [] if optimizer is None else _state(optimizer, tree)
     return Memory(
-        parameters=together(_parameter(leaf) for leaf in leaves),
+        parameters=together(
+            on(x.layout.placement.tiers.params, x.values.nbytes, x.layout) if is_flat(x) else Bytes(x.nbytes)
+            for x in leaves
+        ),
         gradients=together(_gradient(leaf) for leaf in leaves),
         state=together(on(tier, x, layout) for x, tier, layout in state),
     )
@@ -142,7 +147,7 @@ def memory(
 def _laid_out(
     params: Any, strategy: Strategy | None, mesh: DeviceMesh | None, stages: Which | None, frozen: Which, specs: Specs
 ) -> Any:
-    """Returns the parameters as they are sharded, or would be."""
+    """Returns the parameters as they are sharded, or would be by `shard`, but without asking other ranks."""
     is_sharded = any(map(is_flat, optree.tree_leaves(params, is_leaf=is_flat)))
     if is_sharded and strategy is not None:
         raise ValueError(
@@ -155,11 +160,69 @@ def _laid_out(
                 'memory: a mesh, but no strategy: pass what shard() is to get, full_shard("shard") say; without both, '
                 "parameters count as whole ones of one process"
             )
-        return hollow.made("", params)
+        return made("", params)
     mesh = current_mesh() if mesh is None else mesh
     if mesh is None:
         raise ValueError("memory: a strategy, but no mesh to cut over: pass mesh=make_mesh(...)")
-    return hollow.laid_out(params, mesh, strategy, stages, frozen, specs)
+    rules, names = Rules(mesh, strategy, stages, frozen, specs, "global", filled=False), list[str]()
+
+    def cut(path: str, subtree: Any) -> Any:
+        layouts, values = rules.laid(path, subtree)
+        names.extend(values)
+        flats = {
+            key: FlatShard(torch.empty(layout.held(rules.rank), dtype=layout.dtype, device="meta"), layout)
+            for key, layout in layouts.items()
+        }
+        return subtree if not flats else next(iter(flats.values())) if len(flats) == 1 else flats
+
+    tree = rules.map_stages(params, cut, made)
+    if rules.unused:
+        raise ValueError(
+            f"memory: nothing matches {listed(map(repr, sorted(rules.unused)))}; the parameters are {listed(names)}"
+        )
+    return tree
+
+
+# --- parameters without data, laid out exactly as with data ---
+
+
+def made(path: str, node: Any) -> Any:
+    """Returns a tree with each maker replaced by what it would make, without data.
+
+    Raises:
+        TypeError: a leaf is neither a tensor nor a maker.
+        ValueError: a maker reads data.
+    """
+    accessors, leaves, tree = optree.tree_flatten_with_accessor(node, is_leaf=lambda x: is_flat(x) or is_packed(x))
+    filled = (_leaf(joined(path, dotted(accessor)), leaf) for accessor, leaf in zip(accessors, leaves, strict=True))
+    return optree.tree_unflatten(tree, list(filled))
+
+
+def _leaf(name: str, leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) or is_flat(leaf) or is_packed(leaf):
+        return leaf
+    if isinstance(leaf, torch.nn.Module):
+        raise TypeError(
+            f"memory: {name or 'the tree'} is a module; its parameters as a tree are interop.functional(module).tree"
+        )
+    if not callable(leaf):
+        raise TypeError(
+            f"memory: {name or 'the tree'} is of type {type(leaf).__name__}; parameters are tensors, on the meta "
+            f"device too, or makers, as init takes them"
+        )
+    return made(name, drawn(leaf, name or "the tree", "memory"))
+
+
+def without_numbers(tree: Any) -> Any:
+    """Returns the same tree with tensors on the meta device; tensors that are shared stay shared."""
+    replaced: dict[int, Tensor] = {}
+
+    def hollow(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return replaced.setdefault(id(leaf), torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
+
+    return optree.tree_map(hollow, tree)
 
 
 # --- one tensor ---
@@ -170,18 +233,9 @@ def on(tier: str, x: Tensor | int, layout: Layout | None) -> Bytes:
     nbytes = x if isinstance(x, int) else x.untyped_storage().nbytes()
     if tier == "disk":
         return Bytes(disk=-(-nbytes // ALIGNMENT) * ALIGNMENT)
-    return Bytes(host=nbytes) if tier == "host" and _apart(layout) else Bytes(nbytes)
-
-
-def _apart(layout: Layout | None) -> bool:
-    """Whether the host's memory is separate from the device's."""
-    return layout is not None and mesh_of(layout.grid, f"stage {layout.stage!r}").device_type != "cpu"
-
-
-def _parameter(leaf: Any) -> Bytes:
-    if is_flat(leaf):
-        return on(leaf.layout.placement.tiers.params, leaf.values.nbytes, leaf.layout)
-    return on("device", leaf.nbytes, None)
+    if tier == "host" and layout is not None and mesh_of(layout.grid, f"stage {layout.stage!r}").device_type != "cpu":
+        return Bytes(host=nbytes)
+    return Bytes(nbytes)
 
 
 def _gradient(leaf: Any) -> Bytes:
@@ -214,22 +268,16 @@ def _state(optimizer: Optimizer, tree: Any) -> list[tuple[Tensor, str, Layout | 
     seen = {autograd.storage_of(x) for x in optree.tree_leaves(tree) if isinstance(x, Tensor)}
     flats = [leaf for leaf in optree.tree_leaves(tree, is_leaf=is_flat) if is_flat(leaf)]
     offloaded = [flat.layout.placement.tiers.params != "device" for flat in flats]
+    default_tier = "host" if offloaded and all(offloaded) else "device"
     tensors = []
-    for x, layout in _tensors(state):
-        if autograd.storage_of(x) in seen:
-            continue
-        seen.add(autograd.storage_of(x))
-        default_tier = "host" if offloaded and all(offloaded) else "device"
-        tensors.append((x, placing.intended(x) or (layout.placement.tiers.state if layout else default_tier), layout))
-    return tensors
-
-
-def _tensors(state: Any) -> Iterator[tuple[Tensor, Layout | None]]:
-    """Yields each tensor with the layout of the node that contains it."""
     for node in optree.tree_leaves(state, is_leaf=_has_layout):
+        layout = node.layout if _has_layout(node) else None
+        tier = layout.placement.tiers.state if layout else default_tier
         for x in optree.tree_leaves(node):
-            if isinstance(x, Tensor):
-                yield x, node.layout if _has_layout(node) else None
+            if isinstance(x, Tensor) and autograd.storage_of(x) not in seen:
+                seen.add(autograd.storage_of(x))
+                tensors.append((x, placing.intended(x) or tier, layout))
+    return tensors
 
 
 def _has_layout(node: Any) -> bool:

@@ -14,13 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-import shardfn
 from shardfn.compat import autograd
 from shardfn.compat.flops import operation_number
-from shardfn.simulated.operations import ELSEWHERE
+from shardfn.simulated.operations import ELSEWHERE, MODELS, PACKAGE
 
-_PACKAGE = str(pathlib.Path(shardfn.__file__).resolve().parent) + "/"
-_MODELS = _PACKAGE + "shapes/"  # known models, which stand for the user's
 _UNSEEN = ("simulated/", "plans/", "testing/", "compat/modes.py")
 _LIBRARY = (*ELSEWHERE, str(pathlib.Path(os.__file__).parent) + "/", "<")
 # What part of the package makes memory for what; a folder or a file of it. The first that is on the stack decides.
@@ -131,8 +128,8 @@ class Places:
 
     def _seen(self, code: CodeType) -> _Code:
         file = code.co_filename
-        if file.startswith(_PACKAGE) and not file.startswith(_MODELS):
-            name = file.removeprefix(_PACKAGE)
+        if file.startswith(PACKAGE) and not file.startswith(MODELS):
+            name = file.removeprefix(PACKAGE)
             parts = [part for start, part in _PARTS.items() if name.startswith(start)]
             kind = "library" if name.startswith(_UNSEEN) else "package"
             found = _Code(kind, parts[0] if parts else "", f"{name} {code.co_name}")

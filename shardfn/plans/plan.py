@@ -5,27 +5,31 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardfn.collectives.ledger import Ledger
-from shardfn.plans import fits, timeline
-from shardfn.plans.chips import Chip
+from shardfn.plans import fits, pictures, table, timeline
+from shardfn.plans.drawing import Drawing, Times, drawing
 from shardfn.plans.fits import RESERVE, Fit
-from shardfn.plans.links import Links
+from shardfn.plans.machines import Chip, Links
+from shardfn.plans.printed import Line, Printed, need_matplotlib, save_figure
 from shardfn.plans.schedule import Allocation, Held, Work
 from shardfn.plans.timeline import Timeline
-from shardfn.plans.views import Views
 from shardfn.quoting import listed, short
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 VERSION = 1  # of the files
 PHASES = ("forward", "backward", "recompute", "update")
+_BACKWARD = ("backward", "recompute")
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(Views):
+class Plan(Printed):
     """What one rank does and holds in a step.
 
     Attributes:
@@ -43,6 +47,19 @@ class Plan(Views):
             decides by them is planned for that case. Also what else depends on numbers, such as the loads of experts.
         allocator: the most bytes on the device as CUDA's caching allocator counts them: each tensor has whole 512.
     """
+
+    name: str
+    mesh: dict[str, int]
+    rank: int
+    works: tuple[Work, ...]
+    held: tuple[Held, ...]
+    host: dict[str, int]
+    disk: dict[str, int]
+    peak: Held
+    allocations: tuple[Allocation, ...]
+    parameters: int
+    allocator: int = 0
+    assumed: tuple[str, ...] = ()
 
     def timed(
         self, links: Links | str, chip: Chip | str, per_node: int | None = None, tokens: float | None = None
@@ -66,11 +83,6 @@ class Plan(Views):
             TypeError: works have no such attribute.
             ValueError: there is no such pass; or the mesh has no such axis.
         """
-        wanted = self._known(wanted)
-        return [work for work in self.works if all(getattr(work, key) == value for key, value in wanted.items())]
-
-    def _known(self, wanted: dict[str, object]) -> dict[str, object]:
-        """What is wanted, with the axis as works have it."""
         names = [field.name for field in fields(Work)]
         for name in wanted:
             if name not in names:
@@ -82,7 +94,8 @@ class Plan(Views):
         for name in axis:
             if name not in self.mesh:
                 raise ValueError(f"axis {short(repr(name))}: the plan's mesh has {listed(self.mesh) or 'none'}")
-        return wanted | ({"axis": axis} if "axis" in wanted else {})
+        wanted |= {"axis": axis} if "axis" in wanted else {}
+        return [work for work in self.works if all(getattr(work, key) == value for key, value in wanted.items())]
 
     def count(self, **wanted: object) -> int:
         """Returns the number of works with these attributes."""
@@ -129,7 +142,14 @@ class Plan(Views):
         """
         if not isinstance(log, Ledger):
             raise TypeError(f"check: the log is of type {type(log).__name__}, not a Ledger: `with ledger() as log:`")
-        planned, ran = list(map(_planned, self.collectives)), list(map(_ran, log.records))
+        planned: list[_Known] = [
+            (work.kind, work.axis, work.stage, work.dtype, work.sent, work.scheduled, work.phase in _BACKWARD)
+            for work in self.collectives
+        ]
+        ran: list[_Known] = [
+            (x.op, x.axis, x.stage, str(x.dtype).removeprefix("torch."), x.bytes, x.scheduled, x.backward)
+            for x in log.records
+        ]
         missing, more = Counter(planned) - Counter(ran), Counter(ran) - Counter(planned)
         if not missing and not more:
             return
@@ -140,6 +160,99 @@ class Plan(Views):
             f"are planned, and {len(ran)} and {sum(e[4] for e in ran)} were run; "
             f"{'; '.join(filter(None, (first, second)))}. Compare a step after the first, on the same shapes and mesh"
         )
+
+    # --- what it shows of itself ---
+
+    @property
+    def told(self) -> str:
+        """What pictures call it."""
+        return self.name.rpartition("<locals>.")[2]
+
+    def _lines(self, width: int) -> Iterator[Line]:
+        return table.lines(self, width)
+
+    def table(self, width: int | None = None) -> str:
+        """Returns the table: memory at the peak, the largest allocations, what is sent, and what each stage does.
+
+        Stages that do the same are one row, and long lists end with how much more there is, so a table has at most
+        about 60 lines.
+
+        Args:
+            width: the most columns of a line. Default: the terminal's width.
+        """
+        return self.text(width)
+
+    def drawing(self, times: Times | None = None) -> Drawing:
+        """Returns when each work runs, and in which lane; those of a profile have times of their own."""
+        return drawing(self.works, self.held, self if times is None and isinstance(self, Times) else times)
+
+    def html(self, path: str | os.PathLike[str], times: Times | None = None, beside: Plan | None = None) -> None:
+        """Writes a page for the browser, of one file: lanes of works in time, and the memory beneath.
+
+        It needs no network. The wheel and the keys + and - zoom, dragging and arrows move, a click keeps what is told
+        of a work.
+
+        Args:
+            path: of the file.
+            times: when each work begins and ends, in seconds, such as `plan.timed(...)` returns. Default: the order
+                in which works are issued.
+            beside: another plan or a profile, shown beneath on the same axis.
+
+        Raises:
+            ValueError: the times are those of another plan.
+        """
+        pictures.write_page(path, self._shown(times, beside))
+
+    def figure(self, times: Times | None = None, beside: Plan | None = None) -> Figure:
+        """Returns the picture, which notebooks can show, too: the lanes, and the memory beneath.
+
+        Args:
+            times: as for `html`.
+            beside: as for `html`.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is missing.
+            ValueError: the times are those of another plan.
+        """
+        need_matplotlib("plan")
+        return pictures.drawn(self._shown(times, beside))
+
+    def _shown(self, times: Times | None, beside: Plan | None) -> list[tuple[Plan, Times | None]]:
+        if beside is not None and not isinstance(beside, Plan):
+            raise TypeError(f"beside is of type {type(beside).__name__}; it is another plan, or a profile")
+        return [(self, times), *([(beside, None)] if beside is not None else [])]
+
+    def save_picture(
+        self, path: str | os.PathLike[str], times: Times | None = None, beside: Plan | None = None
+    ) -> None:
+        """Writes the picture, in the format given by the file name's suffix: `.svg`, `.png`, `.pdf`.
+
+        Args:
+            path: of the file.
+            times: as for `html`.
+            beside: as for `html`.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is missing.
+            ValueError: no picture format has this suffix, or the times are those of another plan.
+        """
+        save_figure("plan", self.figure(times, beside), path)
+
+    def trace(self, path: str | os.PathLike[str], times: Times | None = None) -> None:
+        """Writes a trace in Chrome's format, which chrome://tracing and Perfetto open.
+
+        Streams are threads, and memory is a counter by kind. Without times, a work takes one microsecond.
+
+        Args:
+            path: of the file, such as `"step.json"`.
+            times: as for `html`.
+
+        Raises:
+            ValueError: the times are those of another plan.
+        """
+        pictures.write_trace(path, self, times)
+
+    # --- files ---
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON, which `load` reads."""
@@ -232,16 +345,6 @@ def _read(values: dict[str, Any], where: str) -> dict[str, Any]:
 
 _Known = tuple[str, tuple[str, ...], str, str, int, bool, bool]
 """What a plan and a ledger both know of a collective."""
-
-
-def _planned(work: Work) -> _Known:
-    backward = work.phase in ("backward", "recompute")
-    return work.kind, work.axis, work.stage, work.dtype, work.sent, work.scheduled, backward
-
-
-def _ran(entry: Any) -> _Known:
-    dtype = str(entry.dtype).removeprefix("torch.")
-    return entry.op, entry.axis, entry.stage, dtype, entry.bytes, entry.scheduled, entry.backward
 
 
 def _told(entry: _Known) -> str:

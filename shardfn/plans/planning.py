@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
-from collections.abc import Callable, Iterator
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import optree
@@ -17,10 +19,12 @@ from shardfn.compat import attention, devices, dynamo, process_groups
 from shardfn.mesh.axes import sizes
 from shardfn.mesh.planned import planning_on
 from shardfn.mesh.scope import current_mesh, mesh_of
-from shardfn.plans.arguments import mark
+from shardfn.mesh.spec import dotted
 from shardfn.plans.course import course_of
+from shardfn.plans.places import Place
 from shardfn.plans.plan import Plan
 from shardfn.plans.recorder import Block, Recorder
+from shardfn.quant.packed import is_packed
 from shardfn.quoting import listed, short, short_errors
 from shardfn.shards.layout import is_flat
 from shardfn.simulated.clocks import HOST
@@ -214,21 +218,17 @@ def plan_of(
     """
     returned = {recorder.find(x) for x in optree.tree_leaves(result) if isinstance(x, Tensor)}
     course = course_of(recorder.events, before, returned, len(recorder.works) - 1)
-    streams = dict.fromkeys([recorder.default, *(draft.stream for draft in recorder.works if draft.stream != HOST)])
+    launched = (draft.stream for draft in recorder.works if draft.stream != HOST)
+    streams = dict.fromkeys([recorder.device.defaults[0], *launched])
     order = {stream: number for number, stream in enumerate(streams)}
     return Plan(
         name=getattr(step, "__qualname__", type(step).__name__),
         mesh={} if mesh is None else sizes(mesh),
         rank=process_groups.global_rank(),
         works=tuple(draft.work(per_node, order) for draft in recorder.works),
-        held=course.held,
-        host=course.host,
-        disk=course.disk,
-        peak=course.peak,
-        allocations=course.allocations,
         parameters=parameters,
-        allocator=course.allocator,
         assumed=tuple(recorder.assumed),
+        **course._asdict(),
     )
 
 
@@ -248,3 +248,58 @@ def named(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         else:
             found.append((name, value))
     return found
+
+
+# --- what the arguments of a step are ---
+
+_NAMES = {
+    "parameters": re.compile(r"param|weight|adapter|base$|model$"),
+    "optimizer": re.compile(r"opt|state|moment"),
+    "gradients": re.compile(r"grad"),
+}
+
+
+def mark(recorder: Recorder, given: Sequence[tuple[str, Any]]) -> int:
+    """Notes for the memory of a step's arguments what it is; returns the number of elements of all parameters.
+
+    Args:
+        recorder: where it is noted.
+        given: the arguments, by name.
+    """
+    numbers: dict[Any, int] = {}
+    found = False
+    for name, tree in given:
+        sharded = any(is_flat(node) for _, node in _nodes(tree))
+        default = "parameters" if sharded and not found else ""
+        found |= sharded
+        for path, node in _nodes(tree):
+            # What the argument's name says, or that of a part of it: `state.params` are parameters.
+            parts = (*path[:1], name) if _matching(name) == "optimizer" else (name, *path[:1])
+            kind = next(filter(None, map(_matching, parts)), default or name)
+            for x in optree.tree_leaves(node):
+                block = recorder.find(x) if isinstance(x, Tensor) else None
+                if block is not None and not block.kind:
+                    block.kind, block.place = kind, Place("forward", "", name)
+            if kind == "parameters":
+                numbers |= _numbers(node)
+    return sum(numbers.values())
+
+
+def _matching(name: str) -> str:
+    return next((kind for kind, pattern in _NAMES.items() if pattern.match(name.lower())), "")
+
+
+def _nodes(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=lambda x: is_flat(x) or is_packed(x))
+    for accessor, leaf in zip(accessors, leaves, strict=True):
+        yield tuple(dotted(accessor).split(".")), leaf
+
+
+def _numbers(node: Any) -> dict[Any, int]:
+    """The number of elements of each parameter of a node, on all ranks."""
+    if is_flat(node):
+        layout = node.layout
+        return {(layout.stage, entry.path): math.prod(layout.meant_shape(i)) for i, entry in enumerate(layout.entries)}
+    if is_packed(node):
+        return {id(node): math.prod(node.shape)}
+    return {id(node): node.numel()} if isinstance(node, Tensor) else {}

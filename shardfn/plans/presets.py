@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
 from typing import TypeVar
 
-from shardfn.plans.chips import Chip
-from shardfn.plans.links import Curve, Links
+from shardfn.plans.machines import Chip, Curve, Links
 from shardfn.quoting import listed, short
 
 T = TypeVar("T")
@@ -122,33 +120,25 @@ def _found(what: str, name: str, known: dict[str, T]) -> T:
     return known[name]
 
 
-def _chip(name: str, source: str, mib: int, terabytes: float, teraflops: Iterable[tuple[str, float]]) -> Chip:
-    rates = {dtype: rate * 1e12 for names, rate in teraflops for dtype in names.split()}
-    return Chip(name, source, rates, terabytes * 1e12, mib * 2**20)
-
-
-_HALF, _EIGHT = "bfloat16 float16", "float8_e4m3fn int8"
+_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "int8", "float32", "float64")
+_HOPPER = (989.4, 989.4, 1978.9, 1978.9, 66.9, 66.9)
+# Datasheets, MiB as nvidia-smi lists them, TB a second, and TFLOP a second of these dtypes, dense.
+_CHIPS = {
+    "a100": ("A100 datasheet (2021), SXM 80 GB", 81920, 2.039, (312, 312, 0, 624, 19.5, 19.5)),
+    "h100": ("H100 datasheet (2023), SXM 80 GB", 81559, 3.35, _HOPPER),
+    "h200": ("H200 datasheet (2024), SXM 141 GB", 143771, 4.8, _HOPPER),
+    "b200": ("Blackwell datasheet (2025), HGX B200", 183359, 7.7, (2250, 2250, 4500, 4500, 75, 37)),
+}
 CHIPS = {
-    made.name: made
-    for made in (
-        _chip(
-            "a100", "NVIDIA A100 datasheet (2021), SXM 80 GB, dense; memory as nvidia-smi lists it", 81920, 2.039,
-            [(_HALF, 312), ("int8", 624), ("float32", 19.5), ("float64", 19.5)],
-        ),
-        _chip(
-            "h100", "NVIDIA H100 datasheet (2023), SXM 80 GB, dense; memory as nvidia-smi lists it", 81559, 3.35,
-            [(_HALF, 989.4), (_EIGHT, 1978.9), ("float32", 66.9), ("float64", 66.9)],
-        ),
-        _chip(
-            "h200", "NVIDIA H200 datasheet (2024), SXM 141 GB, dense; memory as nvidia-smi lists it", 143771, 4.8,
-            [(_HALF, 989.4), (_EIGHT, 1978.9), ("float32", 66.9), ("float64", 66.9)],
-        ),
-        _chip(
-            "b200", "NVIDIA Blackwell datasheet (2025), HGX B200, dense; memory as nvidia-smi lists it", 183359, 7.7,
-            [(_HALF, 2250), (_EIGHT, 4500), ("float32", 75), ("float64", 37)],
-        ),
+    name: Chip(
+        name,
+        f"NVIDIA {source}, dense; memory as nvidia-smi lists it",
+        {dtype: rate * 1e12 for dtype, rate in zip(_DTYPES, rates, strict=True) if rate},
+        terabytes * 1e12,
+        mib * 2**20,
     )
-}  # fmt: skip
+    for name, (source, mib, terabytes, rates) in _CHIPS.items()
+}
 
 _PCIE = 0.8  # of the vendor's peak, an assumption
 _LINKS = {

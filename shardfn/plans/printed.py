@@ -12,11 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardfn.plans.page import Line
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Line = list[tuple[str, str]]
+"""Words, each with a style."""
 WIDE = 120  # columns, where there is no terminal
 MONO = "white-space:pre;overflow-x:auto;line-height:1.25;font-family:Menlo,'DejaVu Sans Mono',consolas,monospace"
 

@@ -25,10 +25,9 @@ from shardfn.compat import modes
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import device_of
 from shardfn.mesh.planned import planned
-from shardfn.plans.arguments import mark
 from shardfn.plans.drawing import lane_of
 from shardfn.plans.plan import Plan
-from shardfn.plans.planning import mesh_for, named, plan_of
+from shardfn.plans.planning import mark, mesh_for, named, plan_of
 from shardfn.plans.recorder import Block, Draft, Recorder
 from shardfn.plans.schedule import Work
 from shardfn.quoting import short_errors
@@ -201,7 +200,9 @@ class _Timer(Recorder):
                     if isinstance(x, Tensor):
                         self.held(x)
                 return
-            moved = _moved(args, out)
+            given = [x for x in args if isinstance(x, Tensor)]
+            copies = isinstance(out, Tensor) and given and given[-1].device.type != out.device.type
+            moved = given[-1] if copies else None  # to a device of another kind
             if moved is None:
                 self.ran(func, args, kwargs, out)
             else:
@@ -223,10 +224,10 @@ class _Timer(Recorder):
         """Returns a plan with the times of its works."""
         spans = [self.spans[draft] for draft in self.works]
         seconds = self.clock.seconds([mark for span in spans for mark in span]) if spans else []
-        begins, ends = _since_first(seconds[::2], seconds[1::2])
+        first = min(seconds[::2], default=0.0)
+        begins, ends = (tuple(t - first for t in times) for times in (seconds[::2], seconds[1::2]))
         works = tuple(_apart(plan.works, begins, ends))
-        facts = {one.name: getattr(plan, one.name) for one in dataclasses.fields(plan)}
-        return Profile(**facts | {"works": works, "begins": begins, "ends": ends})
+        return Profile(**vars(plan) | {"works": works, "begins": begins, "ends": ends})
 
 
 class _Seen(modes.Watching):
@@ -241,20 +242,6 @@ class _Seen(modes.Watching):
         out = func(*args, **kwargs)
         self.timer.happened(func, args, kwargs, out, begin)
         return out
-
-
-def _moved(args: Any, out: Any) -> Tensor | None:
-    """The tensor that an operation copied to a device of another kind; None if it copied none."""
-    given = [x for x in args if isinstance(x, Tensor)]
-    if not isinstance(out, Tensor) or not given or given[-1].device.type == out.device.type:
-        return None
-    return given[-1]
-
-
-def _since_first(begins: Sequence[float], ends: Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Times since the earliest."""
-    first = min(begins, default=0.0)
-    return tuple(t - first for t in begins), tuple(t - first for t in ends)
 
 
 def _apart(works: Sequence[Work], begins: Sequence[float], ends: Sequence[float]) -> Iterator[Work]:

@@ -21,7 +21,7 @@ from shardfn.compat.flops import flops_of, traffic_of
 from shardfn.plans.places import Place, Places
 from shardfn.plans.schedule import Work
 from shardfn.simulated.clocks import HOST
-from shardfn.simulated.device import Device
+from shardfn.simulated.device import Device, Listener
 from shardfn.simulated.operations import NAME, launches, second
 from shardfn.simulated.shapes import tensors_in
 from shardfn.tiers.files import ALIGNMENT
@@ -94,7 +94,7 @@ class _Records(list[Record]):
         self._recorder.recorded(entry)
 
 
-class Recorder:
+class Recorder(Listener):
     """Is told by the device what a program does.
 
     Attributes:
@@ -103,9 +103,11 @@ class Recorder:
         events: how the memory changed meanwhile, in order.
         assumed: what the user's code read on the host meanwhile, what else was taken for granted, and where.
         blocks: all memory that is held now, by the number of its storage.
+        device: which tells it.
     """
 
     kind = NAME
+    device: Device
 
     def __init__(self) -> None:
         self.works: list[Draft] = []
@@ -115,13 +117,13 @@ class Recorder:
         self._references: dict[int, Any] = {}
         self._lock = threading.RLock()
         self._on = False
-        self.device: Device | None = None
         self._begin()
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """A context: what is launched inside is noted, and nothing that came before."""
         self._begin()
+        self._known |= {stream: dict(clock) for stream, clock in self.device.clocks.all().items()}
         with ledger() as log:
             log.records = _Records(self)
             self._on = True
@@ -145,15 +147,6 @@ class Recorder:
         self._announced: deque[Draft] = deque()
         self._known: defaultdict[int, dict[int, int]] = defaultdict(dict)  # of each stream, when its last work began
         self._times: defaultdict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
-        self._groups: dict[str, tuple[int, ...]] = {}
-        if self.device is not None:
-            self._known |= {stream: dict(clock) for stream, clock in self.device.clocks.all().items()}
-
-    @property
-    def default(self) -> int:
-        """The number of the device's own stream."""
-        assert self.device is not None, "a device tells of itself"
-        return self.device.defaults[0]
 
     # --- what the device tells ---
 
@@ -170,7 +163,10 @@ class Recorder:
                 return
             place = self.places.here(attribution.stage)
             if counts:
-                self._add(func, args, kwargs, out, given, place)
+                draft = self._open("compute", place)
+                draft.moved += traffic_of(func, args, kwargs, out)
+                if flops := flops_of(func, args, kwargs, out):
+                    draft.flops[str(given[0].dtype).removeprefix("torch.")] += flops
             for x in new:
                 self._hold(x, place)
 
@@ -178,8 +174,7 @@ class Recorder:
         """Notes a copy between the host and the device."""
         with self._lock:
             if self._on:
-                place, stream = self.places.here(attribution.stage), self._stream()
-                self._open("copy", place, stream, into.nbytes)
+                self._open("copy", self.places.here(attribution.stage), into.nbytes)
             self.held(into)
 
     def sent(self, group: str, stream: int) -> None:
@@ -189,7 +184,8 @@ class Recorder:
                 return
             if self._announced:
                 draft = self._announced.popleft()
-                draft.stream, draft.ranks = stream, self._ranks(group)
+                draft.stream = stream
+                draft.ranks = tuple(dist.get_process_group_ranks(process_groups.group_of(group)))
                 self.works.append(draft)
                 position = len(self.works) - 1
             else:  # several may make up one that the ledger knows
@@ -246,21 +242,9 @@ class Recorder:
 
     # --- works ---
 
-    def _stream(self) -> int:
-        assert self.device is not None, "a device tells of itself"
-        return self.device.stream()
-
-    def _add(self, func: Any, args: Any, kwargs: Any, out: Any, given: list[Tensor], place: Place) -> None:
-        draft = self._open("compute", place, self._stream())
-        draft.moved += traffic_of(func, args, kwargs, out)
-        flops = flops_of(func, args, kwargs, out)
-        if flops:
-            draft.flops[str(given[0].dtype).removeprefix("torch.")] += flops
-
-    def _open(self, kind: str, place: Place, stream: int, sent: int = 0) -> Draft:
+    def _open(self, kind: str, place: Place, sent: int = 0) -> Draft:
         """The work to which an operation belongs: the last one if nothing comes between, or a new one."""
-        assert self.device is not None, "a device tells of itself"
-        clocks, stage = self.device.clocks, attribution.stage
+        clocks, stream, stage = self.device.clocks, self.device.stream(), attribution.stage
         waits = self._waits(stream)
         last = self.works[-1] if self.works else None
         if (
@@ -279,7 +263,6 @@ class Recorder:
 
     def _date(self, stream: int, position: int, waits: bool = True) -> None:
         """Notes when, by its stream's clock, a work began."""
-        assert self.device is not None, "a device tells of itself"
         if waits:
             self.works[position].after |= self._waits(stream)
         times, positions = self._times[stream]
@@ -289,7 +272,6 @@ class Recorder:
 
     def _waits(self, stream: int) -> set[int]:
         """The works of other streams that came to be before what this stream does next since its last work."""
-        assert self.device is not None, "a device tells of itself"
         known, found = self._known[stream], set()
         for other, time in self.device.clocks.known(stream).items():
             if other in (stream, HOST) or known.get(other, 0) >= time:
@@ -300,11 +282,6 @@ class Recorder:
             if at >= 0:
                 found.add(positions[at])
         return found
-
-    def _ranks(self, group: str) -> tuple[int, ...]:
-        if group not in self._groups:
-            self._groups[group] = tuple(dist.get_process_group_ranks(process_groups.group_of(group)))
-        return self._groups[group]
 
     # --- memory ---
 

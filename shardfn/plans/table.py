@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from shardfn.plans.drawing import amount, kind_colors, peak_told
-from shardfn.plans.page import Line
+from shardfn.plans.printed import Line
 from shardfn.plans.schedule import Work
 from shardfn.quoting import byte_count, listed
 
 if TYPE_CHECKING:
-    from shardfn.plans.views import Views
+    from shardfn.plans.plan import Plan
 
 BAR = 32  # columns of the whole peak
 LARGEST = 6  # allocations that are shown
 ROWS = 14  # most rows of a table, of which the rest is one row
 
 
-def lines(plan: Views, width: int) -> Iterator[Line]:
+def lines(plan: Plan, width: int) -> Iterator[Line]:
     """Yields all lines; equal stages are one."""
     parts = (_head(plan), _memory(plan), _largest(plan), _collectives(plan), _stages(plan))
     for number, part in enumerate(filter(None, map(list, parts))):
@@ -28,12 +30,9 @@ def lines(plan: Views, width: int) -> Iterator[Line]:
         yield from (cut(line, width) for line in part)
 
 
-def _head(plan: Views) -> Iterator[Line]:
-    ranks = 1
-    for size in plan.mesh.values():
-        ranks *= size
+def _head(plan: Plan) -> Iterator[Line]:
     mesh = ", ".join(f"{name}={size}" for name, size in plan.mesh.items())
-    yield [(plan.told, "bold"), (f" on {mesh or 'no mesh'}: rank {plan.rank} of {ranks:,}", "")]
+    yield [(plan.told, "bold"), (f" on {mesh or 'no mesh'}: rank {plan.rank} of {math.prod(plan.mesh.values()):,}", "")]
     launches, flops = sum(work.launches for work in plan.works), _flops(plan.works)
     by_dtype = ", ".join(f"{amount(n, 'FLOP')} in {dtype}" for dtype, n in flops.items() if n)
     numbers = f"{plan.parameters:,} parameters on all ranks; " if plan.parameters else ""
@@ -42,7 +41,7 @@ def _head(plan: Views) -> Iterator[Line]:
     yield [(f"{numbers}here {launches:,} operations{f', {by_dtype}' if by_dtype else ''}", "")]
 
 
-def _memory(plan: Views) -> Iterator[Line]:
+def _memory(plan: Plan) -> Iterator[Line]:
     total, colors = plan.peak.total, kind_colors([plan.peak])
     yield [("memory at the peak", "bold"), (f"  {peak_told(plan.works, plan.peak)}", "dim")]
     for kind in colors:
@@ -56,7 +55,7 @@ def _memory(plan: Views) -> Iterator[Line]:
                 yield [(f"  {kind:<14}", ""), (f"{byte_count(nbytes):>10}", ""), (f"  {where}, at its own peak", "dim")]
 
 
-def _largest(plan: Views) -> Iterator[Line]:
+def _largest(plan: Plan) -> Iterator[Line]:
     if plan.allocations:
         found = sorted(plan.allocations, key=lambda one: -one.bytes)
         rows = [
@@ -65,7 +64,7 @@ def _largest(plan: Views) -> Iterator[Line]:
         yield from table(("largest then", "bytes", "tensors", "stage", "made at"), rows, "lrrll", LARGEST)
 
 
-def _collectives(plan: Views) -> Iterator[Line]:
+def _collectives(plan: Plan) -> Iterator[Line]:
     sums: dict[tuple[str, ...], list[int]] = {}
     for work in plan.works:
         if work.kind != "compute":
@@ -76,14 +75,17 @@ def _collectives(plan: Views) -> Iterator[Line]:
         yield from table(("sent", "axis", "dtype", "pass", "calls", "bytes"), rows, "llllrr", ROWS)
 
 
-def _stages(plan: Views) -> Iterator[Line]:
+def _stages(plan: Plan) -> Iterator[Line]:
     of_stage: dict[str, list[Work]] = {}
     for work in plan.works:
         of_stage.setdefault(work.stage, []).append(work)
     alike: dict[tuple[str, ...], list[str]] = {}
     for stage, works in of_stage.items():
         alike.setdefault((re.sub(r"\d+", "*", stage), *_row(works)), []).append(stage or "(outside of stages)")
-    rows = [(_joined(stages), *key[1:]) for key, stages in alike.items()]
+    rows = [
+        (stages[0] if len(stages) == 1 else f"{stages[0]} … {stages[-1]} ({len(stages)} alike)", *key[1:])
+        for key, stages in alike.items()
+    ]
     head = ("stage", "operations", "forward", "recompute", "backward", "update", "calls", "sent")
     yield from table(head, rows, "lrrrrrrr", ROWS)
 
@@ -100,15 +102,10 @@ def _row(works: Sequence[Work]) -> tuple[str, ...]:
     return (f"{launches:,}", *(amount(n, "FLOP") if n else "-" for n in flops.values()), *counts)
 
 
-def _joined(stages: Sequence[str]) -> str:
-    return stages[0] if len(stages) == 1 else f"{stages[0]} … {stages[-1]} ({len(stages)} alike)"
-
-
 def _flops(works: Iterable[Work]) -> dict[str, int]:
-    flops: dict[str, int] = {}
+    flops = Counter[str]()
     for work in works:
-        for dtype, n in work.flops.items():
-            flops[dtype] = flops.get(dtype, 0) + n
+        flops.update(work.flops)
     return flops
 
 

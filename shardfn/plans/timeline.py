@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardfn.plans import presets
-from shardfn.plans.chips import Chip
-from shardfn.plans.links import Links, nodes_of
+from shardfn.plans.drawing import duration
+from shardfn.plans.machines import Chip, Links, nodes_of
 from shardfn.plans.schedule import Work
 from shardfn.quoting import short, short_errors
 
@@ -75,15 +74,8 @@ class Timeline:
         parts = {"computing": self.computing, "exposed": self.exposed, "copying": self.copying, "waiting": self.waiting}
         shares = ", ".join(f"{name} {100 * part / self.seconds:.1f} %" for name, part in parts.items() if part)
         speed = "" if self.tokens is None else f", {self.tokens:,.0f} tokens/s a rank"
-        head = f"{_duration(self.seconds)} a step on {self.chip}, {self.links}: {shares or 'nothing'}"
+        head = f"{duration(self.seconds)} a step on {self.chip}, {self.links}: {shares or 'nothing'}"
         return f"{head}; MFU {100 * self.utilization:.1f} %{speed}"
-
-
-def _duration(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e3)):
-        if seconds * scale >= 1:
-            return f"{seconds * scale:.4g} {unit}"
-    return f"{seconds * 1e6:.4g} us"
 
 
 @short_errors
@@ -124,7 +116,7 @@ def timed(
             known[like] = _job(plan, work, links, chip, per_node)
         jobs.append(known[like])
     begins, ends = _run(plan.works, jobs, chip.host)
-    spans = _Spans(plan.works, begins, ends)
+    spent = _spent(plan.works, begins, ends)
     total = max(ends, default=0.0)
     useful = [work for work in plan.works if work.phase != "recompute"]
     peak = sum(count / chip.rate(dtype) for work in useful for dtype, count in work.flops.items() if count)
@@ -134,34 +126,33 @@ def timed(
         begins=tuple(begins),
         ends=tuple(ends),
         seconds=total,
-        computing=spans.total[COMPUTE],
-        communicating=spans.communicating,
-        exposed=spans.total["exposed"],
-        copying=spans.total[COPY],
-        waiting=spans.total["waiting"],
-        stages=spans.by_stage(),
+        computing=spent[COMPUTE, None],
+        communicating=spent["communicating", None],
+        exposed=spent["exposed", None],
+        copying=spent[COPY, None],
+        waiting=spent["waiting", None],
+        stages={
+            name: Spent(*(spent[what, name] for what in (COMPUTE, "communicating", "exposed")))
+            for name in dict.fromkeys(work.stage for work in plan.works)
+        },
         utilization=peak / total if total else 0.0,
         tokens=tokens / total if tokens is not None and total else None,
     )
 
 
-@dataclass
-class _Job:
-    """A work's seconds if it is alone, and the link that it needs."""
-
-    seconds: float
-    link: str
+_Job = tuple[float, str]
+"""A work's seconds if it is alone, and the link that it needs."""
 
 
 def _job(plan: Plan, work: Work, links: Links, chip: Chip, per_node: int | None) -> _Job:
     if work.kind == COMPUTE:
-        return _Job(chip.seconds(work), "")
+        return chip.seconds(work), ""
     if work.kind == COPY:
-        return _Job(links.seconds(COPY, work.sent, 1), "host")
+        return links.seconds(COPY, work.sent, 1), "host"
     nodes = work.nodes
     if per_node is not None and work.axis and all(name in plan.mesh for name in work.axis):
         nodes = nodes_of(plan.mesh, plan.rank, work.axis, per_node)
-    return _Job(links.seconds(work.kind, work.sent, work.ranks, nodes), "network" if nodes > 1 else "node")
+    return links.seconds(work.kind, work.sent, work.ranks, nodes), "network" if nodes > 1 else "node"
 
 
 def _run(works: tuple[Work, ...], jobs: list[_Job], host: float) -> tuple[list[float], list[float]]:
@@ -180,12 +171,13 @@ def _run(works: tuple[Work, ...], jobs: list[_Job], host: float) -> tuple[list[f
         ready = [i for i in heads if all(not math.isnan(ends[j]) for j in works[i].after)]
         for i in ready:
             if issued[i] <= now:
-                begins[i], left[i] = now, jobs[i].seconds
+                begins[i], left[i] = now, jobs[i][0]
         later = [issued[i] - now for i in ready if issued[i] > now]
         if not left and not later:
             raise ValueError(f"timed: works {sorted(heads)[:4]} of the plan wait for each other, or for none before")
-        busy = Counter(jobs[i].link for i in left)
-        pace = {i: 1.0 if not jobs[i].link else float(busy[jobs[i].link]) for i in left}
+        links = {i: jobs[i][1] for i in left}
+        busy = Counter(links.values())
+        pace = {i: float(busy[link]) if link else 1.0 for i, link in links.items()}
         step = min([left[i] * pace[i] for i in left] + later)
         now += step
         for i in list(left):
@@ -197,56 +189,27 @@ def _run(works: tuple[Work, ...], jobs: list[_Job], host: float) -> tuple[list[f
     return begins, ends
 
 
-def _zeros() -> defaultdict[Any, float]:
-    return defaultdict(float)
-
-
-@dataclass
-class _Spans:
-    """What is going on, over time: computing hides collectives, and these hide copies."""
-
-    works: tuple[Work, ...]
-    begins: list[float]
-    ends: list[float]
-    total: defaultdict[str, float] = field(default_factory=_zeros)
-    stage: defaultdict[tuple[str, str], float] = field(default_factory=_zeros)
-    communicating: float = 0.0
-
-    def __post_init__(self) -> None:
-        for span, running in self._intervals():
-            kinds = {i: _kind_of(self.works[i]) for i in running}
-            collectives = [i for i in running if kinds[i] == "exposed"]
-            self.communicating += span if collectives else 0.0
-            for stage in {self.works[i].stage for i in collectives}:
-                self.stage["communicating", stage] += span
-            what = next((kind for kind in (COMPUTE, "exposed", COPY) if kind in kinds.values()), "waiting")
-            self.total[what] += span
-            first = min((i for i in running if kinds[i] == what), default=None, key=lambda i: (self.begins[i], i))
-            if first is not None:
-                self.stage[what, self.works[first].stage] += span
-
-    def _intervals(self) -> Iterator[tuple[float, set[int]]]:
-        events = sorted({*self.begins, *self.ends, 0.0})
-        starting: dict[float, list[int]] = {}
-        ending: dict[float, list[int]] = {}
-        for i, (begin, end) in enumerate(zip(self.begins, self.ends, strict=True)):
-            if end > begin:
-                starting.setdefault(begin, []).append(i)
-                ending.setdefault(end, []).append(i)
-        running: set[int] = set()
-        for now, following in pairwise(events):
-            running.difference_update(ending.get(now, ()))
-            running.update(starting.get(now, ()))
-            yield following - now, running
-
-    def by_stage(self) -> dict[str, Spent]:
-        names = dict.fromkeys(work.stage for work in self.works)
-        return {
-            name: Spent(self.stage[COMPUTE, name], self.stage["communicating", name], self.stage["exposed", name])
-            for name in names
-        }
-
-
-def _kind_of(work: Work) -> str:
-    """Returns what a work counts as while nothing more important runs."""
-    return work.kind if work.kind in (COMPUTE, COPY) else "exposed"
+def _spent(works: tuple[Work, ...], begins: list[float], ends: list[float]) -> dict[tuple[str, str | None], float]:
+    """Returns seconds by what goes on and by stage (None: all): computing hides collectives, and these hide copies."""
+    spent: defaultdict[tuple[str, str | None], float] = defaultdict(float)
+    starting: defaultdict[float, list[int]] = defaultdict(list)
+    ending: defaultdict[float, list[int]] = defaultdict(list)
+    for i, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+        if end > begin:
+            starting[begin].append(i)
+            ending[end].append(i)
+    running: set[int] = set()
+    for now, following in pairwise(sorted({*begins, *ends, 0.0})):
+        running.difference_update(ending[now])
+        running.update(starting[now])
+        span = following - now
+        kinds = {i: "exposed" if works[i].collective else works[i].kind for i in running}
+        stages = {works[i].stage for i in running if works[i].collective}
+        for stage in (*stages, None) if stages else ():
+            spent["communicating", stage] += span
+        what = next((kind for kind in (COMPUTE, "exposed", COPY) if kind in kinds.values()), "waiting")
+        spent[what, None] += span
+        first = min((i for i in running if kinds[i] == what), default=None, key=lambda i: (begins[i], i))
+        if first is not None:
+            spent[what, works[first].stage] += span
+    return spent

@@ -11,22 +11,15 @@ import functools
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Any
 
-from shardfn.plans.chips import Chip
-from shardfn.plans.links import Links
+from shardfn.plans.machines import Chip, Links
 from shardfn.plans.plan import Plan
 from shardfn.plans.timeline import Timeline
 from shardfn.shapes.settings import Setting, planned
 from shardfn.shapes.sizes import Shape
 
 PERIOD = 2  # blocks after which all is as before: those of a ring take turns with its two buffers
-
-
-def ends(setting: Setting) -> int:
-    """Returns how many blocks at each end need not be like those between: gathers run ahead, and gradients are reduced
-    later; what leaves the device is there until copies have ended, some operations later.
-    """
-    return 4 if setting.tiers or setting.remat == "offload" else 2
 
 
 @dataclass(frozen=True)
@@ -75,12 +68,15 @@ def extrapolated(shape: Shape, setting: Setting, links: Links | str, chip: Chip 
     Raises:
         ValueError, RuntimeError: as `planned` and `Plan.timed`.
     """
-    near = ends(setting)
+    # How many blocks at each end need not be like those between: gathers run ahead, and gradients are reduced later;
+    # what leaves the device is there until copies have ended, some operations later.
+    near = 4 if setting.tiers or setting.remat == "offload" else 2
     low = 2 * near + shape.layers % PERIOD
     if shape.layers <= low + PERIOD:
         plan = planned(shape, setting)
         return figures(plan, plan.timed(links, chip))
-    plans = [_shallow(shape, setting, layers) for layers in (low, low + PERIOD)]
+    fixed = tuple((name, tuple(x.items()) if isinstance(x, dict) else x) for name, x in vars(setting).items())
+    plans = [_shallow(replace(shape, layers=layers), fixed) for layers in (low, low + PERIOD)]
     less, more = (figures(plan, plan.timed(links, chip)) for plan in plans)
     times = (shape.layers - low) // PERIOD
 
@@ -106,25 +102,10 @@ def extrapolated(shape: Shape, setting: Setting, links: Links | str, chip: Chip 
 
 
 @functools.lru_cache(64)
-def _memo(shape: Shape, key: str, setting: _Same) -> Plan:
-    return planned(shape, setting.value)
-
-
-class _Same:
-    """A setting, equal to others by its text alone, as it holds dicts."""
-
-    def __init__(self, value: Setting) -> None:
-        self.value, self.key = value, repr(value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-
-def _shallow(shape: Shape, setting: Setting, layers: int) -> Plan:
-    return _memo(replace(shape, layers=layers), shape.name, _Same(setting))
+def _shallow(shape: Shape, setting: tuple[tuple[str, Any], ...]) -> Plan:
+    """The plan for a setting's items, of which those that are dicts are tuples of items, so that it is a key."""
+    facts: dict[str, Any] = {name: dict(x) if isinstance(x, tuple) else x for name, x in setting}
+    return planned(shape, Setting(**facts))
 
 
 def _peaks(plan: Plan, near: int) -> dict[tuple[object, ...], Counter[str]]:

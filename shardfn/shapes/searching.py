@@ -6,9 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from shardfn.plans.chips import Chip
 from shardfn.plans.fits import RESERVE, size_of
-from shardfn.plans.links import Links
+from shardfn.plans.machines import Chip, Links
 from shardfn.shapes.extrapolating import Figures, extrapolated
 from shardfn.shapes.settings import Setting, dtype_of
 from shardfn.shapes.sizes import Shape

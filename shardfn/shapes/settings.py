@@ -1,15 +1,20 @@
-"""How a model is trained, and the plan of a step that does so."""
+"""How a model is trained, and the plan of a step that does so: of a known shape, or of a configuration in a file."""
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from shardfn import optim
+from shardfn import interop, optim
+from shardfn.collectives.functional import psum
 from shardfn.mesh.make import make_mesh
 from shardfn.mesh.spec import P
 from shardfn.optim.optimizer import Optimizer
@@ -24,13 +29,7 @@ from shardfn.transforms.accumulate import accumulate
 from shardfn.transforms.autodiff import value_and_grad
 from shardfn.transforms.shard_map import shard_map
 
-OPTIMIZERS = {
-    "adamw": lambda: optim.adamw(1e-4),
-    "adamw8bit": lambda: optim.adamw8bit(1e-4),
-    "adafactor": lambda: optim.adafactor(1e-4),
-    "lion": lambda: optim.lion(1e-4),
-    "sgd": lambda: optim.sgd(1e-4),
-}
+OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "lion", "sgd")
 
 
 @dataclass(frozen=True)
@@ -105,53 +104,96 @@ def planned(shape: Shape, setting: Setting, rank: int = 0) -> Plan:
             over the mesh; or the sequence is too long for it.
         RuntimeError: this process has ranks already.
     """
-    length, kept = _length(shape, setting), dtype_of(setting.kept)
-    placement, optimizer = setting.placement(), optimizer_of(setting.optimizer)
-    tensor = "tensor" if setting.mesh.get("tensor", 1) > 1 else ()
-    specs = transformer.SPECS if tensor else P()
-    _divides(shape, setting)
-    with planning(setting.ranks, rank, per_node=setting.per_node) as device:
-        axes: dict[str, Any] = dict(setting.mesh)
-        mesh = make_mesh(**axes)
-        params = shard(transformer.tree(shape, kept), mesh, placement, specs=specs)
-        state = optimizer.init(params)
-        remat: Any = {"off": False, "on": True, "offload": "offload"}[setting.remat]
-        dtype = dtype_of(setting.dtype)
-        loss = transformer.loss_of(shape, tensor, setting.data, remat=remat, gather_dtype=dtype, input_dtype=dtype)
-        step = stepping(loss, optimizer, mesh, setting)
-        tokens = torch.zeros(setting.batch, length, dtype=torch.int64, device=device.name)
-        return replace(plan(step, params, state, tokens, tokens.clone()), name=shape.name)
-
-
-def stepping(loss: Any, optimizer: Optimizer, mesh: Any, setting: Setting) -> Any:
-    """Returns a step that trains with a loss `(params, *batch)`."""
-
-    def step(params: Any, state: Any, tokens: Tensor, targets: Tensor) -> Any:
-        if setting.micro > 1:
-            value, grads = accumulate(loss, (tokens, targets), micro=setting.micro)(params)
-        else:
-            value, grads = value_and_grad(loss)(params, tokens, targets)
-        return value, *optimizer.step(params, grads, state)
-
-    batch = P(setting.data)
-    return shard_map(step, mesh=mesh, in_specs=(..., ..., batch, batch), out_specs=..., check=False)
-
-
-def _length(shape: Shape, setting: Setting) -> int:
-    length = setting.sequence or shape.context
+    length, kept, size = setting.sequence or shape.context, dtype_of(setting.kept), setting.mesh.get("tensor", 1)
     if shape.gpt and length > shape.context:
         raise ValueError(f"{shape.name} has {shape.context} places, and a sequence of {length} does not fit")
-    return length
-
-
-def _divides(shape: Shape, setting: Setting) -> None:
-    if setting.batch < 1 or setting.micro < 1 or setting.batch % setting.micro:
-        raise ValueError(f"a batch of {setting.batch} cannot be cut into {setting.micro} equal micro-batches")
-    size = setting.mesh.get("tensor", 1)
     numbers = {"heads": shape.heads, "groups of heads": shape.groups, "hidden units": shape.hidden}
     for name, number in (numbers | {"tokens in its vocabulary": shape.vocabulary}).items():
         if number % size:
             raise ValueError(f"{shape.name} has {number} {name}, which tensor={size} does not divide")
+    tensor = "tensor" if size > 1 else ()
+
+    def build(mesh: Any, placement: Placement, **options: Any) -> tuple[Any, Callable[..., Tensor]]:
+        specs = transformer.SPECS if tensor else P()
+        params = shard(transformer.tree(shape, kept), mesh, placement, specs=specs)
+        return params, transformer.loss_of(shape, tensor, setting.data, **options)
+
+    return _planned(shape.name, length, setting, rank, build)
+
+
+def planned_config(path: Path, setting: Setting, rank: int = 0) -> Plan:
+    """Plans a step that trains the causal language model of a Hugging Face configuration, as its module computes it.
+
+    Args:
+        path: of the file, or of the folder with its `config.json`.
+        setting: how it is trained.
+        rank: whose plan it is.
+
+    Raises:
+        OSError, ValueError: there is no such configuration; or as `planned`.
+        ModuleNotFoundError: transformers is missing.
+    """
+    if find_spec("transformers") is None:
+        raise ModuleNotFoundError(
+            "plans of a configuration need transformers: pip install transformers", name="transformers"
+        )
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        told = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(told, dict) or "model_type" not in told:
+        raise ValueError(f"{file} has no model_type: it is no configuration of a model, as Hugging Face writes them")
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(file.parent if file.name == "config.json" else file)
+    length = setting.sequence or int(getattr(config, "max_position_embeddings", 2048))
+    if setting.mesh.get("tensor", 1) > 1:
+        raise ValueError(f"{file}: modules are planned without the axis 'tensor': leave it out of the mesh")
+    config.use_cache = False
+    with interop.meta():
+        module: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype_of(setting.kept))
+    count = setting.batch * length * setting.ranks
+
+    def build(mesh: Any, placement: Placement, **options: Any) -> tuple[Any, Callable[..., Tensor]]:
+        model = interop.functional(module, **options)
+
+        def loss(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+            out = model(params, input_ids=tokens, labels=targets, num_items_in_batch=count, use_cache=False)
+            total: Tensor = psum(out.loss, setting.data)
+            return total
+
+        return model.shard(mesh, placement), loss
+
+    name = short(getattr(config, "_name_or_path", "") or str(path), 60)
+    return _planned(name, length, setting, rank, build)
+
+
+def _planned(name: str, length: int, setting: Setting, rank: int, build: Callable[..., Any]) -> Plan:
+    """Plans a step of a model; `build(mesh, placement, **options)` makes its parameters, and `loss(params, *batch)`."""
+    placement, dtype = setting.placement(), dtype_of(setting.dtype)
+    if setting.optimizer not in OPTIMIZERS:
+        raise ValueError(f"there is no optimizer {short(repr(setting.optimizer))}; there are {listed(OPTIMIZERS)}")
+    if setting.batch < 1 or setting.micro < 1 or setting.batch % setting.micro:
+        raise ValueError(f"a batch of {setting.batch} cannot be cut into {setting.micro} equal micro-batches")
+    optimizer: Optimizer = getattr(optim, setting.optimizer)(1e-4)
+    remat = {"off": False, "on": True, "offload": "offload"}[setting.remat]
+    with planning(setting.ranks, rank, per_node=setting.per_node) as device:
+        axes: dict[str, Any] = dict(setting.mesh)
+        mesh = make_mesh(**axes)
+        params, loss = build(mesh, placement, remat=remat, gather_dtype=dtype, input_dtype=dtype)
+        state, batch = optimizer.init(params), P(setting.data)
+
+        @shard_map(mesh=mesh, in_specs=(..., ..., batch, batch), out_specs=..., check=False)
+        def step(params: Any, state: Any, tokens: Tensor, targets: Tensor) -> Any:
+            if setting.micro > 1:
+                value, grads = accumulate(loss, (tokens, targets), micro=setting.micro)(params)
+            else:
+                value, grads = value_and_grad(loss)(params, tokens, targets)
+            return value, *optimizer.step(params, grads, state)
+
+        tokens = torch.zeros(setting.batch, length, dtype=torch.int64, device=device.name)
+        return replace(plan(step, params, state, tokens, tokens.clone()), name=name)
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -164,15 +206,3 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"{short(repr(name))} is no floating-point dtype; there are float32, bfloat16, float16")
     return dtype
-
-
-def optimizer_of(name: str) -> Optimizer:
-    """Returns an optimizer by its name.
-
-    Raises:
-        ValueError: there is none of this name.
-    """
-    if name not in OPTIMIZERS:
-        raise ValueError(f"there is no optimizer {short(repr(name))}; there are {listed(OPTIMIZERS)}")
-    made: Optimizer = OPTIMIZERS[name]()
-    return made

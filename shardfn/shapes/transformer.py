@@ -90,16 +90,10 @@ def _embed(shape: Shape, tensor: AxisName) -> Callable[..., Tensor]:
         x = parallel.embedding(tokens, p["table"], tensor, sequence=sequence)
         if not shape.gpt:
             return x
-        return x + _own(p["places"][: tokens.shape[1]], tensor)
+        places = p["places"][: tokens.shape[1]]
+        return x + (local_slice(places, tensor, dim=0) if tensor else places)
 
     return embed
-
-
-def _own(rows: Tensor, tensor: AxisName) -> Tensor:
-    """This rank's rows of what is the same on all ranks along an axis."""
-    if not tensor:
-        return rows
-    return local_slice(rows, tensor, dim=0)
 
 
 def _head(shape: Shape, tensor: AxisName) -> Callable[..., Tensor]:

@@ -57,9 +57,10 @@ _casts: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # of parameters, by 
 
 def register(device: str) -> torch.library.Library:
     """Makes autocast work on the device of this name, which is torch's spare one."""
-    rules: dict[str, Callable[..., Any]] = dict.fromkeys(LOWER, _lower)
-    rules |= dict.fromkeys(FLOAT, _float) | dict.fromkeys(RETURNS_FLOAT, _returns_float)
-    rules |= dict.fromkeys(WIDEST, _widest) | {"binary_cross_entropy": _refused}
+    rules: dict[str, Callable[..., Any]] = dict.fromkeys(LOWER, functools.partial(_in, _lower))
+    rules |= dict.fromkeys(FLOAT, functools.partial(_in, lambda *_: torch.float32))
+    rules |= dict.fromkeys(RETURNS_FLOAT, _returns_float) | dict.fromkeys(WIDEST, functools.partial(_in, _widest))
+    rules |= {"binary_cross_entropy": _refused}
     return dispatch.autocasting({name: functools.partial(rule, device) for name, rule in rules.items()})
 
 
@@ -68,17 +69,13 @@ def forget() -> None:
     _casts.clear()
 
 
-def _lower(device: str, op: Any, *args: Any, **kwargs: Any) -> Any:
-    return _in(device, torch.get_autocast_dtype(device), op, args, kwargs)
+def _lower(device: str, given: Any) -> torch.dtype:
+    return torch.get_autocast_dtype(device)
 
 
-def _float(device: str, op: Any, *args: Any, **kwargs: Any) -> Any:
-    return _in(device, torch.float32, op, args, kwargs)
-
-
-def _widest(device: str, op: Any, *args: Any, **kwargs: Any) -> Any:
-    wide = any(_narrows(x, device) and x.dtype is torch.float32 for x in optree.tree_leaves((args, kwargs)))
-    return _in(device, torch.float32 if wide else torch.get_autocast_dtype(device), op, args, kwargs)
+def _widest(device: str, given: Any) -> torch.dtype:
+    wide = any(_narrows(x, device) and x.dtype is torch.float32 for x in optree.tree_leaves(given))
+    return torch.float32 if wide else torch.get_autocast_dtype(device)
 
 
 def _returns_float(device: str, op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -104,8 +101,8 @@ def _refused(device: str, op: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def _in(device: str, dtype: torch.dtype, op: Any, args: Any, kwargs: Any) -> Any:
-    cast = functools.partial(_cast, device=device, dtype=dtype)
+def _in(dtype_of: Callable[[str, Any], torch.dtype], device: str, op: Any, *args: Any, **kwargs: Any) -> Any:
+    cast = functools.partial(_cast, device=device, dtype=dtype_of(device, (args, kwargs)))
     args, kwargs = optree.tree_map(cast, (args, kwargs), none_is_leaf=True)
     return op(*args, **kwargs)
 

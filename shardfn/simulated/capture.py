@@ -20,6 +20,9 @@ from shardfn.simulated.operations import NAME, line, shadow
 if TYPE_CHECKING:
     from shardfn.simulated.device import Device
 
+Used = tuple[list[Tensor], list[Tensor]]
+"""What an operation reads, and those among its arguments into which it writes."""
+
 
 class Graph:
     """`torch.sim.CUDAGraph`.
@@ -48,13 +51,13 @@ class Graph:
         """Raises RuntimeError: the operation is not allowed while a graph is captured."""
         raise RuntimeError(f"{what} at {line()}: not permitted while a graph is captured")
 
-    def record(self, func: Any, args: Any, kwargs: Any, out: Any, reads: list[Tensor], writes: list[Tensor]) -> None:
-        """Records an operation with the memory of its arguments and its result."""
-        self.use(reads, writes, out)
+    def record(self, func: Any, args: Any, kwargs: Any, out: Any, used: Used) -> None:
+        """Records an operation with the memory of its arguments, as they are `used`, and of its result."""
+        self.use(used, out)
         if not self._values():
             return
         values = optree.tree_map(_value, (args, kwargs))
-        own = {autograd.storage_of(x) for x in (*reads, *writes)}
+        own = {autograd.storage_of(x) for x in (*used[0], *used[1])}
         results = [
             shadow(x) if _ours(x) and autograd.storage_of(x) not in own else None for x in optree.tree_leaves(out)
         ]
@@ -63,26 +66,18 @@ class Graph:
             found = optree.tree_leaves(func(*values[0], **values[1]))
             for into, x in zip(results, found, strict=True):
                 if into is not None:
-                    into.copy_(_arrived(func, x))
+                    sent = func.namespace == "_c10d_functional"
+                    into.copy_(torch.ops._c10d_functional.wait_tensor(x) if sent else x)
 
         self.runs.append(run)
 
-    def collective(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        out: Any,
-        launched: Callable[[], None],
-        reads: list[Tensor],
-        writes: list[Tensor],
-    ) -> int:
+    def collective(self, func: Any, args: Any, kwargs: Any, out: Any, used: Used, launched: Callable[[], None]) -> int:
         """Records a collective; `launched` enters it where they are counted. Returns what `wait` knows it by."""
         self.runs.append(launched)
         if func.namespace == "_c10d_functional":
-            self.record(func, args, kwargs, out, reads, writes)
+            self.record(func, args, kwargs, out, used)
             return -1
-        self.use(reads, writes, out)
+        self.use(used, out)
         if not self._values():
             return -1
         number, values = len(self.runs), optree.tree_map(_value, (args, kwargs))
@@ -103,9 +98,9 @@ class Graph:
 
         self.runs.append(run)
 
-    def use(self, reads: list[Tensor], writes: list[Tensor], out: Any) -> None:
+    def use(self, used: Used, out: Any) -> None:
         """Notes the memory that an operation uses, and what is new."""
-        for x in (*reads, *writes):
+        for x in (*used[0], *used[1]):
             number = autograd.storage_of(x)
             made = self.made.get(number)
             if _ours(x) and number not in self.memory and (made is None or made.expired()):
@@ -113,7 +108,7 @@ class Graph:
                 with self.device.fake_mode:
                     self.memory[number] = torch.ops.aten.alias.default(x)  # with no other reference to the memory
                 self.sizes[number] = self.device.resizes[number]
-        self.written |= {autograd.storage_of(x) for x in writes if _ours(x)}
+        self.written |= {autograd.storage_of(x) for x in used[1] if _ours(x)}
         for x in optree.tree_leaves(out):
             if _ours(x) and autograd.storage_of(x) not in self.memory:
                 self.made.setdefault(autograd.storage_of(x), autograd.weak_storage(x))
@@ -192,7 +187,3 @@ def _value(x: Any) -> Any:
     if isinstance(x, torch.device):
         return torch.device("cpu")
     return shadow(x) if _ours(x) else x
-
-
-def _arrived(func: Any, x: Tensor) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(x) if func.namespace == "_c10d_functional" else x

@@ -120,8 +120,7 @@ class ByStorage(Generic[T]):
 
     def get(self, x: Tensor) -> T | None:
         """The value for the storage of a tensor."""
-        found = self._values.get(autograd.storage_of(x))
-        return None if found is None else found[1]
+        return self._values.get(autograd.storage_of(x), (None, None))[1]
 
     def __setitem__(self, x: Tensor, value: T) -> None:
         if len(self._values) > self._limit:
@@ -131,8 +130,7 @@ class ByStorage(Generic[T]):
 
     def of(self, storage: torch.UntypedStorage) -> T | None:
         """The value for a storage."""
-        found = self._values.get(storage._cdata)
-        return None if found is None else found[1]
+        return self._values.get(storage._cdata, (None, None))[1]
 
     def forget_freed(self, numbers: Iterable[int]) -> None:
         """Drops the values of those storages that were freed."""

@@ -27,7 +27,8 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -60,8 +61,8 @@ class Wait(NamedTuple):
     times: int
 
 
-class Listener(Protocol):
-    """What is told of everything that a program does on the device."""
+class Listener:
+    """Is told of everything that a program does on the device. This one does not listen."""
 
     def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operation was launched, or made a view or room without launching anything."""
@@ -82,25 +83,25 @@ class Listener(Protocol):
         """A storage has got another size; it may be unknown, and no tensor may have it now."""
 
 
-class Answering:
-    """A context in which a thread answers an operation."""
+class Answering(threading.local):
+    """A context in which a thread answers an operation.
 
-    def __init__(self) -> None:
-        self._local = threading.local()
+    Attributes:
+        depth: how many such contexts the thread is in.
+        known: whether the thread has the device's mode, unless it is disabled.
+    """
+
+    depth, known = 0, False
 
     def __enter__(self) -> None:
-        self._local.depth = getattr(self._local, "depth", 0) + 1
+        self.depth += 1
 
     def __exit__(self, *_: object) -> None:
-        self._local.depth -= 1
-
-    def know(self) -> None:
-        """Notes that this thread has the device's mode, unless it is disabled."""
-        self._local.known = True
+        self.depth -= 1
 
     def knows(self) -> bool:
         """Whether this thread answers an operation now, or has a mode for that."""
-        return getattr(self._local, "depth", 0) > 0 or getattr(self._local, "known", False)
+        return self.depth > 0 or self.known
 
 
 class Device:
@@ -116,7 +117,8 @@ class Device:
             real device.
         collectives: those of each group, in order: operation, and bytes where they are the same on all ranks.
         resizes: counts of the times that the memory of a storage was freed and allocated anew, by its number.
-        listener: what is told of all of it, if anything is.
+        listener: what is told of all of it.
+        planned: whether something listens: then nothing reads what is large on the host, which has room, but no pages.
     """
 
     name = NAME
@@ -124,7 +126,7 @@ class Device:
     def __init__(
         self, values: bool = False, count: int = 1, listener: Listener | None = None, races: bool = True
     ) -> None:
-        self.listener = listener
+        self.listener, self.planned = listener or Listener(), listener is not None
         self._lock = threading.Lock()
         self._waits: Counter[tuple[str, str]] = Counter()
         self.values, self.count = values, count
@@ -148,8 +150,7 @@ class Device:
         """Notes that the memory of a storage was freed, and other memory allocated for it, by the current stream."""
         self.resizes[storage._cdata] += 1
         self.clocks.resized(self.stream(), storage)
-        if self.listener is not None:
-            self.listener.resized(storage)
+        self.listener.resized(storage)
 
     @property
     def synchronisations(self) -> list[Wait]:
@@ -188,8 +189,7 @@ class Device:
                 f"{kind} at {users_line()} came {ENDLESS} times: a loop that ends by numbers does not end "
                 f"here, where the simulated device has none"
             )
-        if self.listener is not None:
-            self.listener.asked(kind)
+        self.listener.asked(kind)
 
 
 @contextlib.contextmanager
@@ -252,7 +252,7 @@ def simulated(
         dist.init_process_group(backend, store=store or process_groups.fake_store(), rank=rank, world_size=ranks)
         with _patched(device), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-            device.answering.know()
+            device.answering.known = True
             with Operations():
                 yield device
     finally:
@@ -263,11 +263,9 @@ def simulated(
         sys.excepthook = hook
 
 
-_registered: list[Any] = []  # what torch forgets with its object
-
-
 @functools.cache
-def _register() -> None:
+def _register() -> Any:
+    """Registers the device; returns what torch forgets with its object."""
     if torch.accelerator.is_available():
         raise RuntimeError(
             f"this process has an accelerator, {torch.accelerator.current_accelerator()}, next to which torch cannot "
@@ -276,9 +274,9 @@ def _register() -> None:
     process_groups.register_python_device(NAME, _Module())
     autograd.twins[NAME] = twin
     dispatch.own_kernels(past_modes)
-    _registered.append(autocast.register(NAME))
     process_groups.register_fake_backend("simulated", ["cpu", NAME])
     process_groups.register_fake_backend("sent", [NAME], made_up=False)
+    return autocast.register(NAME)
 
 
 @contextlib.contextmanager
@@ -286,112 +284,72 @@ def _patched(device: Device) -> Iterator[None]:
     """Patches what torch does without an operation that modes see; and threads, each of which has modes of its own."""
     with torch.device("cpu"):  # torch remembers from now on which constructors take the default device
         torch.empty(0, device=None)
-    fake: Any = dynamo.fake_tensors()
-    patches: list[tuple[Any, str, Any]] = [(torch, "Generator", _Generator)]
-    patches += [(fake, "tolist", lambda x: x.cpu().tolist()), (fake, "__format__", _formatted)]
-    patches += [(fake, "__torch_dispatch__", _found_by_threads(device, fake.__torch_dispatch__))]
-    patches += [(torch.UntypedStorage, "resize_", _resizing(device, torch.UntypedStorage.resize_))]
-    patches += [(torch.autocast, "__init__", _of_the_device(torch.autocast.__init__))]
-    patches += [(torch, "clear_autocast_cache", _forgetting(torch.clear_autocast_cache))]
-    patches += [(torch.utils, "swap_tensors", _swapping(torch.utils.swap_tensors))]
-    patches += [(threading.Thread, "run", _beside(device, threading.Thread.run))]
     handles = [kind for kind in process_groups.kinds_of_handles() if "wait" in vars(kind)]
-    patches += [(kind, "wait", waits_for(device, kind.wait)) for kind in handles]
+    patches = [*_patches(device), *((kind, "wait", waits_for(device, kind.wait)) for kind in handles)]
     if not device.values:  # what arrives on the host is ones, which no check would accept
         add = LateChecks.add
         patches.append((*dynamo.redraws(), lambda x, *_, **__: x))
         patches.append((LateChecks, "add", lambda checks, x, wrong: add(checks, x, lambda _: None)))
-    originals = [(owner, name, vars(owner).get(name)) for owner, name, _ in patches]
-    try:
+    with contextlib.ExitStack() as stack:
         for owner, name, value in patches:
-            setattr(owner, name, value)
+            stack.enter_context(mock.patch.object(owner, name, value))
         yield
-    finally:
-        for owner, name, value in originals:
-            if value is None:
-                delattr(owner, name)  # it is inherited again
-            else:
-                setattr(owner, name, value)
 
 
-def _formatted(x: Tensor, how: str) -> str:
-    """A tensor in a text: a single number is read for that, also if it has a class of its own."""
-    return format(x.item(), how) if x.ndim == 0 else object.__format__(x, how)
+def _patches(device: Device) -> Iterator[tuple[Any, str, Any]]:
+    fake: Any = dynamo.fake_tensors()
+    answer, resize, run = fake.__torch_dispatch__, torch.UntypedStorage.resize_, threading.Thread.run
+    make: Any = torch.autocast.__init__
+    clear: Any = torch.clear_autocast_cache
+    swap: Any = torch.utils.swap_tensors
 
-
-def _found_by_threads(device: Device, plain: Callable[..., Any]) -> Any:
-    """What an operation on fake tensors does that no mode has seen, such as one of a thread from before the block."""
+    def formatted(x: Tensor, how: str) -> str:  # a single number is read for that, also if it has a class of its own
+        return format(x.item(), how) if x.ndim == 0 else object.__format__(x, how)
 
     def found(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What an operation does that no mode has seen, such as one of a thread from before the block."""
         here = device.answering.knows() or device.fake_mode.enter_stack
         if here or not any(x.device.type == NAME for x in tensors_in(args, kwargs)):
-            return plain(func, types, args, kwargs)
+            return answer(func, types, args, kwargs)
         return past_modes(func, *args, **kwargs or {})
 
-    return classmethod(found)
-
-
-def _beside(device: Device, run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
-    """A thread's `run` under the device's mode, as modes apply to one thread only."""
-
-    @functools.wraps(run)
-    def on_device(thread: threading.Thread) -> None:
-        device.answering.know()
-        with Operations():
-            run(thread)
-
-    return on_device
-
-
-def _resizing(device: Device, resize: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
-    """A storage's `resize_`, of which the device is told."""
-
-    @functools.wraps(resize)
     def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
-        found = resize(storage, nbytes)
+        same = resize(storage, nbytes)
         device.resized(storage)
-        return found
+        return same
 
-    return resized
-
-
-def _of_the_device(make: Callable[..., None]) -> Callable[..., None]:
-    """The constructor of autocast, which would otherwise be without effect for an accelerator that is not there."""
-
-    @functools.wraps(make)
     def made(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
-        if enabled and device_type not in (NAME, "cpu"):
+        if enabled and device_type not in (NAME, "cpu"):  # it would be without effect
             raise RuntimeError(
                 f"torch.autocast({device_type!r}) at {users_line()}: the tensors here are on the simulated device, "
                 f"{NAME!r}, and would stay as they are: name it by mesh.device_type or device.name"
             )
         make(self, device_type, dtype, enabled, cache_enabled)
 
-    return made
-
-
-def _forgetting(clear: Callable[[], None]) -> Callable[[], None]:
-    """What ends autocast, also for the device's own casts."""
-
-    @functools.wraps(clear)
     def cleared() -> None:
         autocast.forget()
         clear()
 
-    return cleared
-
-
-def _swapping(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
-    """`swap_tensors`, which `module.to(dtype)` calls, also for tensors that torch itself has weak references to."""
-
-    @functools.wraps(swap)
-    def swapped(a: Tensor, b: Tensor) -> None:
-        if type(a) is type(b) is dynamo.fake_tensors() and a.device == b.device:
+    def swapped(a: Tensor, b: Tensor) -> None:  # `module.to(dtype)` calls it, where torch itself has weak references
+        if type(a) is type(b) is fake and a.device == b.device:
             a.data, b.data = b.data, a.data
         else:
             swap(a, b)
 
-    return swapped
+    def beside(thread: threading.Thread) -> None:
+        device.answering.known = True
+        with Operations():
+            run(thread)
+
+    yield torch, "Generator", _Generator
+    yield fake, "tolist", lambda x: x.cpu().tolist()
+    yield fake, "__format__", formatted
+    yield fake, "__torch_dispatch__", classmethod(found)
+    yield torch.UntypedStorage, "resize_", resized
+    yield torch.autocast, "__init__", made
+    yield torch, "clear_autocast_cache", cleared
+    yield torch.utils, "swap_tensors", swapped
+    yield threading.Thread, "run", beside
 
 
 class _Generator(torch.Generator):
@@ -418,9 +376,7 @@ class _Stream(torch.Stream):
         pass
 
     def synchronize(self) -> None:
-        _refuse_in_graph("synchronize")
-        _device().clocks.synchronize(self.stream_id)
-        _synchronize()
+        _synchronize(lambda clocks: clocks.synchronize(self.stream_id))
 
     def query(self) -> bool:
         _refuse_in_graph("query")
@@ -447,10 +403,7 @@ class _Event:
         self.point: Point | None = None
 
     def synchronize(self) -> None:
-        _refuse_in_graph("synchronize")
-        if self.point is not None:
-            _device().clocks.wait(HOST, self.point)
-        _synchronize()
+        _synchronize(lambda clocks: clocks.wait(HOST, self.point or Point({}, 0)))
 
     def query(self) -> bool:
         _refuse_in_graph("query")
@@ -466,23 +419,19 @@ class _Event:
             on.clocks.wait(on.stream() if stream is None else stream.stream_id, self.point)
 
 
-class _Within:
+@contextlib.contextmanager
+def _within(stream: Any) -> Iterator[None]:
     """A context in which a stream is current, and its device."""
-
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-
-    def __enter__(self) -> None:
-        if self.stream is not None:
-            current, index = _device().current, self.stream.device.index
-            self.before = current.device, index, current.streams.get(index)
-            current.device, current.streams[index] = index, self.stream
-
-    def __exit__(self, *_: object) -> None:
-        if self.stream is not None:
-            current = _device().current
-            current.device, index, stream = self.before
-            current.streams[index] = stream
+    if stream is None:
+        yield
+        return
+    current, index = _device().current, stream.device.index
+    before = current.device, current.streams.get(index)
+    current.device, current.streams[index] = index, stream
+    try:
+        yield
+    finally:
+        current.device, current.streams[index] = before
 
 
 class _Module:
@@ -496,8 +445,7 @@ class _Module:
     def is_available(self) -> bool:
         return bool(opened)
 
-    def is_initialized(self) -> bool:
-        return bool(opened)
+    is_initialized = is_available
 
     def current_device(self) -> int:
         return _device().current.device if opened else 0
@@ -519,9 +467,7 @@ class _Module:
         return 0, 1
 
     def synchronize(self, device: Any = None) -> None:
-        _refuse_in_graph("synchronize")
-        _device().clocks.synchronize_all()
-        _synchronize()
+        _synchronize(Clocks.synchronize_all)
 
     def empty_cache(self) -> None:
         pass  # there is no cache
@@ -537,7 +483,7 @@ class _Module:
         return _Stream(index, number=on.defaults[index])
 
     def stream(self, stream: Any) -> Any:
-        return _Within(stream)
+        return _within(stream)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
@@ -565,8 +511,10 @@ def _device() -> Device:
     return opened[0]
 
 
-def _synchronize() -> None:
+def _synchronize(wait: Callable[[Clocks], None]) -> None:
+    _refuse_in_graph("synchronize")
     for device in opened:
+        wait(device.clocks)
         with device._lock:
             device._waits["synchronize", line()] += 1
 

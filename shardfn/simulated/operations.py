@@ -32,9 +32,9 @@ NAME = "sim"
 _aten: Any = torch.ops.aten
 _DEVICE: Any = torch.ops.prim.device.default
 _HERE = pathlib.Path(__file__).resolve().parent
-_PACKAGE = f"{_HERE.parent}/"
+PACKAGE = f"{_HERE.parent}/"
 _TOOLS = (*(f"{_HERE.parent}/{name}/" for name in ("simulated", "testing", "plans")), f"{_HERE.parent}/quoting.py")
-_MODELS = f"{_PACKAGE}shapes/"  # known models, which stand for the user's
+MODELS = f"{PACKAGE}shapes/"  # known models, which stand for the user's
 _BETWEEN = (*_TOOLS, str(modes.__file__), str(weakref.__file__))
 ELSEWHERE = tuple(str(pathlib.Path(str(module.__file__)).parent) + "/" for module in (torch, optree))
 _STANDARD = str(pathlib.Path(str(threading.__file__)).parent) + "/"  # also the parent of other packages, as a rule
@@ -53,11 +53,6 @@ class Operations(modes.DispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
-    @property
-    def device(self) -> Device:
-        """The device that is simulated now, also where a thread has this mode from an earlier block."""
-        return opened[0]
-
     @staticmethod
     def owns(x: Any) -> bool:
         """Whether a tensor is one of the device's."""
@@ -66,14 +61,14 @@ class Operations(modes.DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not opened:  # a thread from the block outlives it
             return func(*args, **kwargs or {})
+        device = opened[0]  # also where a thread has this mode from an earlier block
         if func is _DEVICE:  # torch asks for the device of a fake tensor more often than for all else
             return args[0].device
         kwargs = kwargs or {}
         tensors = tensors_in(args, kwargs)
         to = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
         if to != NAME and not any(x.device.type == NAME for x in tensors):
-            return self._on_host(func, args, kwargs, tensors)
-        device = self.device
+            return _on_host(device, func, args, kwargs, tensors)
         device.threads.add(threading.get_ident())
         with device.answering:
             return self._answered(device, func, args, kwargs)
@@ -92,38 +87,7 @@ class Operations(modes.DispatchMode):
         with modes.functions_unseen():
             answer: Callable[..., Any] = _ANSWERS.get(func, _run)
             out = answer(device, func, args, kwargs)
-            if device.listener is not None:
-                device.listener.ran(func, args, kwargs, out)
-        return out
-
-    def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-        if self.device.listener is not None and func in _ROOM:
-            size = args[0].numel() if isinstance(args[0], Tensor) else math.prod(args[0])
-            func = _ROOM[func] if size > _SMALL else func  # what is large has room, but no pages
-        if func is _aten._pin_memory.default or kwargs.get("pin_memory"):
-            if self.device.graph is not None:
-                self.device.graph.refuse("pinning memory")
-            pins = func is _aten._pin_memory.default
-            pinned = args[0].clone() if pins else func(*args, **kwargs | {"pin_memory": False})
-            _pinned[pinned] = True
-            if self.device.listener is not None:
-                self.device.listener.held(pinned)
-            return pinned
-        if func is _aten.is_pinned.default:
-            return args[0] in _pinned
-        if func.namespace in _COLLECTIVES and dist.get_world_size() > 1 and func not in _QUIET:
-            self.device._waited("cpu collective")
-            if self.device.listener is not None:
-                self.device.listener.sent(_group_of(func, args, kwargs), HOST)
-        if not func.is_view and all(x.device.type == "cpu" for x in tensors):  # those on "meta" have no memory
-            reads, writes = _used(func, args, kwargs)
-            self.device.clocks.use(HOST, func.name(), reads, writes)
-            large = bool(writes) and min(x.numel() for x in writes) > _SMALL and func.overloadpacket not in _SHAPES
-            if large and self.device.listener is not None:  # when a step is planned, nothing reads what it would write
-                return writes[0] if len(func._schema.returns) == 1 else None
-        out = func(*args, **kwargs)
-        if self.device.listener is not None and isinstance(out, Tensor) and out.device.type == "cpu":
-            self.device.listener.held(out)
+            device.listener.ran(func, args, kwargs, out)
         return out
 
 
@@ -145,6 +109,35 @@ def past_modes(func: Any, *args: Any, **kwargs: Any) -> Any:
 def launches(func: Any) -> bool:
     """Whether an operation launches something on the device: it is neither a view nor an allocation."""
     return not func.is_view and func.namespace != "prim" and func.overloadpacket not in _NO_KERNEL
+
+
+def _on_host(device: Device, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+    if device.planned and func in _ROOM:
+        size = args[0].numel() if isinstance(args[0], Tensor) else math.prod(args[0])
+        func = _ROOM[func] if size > _SMALL else func  # what is large has room, but no pages
+    if func is _aten._pin_memory.default or kwargs.get("pin_memory"):
+        if device.graph is not None:
+            device.graph.refuse("pinning memory")
+        pins = func is _aten._pin_memory.default
+        pinned = args[0].clone() if pins else func(*args, **kwargs | {"pin_memory": False})
+        _pinned[pinned] = True
+        device.listener.held(pinned)
+        return pinned
+    if func is _aten.is_pinned.default:
+        return args[0] in _pinned
+    if func.namespace in _COLLECTIVES and dist.get_world_size() > 1 and func not in _QUIET:
+        device._waited("cpu collective")
+        device.listener.sent(_group_of(func, args, kwargs), HOST)
+    if not func.is_view and all(x.device.type == "cpu" for x in tensors):  # those on "meta" have no memory
+        reads, writes = _used(func, args, kwargs)
+        device.clocks.use(HOST, func.name(), reads, writes)
+        large = bool(writes) and min(x.numel() for x in writes) > _SMALL and func.overloadpacket not in _SHAPES
+        if large and device.planned:  # when a step is planned, nothing reads what it would write
+            return writes[0] if len(func._schema.returns) == 1 else None
+    out = func(*args, **kwargs)
+    if isinstance(out, Tensor) and out.device.type == "cpu":
+        device.listener.held(out)
+    return out
 
 
 _SMALL = 1024  # elements
@@ -177,7 +170,7 @@ def _run(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         device.clocks.use(device.stream(), func.name(), reads, writes)
     out = _result(device, func, args, kwargs)
     if device.graph is not None:
-        device.graph.use([], [], out) if new else device.graph.record(func, args, kwargs, out, reads, writes)
+        device.graph.use(([], []), out) if new else device.graph.record(func, args, kwargs, out, (reads, writes))
     made = [x for x in tensors_in(out) if x.device.type == NAME]
     for x in made:
         device.clocks.allocated(device.stream(), x)
@@ -213,11 +206,17 @@ def _pretended(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
 def _found(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     """The result, without values, as torch finds its shape."""
     mode = device.fake_mode
-    args, kwargs = optree.tree_map(lambda x: _fake(x, mode), (args, kwargs))
+
+    def fake(x: Any) -> Any:
+        here = not isinstance(x, Tensor) or x.device.type == NAME
+        return x if here else mode.from_tensor(x, static_shapes=True)
+
+    args, kwargs = optree.tree_map(fake, (args, kwargs))
     kwargs.pop("generator", None)
     try:
         with mode, dispatch.outside_autocast():
-            return (cells.FORMULAS.get(func) or _without_generator(func))(*args, **kwargs)
+            plain = getattr(func.overloadpacket, _PLAIN.get(func._overloadname, func._overloadname))
+            return (cells.FORMULAS.get(func) or plain)(*args, **kwargs)
     except dynamo.depends_on_numbers() as error:
         device._waited(func.name())
         raise NotImplementedError(
@@ -237,17 +236,7 @@ def _found(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         ) from error
 
 
-def _fake(x: Any, mode: Any) -> Any:
-    if not isinstance(x, Tensor) or x.device.type == NAME:
-        return x
-    return mode.from_tensor(x, static_shapes=True)
-
-
-def _without_generator(func: Any) -> Any:
-    """The overload without a generator: `rand.generator` needs one, and `rand` gives the same, no values."""
-    return getattr(func.overloadpacket, _PLAIN.get(func._overloadname, func._overloadname))
-
-
+# Without a generator: `rand.generator` needs one, and `rand` gives the same, no values.
 _PLAIN = {"generator": "default", "low_generator": "low"}
 
 
@@ -357,7 +346,7 @@ def _collective(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     if device.graph is None:
         launched()
     else:
-        number = device.graph.collective(func, args, kwargs, out, launched, reads, writes)
+        number = device.graph.collective(func, args, kwargs, out, (reads, writes), launched)
     made = [x for x in tensors_in(out) if x.device.type == NAME]
     for x in made:
         device.clocks.allocated(device.stream(), x)
@@ -371,10 +360,9 @@ def _collective(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
             handle = process_groups.handle_of(work)
             # The handle lives, so that the caller gets this one.
             device.works[id(handle)] = handle, point, (*held, *made), number
-    if device.listener is not None:
-        device.listener.sent(group.partition(" ")[0], stream)
-        for x in made:
-            device.listener.held(x)
+    device.listener.sent(group.partition(" ")[0], stream)
+    for x in made:
+        device.listener.held(x)
     return out
 
 
@@ -420,29 +408,20 @@ def _equal(device: Device, func: Any, args: Any, kwargs: Any) -> bool:
 
 def _to_copy(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     (x,), to = args, kwargs.get("device")
-    if to is None or (torch.device(to).type == x.device.type and not _elsewhere(device, x, to)):
+    kind, index = None if to is None else torch.device(to).type, device_index(to, device.current.device)
+    if kind is None or (kind == x.device.type and (kind != NAME or index == x.device.index)):
         return _run(device, func, args, kwargs)
     dtype, non_blocking = kwargs.get("dtype") or x.dtype, kwargs.get("non_blocking", False)
-    if torch.device(to).type == NAME:
-        index = device_index(to, device.current.device)
+    if kind == NAME:
+        steps = torch.empty_like(x, device="meta").stride()
         with device.fake_mode:
-            made = torch.empty_strided(x.shape, _steps(x), dtype=dtype, device=f"{NAME}:{index}")
+            made = torch.empty_strided(x.shape, steps, dtype=dtype, device=f"{NAME}:{index}")
         device.clocks.allocated(device.stream(index), made)
         return _copied_into(device, made, x, non_blocking)
     host = torch.empty(x.shape, dtype=dtype, device=to)
     if non_blocking:
         _pinned[host] = True  # torch uses pinned memory in this case
     return _copied_into(device, host, x, non_blocking)
-
-
-def _elsewhere(device: Device, x: Tensor, to: Any) -> bool:
-    """Whether a device is another one than a tensor's, of the same kind."""
-    return x.device.type == NAME and device_index(to, device.current.device) != x.device.index
-
-
-def _steps(x: Tensor) -> tuple[int, ...]:
-    """The strides of a copy."""
-    return torch.empty_like(x, device="meta").stride()
 
 
 def _copy(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
@@ -459,15 +438,14 @@ def _copied_into(device: Device, into: Tensor, x: Tensor, non_blocking: bool) ->
     if device.graph is not None and host.device.type == "cpu":
         device.graph.refuse(f"copy {x.device.type}->{into.device.type}")
     device.clocks.use(device.stream(), "copy", (x,), (into,))
-    if device.listener is not None:
-        device.listener.copied(into, x)
+    device.listener.copied(into, x)
     alone = host.numel() <= 1 and host is x  # travels with the kernel's arguments
     if host.device.type == "cpu" and not (non_blocking and (host in _pinned or alone)):
         device._waited(f"copy {x.device.type}->{into.device.type}")
     if device.values:
         target, source = (shadow(y) if y.device.type == NAME else y for y in (into, x))
         target.copy_(source)
-    elif into.device.type == "cpu" and (device.listener is None or into.numel() <= _SMALL):
+    elif into.device.type == "cpu" and (not device.planned or into.numel() <= _SMALL):
         into.fill_(1)  # when a step is planned, what is large on the host has room, but no pages
     return into
 
@@ -477,27 +455,22 @@ def _empty(device: Device, *shape: int, dtype: torch.dtype = torch.int64) -> Ten
         return torch.empty(shape, dtype=dtype, device=NAME)
 
 
-def _nonzero(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    device._waited("nonzero")
+def _sized(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """A result whose size depends on numbers; without these, as if nothing was zero."""
+    device._waited(func.overloadpacket.__name__)
     if device.values:
         return _run(device, func, args, kwargs)
-    return _empty(device, args[0].numel(), args[0].ndim)  # as if nothing was zero
+    shape, dtype = _SIZES[func](*args, **kwargs)
+    return _empty(device, *shape, dtype=dtype)
 
 
-def _masked_select(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    device._waited("masked_select")
-    if device.values:
-        return _run(device, func, args, kwargs)
-    return _empty(device, torch.broadcast_shapes(args[0].shape, args[1].shape).numel(), dtype=args[0].dtype)
-
-
-def _bincount(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    device._waited("bincount")
-    if device.values:
-        return _run(device, func, args, kwargs)
-    arguments = dict(zip(("x", "weights", "minlength"), args, strict=False)) | kwargs
-    weights, minimum = arguments.get("weights"), arguments.get("minlength", 0)
-    return _empty(device, max(1, minimum), dtype=torch.int64 if weights is None else torch.float64)
+_SIZES: dict[Any, Callable[..., tuple[tuple[int, ...], torch.dtype]]] = {
+    _aten.nonzero.default: lambda x: ((x.numel(), x.ndim), torch.int64),
+    _aten.masked_select.default: lambda x, mask: ((torch.broadcast_shapes(x.shape, mask.shape).numel(),), x.dtype),
+    _aten.bincount.default: lambda x, weights=None, minlength=0: (
+        (max(1, minlength),), torch.int64 if weights is None else torch.float64
+    ),
+}  # fmt: skip
 
 
 def _repeat_interleave(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
@@ -528,23 +501,17 @@ def _index(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     return _run(device, func, args if device.values else (x, shown, *rest), kwargs)
 
 
-def _sparse(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+def _sparse(device: Device, func: Any, args: Any, kwargs: Any, what: str = "result") -> Any:
     raise NotImplementedError(
-        f"{func.name()} at {users_line()}: its result is sparse, and the simulated device has no such tensors"
+        f"{func.name()} at {users_line()}: its {what} is sparse, and the simulated device has no such tensors"
     )
 
 
 def _embedding(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     position = [argument.name for argument in func._schema.arguments].index("sparse")
     if any(args[position : position + 1]) or kwargs.get("sparse"):
-        raise NotImplementedError(
-            f"{func.name()} at {users_line()}: its gradient is sparse, and the simulated device has no such tensors"
-        )
+        _sparse(device, func, args, kwargs, "gradient")
     return _run(device, func, args, kwargs)
-
-
-def _record_stream(device: Device, func: Any, args: Any, kwargs: Any) -> None:
-    device.clocks.record(args[0], args[1].stream_id)
 
 
 _SHAPES = {getattr(_aten, name) for name in ("resize_", "set_", "_reshape_alias", "_unsafe_view", "lift_fresh")}
@@ -554,27 +521,21 @@ _NO_KERNEL = _SHAPES | {
 }
 
 
-def _zeros(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    """Zeros of forward mode, which have memory here: the device knows no tensors without."""
-    return _run(device, _aten.zeros.default, args, kwargs)
-
-
 _ANSWERS: dict[Any, Callable[..., Any]] = {
-    _aten._efficientzerotensor.default: _zeros,
+    # Zeros of forward mode have memory here: the device knows no tensors without.
+    _aten._efficientzerotensor.default: lambda device, _, *given: _run(device, _aten.zeros.default, *given),
     _aten._local_scalar_dense.default: _item,
     _aten.equal.default: _equal,
     _aten.allclose.default: _equal,
     _aten._to_copy.default: _to_copy,
     _aten.copy_.default: _copy,
-    _aten.nonzero.default: _nonzero,
-    _aten.masked_select.default: _masked_select,
-    _aten.bincount.default: _bincount,
+    **dict.fromkeys(_SIZES, _sized),
     _aten.repeat_interleave.Tensor: _repeat_interleave,
     _aten.index.Tensor: _index,
     _aten.index_put.default: _index,
     _aten.index_put_.default: _index,
     _aten._index_put_impl_.default: _index,
-    _aten.record_stream.default: _record_stream,
+    _aten.record_stream.default: lambda device, _, args, kwargs: device.clocks.record(args[0], args[1].stream_id),
     _aten.embedding.default: _embedding,
     _aten._embedding_bag.default: _embedding,
     _aten._to_sparse.default: _sparse,
@@ -589,17 +550,8 @@ _SHAPELESS = {  # torch does not know that they return nothing
 # --- where ---
 
 
-def line() -> str:
+def line(of_package: bool = True) -> str:
     """The innermost line of this package outside its testing tools, or otherwise of code that is not a library."""
-    return _first_line(of_package=True)
-
-
-def users_line() -> str:
-    """The innermost line of code that is neither a library nor this package, or otherwise of this package."""
-    return _first_line(of_package=False)
-
-
-def _first_line(of_package: bool) -> str:
     other = ""
     for where, ours in _lines():
         if ours == of_package:
@@ -608,14 +560,19 @@ def _first_line(of_package: bool) -> str:
     return other or "?"
 
 
+def users_line() -> str:
+    """The innermost line of code that is neither a library nor this package, or otherwise of this package."""
+    return line(of_package=False)
+
+
 def _lines() -> Iterator[tuple[str, bool]]:
     """The lines that are under way, innermost first, and whether each is this package's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        ours = file.startswith(_PACKAGE) and not file.startswith(_MODELS)
+        ours = file.startswith(PACKAGE) and not file.startswith(MODELS)
         standard = file.startswith(_STANDARD) and "-packages/" not in file
         if not file.startswith((*_BETWEEN, *ELSEWHERE, "<")) and (ours or not standard):
-            name = f"shardfn/{file.removeprefix(_PACKAGE)}" if ours else pathlib.PurePath(file).name
+            name = f"shardfn/{file.removeprefix(PACKAGE)}" if ours else pathlib.PurePath(file).name
             yield f"{name}:{frame.f_lineno}", ours
         frame = frame.f_back

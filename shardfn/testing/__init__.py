@@ -26,8 +26,8 @@ def _explained(error: ModuleNotFoundError) -> ModuleNotFoundError:
 
 
 try:
+    from shardfn.simulated.device import Device, Wait, simulated
     from shardfn.testing.errors import Failure, WorldError, WorldTimeout
-    from shardfn.testing.simulated import Device, Wait, simulated
     from shardfn.testing.world import World, world
 except ModuleNotFoundError as error:
     raise _explained(error) from None

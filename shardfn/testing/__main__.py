@@ -5,21 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from shardfn.testing.world import Kind, World
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Seconds for the first run, for a later run, and for a run after a failure."""
-
-    start: float
-    run: float
-    restart: float
 
 
 def sum_of_ones() -> float:
@@ -34,16 +24,6 @@ def fail() -> None:
     raise ValueError("on purpose")
 
 
-def measure(size: int, kind: Kind, runs: int = 100) -> Cost:
-    """Measures one world."""
-    with World(size, kind=kind) as world:
-        start = _seconds(lambda: world.run(sum_of_ones))
-        run = _seconds(lambda: [world.run(sum_of_ones) for _ in range(runs)]) / runs
-        world.errors(fail)
-        restart = _seconds(lambda: world.run(sum_of_ones))
-    return Cost(start, run, restart)
-
-
 def main() -> None:
     """Prints a table of worlds."""
     ready = _seconds(lambda: World(1).run(int))
@@ -52,9 +32,12 @@ def main() -> None:
     print(f"{'world':<22}{'first':>10}{'started':>10}{'after a failure':>18}")
     plan: list[tuple[int, Kind]] = [(1, "processes"), (2, "processes"), (4, "processes"), (2, "threads")]
     for size, kind in [*plan, (4, "threads"), (4096, "fake")]:
-        cost = measure(size, kind)
-        first, run, restart = (f"{1e3 * seconds:.1f}" for seconds in (cost.start, cost.run, cost.restart))
-        print(f"{size:>5} {kind:<16}{first:>10}{run:>10}{restart:>18}")
+        with World(size, kind=kind) as world:
+            start = _seconds(lambda: world.run(sum_of_ones))
+            run = _seconds(lambda: [world.run(sum_of_ones) for _ in range(100)]) / 100
+            world.errors(fail)
+            restart = _seconds(lambda: world.run(sum_of_ones))
+        print(f"{size:>5} {kind:<16}{1e3 * start:>10.1f}{1e3 * run:>10.1f}{1e3 * restart:>18.1f}")
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -15,6 +15,7 @@ still gives right results. `chaos` makes the stages' collectives behave as they 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import queue
 import random
@@ -22,6 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -116,15 +118,15 @@ class Chaos:
         """Replaces `compat.process_groups.start_reduce_scatter`."""
         line = self._line("reductions", group)
 
-        def summed(rows: Tensor) -> list[Tensor]:
-            return [_total(rows.view(line.size, line.size, -1)[:, line.index])]
+        def summed(rows: Tensor) -> list[Tensor]:  # in the order of ranks
+            return [functools.reduce(torch.add, rows.view(line.size, line.size, -1)[:, line.index])]
 
         return self._launch("reduce_scatter", line, flat, [out], summed, lent=flat)
 
     def all_reduce(self, x: Tensor, along: into_buffers.Communicator) -> _Message:
         """Replaces the native in-place all-reduce."""
         line = self._line("reductions", along.reductions)
-        return self._launch("all_reduce", line, x, [x], lambda rows: [_total(rows).view(x.shape)])
+        return self._launch("all_reduce", line, x, [x], lambda rows: [functools.reduce(torch.add, rows).view(x.shape)])
 
     @property
     def left(self) -> list[str]:
@@ -163,8 +165,7 @@ class Chaos:
         self.launched += 1
         line.launched += 1
         name = f"{op} of {read.nbytes} bytes, number {line.launched} of {line.name}"
-        message = _Message(self, name, read, written, results, lent)
-        message.late = self._dice.random() < 0.7
+        message = _Message(self, name, read, written, results, lent, late=self._dice.random() < 0.7)
         self._left[weakref.ref(message)] = name
         line.queue.put(message)
         return message
@@ -175,31 +176,27 @@ class Chaos:
         self._left.pop(weakref.ref(message), None)
 
 
+@dataclass(eq=False)
 class _Message:
     """One collective under way, on memory that nothing else may write to."""
 
-    def __init__(
-        self,
-        owner: Chaos,
-        name: str,
-        read: Tensor,
-        written: list[Tensor],
-        results: Callable[[Tensor], list[Tensor]],
-        lent: Tensor | None,
-    ) -> None:
-        self.owner, self.name, self.read, self.written, self.results, self.lent = (
-            owner, name, read, written, results, lent,
-        )  # fmt: skip
-        self.late = False
-        self.rows: Tensor | None = None
-        self.error: Exception | None = None
-        self.ready = threading.Event()
+    owner: Chaos
+    name: str
+    read: Tensor
+    written: list[Tensor]
+    results: Callable[[Tensor], list[Tensor]]
+    lent: Tensor | None
+    late: bool
+    rows: Tensor | None = None
+    error: Exception | None = None
+    ready: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            self.sent = read.detach().clone()
-        for x in written:
-            _write(x, None)
-        with torch.inference_mode(False), torch.no_grad():
-            self.at_launch = read.detach().clone()  # not `sent`: poison overwrites an input that is also an output
+            self.sent = self.read.detach().clone()
+            for x in self.written:
+                _write(x, None)
+            self.at_launch = self.read.detach().clone()  # not `sent`: poison overwrites an input that is also an output
 
     def __str__(self) -> str:
         return self.name
@@ -217,7 +214,8 @@ class _Message:
         """Writes the results, after checking that the memory is as it was at the launch."""
         assert self.rows is not None, "it has come"
         rows, self.rows = self.rows, None
-        if not _same(self.read, self.at_launch) or not all(_poisoned(x) for x in self.written):
+        poisoned = all((_bytes(x) == _POISON).all() for x in self.written)
+        if not poisoned or not torch.equal(_bytes(self.read), _bytes(self.at_launch)):
             self.error = RuntimeError(f"chaos: memory of {self} was written to before it was waited for")
             return
         for x, result in zip(self.written, self.results(rows), strict=True):
@@ -270,24 +268,8 @@ def _pause(dice: random.Random, longest: float) -> None:
         time.sleep(dice.random() * longest)
 
 
-def _total(rows: Tensor) -> Tensor:
-    """The sum of rows, in the order of ranks."""
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
-    return total
-
-
 def _bytes(x: Tensor) -> Tensor:
     return x.detach().view(-1).view(torch.uint8)
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
-    return torch.equal(_bytes(x), _bytes(y))
-
-
-def _poisoned(x: Tensor) -> bool:
-    return bool((_bytes(x) == _POISON).all())
 
 
 def _write(x: Tensor, values: Tensor | None) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from shardfn.testing import stacks
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,7 @@ class Failure:
 
     def as_exception(self) -> BaseException:
         """The original exception, or the nearest thing to it."""
-        if self.exception is not None:
-            return self.exception
-        kinds = {"raised": RuntimeError, "died": ChildProcessError, "waiting": TimeoutError}
-        return kinds[self.how](str(self))
+        return RuntimeError(str(self)) if self.exception is None else self.exception
 
 
 Outcome = Returned | Failure
@@ -77,6 +76,12 @@ def failure_of(error: BaseException, skip: int = 0) -> Failure:
     return Failure("raised", type(error).__qualname__, str(error), text, error)
 
 
+def waiting(frames: Sequence[stacks.Frame], text: str) -> Failure:
+    """The failure of a rank that never answered, with its stack: the frames, and a text of them."""
+    place = stacks.where(frames)
+    return Failure("waiting", "TimeoutError", place, text, TimeoutError(place))
+
+
 def raise_failures(outcomes: list[Outcome], ranks: tuple[int, ...], what: str, deadline: float) -> None:
     """Raises one error for all failures among `outcomes`, if there are any.
 
@@ -94,17 +99,14 @@ def raise_failures(outcomes: list[Outcome], ranks: tuple[int, ...], what: str, d
     failures = dict(sorted(unsorted.items(), key=lambda item: order.index(item[1].how)))
     worst = next(iter(failures.values())).how
     culprits = [rank for rank, failure in failures.items() if failure.how == worst]
-    message = _text(f"{_ranks(culprits)} {phrases[worst]} {what}", failures)
-    raise WorldTimeout(message, failures) if worst == "waiting" else WorldError(message, failures)
-
-
-def _text(head: str, failures: Mapping[int, Failure]) -> str:
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, failure in failures.items():
         groups.setdefault((str(failure), failure.traceback), []).append(rank)
-    lines = [f"  {_ranks(ranks)}: {why}" for (why, _), ranks in groups.items()]
-    stacks = [f"--- {_ranks(ranks)} ---\n{stack.rstrip()}" for (_, stack), ranks in groups.items() if stack]
-    return "\n".join([head, *lines, *stacks])
+    lines = [f"{_ranks(culprits)} {phrases[worst]} {what}"]
+    lines += [f"  {_ranks(alike)}: {why}" for (why, _), alike in groups.items()]
+    lines += [f"--- {_ranks(alike)} ---\n{stack.rstrip()}" for (_, stack), alike in groups.items() if stack]
+    message = "\n".join(lines)
+    raise WorldTimeout(message, failures) if worst == "waiting" else WorldError(message, failures)
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import NoReturn
 
 _REQUEST = struct.Struct("ii")
 _NUMBER = struct.Struct("q")
@@ -30,7 +31,8 @@ _PING, _PONG = (-1, -1), b"."
 _PATIENCE = 120.0  # on a busy machine imports take that long
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from shardfn.testing.forkserver import main; main(int(sys.argv[1]), sys.argv[3:])"
+    "from shardfn.testing.forkserver import main; from shardfn.testing.processes import serve; "
+    "main(int(sys.argv[1]), sys.argv[3:], serve)"
 )
 _HEAVY = ("pytest", "hypothesis", "optree", "numpy", "torch._dynamo")  # preloaded if the caller has loaded them
 _preloads: list[str] = []
@@ -56,6 +58,8 @@ class ForkServer:
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._control, remote = socket.socketpair()
+        loopback = "lo" if sys.platform == "linux" else "lo0"
+        changes = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback, "TORCH_CPP_LOG_LEVEL": "ERROR"}
         path = json.dumps([entry or os.getcwd() for entry in sys.path])
         preload = [*(name for name in _HEAVY if name in sys.modules and find_spec(name)), *_preloads]
         with remote:
@@ -63,7 +67,7 @@ class ForkServer:
                 [sys.executable, "-c", _BOOT, str(remote.fileno()), path, *preload],
                 pass_fds=[remote.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=_environment(),
+                env={**os.environ, **changes},
                 start_new_session=True,
             )
 
@@ -109,12 +113,6 @@ class ForkServer:
             self._process.wait()
 
 
-def _environment() -> dict[str, str]:
-    loopback = "lo" if sys.platform == "linux" else "lo0"
-    changes = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    return {**os.environ, **changes}
-
-
 def _read(descriptor: int, timeout: float) -> bytes:
     ready = select.poll()
     ready.register(descriptor, select.POLLIN)
@@ -152,13 +150,9 @@ def _stop() -> None:
         _current.close()
 
 
-def main(control: int, preload: list[str]) -> None:
+def main(control: int, preload: list[str], serve: Callable[[int, int, int, int], NoReturn]) -> None:
     """The fork server itself: imports modules, then serves requests until the other end closes."""
-    warnings.simplefilter("ignore")  # from the imports below, and from fork in a process with threads
-    import torch.distributed  # noqa: F401
-
-    from shardfn.testing import worker
-
+    warnings.simplefilter("ignore")  # from preloads, and from fork in a process with threads
     for name in preload:
         with contextlib.suppress(ImportError):
             __import__(name)
@@ -167,7 +161,7 @@ def main(control: int, preload: list[str]) -> None:
         task = _serve(channel)
     if task is None:
         os._exit(0)  # tearing torch down at interpreter exit is slow
-    worker.serve(*task)
+    serve(*task)
 
 
 def _serve(control: socket.socket) -> tuple[int, int, int, int] | None:

@@ -33,11 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", 'world(size=2, kind="processes", *, ranks=None): the world that the fixture `world` gives'
     )
-    if find_spec("hypothesis") is not None:
-        _load_profile(config)
-
-
-def _load_profile(config: pytest.Config) -> None:
+    if find_spec("hypothesis") is None:
+        return
     from hypothesis import HealthCheck, settings
 
     loaded = settings.get_current_profile_name()

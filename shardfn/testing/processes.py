@@ -1,8 +1,10 @@
-"""Worlds whose ranks are persistent CPU processes, connected by gloo."""
+"""Worlds whose ranks are persistent CPU processes, connected by gloo: what the caller does, and what a rank does."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import os
 import pickle
 import signal
@@ -12,11 +14,16 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import IO
+from typing import IO, NoReturn
 
-from shardfn.testing import errors, filters, serialization, stacks
-from shardfn.testing.errors import Failure, Outcome
+import torch
+import torch.distributed as dist
+
+from shardfn.compat import dynamo, process_groups
+from shardfn.testing import errors, serialization, stacks, state
+from shardfn.testing.errors import Failure, Outcome, waiting
 from shardfn.testing.forkserver import Child, ForkServer, fork_server
 
 _START_SECONDS = 60.0
@@ -66,7 +73,12 @@ class Processes:
 
     def close(self) -> None:
         """Stops the processes, gracefully if possible."""
-        _leave(self._ranks)
+        limit = time.monotonic() + 2.0
+        for rank in self._ranks:
+            with contextlib.suppress(ConnectionError):
+                rank.channel.send_bytes(b"")
+        for rank in self._ranks:
+            wait([rank.child.status], max(0.0, limit - time.monotonic()))
         self._stop()
 
     def _stop(self) -> None:
@@ -107,7 +119,7 @@ def _receive(ranks: Sequence[_Rank], number: int) -> bytes:
 
 def _send(ranks: Sequence[_Rank], call: bytes) -> None:
     path = [entry or os.getcwd() for entry in sys.path]
-    setting = pickle.dumps((path, filters.current()))
+    setting = pickle.dumps((path, state.filters()))
     for rank in ranks:
         with contextlib.suppress(ConnectionError):  # it is dead, which _collect reports
             rank.channel.send_bytes(setting)
@@ -119,17 +131,17 @@ def _collect(ranks: Sequence[_Rank], deadline: float) -> tuple[list[Outcome], in
     outcomes: dict[int, Outcome] = {}
     most_groups = 0
     limit = time.monotonic() + deadline
-    waiting = {rank.number: rank for rank in ranks}
-    while waiting and (left := limit - time.monotonic()) > 0:
-        ready = wait([end for rank in waiting.values() for end in (rank.channel, rank.child.status)], left)
-        for number, rank in list(waiting.items()):
+    left_over = {rank.number: rank for rank in ranks}
+    while left_over and (left := limit - time.monotonic()) > 0:
+        ready = wait([end for rank in left_over.values() for end in (rank.channel, rank.child.status)], left)
+        for number, rank in list(left_over.items()):
             if rank.channel in ready or rank.child.status in ready:
-                del waiting[number]
+                del left_over[number]
                 outcomes[number], groups = _answer(rank)
                 most_groups = max(most_groups, groups)
                 if isinstance(outcomes[number], Failure):
                     limit = min(limit, time.monotonic() + errors.GRACE)
-    outcomes |= _stuck(list(waiting.values()))
+    outcomes |= _stuck(list(left_over.values()))
     return [outcomes[rank.number] for rank in ranks], most_groups
 
 
@@ -163,9 +175,7 @@ def _stuck(ranks: Sequence[_Rank]) -> dict[int, Outcome]:
             os.kill(rank.child.pid, signal.SIGUSR1)
     failures: dict[int, Outcome] = {}
     for rank in ranks:
-        frames, text = stacks.recorded(_settled(rank, lengths[rank.number]))
-        place = stacks.where(frames)
-        failures[rank.number] = Failure("waiting", "TimeoutError", place, text, TimeoutError(place))
+        failures[rank.number] = waiting(*stacks.recorded(_settled(rank, lengths[rank.number])))
     return failures
 
 
@@ -186,16 +196,6 @@ def _log(rank: _Rank) -> str:
     return os.pread(rank.log.fileno(), 1 << 20, 0).decode(errors="replace")
 
 
-def _leave(ranks: Sequence[_Rank], patience: float = 2.0) -> None:
-    """Asks the ranks to exit, and waits for at most `patience` seconds."""
-    limit = time.monotonic() + patience
-    for rank in ranks:
-        with contextlib.suppress(ConnectionError):
-            rank.channel.send_bytes(b"")
-    for rank in ranks:
-        wait([rank.child.status], max(0.0, limit - time.monotonic()))
-
-
 def _kill(ranks: list[_Rank], owner: int) -> None:
     """Kills the ranks that still run, waits until they are gone, and closes their descriptors."""
     if owner == os.getpid():  # not a fork of the owner, at its exit
@@ -211,3 +211,50 @@ def _kill(ranks: list[_Rank], owner: int) -> None:
         rank.log.close()
         os.close(rank.child.status)
     ranks.clear()
+
+
+# --- a rank's process ---
+
+
+def serve(rank: int, size: int, channel: int, log: int) -> NoReturn:
+    """Joins the others, unless `size` is 0, and answers calls; an empty message asks it to leave. It never returns."""
+    parent = os.getppid()
+    if sys.platform == "linux":  # the kernel kills this process when its parent dies
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    stacks.record(log)
+    torch.set_num_threads(1)
+    with Connection(channel) as caller, contextlib.suppress(EOFError, BrokenPipeError):
+        if size:
+            _meet(rank, size, caller)
+        while setting := caller.recv_bytes():
+            sys.path[:], warning_filters = pickle.loads(setting)
+            call = caller.recv_bytes()
+            state.reset()
+            with state.filtering(warning_filters):
+                answer = serialization.encode(serialization.perform(call))
+            caller.send_bytes(pickle.dumps(process_groups.group_count()))
+            caller.send_bytes(answer)
+            dynamo.free_graphs()
+        if size:
+            # Otherwise a rank may be gone while another still communicates with it, which then aborts.
+            dist.barrier()
+            dist.destroy_process_group()
+        # Exits after the exit handlers, without the second or so in which the interpreter tears torch down.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+    os._exit(1)  # the caller is gone
+
+
+def _meet(rank: int, size: int, caller: Connection) -> None:
+    """Joins the others at a store that rank 0 holds, on a port that the caller passes on."""
+    port = 0 if rank == 0 else pickle.loads(caller.recv_bytes())
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)  # type: ignore[attr-defined]
+    if rank == 0:
+        caller.send_bytes(pickle.dumps(store.port))
+    # The caller enforces the deadline, so a collective itself never times out.
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(days=1))
+    caller.send_bytes(b"ready")

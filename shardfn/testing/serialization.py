@@ -6,6 +6,7 @@ the bytes, so no rank shares memory with the caller or with another rank.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 import pickle
@@ -18,7 +19,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from shardfn.testing.errors import Failure, Outcome, Returned, failure_of
+from shardfn.testing.errors import Outcome, Returned, failure_of
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -76,8 +77,7 @@ def encode(outcome: Outcome) -> bytes:
         exception = _dumped(outcome.exception)
     except Exception:
         exception = b""
-    facts = (outcome.how, outcome.type_name, outcome.message, outcome.traceback)
-    return b"f" + pickle.dumps((facts, exception))
+    return b"f" + pickle.dumps((dataclasses.replace(outcome, exception=None), exception))
 
 
 def decode(answer: bytes) -> Outcome:
@@ -88,13 +88,12 @@ def decode(answer: bytes) -> Outcome:
             return Returned(pickle.loads(body))
         except Exception as error:
             return failure_of(TypeError(f"the result was pickled by the rank but cannot be unpickled here: {error!r}"))
-    facts: tuple[Any, str, str, str]
-    facts, pickled = pickle.loads(body)
+    failure, pickled = pickle.loads(body)
     try:
         exception = pickle.loads(pickled)
     except Exception:
         exception = None
-    return Failure(*facts, exception)
+    return dataclasses.replace(failure, exception=exception)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
+_DISTRIBUTED = _TORCH + "distributed" + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _HERE = str(Path(__file__).parent) + os.sep
 _OURS = str(Path(__file__).parents[1]) + os.sep
@@ -50,9 +51,12 @@ def record(descriptor: int) -> None:
 def recorded(text: str) -> tuple[list[Frame], str]:
     """The main thread's frames in such a file, innermost first; and a text of all stacks in it."""
     first, _, rest = text.partition("\n")
-    sections = _sections(rest)
+    # One for each thread, and one for anything before the first.
+    parts = re.split(r"^(?=(?:Current t|T)hread 0x)", rest, flags=re.M)
+    sections = [part.rstrip() for part in parts if part.strip()]
     main = next((s for s in sections if _thread(s) and first.endswith(_thread(s))), "")
-    frames = _within_call(_frames(main))
+    lines = filter(None, map(_FRAME.match, main.splitlines()))
+    frames = _within_call(Frame(line[1], int(line[2]) if line[2].isdigit() else 0, line[3]) for line in lines)
     others = [section for section in sections if section is not main]
     return frames, "\n".join(filter(None, [_render(frames), *others]))
 
@@ -73,25 +77,16 @@ def where(frames: Sequence[Frame]) -> str:
     if user is None:
         return f"at {frames[0].place} ({frames[0].name})" if frames else "outside the function"
     text = f"at {frames[user].place} ({frames[user].name})"
-    if collective := _collective(frames[:user]):
-        text = f"in {collective}, called {text}"
+    inner = [f.name for f in frames[:user] if f.file.startswith(_DISTRIBUTED) and f.name != "wrapper"]
+    if inner:
+        text = f"in {inner[-1]}, called {text}"
     caller = next((f for f in frames[user:] if _is_user(f) and not f.file.startswith(_OURS)), frames[user])
     return text if caller is frames[user] else f"{text}, from {caller.place} ({caller.name})"
-
-
-def _sections(text: str) -> list[str]:
-    """One text per thread, and one for anything before the first."""
-    return [part.rstrip() for part in re.split(r"^(?=(?:Current t|T)hread 0x)", text, flags=re.M) if part.strip()]
 
 
 def _thread(section: str) -> str:
     header = _HEADER.match(section)
     return header[1] if header else ""
-
-
-def _frames(section: str) -> list[Frame]:
-    matches = filter(None, map(_FRAME.match, section.splitlines()))
-    return [Frame(match[1], int(match[2]) if match[2].isdigit() else 0, match[3]) for match in matches]
 
 
 def _within_call(frames: Iterable[Frame]) -> list[Frame]:
@@ -114,9 +109,3 @@ def _is_user(frame: Frame) -> bool:
         return False
     installed = "site-packages" in frame.file or frame.file.startswith(_STDLIB)
     return not installed or frame.file.startswith(_OURS)
-
-
-def _collective(inner: Sequence[Frame]) -> str | None:
-    distributed = _TORCH + "distributed" + os.sep
-    names = [frame.name for frame in inner if frame.file.startswith(distributed) and frame.name != "wrapper"]
-    return names[-1] if names else None

@@ -1,13 +1,21 @@
-"""The process-wide state of torch in which every call starts, on every rank of every kind of world."""
+"""The process-wide state in which every call starts, on every rank of every kind of world.
+
+The caller's warning filters are carried to other processes: what is an error here is an error there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from shardfn.mesh.groups import worlds
+
+Filter = tuple[str, str, str, str, int]
 
 
 def reset() -> None:
@@ -28,3 +36,35 @@ def borrowed() -> Iterator[None]:
     finally:
         torch.set_default_dtype(dtype)
         torch.default_generator.set_state(random)
+
+
+def filters() -> list[Filter]:
+    """This process's filters as plain values, first match first."""
+
+    def text(pattern: Any) -> str:
+        return getattr(pattern, "pattern", pattern) or ""
+
+    def name(kind: Any) -> str:
+        return f"{kind.__module__}:{kind.__qualname__}"
+
+    return [(action, text(msg), name(kind), text(mod), line) for action, msg, kind, mod, line in warnings.filters]
+
+
+@contextmanager
+def filtering(filters: Sequence[Filter]) -> Iterator[None]:
+    """Applies these filters in the block. Not for threads: filters belong to the process."""
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        for action, message, kind, module, line in reversed(filters):
+            if category := _category(kind):
+                warnings.filterwarnings(action, message, category, module, line)  # type: ignore[arg-type]
+        yield
+
+
+def _category(kind: str) -> type[Warning] | None:
+    # A class whose module was never imported here cannot be warned with here.
+    module, _, name = kind.partition(":")
+    category: Any = sys.modules.get(module)
+    for part in name.split("."):
+        category = getattr(category, part, None)
+    return category if isinstance(category, type) and issubclass(category, Warning) else None

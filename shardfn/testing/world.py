@@ -8,20 +8,14 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, get_args
+from typing import Any, Literal, Self
 
 from shardfn.testing import serialization
 from shardfn.testing.errors import Failure, Outcome, Returned, raise_failures
-from shardfn.testing.fake import Fake
 from shardfn.testing.processes import Processes
-from shardfn.testing.threads import Threads
+from shardfn.testing.threads import Fake, Threads
 
 Kind = Literal["processes", "threads", "fake", "alone"]
-
-
-class _Engine(Protocol):
-    def run(self, call: bytes, deadline: float) -> list[Outcome]: ...
-    def close(self) -> None: ...
 
 
 class World:
@@ -53,7 +47,15 @@ class World:
         self.kind = kind
         self.deadline = deadline
         self.ranks = _ranks(size, kind, ranks)
-        self._engine = _engine(size, kind, self.ranks)
+        engines: dict[Kind, Callable[[], Processes | Threads | Fake]] = {
+            "processes": lambda: Processes(size),
+            "threads": lambda: Threads(size),
+            "fake": lambda: Fake(size, self.ranks),
+            "alone": lambda: Processes(size, alone=True),
+        }
+        if kind not in engines:
+            raise ValueError(f"kind={kind!r} is not one of {', '.join(map(repr, engines))}")
+        self._engine = engines[kind]()
         self._lock = threading.Lock()
 
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
@@ -147,19 +149,6 @@ def _ranks(size: int, kind: Kind, ranks: Sequence[int] | None) -> tuple[int, ...
     if outside := [rank for rank in ranks if not 0 <= rank < size]:
         raise ValueError(f"ranks {outside} are not in a world of size {size}")
     return tuple(ranks)
-
-
-def _engine(size: int, kind: Kind, ranks: tuple[int, ...]) -> _Engine:
-    match kind:
-        case "processes":
-            return Processes(size)
-        case "threads":
-            return Threads(size)
-        case "alone":
-            return Processes(size, alone=True)
-        case "fake":
-            return Fake(size, ranks)
-    raise ValueError(f"kind={kind!r} is not one of {', '.join(map(repr, get_args(Kind)))}")
 
 
 def _name(fn: Callable[..., Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardfn.translate import deepspeed, fsdp, precision
 from shardfn.translate.draft import Draft
-from shardfn.translate.schema import By, Section, Table, Whole, always, each, flag, meant, missing, read, sets, yours
+from shardfn.translate.schema import By, Section, Table, always, each, flag, meant, missing, read, sets, yours
 from shardfn.translate.values import TranslateError, dtype, lower, on, shown, spellings, whole, word
 
 _ORDER = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -46,7 +46,7 @@ PLUGIN: Table = {
     **fsdp.SHARED,
     **each("fsdp_version version", _VERSION),
     "sharding_strategy": STRATEGY,
-    "reshard_after_forward": Whole(_reshard),
+    "reshard_after_forward": _reshard,
     "backward_prefetch_policy": fsdp.PREFETCH,
     "mixed_precision_policy": precision.POLICIES,
     "auto_wrap_policy": _WRAP,
@@ -66,7 +66,7 @@ def plugin(table: Table = PLUGIN, name: str = "") -> Section:
     """The section of FullyShardedDataParallelPlugin's arguments; in YAML their names begin with `fsdp_`."""
     prefixed = {key if key.startswith(name) else f"{name}{key}": meaning for key, meaning in table.items()}
 
-    def before(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
+    def before(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
         version = whole(f"{prefix}fsdp_version", given.get("fsdp_version", given.get("version", 1)))
         draft.put("kind", "fsdp2" if version == 2 else "fsdp1")
         offloaded, checkpointed = f"{name}activation_checkpointing_offload", f"{name}activation_checkpointing"
@@ -84,7 +84,6 @@ def plugin(table: Table = PLUGIN, name: str = "") -> Section:
         for key, meaning in ignored.items():
             if key in given:
                 meant(draft, f"{prefix}{key}", given.pop(key), meaning)
-        return given
 
     return Section(prefixed, "Accelerate's FSDP", cut="full_shard", before=before)
 
@@ -100,7 +99,7 @@ def _of_file(draft: Draft, key: str, value: Any) -> None:
 
 _MOE = missing("stages={...} of functional: the outermost match is one stage", "None")
 DEEPSPEED: Table = {
-    **each("deepspeed_config_file hf_ds_config", Whole(_of_file)),
+    **each("deepspeed_config_file hf_ds_config", _of_file),
     "zero_stage": deepspeed.STAGE,
     "gradient_accumulation_steps": deepspeed.ACCUMULATE,
     "gradient_clipping": deepspeed.CLIP,
@@ -144,22 +143,22 @@ _DYNAMO: Table = {
 }
 
 
-def _if_compiled(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
+def _if_compiled(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
     """Leaves the arguments of torch.compile to read if anything is compiled."""
     unprefixed = {name.removeprefix("dynamo_"): setting for name, setting in given.items()}
     if not {"NO", "NONE", ""}.intersection(spellings(unprefixed.get("backend"))) and not on(
         f"{prefix}disable", unprefixed.get("disable", False)
     ):
-        return given
+        return
     for name, setting in given.items():
         draft.row(f"{prefix}{name}", setting, "always", "nothing is compiled")
-    return {}
+    given.clear()
 
 
 _PRECISION = By(
     {
         "no": always("the default: all in the dtype of the parameters"),
-        **each("bf16 fp16", Whole(lambda draft, key, value: low(draft, key, value, value))),
+        **each("bf16 fp16", lambda draft, key, value: low(draft, key, value, value)),
         "fp8": missing("products are of 16 bits or more"),
     }
 )
@@ -212,7 +211,7 @@ CONFIG: Table = {
 }
 
 
-def _one_strategy(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
+def _one_strategy(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
     if given.get("fsdp_config") and given.get("deepspeed_config"):
         raise TranslateError("fsdp_config and deepspeed_config: two strategies in one file; leave one of them")
     kind = word(given.get("distributed_type", "NO"))
@@ -224,7 +223,6 @@ def _one_strategy(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str,
     for section in ("fsdp_config", "deepspeed_config"):
         if section in given and given[section] in (None, {}):
             draft.row(section, given.pop(section), "always", "it says nothing")
-    return given
 
 
 FILE = Section(CONFIG, "Accelerate", first="distributed_type fsdp_config deepspeed_config", before=_one_strategy)

@@ -8,7 +8,7 @@ from typing import Any
 from shardfn.translate import fsdp, optimizers, precision
 from shardfn.translate.draft import Draft, Name
 from shardfn.translate.optimizers import Kind, steps_of
-from shardfn.translate.schema import By, Section, Table, Whole, always, each, flag, meant, missing, sets, unsaid, yours
+from shardfn.translate.schema import By, Section, Table, always, each, flag, meant, missing, sets, unsaid, yours
 from shardfn.translate.values import TranslateError, dtype, natural, number, whole, whole_or_all, word
 
 _LOOP = yours("sf.run.loop is a function; what it is given is yours: docs/how-to/run-a-loop.md")
@@ -32,7 +32,7 @@ def _mixed(draft: Draft, key: str, value: Any) -> None:
 
 
 _MIXED = By(
-    {**each("DEFAULT PURE", Whole(_mixed)), "FULL": always("all in the dtype of the parameters")},
+    {**each("DEFAULT PURE", _mixed), "FULL": always("all in the dtype of the parameters")},
     precision.POLICIES.otherwise,
     said="DEFAULT, PURE or FULL",
 )
@@ -75,7 +75,7 @@ TP: Table = {
 }
 
 
-def _of_one_number(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
+def _of_one_number(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
     """Takes out the keys that other keys of the section overrule."""
     if given.get("activation_checkpointing") and given.get("activation_cpu_offload"):
         remat = given.pop("activation_checkpointing")
@@ -85,7 +85,6 @@ def _of_one_number(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str
     for name, counts in (("forward_prefetch_limit", forward), ("backward_prefetch_limit", backward)):
         if name in given and not counts:
             draft.row(f"{prefix}{name}", given.pop(name), "always", "prefetch= is one number for both directions")
-    return given
 
 
 def _mixed_by_default(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
@@ -99,10 +98,9 @@ _FSDP, _FSDP2 = (
 _PARTS = {"fsdp": _FSDP, "fsdp2": _FSDP2, "tp": Section(TP, "Composer")}
 
 
-def _one_of_two(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
+def _one_of_two(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
     if given.get("fsdp") is not None and given.get("fsdp2") is not None:
         raise TranslateError(f"{prefix}fsdp and fsdp2: two strategies in one file; leave one of them")
-    return given
 
 
 def _low(draft: Draft, key: str, value: Any) -> None:
@@ -113,7 +111,7 @@ def _low(draft: Draft, key: str, value: Any) -> None:
 _PRECISION = By(
     {
         "fp32": always("the default: all in float32"),
-        **each("amp_fp16 amp_bf16", Whole(_low)),
+        **each("amp_fp16 amp_bf16", _low),
         "amp_fp8": missing("products are of 16 bits or more"),
     }
 )
@@ -178,9 +176,9 @@ CONFIG: Table = {
     ),
     "accumulate_train_batch_on_tokens": flag(missing(_EACH_ONCE), always("micro-batches weigh by their rows")),
     "global_train_batch_size": sets("rows of a step, on all ranks", train_batch=whole),
-    "algorithms": Whole(_algorithms),
-    "optimizer": Whole(_optimizer),
-    "scheduler": Whole(_scheduler),
+    "algorithms": _algorithms,
+    "optimizer": _optimizer,
+    "scheduler": _scheduler,
     "max_duration": yours("steps= of sf.run.loop, and of the schedule", steps=lambda key, value: steps_of(value)),
     "save_num_checkpoints_to_keep": sets("keep= of checkpoint.save", keep=whole_or_all, save="sharded"),
     "seed": yours("seed= of sf.run.batches and sf.run.loop", seed=natural),
@@ -221,13 +219,12 @@ CONFIG: Table = {
 }
 
 
-def _one_strategy(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
+def _one_strategy(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
     if given.get("parallelism_config") and given.get("fsdp_config"):
         raise TranslateError("parallelism_config and fsdp_config: two strategies in one file; leave one of them")
     draft.put("total", steps_of(given.get("max_duration")))
     mode = word(given.get("precision", "")).lower()
     draft.put("low", dtype("precision", mode) if mode in ("fp32", "amp_fp16", "amp_bf16") else None)
-    return given
 
 
 FILE = Section(CONFIG, "Composer", first="precision", before=_one_strategy)

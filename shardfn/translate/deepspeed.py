@@ -9,7 +9,7 @@ from typing import Any
 from shardfn.translate import optimizers, precision
 from shardfn.translate.draft import Draft
 from shardfn.translate.optimizers import Kind
-from shardfn.translate.schema import By, Section, Table, Whole, always, each, flag, meant, missing, read, sets, yours
+from shardfn.translate.schema import By, Section, Table, always, each, flag, meant, missing, read, sets, yours
 from shardfn.translate.values import (
     TranslateError,
     natural,
@@ -60,10 +60,9 @@ _TIERS: Table = {
 
 
 def _offload(where: By) -> Section:
-    def before(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
+    def before(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
         if "nvme_path" in given and word(given.get("device", "none")) != "NVME":
             draft.row(f"{prefix}nvme_path", given.pop("nvme_path"), "always", "of no effect without nvme")
-        return given
 
     return Section({"device": where, **_TIERS}, "DeepSpeed", before=before)
 
@@ -225,7 +224,7 @@ _BATCH, _ROWS = "of a product: ranks, micro-batches and rows of each", "rows of 
 _SUM = sets("sf.psum in place of sf.pmean", mean=False)
 _DATA, _BEFORE = missing("the data are yours", "{}", _OFF), "the loss is divided before the sum: the same mean"
 CONFIG: Table = {
-    "zero_optimization": Whole(_zero),
+    "zero_optimization": _zero,
     "train_batch_size": sets(_BATCH, name="train_batch_size", about="rows of a step, on all ranks", train_batch=whole),
     "train_micro_batch_size_per_gpu": sets(_BATCH, name="micro_batch_size", about=_ROWS, micro_batch=whole),
     "gradient_accumulation_steps": ACCUMULATE,
@@ -238,8 +237,8 @@ CONFIG: Table = {
     "fp32_allreduce": flag(sets("reduce_dtype= of the stages", reduce_dtype="torch.float32"), always("the default")),
     "seq_parallel_communication_data_type": always("of no effect without sequence parallelism"),
     "data_types": Section({"grad_accum_dtype": precision.ACCUMULATED}),
-    "optimizer": Whole(_optimizer),
-    "scheduler": Whole(_scheduler),
+    "optimizer": _optimizer,
+    "scheduler": _scheduler,
     "prescale_gradients": always("the loss is divided before the sum, which is the same mean"),
     "gradient_predivide_factor": missing(f"{_BEFORE}, but in 16 bits other roundings and overflows", "1.0", "1"),
     "gradient_allreduce_op": By({"mean": always("the loss is the mean over ranks"), "sum": _SUM}),
@@ -278,12 +277,11 @@ CONFIG: Table = {
 }
 
 
-def _one_of_16_bits(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
+def _one_of_16_bits(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
     sections = {key: given[key] for key in ("bf16", "bfloat16", "fp16") if isinstance(given.get(key), Mapping)}
     enabled = [key for key, section in sections.items() if section.get("enabled") is True]
     if len(enabled) > 1:
         raise TranslateError(f"{enabled[0]} and {enabled[1]} are both enabled")
-    return given
 
 
 FILE = Section(CONFIG, "DeepSpeed", last="bf16 bfloat16 fp16", cut="ddp", before=_one_of_16_bits)

@@ -97,18 +97,6 @@ class Draft:
         """Adds the row of a key whose value is not in the file; `then` says what it would become."""
         self.row(key, value, "open", "its value is not in the file" + (f"; {then}" if then else ""))
 
-    def named(self, key: str, value: Any, name: str, about: str, then: str = "") -> Name:
-        """Adds the row of a key whose value is not in the file, and a name that stands for it in the program."""
-        text = f"its value is not in the file: the program has the name {name} for it"
-        self.row(key, value, "open", f"{text}; {then}" if then else text)
-        return self.name(name, about)
-
-    def strangers(self, key: str, given: Mapping[str, Any], known: str) -> None:
-        """Adds a row for each argument that is not one of the words in `known`."""
-        for name, argument in given.items():
-            if name not in known.split():
-                self.row(f"{key}.{name}", argument, "unknown", "no argument that is known here")
-
     def settings(self, key: str, value: Any) -> dict[str, Any] | None:
         """The contents of a mapping or a call; None if there are none, or they are not in the file.
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from shardfn.translate import precision
 from shardfn.translate.draft import Draft
-from shardfn.translate.schema import By, Section, Table, Whole, always, each, flag, meant, missing, read, sets, yours
+from shardfn.translate.schema import By, Section, Table, always, each, flag, meant, missing, read, sets, yours
 from shardfn.translate.values import Call, Source, TranslateError, natural, number, shown, whole, words
 
 CUTS = {
@@ -110,11 +110,11 @@ def _sizes(draft: Draft, key: str, value: Any) -> None:
 
 _MADE: Table = {
     "device_type": yours("device= of make_mesh"),
-    "mesh_shape": Whole(_sizes),
+    "mesh_shape": _sizes,
     "mesh_dim_names": always("axes have the names of what they are for"),
     "backend_override": yours("make_mesh takes the device's own"),
 }
-MESH = By({"none": always("all ranks"), "init_device_mesh()": Section(_MADE)}, Whole(_sizes))
+MESH = By({"none": always("all ranks"), "init_device_mesh()": Section(_MADE)}, _sizes)
 FSDP1: Table = {
     **SHARED,
     "module": yours("what functional takes"),
@@ -160,13 +160,12 @@ _VALUE: Table = {
 _FACTOR: Table = {"factor": sets("sf.psum of the loss, divided by it", name="divide_factor", divide=number)}
 
 
-def _of_module(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
+def _of_module(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
     """Moves the arguments of a module's own `clip_grad_norm_(max_norm)`, which has no `parameters`, to their names."""
     if "max_norm" not in given or isinstance(given.get("parameters"), (int, float)):
         names = [name for name in ("max_norm", "norm_type") if name not in given or name == "max_norm"]
         moved = [given.pop(name) for name in ("parameters", "max_norm") if name in given]
         given |= dict(zip(names, moved, strict=False))
-    return given
 
 
 _MICRO = missing("sf.accumulate(loss, batches): its defer= says what waits for the last micro-batch")
@@ -225,8 +224,9 @@ def beside(draft: Draft, calls: list[Call]) -> None:
             meaning = BESIDE[call.name]
             meant(draft, call.name, call if isinstance(meaning, Section) else Source(text), meaning)
             if not isinstance(meaning, Section) and draft.rows[-1].status != "missing":
-                by_name = {key: argument for key, argument in call.arguments.items() if not key.startswith("argument ")}
-                draft.strangers(call.name, by_name, _WORDS)
+                for key, argument in call.arguments.items():
+                    if not key.startswith("argument ") and key not in _WORDS.split():
+                        draft.row(f"{call.name}.{key}", argument, "unknown", "no argument that is known here")
 
 
 _KEPT = "reshard_after_forward"

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardfn.translate import accelerate, deepspeed, fsdp, precision
 from shardfn.translate.draft import Draft
-from shardfn.translate.schema import By, Section, Table, Whole, always, each, flag, meant, missing, read, sets, yours
+from shardfn.translate.schema import By, Section, Table, always, each, flag, meant, missing, read, sets, yours
 from shardfn.translate.values import Call, dtype, positive, whole, whole_or_all
 
 _START = yours("starting processes: torchrun")
@@ -40,7 +40,7 @@ PRECISION = By(
     {
         **each("none 32 32-true", always("the default: all in float32")),
         **each("64 64-true", sets(_DOUBLE, param_dtype="torch.float64", cast_inputs=True)),
-        **each("16 bf16 16-mixed bf16-mixed 16-true bf16-true", Whole(_low)),
+        **each("16 bf16 16-mixed bf16-mixed 16-true bf16-true", _low),
         **each("transformer-engine transformer-engine-float16", missing("products are of 16 bits or more")),
     },
     said="a precision, such as 32-true, bf16-mixed or 16-mixed",
@@ -97,7 +97,7 @@ DEEPSPEED: Table = {
     **_PROCESSES,
     "stage": deepspeed.STAGE,
     "zero_optimization": flag(always("by stage="), sets("sf.ddp", cut="ddp")),
-    "config": Whole(_config),
+    "config": _config,
     "offload_optimizer": flag(deepspeed.STATE.choices["cpu"], always("the device")),
     "offload_parameters": flag(deepspeed.PARAMS.choices["cpu"], always("the device")),
     "offload_optimizer_device": By(each("cpu nvme", always("with offload_optimizer"))),
@@ -175,7 +175,7 @@ _CLIPS = "so.clip_by_global_norm, or so.clip_by_value if gradient_clip_algorithm
 TRAINER: Table = {
     "strategy": _NAMED,
     "precision": PRECISION,
-    "accumulate_grad_batches": Whole(_scheduled),
+    "accumulate_grad_batches": _scheduled,
     "gradient_clip_val": sets(_CLIPS, off="nothing is clipped", name="clip", clip=positive),
     "gradient_clip_algorithm": By({**each("norm none", always("by the norm of all gradients")), "value": _BY_VALUE}),
     "sync_batchnorm": flag(sets("sync_batch_norm= of functional", sync_batch_norm=True), always("the default")),

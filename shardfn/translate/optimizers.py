@@ -213,10 +213,7 @@ def schedule_of_deepspeed(draft: Draft, key: str, kind: str, given: Mapping[str,
             draft.row(f"{key}.params.{name}", argument, "open", "an argument of that scheduler")
         return
     draft.row(f"{key}.type", kind, "becomes", "a function of the step")
-    defaults, table = (
-        SCHEDULERS[kind][1],
-        {"last_batch_iteration": missing("a run begins at its first step", "-1")},
-    )
+    defaults, table = SCHEDULERS[kind][1], {"last_batch_iteration": missing("a run begins at its first step", "-1")}
     for name in defaults:
         fact = {f"schedule.{name}": _READERS.get(name, number)}
         table[name] = sets("a number in that function", name=name, about=f"of {kind}", **fact)

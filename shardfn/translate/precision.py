@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardfn.translate.draft import Draft
-from shardfn.translate.schema import By, Section, Table, Whole, always, each, flag, missing, sets
+from shardfn.translate.schema import By, Section, Table, always, each, flag, missing, sets
 from shardfn.translate.values import dtype, is_open, natural, positive, whole
 
 _FACTS = {
@@ -55,13 +55,12 @@ SCALING: Table = {
 }
 
 
-def where_adapting(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
+def where_adapting(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
     """Takes out the keys that have no effect with a fixed scale."""
     scale = given.get("loss_scale", 0)
     for name in ("initial_scale_power", "loss_scale_window"):
         if name in given and not is_open(scale) and positive(f"{prefix}loss_scale", scale):
             draft.row(f"{prefix}{name}", given.pop(name), "always", "of no effect with a fixed loss_scale")
-    return given
 
 
 def defaults(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
@@ -97,16 +96,9 @@ def bits(low_dtype: str) -> Section:
     def enabled(draft: Draft, key: str, value: Any) -> None:
         draft.row(key, value, "becomes", f"{of_stages(draft, low_dtype, key, 'deepspeed')}: {low_dtype}")
 
-    def after(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
-        if low_dtype == "torch.float16":
-            defaults(draft, prefix, given)
-
-    table: Table = {**SIXTEEN, "enabled": Whole(enabled)}
+    after = defaults if low_dtype == "torch.float16" else None
+    table: Table = {**SIXTEEN, "enabled": enabled}
     return Section(table, "DeepSpeed", "enabled", first="enabled", before=where_adapting, after=after)
-
-
-def _autocast_by_default(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
-    draft.say("autocast", draft.get("autocast", "torch.bfloat16"), f"{prefix}enabled")
 
 
 AUTOCAST = Section(
@@ -117,7 +109,7 @@ AUTOCAST = Section(
     },
     "torch_autocast",
     "enabled",
-    after=_autocast_by_default,
+    after=lambda draft, prefix, _: draft.say("autocast", draft.get("autocast", "torch.bfloat16"), f"{prefix}enabled"),
 )
 ACCUMULATED = By(
     {

@@ -49,19 +49,14 @@ class By:
         said: what a message calls the choices, also where the value is not in the file.
     """
 
-    choices: Mapping[str, Meaning | Section | Whole]
-    otherwise: Meaning | Section | Whole | None = None
+    choices: Mapping[str, Meaning | Section | Reader]
+    otherwise: Meaning | Section | Reader | None = None
     said: str = ""
 
 
-@dataclass(frozen=True)
-class Whole:
-    """A key that is read by a function of the draft, the key and the value."""
-
-    read: Callable[[Draft, str, Any], None]
-
-
-Table = Mapping[str, "Meaning | By | Section | Whole"]
+Reader = Callable[[Draft, str, Any], None]
+"""A key that is read by a function of the draft, the key and the value."""
+Table = Mapping[str, "Meaning | By | Section | Reader"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,7 @@ class Section:
         itself: the meaning of the call itself, besides those of its arguments.
         kind, cut: the kind of strategy that it is, and how it cuts unless a key says so.
         first, last: names of the keys that are read before, or after, the others, separated by spaces.
-        before: called with the draft, the prefix of keys and the settings; returns the settings that remain to be read.
+        before: called with the draft, the prefix of keys and the settings; it may take some out, which are not read.
         after: called with the same arguments, once they have been read.
     """
 
@@ -87,7 +82,7 @@ class Section:
     cut: str | None = None
     first: str = ""
     last: str = ""
-    before: Callable[[Draft, str, dict[str, Any]], dict[str, Any]] | None = None
+    before: Callable[[Draft, str, dict[str, Any]], None] | None = None
     after: Callable[[Draft, str, dict[str, Any]], None] | None = None
 
 
@@ -116,7 +111,7 @@ def sets(text: str, *, off: str | None = None, name: str | None = None, about: s
     return Meaning("becomes", text, facts, (), off, name, about)
 
 
-def flag(yes: Meaning | Section | Whole, no: Meaning | Section | Whole) -> By:
+def flag(yes: Meaning | Section | Reader, no: Meaning | Section | Reader) -> By:
     """The meanings of true and false."""
     return By({**each("true yes 1", yes), **each("false no none 0", no)}, said="true or false")
 
@@ -132,7 +127,8 @@ def read(draft: Draft, key: str, value: Any, section: Section) -> None:
     Raises:
         TranslateError: a key cannot have its value, or two contradict each other.
     """
-    given = draft.settings(key, {section.switch: value} if section.switch and isinstance(value, bool) else value)
+    switch = section.switch
+    given = draft.settings(key, {switch: value} if switch and isinstance(value, bool) else value)
     if given is None:
         return
     prefix = f"{key}." if key else ""
@@ -140,52 +136,45 @@ def read(draft: Draft, key: str, value: Any, section: Section) -> None:
         draft.put("kind", section.kind)
     if section.itself and isinstance(value, Call):
         meant(draft, key, value, section.itself)
-    if section.switch and not _on(draft, prefix, given, section.switch):
-        for name, setting in given.items():
-            if name in section.table:
-                draft.row(f"{prefix}{name}", setting, "always", "switched off, as without it")
-            else:
-                draft.row(f"{prefix}{name}", setting, "unknown", _unknown(name, section))
-        return
-    remaining = section.before(draft, prefix, given) if section.before else given
+    is_on = True
+    if switch and is_open(given.get(switch)):
+        draft.open(f"{prefix}{switch}", given.pop(switch), "the rest is as if it were off")
+        is_on = False
+    elif switch:
+        is_on = on(f"{prefix}{switch}", given.get(switch))
+    if not is_on:
+        section = Section(each(" ".join(section.table), always("switched off, as without it")), section.owner)
+    if section.before:
+        section.before(draft, prefix, given)
     first, last = section.first.split(), section.last.split()
-    for name in dict.fromkeys([*first, *(name for name in remaining if name not in last), *last]):
-        if name in remaining:
-            _setting(draft, f"{prefix}{name}", name, remaining[name], section)
+    for name in dict.fromkeys([*first, *(name for name in given if name not in last), *last]):
+        if name not in given:
+            continue
+        setting, meaning = given[name], section.table.get(str(name))
+        if meaning is not None:
+            meant(draft, f"{prefix}{name}", setting, meaning)
+        elif isinstance(setting, Source) and not str(name).isidentifier():
+            draft.row(f"{prefix}{name}", setting, "open", "what it says is not in the file, or not where it is read")
+        else:
+            near = difflib.get_close_matches(str(name), section.table, n=1, cutoff=0.5)
+            text = f"no key{f' of {section.owner}' if section.owner else ''} that is known here"
+            draft.row(f"{prefix}{name}", setting, "unknown", text + (f"; the closest is {near[0]}" if near else ""))
     if section.cut:
         draft.facts.setdefault("cut", section.cut)
     if section.after:
         section.after(draft, prefix, given)
 
 
-def _on(draft: Draft, prefix: str, given: dict[str, Any], switch: str) -> bool:
-    """Whether a section is on; it is not if its switch's value is not in the file."""
-    if is_open(given.get(switch)):
-        draft.open(f"{prefix}{switch}", given.pop(switch), "the rest is as if it were off")
-        return False
-    return on(f"{prefix}{switch}", given.get(switch))
-
-
-def _setting(draft: Draft, key: str, name: str, value: Any, section: Section) -> None:
-    meaning = section.table.get(str(name))
-    if meaning is not None:
-        meant(draft, key, value, meaning)
-    elif isinstance(value, Source) and not str(name).isidentifier():
-        draft.row(key, value, "open", "what it says is not in the file, or not where it is read")
-    else:
-        draft.row(key, value, "unknown", _unknown(str(name), section))
-
-
-def meant(draft: Draft, key: str, value: Any, meaning: Meaning | By | Section | Whole) -> None:
+def meant(draft: Draft, key: str, value: Any, meaning: Meaning | By | Section | Reader) -> None:
     """Adds the row and the facts of one key, or of each key below it."""
     if isinstance(meaning, Section):
         if value in (None, {}) or (isinstance(value, Call) and not value.arguments and not meaning.itself):
             draft.row(key, value, "always", "it says nothing")
         read(draft, key, value, meaning)
-    elif isinstance(meaning, Whole):
-        meaning.read(draft, key, value)
     elif isinstance(meaning, By):
         _by(draft, key, value, meaning)
+    elif callable(meaning):
+        meaning(draft, key, value)
     elif meaning.status == "missing" and set(spellings(value)) & set(meaning.harmless):
         draft.row(key, value, "always", "so here as well")
     elif meaning.status == "becomes" and is_open(value) and any(map(callable, meaning.facts.values())):
@@ -222,12 +211,7 @@ def _open(draft: Draft, key: str, value: Any, meaning: Meaning) -> None:
     elif meaning.name is None:
         draft.open(key, value, f"with one it is {text}")
     else:
-        name = draft.named(key, value, meaning.name, meaning.about or key, text)
+        here = f"its value is not in the file: the program has the name {meaning.name} for it; {text}"
+        draft.row(key, value, "open", here)
         for fact in meaning.facts:
-            draft.say(fact, name, key)
-
-
-def _unknown(name: str, section: Section) -> str:
-    near = difflib.get_close_matches(name, section.table, n=1, cutoff=0.5)
-    whose = f" of {section.owner}" if section.owner else ""
-    return f"no key{whose} that is known here" + (f"; the closest is {near[0]}" if near else "")
+            draft.say(fact, draft.name(meaning.name, meaning.about or key), key)

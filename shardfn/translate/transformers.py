@@ -8,7 +8,7 @@ from typing import Any
 
 from shardfn.translate import accelerate, deepspeed, fsdp, optimizers
 from shardfn.translate.draft import Draft, Name
-from shardfn.translate.schema import By, Section, Table, Whole, always, each, flag, missing, read, sets, yours
+from shardfn.translate.schema import By, Section, Table, always, each, flag, missing, read, sets, yours
 from shardfn.translate.values import (
     Call,
     TranslateError,
@@ -61,7 +61,7 @@ def _precision(draft: Draft, key: str, value: Any) -> None:
 
 
 TABLE: Table = {
-    **each("bf16 fp16", Whole(_precision)),
+    **each("bf16 fp16", _precision),
     "max_grad_norm": deepspeed.CLIP,
     "gradient_accumulation_steps": deepspeed.ACCUMULATE,
     "per_device_train_batch_size": sets(

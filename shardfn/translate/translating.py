@@ -73,19 +73,26 @@ def translate(path: str | os.PathLike[str]) -> Translation:
 
 def _called(draft: Draft, file: Path, calls_read: list[Call], imported: set[str]) -> str:
     """Reads the call that says how the program is sharded, and returns its system."""
-    strategies = [call for call in calls_read if call.name in lightning.STRATEGIES]
-    torch = [call for call in calls_read if call.name in fsdp.CALLS]
-    plugins = [call for call in calls_read if call.name in accelerate.PLUGINS]
-    trainers = [call for call in calls_read if call.name in _TRAINERS]
-    accelerators = [call for call in calls_read if call.name == "Accelerator"]
-    arguments = [call for call in calls_read if call.name in transformers.ARGUMENTS]
-    _refuse_two(strategies, torch, plugins, trainers)
+    kinds = lightning.STRATEGIES, fsdp.CALLS, accelerate.PLUGINS, _TRAINERS, ("Accelerator",), transformers.ARGUMENTS
+    strategies, torch, plugins, trainers, accelerators, arguments = (
+        [call for call in calls_read if call.name in names] for names in kinds
+    )
+    several = len(strategies) + len(plugins) + len({fsdp.CALLS[call.name].owner for call in torch}) > 1
+    differing = fsdp.differ(torch)
+    if several or len(trainers) > 1 or differing:
+        lines = listed(f"{call.name} in line {call.line}" for call in [*strategies, *plugins, *torch, *trainers])
+        why = f", which differ in {listed(differing)}" if differing else ""
+        raise TranslateError(f"two strategies in one file: {lines}{why}; leave one of them")
     trainer = trainers[0].arguments if trainers else {}
     if arguments or "args" in trainer or any(call.name in transformers.TRAINERS for call in trainers):
         _transformers(draft, file, arguments, trainer)
         return "Transformers"
     if plugins or accelerators:
-        _accelerate(draft, plugins, accelerators)
+        for plugin in plugins:
+            read(draft, "", plugin, accelerate.PLUGINS[plugin.name])
+        given = {key: x for call in accelerators for key, x in call.arguments.items() if key not in _READ_BEFORE}
+        cut = "zero2" if draft.get("kind") == "deepspeed" else "ddp"
+        read(draft, "", given, Section(accelerate.ACCELERATOR, "Accelerator", cut=cut))
         return "Accelerate"
     if trainers and not strategies and _is_composer(trainer, imported):
         read(draft, "", trainer, composer.FILE)
@@ -99,27 +106,10 @@ def _called(draft: Draft, file: Path, calls_read: list[Call], imported: set[str]
     raise TranslateError(f"no call that is read: {', '.join(sorted(READ))}")
 
 
-def _refuse_two(strategies: list[Call], torch: list[Call], plugins: list[Call], trainers: list[Call]) -> None:
-    kinds = {fsdp.CALLS[call.name].owner for call in torch}
-    differing = fsdp.differ(torch)
-    if len(strategies) + len(plugins) + len(kinds) > 1 or len(trainers) > 1 or differing:
-        lines = listed(f"{call.name} in line {call.line}" for call in [*strategies, *plugins, *torch, *trainers])
-        why = f", which differ in {listed(differing)}" if differing else ""
-        raise TranslateError(f"two strategies in one file: {lines}{why}; leave one of them")
-
-
 def _is_composer(given: Mapping[str, Any], imported: set[str]) -> bool:
     if {"composer", "llmfoundry"} & imported or {"lightning", "pytorch_lightning"} & imported:
         return bool({"composer", "llmfoundry"} & imported)
     return bool({"parallelism_config", "fsdp_config", "max_duration", "device_train_microbatch_size"} & set(given))
-
-
-def _accelerate(draft: Draft, plugins: list[Call], accelerators: list[Call]) -> None:
-    for plugin in plugins:
-        read(draft, "", plugin, accelerate.PLUGINS[plugin.name])
-    given = {key: value for call in accelerators for key, value in call.arguments.items() if key not in _READ_BEFORE}
-    cut = "zero2" if draft.get("kind") == "deepspeed" else "ddp"
-    read(draft, "", given, Section(accelerate.ACCELERATOR, "Accelerator", cut=cut))
 
 
 def _transformers(draft: Draft, file: Path, arguments: list[Call], trainer: Mapping[str, Any]) -> None:

@@ -11,8 +11,7 @@ import pytest
 
 import shardfn as sf
 from shardfn.plans import presets
-from shardfn.plans.chips import Chip
-from shardfn.plans.links import OPERATIONS, Links, nodes_of
+from shardfn.plans.machines import OPERATIONS, Chip, Links, nodes_of
 from shardfn.plans.measuring import measure_chip, measure_links
 from shardfn.plans.plan import Plan
 from shardfn.plans.schedule import Held, Work

@@ -24,7 +24,7 @@ import shardfn as sf
 import shardfn.optim as so
 from shardfn import P, interop, quant
 from shardfn.mesh.scope import scope
-from shardfn.plans import holdings, page, printed
+from shardfn.plans import holdings, printed, showing
 from shardfn.testing import World, world
 from tests.models import STRATEGIES
 from tests.refusals import refused
@@ -76,7 +76,7 @@ def wrongly_told(mesh: Any, specs: Any, ways: dict[str, Any]) -> list[str]:
         for flat in flats:
             held, known = sf.local_parameters(flat), holdings.owners(flat.layout)
             for number, entry in enumerate(flat.layout.entries):
-                told = page.held_by(flat.layout, number, known[entry.path])
+                told = showing.held_by(flat.layout, number, known[entry.path])
                 own = [words for who, _, words in (one.partition(": ") for one in told) if rank in numbers(who)]
                 if entry.numel and [elements(words, by_name[entry.path]).tolist() for words in own] != [
                     part.tolist() for part in ([held[entry.path]] if entry.path in held else [])
@@ -134,7 +134,7 @@ def test_positions_hold_what_is_told_of_them() -> None:
         layout = sf.shard({"top": tree}, mesh, sf.hybrid_shard(shard="shard", replica="replica"))["top"].layout
         for number, entry in enumerate(layout.entries):
             values = tree[entry.path.removeprefix("top.")]
-            for words in page.held_by(layout, number, None):
+            for words in showing.held_by(layout, number, None):
                 where, _, told = words.partition(": ")
                 rank = int(where.removeprefix("shard ")) + 4  # of the second replica
                 parts = [one for one in layout.ranges(rank) if one.path == entry.path]

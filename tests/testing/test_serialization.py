@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardfn.testing import filters, serialization
+from shardfn.testing import serialization, state
 from shardfn.testing.errors import Returned
 
 SOURCE = "LIMIT = 3\n\ndef within(x):\n    return x < LIMIT\n"
@@ -50,5 +50,5 @@ def test_an_outcome_survives_the_journey():
 
 
 def test_filters_survive_the_journey():
-    with filters.applied([("error", "bad.*", "builtins:UserWarning", "", 0), ("ignore", "", "gone:Gone", "", 0)]):
-        assert filters.current() == [("error", "bad.*", "builtins:UserWarning", "", 0)]
+    with state.filtering([("error", "bad.*", "builtins:UserWarning", "", 0), ("ignore", "", "gone:Gone", "", 0)]):
+        assert state.filters() == [("error", "bad.*", "builtins:UserWarning", "", 0)]

@@ -19,8 +19,7 @@ from torch import Tensor
 import shardfn as sf
 import shardfn.testing as testing
 from shardfn.collectives import attempts
-from shardfn.testing import World
-from shardfn.testing.simulated import simulated
+from shardfn.testing import World, simulated
 from shardfn.transforms.shortage import exhausted
 from tests.faults import DEPTH, Fault, compared, cpus, forget, out, parameters, pythons, trained
 from tests.models import STRATEGIES, normal

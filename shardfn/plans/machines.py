@@ -1,4 +1,7 @@
-"""How long collectives take on the links between ranks: tables of bytes and seconds, for each number of ranks."""
+"""A machine: how fast its chips compute, and how long collectives take on the links between ranks.
+
+Links are tables of bytes and seconds, for each number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,106 @@ import math
 import os
 from bisect import bisect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from shardfn.plans.schedule import Work
 from shardfn.quoting import listed, short
 
+EFFICIENCY = 0.7
+"""The part of a vendor's peak that operations reach, for arithmetic and for memory.
+
+An assumption: AutoParallel (meta-pytorch/autoparallel, `cost_models/compute_estimation.py`) makes it of both, and takes
+an operation to need 7 microseconds or more. `measure_chip` replaces it by what the device at hand reaches.
+"""
+_AS = {"float8_e5m2": "float8_e4m3fn", "complex64": "float32", "complex128": "float64"}  # computed as
 Curve = tuple[tuple[float, float], ...]
 """Pairs of bytes that a rank sends and seconds, with bytes growing."""
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
 _ALSO = {"ppermute": "send", "broadcast": "send"}
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A device.
+
+    Attributes:
+        name: of the device.
+        source: where the figures are from.
+        rates: the most floating-point operations a second, by dtype of the operands. Sparsity is not counted.
+        bandwidth: the most bytes a second that its memory reads and writes.
+        memory: bytes.
+        efficiency: the part of the peak rates that operations reach.
+        reach: the part of the peak bandwidth that operations reach.
+        launch: the least seconds that an operation takes on the device.
+        host: seconds that the host needs to issue an operation. 0: the host is never late, as with a graph.
+    """
+
+    name: str
+    source: str
+    rates: dict[str, float]
+    bandwidth: float
+    memory: int
+    efficiency: float = EFFICIENCY
+    reach: float = EFFICIENCY
+    launch: float = 7e-6
+    host: float = 0.0
+
+    def __post_init__(self) -> None:
+        figures = {f"rates[{dtype!r}]": rate for dtype, rate in self.rates.items()}
+        names = ("bandwidth", "memory", "efficiency", "reach", "launch", "host")
+        for name, figure in (figures | {name: getattr(self, name) for name in names}).items():
+            seconds = name in ("launch", "host")
+            if not isinstance(figure, (int, float)) or not (figure >= 0 if seconds else figure > 0):
+                what = "seconds, 0 or more" if seconds else "a positive number"
+                raise ValueError(f"Chip {short(repr(self.name))}: {name}={short(repr(figure))}; it is {what}")
+
+    def seconds(self, work: Work) -> float:
+        """Returns the time of computing: that of its arithmetic, of its memory traffic or of its launches.
+
+        The longest of the three, as if each were hidden behind the longest.
+
+        Raises:
+            ValueError: a dtype has no rate.
+        """
+        arithmetic = sum(count / self.rate(dtype) for dtype, count in work.flops.items() if count)
+        traffic = work.moved / (self.bandwidth * self.reach)
+        return max(arithmetic / self.efficiency, traffic, work.launches * self.launch)
+
+    def rate(self, dtype: str) -> float:
+        """Returns the peak rate of a dtype.
+
+        Raises:
+            ValueError: it has none.
+        """
+        dtype = _AS.get(dtype, dtype)
+        if dtype not in self.rates:
+            raise ValueError(
+                f"the chip {self.name!r} has no rate for {short(repr(dtype))}, only for {listed(self.rates)}: pass one "
+                f"that has, with_rate({dtype!r}, FLOP/s)"
+            )
+        return self.rates[dtype]
+
+    def with_rate(self, dtype: str, rate: float) -> Chip:
+        """The same with another rate for a dtype, such as that of TensorFloat-32 for `"float32"`."""
+        return replace(self, rates=self.rates | {dtype: rate})
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the figures as JSON, which `load` reads."""
+        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Chip:
+        """Reads what `save` wrote.
+
+        Raises:
+            OSError: there is no such file.
+            ValueError: it holds something else.
+        """
+        try:
+            return Chip(**json.loads(Path(path).read_text()))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"Chip.load: {path} holds no chip ({error}): Chip.save writes them") from error
 
 
 @dataclass(frozen=True)
@@ -42,7 +136,12 @@ class Links:
             )
         for operation, tables in self.curves.items():
             for spread, curve in tables.items():
-                _check(f"Links {self.name!r}: {operation} of {spread}", curve)
+                sizes = [size for size, _ in curve]
+                if not curve or sizes != sorted(set(sizes)) or min(min(pair) for pair in curve) <= 0:
+                    raise ValueError(
+                        f"Links {self.name!r}: {operation} of {spread}: a table is pairs of bytes and seconds, all "
+                        f"positive, with bytes growing; it is {short(curve)}"
+                    )
 
     def seconds(self, operation: str, sent: float, ranks: int, nodes: int = 1) -> float:
         """Returns the time of one collective that has its links to itself.
@@ -97,10 +196,11 @@ class Links:
         """
         try:
             told = json.loads(Path(path).read_text())
-            curves = {
-                operation: {_spread(key): tuple(map(tuple, curve)) for key, curve in tables.items()}
-                for operation, tables in told.pop("curves").items()
-            }
+            curves: dict[str, dict[tuple[int, int], Curve]] = {}
+            for operation, tables in told.pop("curves").items():
+                for key, curve in tables.items():
+                    nodes, _, own = key.partition("x")
+                    curves.setdefault(operation, {})[int(nodes), int(own)] = tuple(map(tuple, curve))
             return Links(curves=curves, **told)
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ValueError(
@@ -114,30 +214,13 @@ def _spread_over(
     """Returns the time on so many nodes with so many ranks on each."""
     by_ranks = []
     for own in sorted({own for _, own in known}):
-        over = [(n, _at(tables[n, own], sent)) for n, each in sorted(known) if each == own]
+        over = []
+        for n in sorted(n for n, each in known if each == own):
+            curve = tables[n, own]
+            most, longest = curve[-1]
+            over.append((n, longest * sent / most if sent >= most else _between(curve, sent)))
         by_ranks.append((own, _between(over, nodes)))
     return _between(by_ranks, ranks)
-
-
-def _spread(key: str) -> tuple[int, int]:
-    nodes, _, own = key.partition("x")
-    return int(nodes), int(own)
-
-
-def _check(name: str, curve: Curve) -> None:
-    sizes = [size for size, _ in curve]
-    if not curve or sizes != sorted(set(sizes)) or min(min(pair) for pair in curve) <= 0:
-        raise ValueError(
-            f"{name}: a table is pairs of bytes and seconds, all positive, with bytes growing; it is {short(curve)}"
-        )
-
-
-def _at(curve: Curve, sent: float) -> float:
-    """Returns the time of so many bytes."""
-    (least, shortest), (most, longest) = curve[0], curve[-1]
-    if sent <= least:
-        return shortest
-    return longest * sent / most if sent >= most else _between(curve, sent)
 
 
 def _between(points: Sequence[tuple[float, float]], x: float) -> float:

@@ -1,0 +1,168 @@
+"""A plan in time: as a picture, as a page for the browser, and as a trace in Chrome's format."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardfn.plans.drawing import Drawing, Times, duration, kind_colors, peak_told, stage_colors
+from shardfn.quoting import byte_count
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from shardfn.plans.plan import Plan
+
+INK, DIM, RED = "#1c2733", "#66727f", "#c0504d"
+WIDTH, LANE, CURVE = 11.0, 0.28, 1.7  # inches
+NANO = 1e9  # a page's times are whole nanoseconds
+MICRO = 1e6  # a trace counts microseconds
+
+
+def drawn(shown: Sequence[tuple[Plan, Times | None]]) -> Figure:
+    """Draws plans one above the other; on one axis of time, if the times of all are known."""
+    from matplotlib.figure import Figure
+
+    drawings = [plan.drawing(times) for plan, times in shown]
+    heights = [size for drawing in drawings for size in (LANE * len(drawing.lanes) + 0.1, CURVE)]
+    figure = Figure(figsize=(WIDTH, sum(heights) + 0.75 * len(shown)), dpi=100, facecolor="white", layout="constrained")
+    axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    together = all(drawing.seconds for drawing in drawings)
+    longest, most = max(drawing.whole for drawing in drawings), max(plan.peak.total for plan, _ in shown)
+    for i, ((plan, _), drawing) in enumerate(zip(shown, drawings, strict=True)):
+        lanes, curve = axes[2 * i], axes[2 * i + 1]
+        for one in (lanes, curve):
+            one.set_xlim(0, max(longest if together else drawing.whole, 1e-12))
+            one.spines[["top", "right"]].set_visible(False)
+        _draw_lanes(lanes, plan, drawing)
+        _draw_memory(curve, plan, drawing, most)
+    return figure
+
+
+def _draw_lanes(axes: Any, plan: Plan, drawing: Drawing) -> None:
+    colors = stage_colors(plan.works)
+    for number in range(len(drawing.lanes)):
+        mine = [i for i, lane in enumerate(drawing.lane) if lane == number]
+        axes.broken_barh(
+            [(drawing.begin[i], drawing.end[i] - drawing.begin[i]) for i in mine],
+            (number - 0.42, 0.84),
+            facecolors=[colors[plan.works[i].stage, plan.works[i].phase] for i in mine],
+            edgecolors="white",
+            linewidth=0.3 if len(mine) < 200 else 0.0,
+        )
+    axes.set_yticks(range(len(drawing.lanes)), drawing.lanes)
+    axes.set_ylim(len(drawing.lanes) - 0.45, -0.55)
+    axes.tick_params(bottom=False, labelbottom=False)
+    took = f", {duration(drawing.whole)}" if drawing.seconds else ""
+    axes.set_title(f"{plan.told}, rank {plan.rank}{took}", loc="left", fontsize=10, color=INK, parse_math=False)
+
+
+def _draw_memory(axes: Any, plan: Plan, drawing: Drawing, most: int) -> None:
+    colors = kind_colors(plan.held)
+    if plan.held:
+        moments = [*drawing.held, drawing.whole]
+        rows = [[one.kinds.get(kind, 0) / 1e9 for one in (*plan.held, plan.held[-1])] for kind in colors]
+        unit, name = (1.0, "GB") if most >= 1e9 else (1e3, "MB")
+        rows = [[value * unit for value in row] for row in rows]
+        axes.stackplot(moments, rows, colors=list(colors.values()), labels=list(colors), step="post", linewidth=0)
+        at = drawing.peak
+        axes.axvline(at, color=RED, linewidth=1, linestyle="--")
+        left = at < drawing.whole / 2
+        axes.annotate(
+            f" peak {byte_count(plan.peak.total)}: {peak_told(plan.works, plan.peak)} ",
+            (at, 1.0), xycoords=("data", "axes fraction"), ha="left" if left else "right", va="top", fontsize=8,
+            color=INK, parse_math=False,
+        )  # fmt: skip
+        axes.set_ylim(0, 1.18 * most / 1e9 * unit)
+        axes.set_ylabel(name)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False, reverse=True)
+    axes.set_xlabel("seconds" if drawing.seconds else "works, in the order in which they are issued", color=DIM)
+
+
+# --- a page for the browser: one file, with its data, style and script inside ---
+
+
+def write_page(path: str | os.PathLike[str], shown: Sequence[tuple[Plan, Times | None]]) -> None:
+    """Writes the page of one plan, or of several on one axis."""
+    panels = [_panel(plan, times) for plan, times in shown]
+    data = json.dumps(panels, separators=(",", ":")).replace("<", "\\u003c")  # nothing in it may end the script
+    text = files("shardfn.plans").joinpath("webpage.html").read_text(encoding="utf-8")
+    title = html.escape(" and ".join(dict.fromkeys(plan.told for plan, _ in shown)))
+    Path(path).write_text(text.replace("{{title}}", title).replace("{{data}}", data), encoding="utf-8")
+
+
+def _panel(plan: Plan, times: Times | None) -> dict[str, Any]:
+    drawing = plan.drawing(times)
+    unit = NANO if drawing.seconds else 1
+    colors, kinds, works = stage_colors(plan.works), kind_colors(plan.held), plan.works
+    numbers: dict[str, int] = {}
+
+    def numbered(words: Iterable[str]) -> list[int]:
+        return [numbers.setdefault(word, len(numbers)) for word in words]
+
+    columns = {
+        "lane": drawing.lane,
+        "begin": [round(t * unit) for t in drawing.begin],
+        "end": [round(t * unit) for t in drawing.end],
+        "color": numbered(colors[work.stage, work.phase] for work in works),
+        "axis": numbered(" x ".join(work.axis) for work in works),
+        "dtype": numbered(work.dtype or " and ".join(work.flops) for work in works),
+        "flops": [sum(work.flops.values()) for work in works],
+        **{name: numbered(getattr(work, name) for work in works) for name in ("kind", "stage", "phase", "where")},
+        **{name: [getattr(work, name) for work in works] for name in ("launches", "moved", "sent")},
+    }
+    mesh = ", ".join(f"{name}={size}" for name, size in plan.mesh.items())
+    took = f", {duration(drawing.whole)}" if drawing.seconds else ", in the order of issue"
+    return {
+        "title": f"{plan.told} on {mesh or 'no mesh'}, rank {plan.rank}{took}",
+        "seconds": drawing.seconds,
+        "whole": round(drawing.whole * unit),
+        "lanes": drawing.lanes,
+        "words": list(numbers),
+        "works": columns,
+        "kinds": [[kind, color] for kind, color in kinds.items()],
+        "held": [[round(t * unit) for t in drawing.held], *([one.kinds.get(k, 0) for one in plan.held] for k in kinds)],
+        "peak": {
+            "at": round(drawing.peak * unit),
+            "bytes": plan.peak.total,
+            "told": f"peak {byte_count(plan.peak.total)}: {peak_told(works, plan.peak)}",
+        },
+    }
+
+
+# --- a trace in the "Trace Event Format", which chrome://tracing and Perfetto open ---
+
+
+def write_trace(path: str | os.PathLike[str], plan: Plan, times: Times | None) -> None:
+    """Writes the trace."""
+    events = list(_events(plan, plan.drawing(times)))
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+
+def _events(plan: Plan, drawing: Drawing) -> Iterator[dict[str, Any]]:
+    unit = MICRO if drawing.seconds else 1.0
+    process = {"pid": plan.rank}
+    yield {"ph": "M", "name": "process_name", **process, "args": {"name": f"{plan.told}, rank {plan.rank}"}}
+    for lane, name in enumerate(drawing.lanes):
+        yield {"ph": "M", "name": "thread_name", **process, "tid": lane, "args": {"name": name}}
+        yield {"ph": "M", "name": "thread_sort_index", **process, "tid": lane, "args": {"sort_index": lane}}
+    for work, lane, begin, end in zip(plan.works, drawing.lane, drawing.begin, drawing.end, strict=True):
+        told = {
+            "stage": work.stage, "phase": work.phase, "operations": work.launches, "flop": sum(work.flops.values()),
+            "bytes moved": work.moved, "axis": " x ".join(work.axis), "dtype": work.dtype, "bytes sent": work.sent,
+            "where": work.where,
+        }  # fmt: skip
+        name = " ".join(filter(None, (work.stage, work.phase if work.kind == "compute" else work.kind)))
+        yield {
+            "ph": "X", "name": name, "cat": work.kind, **process, "tid": lane, "ts": begin * unit,
+            "dur": (end - begin) * unit, "args": {key: value for key, value in told.items() if value},
+        }  # fmt: skip
+    kinds = dict.fromkeys(kind for one in plan.held for kind in one.kinds)
+    for moment, one in zip(drawing.held, plan.held, strict=True):
+        held = {kind: one.kinds.get(kind, 0) for kind in kinds}
+        yield {"ph": "C", "name": "bytes held", **process, "ts": moment * unit, "args": held}
