@@ -65,14 +65,19 @@ def chaos(mesh: DeviceMesh, seed: int = 0, *, longest: float = 0.002) -> Iterato
         raise ValueError(f"chaos: it is for CPU processes with gloo, not {mesh.device_type} with {dist.get_backend()}")
     if not _active.acquire(blocking=False):
         raise ValueError("chaos: another block is in force in this process")
-    state = Chaos(seed, longest)
+    state, start = Chaos(seed, longest), messages.start
+
+    def late(*args: Any) -> Any:
+        state.pause()
+        return start(*args)
+
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(into_buffers.transports(mesh, all_gather="native", reduce_scatter="native"))
             stack.enter_context(mock.patch.object(process_groups, "start_all_gather", state.all_gather))
             stack.enter_context(mock.patch.object(process_groups, "start_reduce_scatter", state.reduce_scatter))
             stack.enter_context(mock.patch.dict(into_buffers.TRANSPORTS["all_reduce"], native=state.all_reduce))
-            stack.enter_context(mock.patch.object(messages, "start", state.pausing(messages.start)))
+            stack.enter_context(mock.patch.object(messages, "start", late))
             yield state
             state.refuse_dropped()
     finally:
@@ -97,15 +102,6 @@ class Chaos:
     def pause(self) -> None:
         """Makes this rank pause at random."""
         _pause(self._dice, self.longest)
-
-    def pausing(self, f: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that may pause before it calls `f`."""
-
-        def paused(*args: Any) -> Any:
-            self.pause()
-            return f(*args)
-
-        return paused
 
     def all_gather(self, whole: Tensor, own: Tensor, group: Any) -> _Message:
         """Replaces `compat.process_groups.start_all_gather`."""
