@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardfn.compat import dispatch, functorch
-from shardfn.interop.adapting import Adapting
 from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, keeps_statistics, synchronised
 from shardfn.interop.in_place import (
+    Adapting,
     along_tensor,
     arguments,
     loose_in_place,

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from shardfn.compat import functorch
 from shardfn.interop import output_capturing
-from shardfn.interop.adapting import Adapting
-from shardfn.interop.in_place import arguments, buffers_in_place, replaced, unasked, uncached
+from shardfn.interop.in_place import Adapting, arguments, buffers_in_place, replaced, unasked, uncached
 from shardfn.interop.module_state import Attributes, Before
 from shardfn.interop.placeholder import Part, Running, Slot
 from shardfn.interop.pytrees import Forms

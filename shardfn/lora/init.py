@@ -12,8 +12,8 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from shardfn.interop.adapting import described
 from shardfn.interop.functional import Functional
+from shardfn.interop.in_place import described
 from shardfn.lora.adapters import Adapter, Kind, Recipe, leaves_by_path, norms, parameter_of, thin
 from shardfn.lora.targets import (
     ALL,

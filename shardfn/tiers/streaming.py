@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.tiers.copy_streams import copy_streams
 from shardfn.tiers.tensors import place_of
-from shardfn.tiers.transfers import Reading, Transfer, reading, writing
+from shardfn.tiers.transfers import Reading, Transfer, copy_streams, reading, writing
 
 CHUNK = 2**19  # elements
 AHEAD = 2  # windows that are read while another is changed
