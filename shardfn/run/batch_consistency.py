@@ -25,9 +25,20 @@ from shardfn.mesh.axes import check_axes, grid_of, per_mesh, sizes
 from shardfn.mesh.grid import AxisName, as_names
 from shardfn.mesh.groups import cpu_group
 from shardfn.quoting import listed, short
-from shardfn.run.collating import SIZES, Lengths, Pad, kinds_but_sizes, lengths_of, of_dicts, sizes_of
+from shardfn.run.collating import (
+    SIZES,
+    TELLING,
+    Lengths,
+    Pad,
+    digest,
+    kinds,
+    kinds_but_sizes,
+    lengths_of,
+    of_dicts,
+    rows_of,
+    sizes_of,
+)
 from shardfn.run.feeding import Copier, Copy, fresh, owned
-from shardfn.run.fingerprints import TELLING, digest, kinds, rows_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -295,7 +306,12 @@ def _ended(mine: Read, summaries: _Summaries | None, step: int, who: Peers, seen
         _raise_failed(mine, states, step, who)
     if State.END in states:
         if not who.unequal and {*states} != {State.END}:
-            _raise_short(states, step, who)
+            short = [rank for rank, state in zip(who.ranks, states, strict=True) if state == State.END]
+            long = [rank for rank in who.ranks if rank not in short]
+            raise ValueError(
+                f"{who.name}: {_ranks(short)} no batch for step {step}, and {_ranks(long)} one. All ranks need as many "
+                f"batches, or some would wait for the others in vain: drop or pad what is left over"
+            )
         return True
     if {*states} == {State.FILLED}:
         return True
@@ -303,7 +319,9 @@ def _ended(mine: Read, summaries: _Summaries | None, step: int, who: Peers, seen
         _differ(mine, step, who)
     if seen.looking:
         _compare(contents, rows, step, who)
-        seen.looking = _undecided(contents, who) and step < LOOKS
+        by_place = dict(zip(who.places, contents, strict=True))
+        # Ranks at different places may have had only equal rows so far, but too few to rule out chance.
+        seen.looking = step < LOOKS and who.distinct and len(set(by_place.values())) < len(by_place)
     return False
 
 
@@ -326,15 +344,6 @@ def _raise_failed(mine: Read, states: list[int], step: int, who: Peers) -> None:
     failed = states.index(State.FAILED)
     theirs = bytes(texts[failed].tolist()).rstrip(b"\0").decode(errors="replace")
     raise RuntimeError(f"{who.name}: rank {who.ranks[failed]} could not read its batch of step {step}:\n{theirs}")
-
-
-def _raise_short(states: list[int], step: int, who: Peers) -> None:
-    short = [rank for rank, state in zip(who.ranks, states, strict=True) if state == State.END]
-    long = [rank for rank in who.ranks if rank not in short]
-    raise ValueError(
-        f"{who.name}: {_ranks(short)} no batch for step {step}, and {_ranks(long)} one. All ranks need as many "
-        f"batches, or some would wait for the others in vain: drop or pad what is left over"
-    )
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -368,12 +377,6 @@ def _compare(contents: list[int], rows: list[int], step: int, who: Peers) -> Non
                 f"{rows[i]} different rows were in them. Give a sampler num_replicas={len(first)} and each rank its "
                 f"place, as torch's DistributedSampler takes them; or let sf.run.batches cut the rows"
             )
-
-
-def _undecided(contents: list[int], who: Peers) -> bool:
-    """Whether ranks at different places have had only equal rows so far, though too few to rule out chance."""
-    by_place = dict(zip(who.places, contents, strict=True))
-    return who.distinct and len(set(by_place.values())) < len(by_place)
 
 
 # --- a user's own loader ---
@@ -460,23 +463,18 @@ def checked(loader: Iterable[Any], mesh: DeviceMesh, axes: AxisName, *, pad: Pad
 
 
 def _reads(loader: Iterable[Any], start: int) -> Generator[Read]:
-    is_fresh = fresh(loader)
-    for batch in itertools.islice(_to_its_end(loader), start, None):
-        tree = of_dicts(batch)
-        yield Read(State.BATCH, tree if is_fresh else owned(tree))
-
-
-def _to_its_end(loader: Iterable[Any]) -> Generator[Any]:
-    """Iterates over a loader, telling StopIteration at its end from one raised by code that it calls.
+    """Yields a loader's batches from `start` on, telling StopIteration at its end from one raised by code it calls.
 
     Raises:
         RuntimeError: a row of the data set, or `collate_fn`, raised StopIteration.
     """
-    batches = iter(loader)
-    while True:
+    batches, is_fresh = iter(loader), fresh(loader)
+    for number in itertools.count():
         try:
             batch = next(batches)
         except StopIteration as end:
             loaders.refuse_failed(end, NAME)
             return
-        yield batch
+        if number >= start:
+            tree = of_dicts(batch)
+            yield Read(State.BATCH, tree if is_fresh else owned(tree))

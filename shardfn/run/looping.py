@@ -298,7 +298,14 @@ def _settle(run: LoopState, reached: int) -> Word:
 def _raise_wrong(run: LoopState, state: Any, word: Word) -> None:
     """Raises on all ranks if one has failed, or had a metric that is not finite."""
     if word.failed:
-        _raise_failed(run)
+        error = run.error
+        if run.saver is not None and error is not run.saver.error:
+            run.saver.finish()
+        errors = run.team.gathered(None if error is None else f"{type(error).__name__}: {error}", "comparing errors")
+        if error is not None:
+            raise error
+        rank, text = next((rank, text) for rank, text in enumerate(errors) if text is not None)
+        raise RuntimeError(f"sf.run.loop: rank {rank} has failed: {text}. Look at the output of that rank first")
     if word.bad_step is not None:
         problem = run.bad[1] if run.bad is not None and run.bad[0] == word.bad_step else ""
         raise _explain(run, state, word.bad_step, problem)
@@ -311,18 +318,6 @@ def _explain(run: LoopState, state: Any, step: int, problem: str) -> FloatingPoi
     with run.failing.here():
         run.close()  # the steps that run again read the same source
     return explain(run.team, run.stepping, state, run.saver, step, problem)
-
-
-def _raise_failed(run: LoopState) -> None:
-    """Raises on all ranks the error of one."""
-    error = run.error
-    if run.saver is not None and error is not run.saver.error:
-        run.saver.finish()
-    errors = run.team.gathered(None if error is None else f"{type(error).__name__}: {error}", "comparing errors")
-    if error is not None:
-        raise error
-    rank, text = next((rank, text) for rank, text in enumerate(errors) if text is not None)
-    raise RuntimeError(f"sf.run.loop: rank {rank} has failed: {text}. Look at the output of that rank first")
 
 
 def _evaluate(run: LoopState, state: Any, step: int) -> None:

@@ -21,9 +21,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from shardfn.quoting import listed, short
 from shardfn.run.batch_consistency import Read, State
-from shardfn.run.collating import Collate, joined, masked
+from shardfn.run.collating import Collate, digest, joined, masked
 from shardfn.run.feeding import ahead, locked, owned
-from shardfn.run.fingerprints import digest
 from shardfn.run.order import Last, permuted
 from shardfn.run.randomness import lent_generators, seed_host
 from shardfn.run.sources import NAME, by_workers, made

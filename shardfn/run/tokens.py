@@ -233,22 +233,17 @@ class Packed(Windows):
         documents = np.empty((len(rows), self.context + 1), np.int64)
         positions = np.empty_like(documents)
         for i, (file, first) in enumerate(self._places(rows)):
-            documents[i], positions[i] = _documents(file.starts, first, self.context + 1)
+            low, high = np.searchsorted(file.starts, [first, first + self.context], "right")
+            begins = np.maximum(file.starts[low - 1 : high], first)
+            indices = np.arange(first, first + self.context + 1)
+            documents[i] = np.searchsorted(begins, indices, "right")
+            positions[i] = indices - begins[documents[i] - 1]
         batch = {"tokens": self._values(rows), "documents": documents, "positions": positions}
         return {name: torch.from_numpy(x) for name, x in batch.items()}
 
     def fingerprint(self) -> str:
         """As for `Windows`, but different, since the batches are."""
         return f"packed {super().fingerprint()}"
-
-
-def _documents(starts: NDArray[np.int64], first: int, length: int) -> tuple[Numbers, Numbers]:
-    """For each token of a window, its document, counted from 1, and its position since the document or window began."""
-    low, high = np.searchsorted(starts, [first, first + length - 1], "right")
-    begins = np.maximum(starts[low - 1 : high], first)
-    indices = np.arange(first, first + length)
-    documents = np.searchsorted(begins, indices, "right")
-    return documents, indices - begins[documents - 1]
 
 
 def token_windows(files: Paths, context: int) -> Windows:
