@@ -7,7 +7,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -122,7 +122,7 @@ def filled(
     path, tree, held = on_each_rank(lambda: _prepared(source, like, donate))
     team = team_of(held.grids)
 
-    def compared() -> tuple[Reader, Any, Differences, dict[str, Name], Any, _Common]:
+    def compared() -> tuple[Reader, Any, Differences, dict[str, Name], Any, dict[str, Any]]:
         if check is not None:
             check(held)
         reader, naming = reader_of(path, team), asked.naming(held)
@@ -134,11 +134,17 @@ def filled(
         wanted = reader.wanted(names[target.name].box(target) for target in boxes if target.name in tensors)
         reader.check(wanted)
         then_result = None if then is None else then(reader)
-        return reader, wanted, differences, names, then_result, _common(path, reader, asked, naming)
+        renamed = sorted((ours, *name) for ours, name in naming.items() if name != Name(ours))
+        digests = {
+            "files": zlib.crc32(reader.identity().encode()),
+            "part=": asked.part,
+            "names=": zlib.crc32(repr(renamed).encode()),
+        }
+        return reader, wanted, differences, names, then_result, digests
 
-    reader, wanted, differences, names, then_result, common = team.each(what, compared)
+    reader, wanted, differences, names, then_result, digests = team.each(what, compared)
     numbers = {name: reader.source.numbers.get(target.theirs) for name, target in names.items()}
-    _refuse_different(what, team.gathered(common, what))
+    _refuse_different(what, team.gathered((str(path), digests), what))
     if differences and team.rank == 0:
         _log.warning("%s, not strict: %s", what, differences)
 
@@ -155,7 +161,11 @@ def filled(
     try:
         team.each(what, read)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}. {_unusable(names) if donate else '`like` is as it was'}") from error.__cause__
+        left = "`like` is as it was" if not donate else (
+            f"It was found on the way: these tensors of `like` are now in part the checkpoint's, in part as they were: "
+            f"{listed(names)}. Load a whole checkpoint into them; donate=False leaves `like` as it is"
+        )  # fmt: skip
+        raise CheckpointError(f"{error}. {left}") from error.__cause__
     numbers |= {name: held.plain[name].item() for name in held.plain.keys() & held.numbers.keys()}
     loaded = rebuilt(tree, {name: numbers[name] for name in held.numbers.keys() & names.keys()})
     return loaded if then is None else (loaded, then_result)
@@ -171,28 +181,19 @@ def _as_there(held: Contents, reader: Reader, names: dict[str, Name]) -> set[str
     return set(tensors)
 
 
-class _Common(NamedTuple):
-    """Digests of what must be equal on all ranks, and this rank's path, for messages."""
+def _refuse_different(what: str, facts: list[tuple[str, dict[str, Any]]]) -> None:
+    """Raises CheckpointError unless all ranks read the same: parts of two checkpoints must not be mixed.
 
-    files: int
-    part: str
-    names: int
-    path: str
-
-
-def _common(path: Path, reader: Reader, asked: Asked, naming: dict[str, Name]) -> _Common:
-    renamed = sorted((ours, *name) for ours, name in naming.items() if name != Name(ours))
-    return _Common(zlib.crc32(reader.identity().encode()), asked.part, zlib.crc32(repr(renamed).encode()), str(path))
-
-
-def _refuse_different(what: str, facts: list[_Common]) -> None:
-    """Raises CheckpointError unless all ranks read the same: parts of two checkpoints must not be mixed."""
-    for rank, other in enumerate(facts):
-        differing = [key for key, a, b in zip(("files", "part=", "names="), facts[0], other, strict=False) if a != b]
-        if differing:
+    Args:
+        what: the operation, for messages.
+        facts: of each rank its path, and digests of what must be equal.
+    """
+    first_path, first = facts[0]
+    for rank, (path, other) in enumerate(facts):
+        if differing := [key for key in first if first[key] != other[key]]:
             raise CheckpointError(
                 f"{what}: ranks were told to read different things, of other {' and '.join(differing)}: rank 0 from "
-                f"{facts[0].path}, rank {rank} from {other.path}. Let one rank choose, and send it to the others"
+                f"{first_path}, rank {rank} from {path}. Let one rank choose, and send it to the others"
             )
 
 
@@ -219,14 +220,6 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
             _log.warning("latest(%s) leaves out a checkpoint that is not whole: %s", root, manifest)
     whole = [path for path, manifest in by_path.items() if not isinstance(manifest, str)]
     return whole[-1] if whole else None
-
-
-def _unusable(names: dict[str, Name]) -> str:
-    """For a message: which tensors a failed load may have overwritten in part."""
-    return (
-        f"It was found on the way: these tensors of `like` are now in part the checkpoint's, in part as they were: "
-        f"{listed(names)}. Load a whole checkpoint into them; donate=False leaves `like` as it is"
-    )
 
 
 def _prepared(source: Any, like: Any, donate: bool) -> tuple[Path, Any, Contents]:

@@ -309,7 +309,9 @@ def reshard(src: Path, dst: Path, ranks: int, *, report: Report = silent) -> Wri
     source = source_of(src)
     if folders.restored(dst).exists():
         raise CheckpointError(f"{dst} exists: pass another path")
-    reader, keys, owners = CheckpointReader(source), source.keys(), _owners(source, ranks)
+    reader, keys = CheckpointReader(source), source.keys()
+    # Entries that differ between ranks, each with the rank that writes it.
+    owners = {f"{name}.rank{rank}": rank % ranks for name, size in source.by_rank.items() for rank in range(size)}
     dst.parent.mkdir(parents=True, exist_ok=True)
     folder = folders.aside(dst, "writing")
     folders.discard(folder)
@@ -408,11 +410,6 @@ def _with_lists(node: Any) -> Any:
     if items and all(type(key) is int for key in items) and sorted(items) == list(range(len(items))):
         return [items[i] for i in range(len(items))]
     return items
-
-
-def _owners(source: Source, ranks: int) -> dict[str, int]:
-    """The rank that writes each entry that differs between ranks."""
-    return {f"{name}.rank{rank}": rank % ranks for name, size in source.by_rank.items() for rank in range(size)}
 
 
 def _shares(source: Source, owners: dict[str, int], ranks: int) -> list[list[tuple[str, int, int]]]:

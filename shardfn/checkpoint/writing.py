@@ -122,10 +122,6 @@ def _alone(values: torch.Tensor) -> torch.Tensor:
 # --- by all ranks ---
 
 
-def anybodys() -> None:
-    """The default of `ours`, which allows writing always."""
-
-
 class Save:
     """One call of `save`.
 
@@ -139,7 +135,7 @@ class Save:
     """
 
     def __init__(
-        self, path: Path, state: Any, overwrite: bool, surplus: Surplus, ours: Callable[[], None] = anybodys
+        self, path: Path, state: Any, overwrite: bool, surplus: Surplus, ours: Callable[[], None] = lambda: None
     ) -> None:
         self.path = path.absolute()  # the program may change its working directory before it is written
         self.contents, self.overwrite = contents(state, shared=True), overwrite

@@ -46,7 +46,8 @@ def arguments(params: Any, part: Part, adapters: Mapping[str, Any]) -> tuple[Any
 
 def loose_parameters(own: Mapping[str, Tensor], shared: Mapping[str, Tensor], *adapters: Any) -> tuple[Any, ...]:
     """The function of the stage that gathers loose parameters; messages show its name."""
-    return {name: x.clone() for name, x in (*own.items(), *shared.items())}, *map(cloned, adapters)
+    copied = {name: x.clone() for name, x in (*own.items(), *shared.items())}
+    return copied, *(optree.tree_map(torch.clone, part) for part in adapters)
 
 
 @contextlib.contextmanager
@@ -319,8 +320,3 @@ def _attributes(weights: Mapping[nn.Module, Any]) -> Iterator[None]:
     finally:
         for m in weights:
             m.__dict__.pop("weight", None)
-
-
-def cloned(adapters: Any) -> Any:
-    """A copy of a part's adapters."""
-    return optree.tree_map(torch.clone, adapters)

@@ -242,7 +242,7 @@ def _planned(
     if told or empty:
         advice = coded.hint(folder) if in_files(folder) else ""
         unknown = [name for name in new if name in told.missing]
-        message = _complaint(told, unknown, empty) + ("" if values else _prefix(told.missing, tensors))
+        message = _complaint(told, unknown, empty, "" if values else part_with(told.missing, tensors))
         raise CheckpointError(f"{message}. {advice}" if advice else message)
     coded.refuse_twice(values, {name: x.format for name, x in packed.items()})
     values |= _initialised(model, {name: Kind(wanted[name].dtype, tuple(wanted[name].shape)) for name in new}, seed)
@@ -334,7 +334,8 @@ def _warning(new: Sequence[str], kept: Sequence[str], extra: Sequence[str]) -> s
     return "; ".join(f"{listed(names, 8)} {text}" for names, text in groups if names)
 
 
-def _complaint(differ: Differences, unknown: list[str], empty: list[str]) -> str:
+def _complaint(differ: Differences, unknown: list[str], empty: list[str], prefix: str) -> str:
+    """The message; `prefix` is the common one of all names there, if that is why none was found."""
     sentences = [str(differ)] if differ else []
     if differ.extra:
         sentences.append("ignore= names, by patterns, what is there and is not wanted")
@@ -349,13 +350,8 @@ def _complaint(differ: Differences, unknown: list[str], empty: list[str]) -> str
             f"neither these files nor the module have values for the buffers {listed(empty, 4)}: build the module "
             f"under interop.meta(), which leaves buffers their values, and not under torch.device('meta')"
         )
-    return "; ".join(sentences)
-
-
-def _prefix(missing: list[str], there: Iterable[str]) -> str:
-    """For a message: the common prefix of all names, if that is why none was found."""
-    part = part_with(missing, there)
-    return f". All begin with {part + '.'!r} there: load a mapping of names without it to tensors" if part else ""
+    names = f". All begin with {prefix + '.'!r} there: load a mapping of names without it to tensors" if prefix else ""
+    return "; ".join(sentences) + names
 
 
 def _encoded(
