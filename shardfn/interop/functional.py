@@ -38,7 +38,7 @@ from shardfn.mesh.grid import AxisName
 from shardfn.mesh.selectors import Chosen, Which, chosen
 from shardfn.mesh.spec import P, joined
 from shardfn.quoting import listed, short_errors
-from shardfn.shards.layout import FlatShard, Layout
+from shardfn.shards.layout import FlatShard, Layout, flat_shards
 from shardfn.shards.placement import Strategy
 from shardfn.shards.sharding import Specs, shard
 from shardfn.shards.unsharding import unshard
@@ -545,8 +545,7 @@ def _changing(module: nn.Module, buffers: Mapping[str, Tensor], mutable: Chosen)
 
 def _all_ranks_run(params: Any) -> bool:
     """Whether every process of the world holds a part of these parameters, so that all generate together."""
-    nodes = optree.tree_leaves(params, is_leaf=lambda x: isinstance(x, FlatShard))
-    shards = [x for x in nodes if isinstance(x, FlatShard)]
+    shards = flat_shards(params)
     if not shards or not dist.is_initialized():
         return False
     return shards[0].layout.grid.size(tuple(name for name, _ in shards[0].layout.grid.sizes)) == dist.get_world_size()

@@ -18,7 +18,7 @@ from shardfn.interop.tensor_checks import Following, Region
 from shardfn.mesh.scope import current_mesh, scope_of
 from shardfn.mesh.spec import joined
 from shardfn.quoting import listed
-from shardfn.shards.layout import Layout, assemble, is_flat, is_stage, stage_shards
+from shardfn.shards.layout import Layout, assemble, flat_shards, is_stage, stage_shards
 from shardfn.stages.returned import first_written, sums_of
 
 
@@ -30,7 +30,7 @@ def along_tensor(
     if region is None:
         yield None
         return
-    shards = [x for x in optree.tree_leaves(params, is_leaf=is_flat) if is_flat(x)] if current_mesh() is None else []
+    shards = flat_shards(params) if current_mesh() is None else []
     with (
         scope_of(shards[0].layout.grid, "the model") if shards else contextlib.nullcontext(),
         region.entered(module.training, given, [*loose.own, *loose.shared], again=False) as followed,

@@ -29,7 +29,7 @@ from shardfn.interop.reading import Source, fingerprint, in_files, tensors_of
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import axis_of, device_of, grid_of, sizes
 from shardfn.mesh.selectors import Which
-from shardfn.mesh.spec import dotted
+from shardfn.mesh.spec import dotted, leaves_by_path
 from shardfn.quant.formats import Format
 from shardfn.quant.packed import Packed, is_packed, pack
 from shardfn.quoting import listed, short_errors
@@ -150,7 +150,7 @@ def _check(model: Functional, source: Any, as_stored: Any, seed: Any, mesh: Devi
             raise TypeError(f"load: seed={seed!r}; it is an int")
     agree([f"source={source}"], mesh, "load", subject=_SOURCE)
     agree([f"seed={seed}"], mesh, "load", subject=_SEED)
-    few = [f"{name} in {x.meant}" for name, x in _named(model.tree).items() if is_packed(x)]
+    few = [f"{name} in {x.meant}" for name, x in leaves_by_path(model.tree, is_packed).items() if is_packed(x)]
     agree(few or ["nothing"], mesh, "load", subject=_FEW)
 
 
@@ -223,7 +223,7 @@ def _planned(
     first: dict[int, str] = {}  # name of each buffer, which may have several
     names = {**model.names, **{name: first.setdefault(id(b), name) for name, b in model.buffers.items()}}
     buffers = {names[name]: b for name, b in model.buffers.items() if name in state_dict}
-    wanted = {**_named(model.tree), **buffers}
+    wanted = {**leaves_by_path(model.tree, is_packed), **buffers}
     of_module = {name for name in names if names[name] in wanted}
     by_module_name = _found(folder, model, coded.stored(tensors), of_module)
     values, others = _by_name(coded.upright(by_module_name.values, model.module), names)
@@ -236,7 +236,7 @@ def _planned(
     empty = [name for name, b in model.buffers.items() if b.is_meta and names[name] not in values]
     new = [name for name in differences.missing if wanted[name].is_meta and name not in empty]
     stored_formats = coded.kept(values) if as_stored else {}
-    wanted |= _named(_with_packed(model.tree, stored_formats))
+    wanted |= leaves_by_path(_with_packed(model.tree, stored_formats), is_packed)
     packed = {name: x for name, x in wanted.items() if isinstance(x, Packed)}
     told = _reported(differences, model) if strict else Differences(shapes=differences.shapes, kinds=differences.kinds)
     if told or empty:
@@ -386,12 +386,6 @@ def _with_packed(tree: Any, formats: Mapping[str, Format]) -> Any:
         return pack(x.to("meta"), formats[name]) if name in formats and not is_packed(x) else x
 
     return optree.tree_map_with_accessor(instead, tree, is_leaf=is_packed)
-
-
-def _named(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a model's tree by their full names."""
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_packed)
-    return {dotted(accessor): x for accessor, x in zip(accessors, leaves, strict=True)}
 
 
 # --- from there to here ---

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +24,7 @@ from shardfn.interop.placeholder import Part, Placeholder, Slot, left_in
 from shardfn.interop.pytrees import is_cache
 from shardfn.mesh.scope import mesh_of
 from shardfn.mesh.spec import is_dtensor, joined
-from shardfn.shards.layout import is_flat
+from shardfn.shards.layout import flat_shards
 from shardfn.stages.returned import keeps_numbers
 
 OF_TORCH = ("_parameters", "_buffers", "_modules")
@@ -345,7 +344,7 @@ def refuse_apart(model: nn.Module, drawn: Sequence[tuple[dict[str, Any], str]], 
     setting = next((f"{name}={own[name]}" for own, name in drawn if isinstance(own[name], float) and own[name] > 0), "")
     if not (setting and model.training):
         return
-    flats = [x for x in optree.tree_leaves(params, is_leaf=is_flat) if is_flat(x)]
+    flats = flat_shards(params)
     if not flats or torch.compiler.is_compiling() or any(x.layout.placement.only_at for x in flats):
         return
     state = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).hexdigest()

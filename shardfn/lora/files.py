@@ -30,16 +30,15 @@ from shardfn.lora.adapters import (
     Recipe,
     is_adapter,
     kind_of,
-    leaves_by_path,
     parameter_of,
     thin,
 )
 from shardfn.lora.init import by_stage, values_of, without_values
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import grid_of
-from shardfn.mesh.spec import joined
+from shardfn.mesh.spec import joined, leaves_by_path
 from shardfn.quoting import listed, short_errors
-from shardfn.shards.layout import is_flat, is_stage
+from shardfn.shards.layout import flat_shards, is_stage
 from shardfn.shards.placement import Strategy
 from shardfn.shards.sharding import shard
 from shardfn.shards.unsharding import unshard
@@ -83,7 +82,7 @@ def save_pretrained(folder: str | os.PathLike[str], model: Functional, adapters:
         ``lora.save_pretrained("french", model, adapters)``
     """
     path, config = Path(folder), on_each_rank(lambda: _config(model, adapters))
-    grids = [leaf.layout.grid for leaf in optree.tree_leaves(adapters, is_leaf=is_flat) if is_flat(leaf)]
+    grids = [flat.layout.grid for flat in flat_shards(adapters)]
     team, what = team_of(grids), f"save_pretrained {path}"
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     if len(set(team.gathered((str(path), zlib.crc32(text.encode())), what))) > 1:

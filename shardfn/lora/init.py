@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardfn.interop.functional import Functional
 from shardfn.interop.in_place import described
-from shardfn.lora.adapters import Adapter, Kind, Recipe, leaves_by_path, norms, parameter_of, thin
+from shardfn.lora.adapters import Adapter, Kind, Recipe, norms, parameter_of, thin
 from shardfn.lora.targets import (
     ALL,
     PARAMETERS,
@@ -31,7 +31,7 @@ from shardfn.lora.targets import (
     refuse_parts,
     saved_modules,
 )
-from shardfn.mesh.spec import joined
+from shardfn.mesh.spec import joined, leaves_by_path
 from shardfn.quant.packed import Packed, is_packed
 from shardfn.quoting import short_errors
 from shardfn.shards.layout import is_stage, stage_shards
