@@ -30,8 +30,7 @@ from shardfn.quoting import findings, listed
 from shardfn.shards.boxes import Box
 from shardfn.tiers import copying
 from shardfn.tiers.copying import arrivals
-from shardfn.tiers.files import ALIGNMENT, File, Stretch
-from shardfn.tiers.tensors import Place, place_of
+from shardfn.tiers.tensors import ALIGNMENT, File, Place, Stretch, place_of
 
 Surplus = Callable[[Path], list[Path]]
 _log = logging.getLogger("shardfn")

@@ -63,7 +63,9 @@ def described(name: str, tensors: Mapping[str, Tensor]) -> Packed:
     """
     state = _state(name, tensors)
     format = _format(name, state)
-    shape, dtype = tuple(state["shape"]), _dtype(name, state["dtype"])
+    shape, dtype = tuple(state["shape"]), getattr(torch, str(state["dtype"]), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"{name} was of dtype {state['dtype']!r}, which is not one of floating-point numbers")
     numel = math.prod(shape)
     _same_table(name, "quant_map", tensors, _TABLES[format.name])
     values = _tensor(name, "", tensors)
@@ -193,13 +195,6 @@ def _format(name: str, state: Mapping[str, Any]) -> Format:
         return format_of(state["quant_type"], state["blocksize"], state["double"])
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-
-
-def _dtype(name: str, stated: str) -> torch.dtype:
-    dtype = getattr(torch, str(stated), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"{name} was of dtype {stated!r}, which is not one of floating-point numbers")
-    return dtype
 
 
 def _tensor(name: str, part: str, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:

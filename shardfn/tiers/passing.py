@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from shardfn.tiers import placing, streaming, tensors
-from shardfn.tiers.files import ALIGNMENT
-from shardfn.tiers.tensors import place_of
+from shardfn.tiers.tensors import ALIGNMENT, place_of
 from shardfn.tiers.transfers import Arrival, CopyStreams, Reading, Transfer, buffers, copy_streams, reading, writing
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from shardfn.compat import devices
 from shardfn.debugging import debugging
 from shardfn.mesh.planned import planned
 from shardfn.tiers import mapping
-from shardfn.tiers.files import ALIGNMENT
-from shardfn.tiers.tensors import place_of
+from shardfn.tiers.tensors import ALIGNMENT, place_of
 
 THREADS = 4  # they only wait for the device
 AT_ONCE = 4 * 2**20  # bytes of one request

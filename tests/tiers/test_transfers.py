@@ -19,8 +19,8 @@ from torch import Tensor
 import shardfn as sf
 from shardfn.compat import devices
 from shardfn.tiers import copying, streaming, tensors, transfers
-from shardfn.tiers.files import ALIGNMENT, File
 from shardfn.tiers.passing import DiskPrefetch, GradOffload
+from shardfn.tiers.tensors import ALIGNMENT, File
 from shardfn.tiers.transfers import Buffers, reading, writing
 from tests.tiers.setting import Held, disk, failing, late, refusing_direct
 
