@@ -122,8 +122,8 @@ class File:
         finally:
             os.unlink(path)
 
-    def __del__(self) -> None:
-        _ended.append((self.plain, self.direct, self._addresses))
+    def __del__(self, ended: deque[Any] = _ended) -> None:  # bound here, since at exit the module's names are gone
+        ended.append((self.plain, self.direct, self._addresses))
 
     def room(self) -> int:
         """Bytes that are free on its file system."""
