@@ -6,7 +6,7 @@ import difflib
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import optree
 import torch
@@ -191,7 +191,8 @@ class Functional:
         self._skeleton = _skeleton(module)
         self._running, self._lock = self._place.running, threading.RLock()
         self._order: tuple[str, ...] = ()
-        self._elsewhere: dict[str, _Moved] = {}
+        # Copies of buffers on another device: the buffer, its version and the copy's device, and the copy.
+        self._elsewhere: dict[str, tuple[Tensor, Any, Tensor]] = {}
         self._instead: dict[nn.Module, Callable[..., Any]] = {
             m: in_one_dtype(m) for m in module.modules() if is_batch_norm(m) and "gather_dtype" in options
         }
@@ -474,11 +475,11 @@ class Functional:
         """A buffer on the device of the parameters; copied again if it was written to since."""
         if b.device == device or b.is_meta:
             return b
-        version = None if b.is_inference() else b._version
+        state = None if b.is_inference() else b._version, device
         moved = self._elsewhere.get(key)
-        if moved is None or moved.source is not b or moved.state != (version, device):
-            moved = self._elsewhere[key] = _Moved(b, (version, device), b.to(device))
-        return moved.there
+        if moved is None or moved[0] is not b or moved[1] != state:
+            moved = self._elsewhere[key] = b, state, b.to(device)
+        return moved[2]
 
     def _given(self, buffers: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         """The buffers given to a call, by key; of several names for one, the first counts."""
@@ -490,20 +491,6 @@ class Functional:
         if not self._order:
             return None
         return layers([arguments(params, self._units[path].part, adapters) for path in self._order])
-
-
-class _Moved(NamedTuple):
-    """A copy of a buffer on another device.
-
-    Attributes:
-        source: the buffer.
-        state: version of the source and device of the copy, when it was made.
-        there: the copy.
-    """
-
-    source: Tensor
-    state: tuple[int | None, torch.device]
-    there: Tensor
 
 
 def _stretches(m: nn.Module) -> bool:
