@@ -180,13 +180,17 @@ def _refuse_parameter(p: Tensor, name: str, where: str) -> None:
             f"functional: {name} of {where} is a DTensor, as after fully_shard: pass the module as it was "
             f"before, and let shardfn.shard cut the parameters"
         )
-    lazy = isinstance(p, nn.parameter.UninitializedParameter)  # see below
+    if isinstance(p, nn.parameter.UninitializedParameter):
+        raise TypeError(
+            f"functional: {name} of {where} has no shape yet: run the module once, so that lazy modules know "
+            f"their inputs"
+        )
     if dispatch.fake(p) and not dispatch.ordinary(p):
         raise TypeError(
             f"functional: {name} of {where} is a fake tensor, which has no values and belongs to its fake-tensor mode: "
             f"build the module on the meta device (with torch.device('meta')), or outside the mode"
         )
-    if not (_is_plain(type(p)) or lazy or dispatch.ordinary(p)):
+    if not (_is_plain(type(p)) or dispatch.ordinary(p)):
         raise TypeError(
             f"functional: {name} of {where} is of class {type(p).__name__}, whose operations are its own: what stages "
             f"compute with are plain tensors. Pass the module with plain parameters; what few bits mean here, "
@@ -197,11 +201,6 @@ def _refuse_parameter(p: Tensor, name: str, where: str) -> None:
             f"functional: {name} of {where} has a hook on its gradient (register_hook or "
             f"register_post_accumulate_grad_hook), which would never run: remove it, and do to the gradients "
             f"that shardfn.grad returns what it does"
-        )
-    if isinstance(p, nn.parameter.UninitializedParameter):
-        raise TypeError(
-            f"functional: {name} of {where} has no shape yet: run the module once, so that lazy modules know "
-            f"their inputs"
         )
 
 
