@@ -533,9 +533,7 @@ def _changing(module: nn.Module, buffers: Mapping[str, Tensor], mutable: Chosen)
 def _all_ranks_run(params: Any) -> bool:
     """Whether every process of the world holds a part of these parameters, so that all generate together."""
     shards = flat_shards(params)
-    if not shards or not dist.is_initialized():
-        return False
-    return shards[0].layout.grid.size(tuple(name for name, _ in shards[0].layout.grid.sizes)) == dist.get_world_size()
+    return bool(shards) and dist.is_initialized() and len(shards[0].layout.grid.ranks) == dist.get_world_size()
 
 
 def _some(names: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ on all of them at the same step, and no rank waits for one that has no batch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -115,19 +116,11 @@ def axes_of(axes: Any, mesh: DeviceMesh, name: str) -> tuple[str, ...]:
 
 def peers(mesh: DeviceMesh, axes: tuple[str, ...], name: str, lengths: Lengths | None, **how: bool) -> Peers:
     """The `Peers` of a mesh, with each rank's place along `axes`."""
-    grid = grid_of(mesh)
-    position = {rank: place for place, rank in enumerate(grid.ranks)}
-    strides, rest = {}, 1
-    for axis, size in reversed(sizes(mesh).items()):
-        strides[axis], rest = (rest, size), rest * size
-    places = []
-    for rank in sorted(grid.ranks):
-        place = 0
-        for axis in axes:
-            stride, size = strides[axis]
-            place = place * size + position[rank] // stride % size
-        places.append(place)
-    return Peers(mesh, axes, name, places, lengths=lengths, **how)
+    grid, by_rank, size_along = grid_of(mesh), dict[int, int](), sizes(mesh)
+    for rank, where in zip(grid.ranks, itertools.product(*map(range, size_along.values())), strict=True):
+        position = dict(zip(size_along, where, strict=True))
+        by_rank[rank] = functools.reduce(lambda place, axis: place * size_along[axis] + position[axis], axes, 0)
+    return Peers(mesh, axes, name, [by_rank[rank] for rank in sorted(by_rank)], lengths=lengths, **how)
 
 
 @dataclass

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -195,14 +196,8 @@ class Sample:
 
 def room(count: int, rate: float) -> int:
     """A size that a sample exceeds with a probability of at most `RARE`, by Chernoff's bound; at most `count`."""
-    low, high = math.floor(count * rate), count
-    while low < high:
-        middle = (low + high) // 2
-        if _exceeds(middle, count, rate) <= RARE:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    least = math.floor(count * rate)
+    return least + bisect_left(range(least, count), True, key=lambda size: _exceeds(size, count, rate) <= RARE)
 
 
 def _exceeds(size: int, count: int, rate: float) -> float:
