@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shardfn.checkpoint.team import team_of
 from shardfn.collectives.agree import agree, failing_together, gathered
 from shardfn.compat import loaders, process_groups
 from shardfn.compat.loaders import without_frames
@@ -308,18 +309,13 @@ def _raise_failed(mine: Read, states: list[int], step: int, who: Peers) -> None:
     text = ""
     if mine.error is not None:
         text = short("".join(traceback.format_exception(mine.error, limit=-FRAMES)).strip(), TEXT)
-    content = text.encode()
-    longest = int(
-        gathered(torch.tensor([len(content)], device="cpu"), who.mesh, None, "an error's length", who.name).max()
-    )
-    padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
-    padded[: len(content)] = torch.tensor(list(content), dtype=torch.uint8, device="cpu")
-    texts = gathered(padded, who.mesh, None, "an error's text", who.name)
+    texts = team_of([grid_of(who.mesh)], "compare").gathered(text, f"{who.name}: an error's text")
     if mine.error is not None:
         raise mine.error
     failed = states.index(State.FAILED)
-    theirs = bytes(texts[failed].tolist()).rstrip(b"\0").decode(errors="replace")
-    raise RuntimeError(f"{who.name}: rank {who.ranks[failed]} could not read its batch of step {step}:\n{theirs}")
+    raise RuntimeError(
+        f"{who.name}: rank {who.ranks[failed]} could not read its batch of step {step}:\n{texts[failed]}"
+    )
 
 
 def _ranks(ranks: list[int]) -> str:
