@@ -7,7 +7,6 @@ is complete when it appears under its name.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -25,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardfn.checkpoint.disk import sync
+from shardfn.checkpoint.folders import replacing
 from shardfn.run.order import Numbers
 
 MAGIC, VERSION, HEADER = b"SFTOKENS", 1, 4096
@@ -60,8 +59,7 @@ def write_tokens(
     if separator is not None and not limits.min <= separator <= limits.max:
         raise ValueError(f"write_tokens: separator={separator} does not fit into {dtype}")
     end = np.array([] if separator is None else [separator], kind)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
-    try:
+    with replacing(path, f"{os.getpid()}-{secrets.token_hex(4)}") as unfinished:
         with unfinished.open("wb") as file, tempfile.TemporaryFile(dir=path.parent) as starts:
             file.write(bytes(HEADER))
             count = number = checksum = 0
@@ -84,13 +82,6 @@ def write_tokens(
             file.seek(0)
             text = json.dumps(facts).encode().ljust(HEADER - 16)
             file.write(MAGIC + zlib.crc32(text).to_bytes(8, "little") + text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-        sync(path.parent)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            unfinished.unlink()
     return count
 
 
