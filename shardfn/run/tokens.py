@@ -59,29 +59,32 @@ def write_tokens(
     if separator is not None and not limits.min <= separator <= limits.max:
         raise ValueError(f"write_tokens: separator={separator} does not fit into {dtype}")
     end = np.array([] if separator is None else [separator], kind)
-    with replacing(path, f"{os.getpid()}-{secrets.token_hex(4)}") as unfinished:
-        with unfinished.open("wb") as file, tempfile.TemporaryFile(dir=path.parent) as starts:
-            file.write(bytes(HEADER))
-            count = number = checksum = 0
-            for number, document in enumerate(documents, 1):
-                tokens = np.concatenate([_tokens(document, number - 1, kind), end])
-                content = tokens.tobytes()
-                starts.write(np.int64(count).astype("<i8").tobytes())
-                file.write(content)
-                checksum, count = zlib.crc32(content, checksum), count + len(tokens)
-            if number == 0:
-                raise ValueError("write_tokens: there are no documents to write")
+    with (
+        replacing(path, f"{os.getpid()}-{secrets.token_hex(4)}") as unfinished,
+        unfinished.open("wb") as file,
+        tempfile.TemporaryFile(dir=path.parent) as starts,
+    ):
+        file.write(bytes(HEADER))
+        count = number = checksum = 0
+        for number, document in enumerate(documents, 1):
+            tokens = np.concatenate([_tokens(document, number - 1, kind), end])
+            content = tokens.tobytes()
             starts.write(np.int64(count).astype("<i8").tobytes())
-            starts.seek(0)
-            file.write(bytes(-file.tell() % 8))  # aligns the int64 that follow
-            shutil.copyfileobj(starts, file)
-            starts.seek(0)
-            while portion := starts.read(PORTION):
-                checksum = zlib.crc32(portion, checksum)
-            facts = {"version": VERSION, "dtype": dtype, "tokens": count, "documents": number, "checksum": checksum}
-            file.seek(0)
-            text = json.dumps(facts).encode().ljust(HEADER - 16)
-            file.write(MAGIC + zlib.crc32(text).to_bytes(8, "little") + text)
+            file.write(content)
+            checksum, count = zlib.crc32(content, checksum), count + len(tokens)
+        if number == 0:
+            raise ValueError("write_tokens: there are no documents to write")
+        starts.write(np.int64(count).astype("<i8").tobytes())
+        starts.seek(0)
+        file.write(bytes(-file.tell() % 8))  # aligns the int64 that follow
+        shutil.copyfileobj(starts, file)
+        starts.seek(0)
+        while portion := starts.read(PORTION):
+            checksum = zlib.crc32(portion, checksum)
+        facts = {"version": VERSION, "dtype": dtype, "tokens": count, "documents": number, "checksum": checksum}
+        file.seek(0)
+        text = json.dumps(facts).encode().ljust(HEADER - 16)
+        file.write(MAGIC + zlib.crc32(text).to_bytes(8, "little") + text)
     return count
 
 
