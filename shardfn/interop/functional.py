@@ -288,7 +288,7 @@ class Functional:
         try:
             with (
                 undone(self._attributes),
-                replaced(self._around),
+                replaced("forward", self._around),
                 self._fresh(),
                 self._unasked(),
                 loose_in_place(self._adapting, loose, adapted, values, run.changing, self._looks(loose)) as changed,

@@ -129,19 +129,19 @@ def memory_of(x: Tensor) -> int:
 
 
 @contextlib.contextmanager
-def replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """A context in which modules have other forwards."""
-    before: dict[nn.Module, Any] = {m: m.__dict__.get("forward") for m in forwards}
-    for m, forward in forwards.items():
-        m.__dict__["forward"] = forward
+def replaced(name: str, values: Mapping[nn.Module, Any]) -> Iterator[None]:
+    """A context in which modules have other values of an attribute; a parameter of that name stays where it is."""
+    before: dict[nn.Module, Any] = {m: m.__dict__.get(name) for m in values}
+    for m, value in values.items():
+        m.__dict__[name] = value
     try:
         yield
     finally:
         for m, own in before.items():
             if own is None:
-                m.__dict__.pop("forward", None)
+                m.__dict__.pop(name, None)
             else:
-                m.__dict__["forward"] = own
+                m.__dict__[name] = own
 
 
 def unasked(module: nn.Module) -> Callable[[], Any]:
@@ -249,7 +249,8 @@ class Adapting:
             raise ValueError(
                 f"adapters: {self.part.path or 'the module'} has no parameter for {listed(map(repr, sorted(unused)))}"
             )
-        with placed([slot for slot, _ in pairs], [value for _, value in pairs]), _attributes(weights):
+        # A parameter itself stays a placeholder, which cannot be read.
+        with placed([slot for slot, _ in pairs], [value for _, value in pairs]), replaced("weight", weights):
             yield pairs
 
     def _elsewhere(
@@ -308,15 +309,3 @@ def _misfit(home: _Home, adapters: Mapping[str, Any]) -> tuple[str, str] | None:
 def _unadapted(slots: Sequence[Slot], values: Sequence[Tensor]) -> Iterator[Sequence[tuple[Slot, Tensor]]]:
     with placed(slots, values):
         yield list(zip(slots, values, strict=True))
-
-
-@contextlib.contextmanager
-def _attributes(weights: Mapping[nn.Module, Any]) -> Iterator[None]:
-    """A context in which modules have other weights; the parameter itself stays a placeholder that cannot be read."""
-    for m, weight in weights.items():
-        m.__dict__["weight"] = weight
-    try:
-        yield
-    finally:
-        for m in weights:
-            m.__dict__.pop("weight", None)

@@ -147,7 +147,7 @@ class Unit:
                 self.unasked(),
                 self.adapting.placed(slots, values, adapters) as pairs,
                 buffers_in_place(part, self._constant(buffers), changing) as changed,
-                replaced(self.instead),
+                replaced("forward", self.instead),
                 output_capturing.recording(wanted) as recorded,
                 contextlib.nullcontext()
                 if self.region is None
