@@ -106,7 +106,7 @@ def filled(
     asked: Asked,
     donate: bool,
     then: Callable[[Reader], Any] | None = None,
-    check: Callable[[Contents], None] | None = None,
+    check: Callable[[Contents], None] = lambda held: None,
 ) -> Any:
     """Loads into a tree, as `load` describes.
 
@@ -122,9 +122,8 @@ def filled(
     path, tree, held = on_each_rank(lambda: _prepared(source, like, donate))
     team = team_of(held.grids)
 
-    def compared() -> tuple[Reader, Any, Differences, dict[str, Name], Any, dict[str, Any]]:
-        if check is not None:
-            check(held)
+    def compared() -> tuple[Reader, Any, Differences, dict[str, Name], Any, tuple[Any, ...]]:
+        check(held)
         reader, naming = reader_of(path, team), asked.naming(held)
         differences, names = matching.compared(reader.source, held, team, asked, naming)
         if differences.shapes or (asked.strict and differences):
@@ -133,14 +132,9 @@ def filled(
         boxes = [*held.boxes, *(LocalBox(name, whole(x.shape), x) for name, x in held.plain.items())]
         wanted = reader.wanted(names[target.name].box(target) for target in boxes if target.name in tensors)
         reader.check(wanted)
-        then_result = None if then is None else then(reader)
         renamed = sorted((ours, *name) for ours, name in naming.items() if name != Name(ours))
-        digests = {
-            "files": zlib.crc32(reader.identity().encode()),
-            "part=": asked.part,
-            "names=": zlib.crc32(repr(renamed).encode()),
-        }
-        return reader, wanted, differences, names, then_result, digests
+        digests = zlib.crc32(reader.identity().encode()), asked.part, zlib.crc32(repr(renamed).encode())
+        return reader, wanted, differences, names, None if then is None else then(reader), digests
 
     reader, wanted, differences, names, then_result, digests = team.each(what, compared)
     numbers = {name: reader.source.numbers.get(target.theirs) for name, target in names.items()}
@@ -161,11 +155,7 @@ def filled(
     try:
         team.each(what, read)
     except CheckpointError as error:
-        left = "`like` is as it was" if not donate else (
-            f"It was found on the way: these tensors of `like` are now in part the checkpoint's, in part as they were: "
-            f"{listed(names)}. Load a whole checkpoint into them; donate=False leaves `like` as it is"
-        )  # fmt: skip
-        raise CheckpointError(f"{error}. {left}") from error.__cause__
+        raise CheckpointError(f"{error}. {_unusable(names) if donate else '`like` is as it was'}") from error.__cause__
     numbers |= {name: held.plain[name].item() for name in held.plain.keys() & held.numbers.keys()}
     loaded = rebuilt(tree, {name: numbers[name] for name in held.numbers.keys() & names.keys()})
     return loaded if then is None else (loaded, then_result)
@@ -181,16 +171,17 @@ def _as_there(held: Contents, reader: Reader, names: dict[str, Name]) -> set[str
     return set(tensors)
 
 
-def _refuse_different(what: str, facts: list[tuple[str, dict[str, Any]]]) -> None:
+def _refuse_different(what: str, facts: list[tuple[str, tuple[Any, ...]]]) -> None:
     """Raises CheckpointError unless all ranks read the same: parts of two checkpoints must not be mixed.
 
     Args:
         what: the operation, for messages.
-        facts: of each rank its path, and digests of what must be equal.
+        facts: of each rank its path, and what must be equal: digests of files and names, and the part.
     """
     first_path, first = facts[0]
     for rank, (path, other) in enumerate(facts):
-        if differing := [key for key in first if first[key] != other[key]]:
+        differing = [key for key, a, b in zip(("files", "part=", "names="), first, other, strict=True) if a != b]
+        if differing:
             raise CheckpointError(
                 f"{what}: ranks were told to read different things, of other {' and '.join(differing)}: rank 0 from "
                 f"{first_path}, rank {rank} from {path}. Let one rank choose, and send it to the others"
@@ -220,6 +211,14 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
             _log.warning("latest(%s) leaves out a checkpoint that is not whole: %s", root, manifest)
     whole = [path for path, manifest in by_path.items() if not isinstance(manifest, str)]
     return whole[-1] if whole else None
+
+
+def _unusable(names: dict[str, Name]) -> str:
+    """For a message: which tensors a failed load may have overwritten in part."""
+    return (
+        f"It was found on the way: these tensors of `like` are now in part the checkpoint's, in part as they were: "
+        f"{listed(names)}. Load a whole checkpoint into them; donate=False leaves `like` as it is"
+    )
 
 
 def _prepared(source: Any, like: Any, donate: bool) -> tuple[Path, Any, Contents]:
