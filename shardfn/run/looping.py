@@ -21,7 +21,7 @@ from shardfn.run.agreeing import REASONS, Exchange, Failing, Word, common, compa
 from shardfn.run.arguments import Asked, Evaluation, asked
 from shardfn.run.async_metrics import STEPS, Figures, Late, checked
 from shardfn.run.checkpoints import Origin, Saver, loaded
-from shardfn.run.folder import Choice, Keeping, Resume, chosen, compared, put_aside
+from shardfn.run.folder import Keeping, Resume, chosen, compared, put_aside
 from shardfn.run.interrupts import Interrupts, ended, refuse
 from shardfn.run.nonfinite import explain, not_numbers, wrong_metrics
 from shardfn.run.randomness import grids, place, seed_all
@@ -183,23 +183,17 @@ def _start(run: LoopState, state: Any) -> tuple[Any, int, Path | None]:
         return state, 0, None
     run.team.first(f"lock {saver.folder}", saver.lock.take)
     choice = chosen(run.team, saver.folder, run.asked.resume)
-    if choice.path is not None:
-        return *_resumed(run, saver, state, choice), choice.path
-    if comes_later(state):
-        raise ValueError(
-            "sf.run.loop: the state of an optimizer by from_torch is not complete before its first step, so "
-            "that no checkpoint of this run could be loaded: take one step first, and pass the state that it gives"
-        )
-    _refuse_nan(run, state, 0)
-    saver.save(state, 0, run.history)
-    saver.finish()
-    return state, 0, None
-
-
-def _resumed(run: LoopState, saver: Saver, state: Any, choice: Choice) -> tuple[Any, int]:
-    """The state and the step of a checkpoint."""
     path = choice.path
-    assert path is not None, "there is one to go on from"
+    if path is None:
+        if comes_later(state):
+            raise ValueError(
+                "sf.run.loop: the state of an optimizer by from_torch is not complete before its first step, so "
+                "that no checkpoint of this run could be loaded: take one step first, and pass the state that it gives"
+            )
+        _refuse_nan(run, state, 0)
+        saver.save(state, 0, run.history)
+        saver.finish()
+        return state, 0, None
     if not run.asked.resume:
         raise ValueError(
             f"sf.run.loop: resume=False, and {path} is of a run already: pass another folder, delete it, or go on "
@@ -218,7 +212,7 @@ def _resumed(run: LoopState, saver: Saver, state: Any, choice: Choice) -> tuple[
     if step < run.asked.steps:
         run.team.first(f"write to {saver.folder}", saver.lock.check)
     put_aside(run.team, choice.torn)
-    return state, step
+    return state, step, path
 
 
 def _best(run: LoopState, step: int) -> int | None:
@@ -271,9 +265,9 @@ def _run_step(run: LoopState, state: Any, n: int, first: bool) -> Any:
         run.kinds = kinds_of(state)
     state, metrics, batch = run.stepping.one(n, run.rows, state)
     if first:
-        if run.kinds is None:
-            run.kinds = kinds_of(state)
-        run.kinds.check(kinds_of(state))
+        kinds = kinds_of(state)
+        run.kinds = run.kinds or kinds
+        run.kinds.check(kinds)
     run.late.put(n + 1, metrics)
     _read(run, n + 1 - STEPS)
     run.figures.launched(n + 1, batch)
