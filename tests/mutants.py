@@ -242,7 +242,7 @@ MUTANTS = [
     ),
     Mutant(
         "what was read before it changed is taken",
-        "tiers/prefetch.py",
+        "tiers/passing.py",
         "if started is not None and not x.is_inference() and started[1] == x._version:",
         "if started is not None:",
         f"{TRANSFERS}::test_what_is_announced_is_read_once_and_is_what_it_is_when_it_is_taken",
@@ -897,7 +897,7 @@ MUTANTS = [
     Mutant(
         "a background save copies nothing",
         "checkpoint/writing.py",
-        "copies = snapshots.taken([box.values for box in held.boxes])",
+        "copies = taken([box.values for box in held.boxes])",
         "copies = [box.values for box in held.boxes]",
         "tests/checkpoint/test_checkpoint.py::test_training_goes_on_while_a_checkpoint_is_written",
     ),

@@ -64,16 +64,11 @@ optree.register_pytree_node(
 )
 
 
+@dataclass(frozen=True, eq=False)
 class Value:
     """A leaf for other small values in torch's checkpoints: None, or a tuple or list of numbers."""
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __repr__(self) -> str:
-        return f"Value({self.value!r})"
+    value: Any
 
 
 @dataclass(frozen=True, eq=False)

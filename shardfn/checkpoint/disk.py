@@ -126,10 +126,6 @@ class Item(io.RawIOBase):
             raise OSError(f"{self._at} is before the beginning")
         return self._at
 
-    def tell(self) -> int:
-        """The current position."""
-        return self._at
-
     def readinto(self, target: bytearray | memoryview) -> int:  # type: ignore[override]
         """Reads up to `len(target)` bytes; returns how many."""
         room = memoryview(target)[: max(0, self._length - self._at)]

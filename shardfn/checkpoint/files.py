@@ -131,7 +131,6 @@ class FileReader(Reader):
         Raises:
             CheckpointError: a file is damaged.
         """
-        del wanted
         for file in self._checksums:
             _compare(file, True, self._share)
 

@@ -174,9 +174,9 @@ def publish(folder: Path, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A context that gives a path to write a file to; afterwards it is synced and renamed to `path`."""
-    unfinished = aside(path, "writing")
+def replacing(path: Path, what: str = "writing") -> Iterator[Path]:
+    """A context that gives a path to write a file to, `what` as in `aside`; then it is synced and renamed to `path`."""
+    unfinished = aside(path, what)
     try:
         yield unfinished
         sync(unfinished)

@@ -7,7 +7,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -106,7 +106,7 @@ def filled(
     asked: Asked,
     donate: bool,
     then: Callable[[Reader], Any] | None = None,
-    check: Callable[[Contents], None] | None = None,
+    check: Callable[[Contents], None] = lambda held: None,
 ) -> Any:
     """Loads into a tree, as `load` describes.
 
@@ -122,9 +122,8 @@ def filled(
     path, tree, held = on_each_rank(lambda: _prepared(source, like, donate))
     team = team_of(held.grids)
 
-    def compared() -> tuple[Reader, Any, Differences, dict[str, Name], Any, _Common]:
-        if check is not None:
-            check(held)
+    def compared() -> tuple[Reader, Any, Differences, dict[str, Name], Any, tuple[Any, ...]]:
+        check(held)
         reader, naming = reader_of(path, team), asked.naming(held)
         differences, names = matching.compared(reader.source, held, team, asked, naming)
         if differences.shapes or (asked.strict and differences):
@@ -133,12 +132,13 @@ def filled(
         boxes = [*held.boxes, *(LocalBox(name, whole(x.shape), x) for name, x in held.plain.items())]
         wanted = reader.wanted(names[target.name].box(target) for target in boxes if target.name in tensors)
         reader.check(wanted)
-        then_result = None if then is None else then(reader)
-        return reader, wanted, differences, names, then_result, _common(path, reader, asked, naming)
+        renamed = sorted((ours, *name) for ours, name in naming.items() if name != Name(ours))
+        digests = zlib.crc32(reader.identity().encode()), asked.part, zlib.crc32(repr(renamed).encode())
+        return reader, wanted, differences, names, None if then is None else then(reader), digests
 
-    reader, wanted, differences, names, then_result, common = team.each(what, compared)
+    reader, wanted, differences, names, then_result, digests = team.each(what, compared)
     numbers = {name: reader.source.numbers.get(target.theirs) for name, target in names.items()}
-    _refuse_different(what, team.gathered(common, what))
+    _refuse_different(what, team.gathered((str(path), digests), what))
     if differences and team.rank == 0:
         _log.warning("%s, not strict: %s", what, differences)
 
@@ -171,28 +171,20 @@ def _as_there(held: Contents, reader: Reader, names: dict[str, Name]) -> set[str
     return set(tensors)
 
 
-class _Common(NamedTuple):
-    """Digests of what must be equal on all ranks, and this rank's path, for messages."""
+def _refuse_different(what: str, facts: list[tuple[str, tuple[Any, ...]]]) -> None:
+    """Raises CheckpointError unless all ranks read the same: parts of two checkpoints must not be mixed.
 
-    files: int
-    part: str
-    names: int
-    path: str
-
-
-def _common(path: Path, reader: Reader, asked: Asked, naming: dict[str, Name]) -> _Common:
-    renamed = sorted((ours, *name) for ours, name in naming.items() if name != Name(ours))
-    return _Common(zlib.crc32(reader.identity().encode()), asked.part, zlib.crc32(repr(renamed).encode()), str(path))
-
-
-def _refuse_different(what: str, facts: list[_Common]) -> None:
-    """Raises CheckpointError unless all ranks read the same: parts of two checkpoints must not be mixed."""
-    for rank, other in enumerate(facts):
-        differing = [key for key, a, b in zip(("files", "part=", "names="), facts[0], other, strict=False) if a != b]
+    Args:
+        what: the operation, for messages.
+        facts: of each rank its path, and what must be equal: digests of files and names, and the part.
+    """
+    first_path, first = facts[0]
+    for rank, (path, other) in enumerate(facts):
+        differing = [key for key, a, b in zip(("files", "part=", "names="), first, other, strict=True) if a != b]
         if differing:
             raise CheckpointError(
                 f"{what}: ranks were told to read different things, of other {' and '.join(differing)}: rank 0 from "
-                f"{facts[0].path}, rank {rank} from {other.path}. Let one rank choose, and send it to the others"
+                f"{first_path}, rank {rank} from {path}. Let one rank choose, and send it to the others"
             )
 
 

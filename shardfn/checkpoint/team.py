@@ -60,8 +60,7 @@ class Team:
         Raises:
             CheckpointError: names the errors and the ranks.
         """
-        mine, _ = self._met(what, run, share=False)
-        return mine
+        return self._met(what, run, share=False)[0]
 
     def together(self, what: str, run: Callable[[], T]) -> list[T]:
         """Runs a function on all ranks and returns all results; if it fails on one, all raise the same.

@@ -192,15 +192,11 @@ def _group(make: Make, key: tuple[float, ...], names: list[str]) -> Group:
 
 def _steps(reader: Reader, part: str, theirs: list[str]) -> int:
     """The step count, which all parameters must share."""
-    source, steps, missing = reader.source, {}, []
-    for name in theirs:
-        full = joined(part, "state", name, "step")
-        if full in source.tensors or full in source.numbers:
-            steps[name] = float(_value(reader, full))
-        else:
-            missing.append(full)
-    if missing:
+    entries = {name: joined(part, "state", name, "step") for name in theirs}
+    there = reader.source.tensors.keys() | reader.source.numbers.keys()
+    if missing := [entry for entry in entries.values() if entry not in there]:
         raise CheckpointError(f"missing in the checkpoint: {listed(missing)}")
+    steps = {name: float(_value(reader, entry)) for name, entry in entries.items()}
     counts = sorted(set(steps.values()))
     if len(counts) > 1:
         examples = [next(name for name in steps if steps[name] == count) for count in counts[:2]]

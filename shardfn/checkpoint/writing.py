@@ -12,14 +12,15 @@ import os
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from shardfn.checkpoint import folders, snapshots
+from shardfn.checkpoint import folders
 from shardfn.checkpoint.contents import Scalar, as_bytes, contents, crc, most_of, pieces
 from shardfn.checkpoint.disk import Item
 from shardfn.checkpoint.manifest import Chunk, Manifest
@@ -29,6 +30,7 @@ from shardfn.quoting import findings, listed
 from shardfn.shards.boxes import Box
 from shardfn.tiers import copying
 from shardfn.tiers.copying import arrivals
+from shardfn.tiers.tensors import ALIGNMENT, File, Place, Stretch, place_of
 
 Surplus = Callable[[Path], list[Path]]
 _log = logging.getLogger("shardfn")
@@ -119,10 +121,6 @@ def _alone(values: torch.Tensor) -> torch.Tensor:
 # --- by all ranks ---
 
 
-def anybodys() -> None:
-    """The default of `ours`, which allows writing always."""
-
-
 class Save:
     """One call of `save`.
 
@@ -136,7 +134,7 @@ class Save:
     """
 
     def __init__(
-        self, path: Path, state: Any, overwrite: bool, surplus: Surplus, ours: Callable[[], None] = anybodys
+        self, path: Path, state: Any, overwrite: bool, surplus: Surplus, ours: Callable[[], None] = lambda: None
     ) -> None:
         self.path = path.absolute()  # the program may change its working directory before it is written
         self.contents, self.overwrite = contents(state, shared=True), overwrite
@@ -154,7 +152,7 @@ class Save:
         """Replaces the tensors by copies, so that training may change the originals."""
         held = self.contents
         try:
-            copies = snapshots.taken([box.values for box in held.boxes])
+            copies = taken([box.values for box in held.boxes])
             held.boxes = [replace(box, values=copy) for box, copy in zip(held.boxes, copies, strict=True)]
             held.plain = {name: copying.clone(x.cpu()) for name, x in held.plain.items()}
         except (OSError, RuntimeError) as error:
@@ -290,3 +288,92 @@ class Save:
 def _of_rank(name: str, rank: int) -> str:
     """The name of a rank's own value of an entry."""
     return f"{name}.rank{rank}"
+
+
+# --- copies of tensors that training may change meanwhile ---
+
+
+_memory: list[Tensor] = []
+_files: dict[tuple[int, str], File] = {}  # by process and folder; kept for the next call, as `_memory` is
+
+
+def taken(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies tensors to memory that is kept for the next call; adjacent ones are copied at once.
+
+    Raises:
+        OSError: the disk has no room for copies of tensors on it.
+        RuntimeError: reading or writing fails.
+    """
+    places = [place_of(x) for x in tensors]
+    in_memory = iter(_in_memory([x for x, place in zip(tensors, places, strict=True) if place is None]))
+    on_disk = iter(_on_disk([(x, place) for x, place in zip(tensors, places, strict=True) if place is not None]))
+    return [next(in_memory if place is None else on_disk) for place in places]
+
+
+def _on_disk(tensors: list[tuple[Tensor, Place]]) -> list[Tensor]:
+    spans: dict[Stretch, tuple[int, int]] = {}
+    for _, place in tensors:
+        low, high = spans.get(place.stretch, (place.start, place.stop))
+        spans[place.stretch] = min(low, place.start) // ALIGNMENT * ALIGNMENT, max(high, place.stop)
+    copies: dict[Stretch, Tensor] = {}
+    for x, (stretch, *_) in tensors:
+        low, high = spans[stretch]
+        if stretch not in copies:
+            key = os.getpid(), stretch.file.folder  # a file must not be shared with another process
+            if key not in _files:
+                _files[key] = File(stretch.file.folder, "snapshot")
+            copies[stretch] = copying.clone(_bytes_of(x)[low:high], _files[key])
+    return [
+        copies[stretch][start - spans[stretch][0] : stop - spans[stretch][0]].view(x.dtype).view(x.shape)
+        for x, (stretch, start, stop, _) in tensors
+    ]
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    """A tensor's whole storage as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+
+
+def _in_memory(tensors: list[Tensor]) -> list[Tensor]:
+    runs: list[_Run] = []
+    places = []
+    for values in tensors:
+        start = int(values.storage_offset()) * values.element_size()
+        stop = start + values.numel() * values.element_size()
+        last = runs[-1] if runs else None
+        if (
+            last is None
+            or last.bytes.data_ptr() != values.untyped_storage().data_ptr()
+            or not 0 <= start - last.stop <= _GAP
+        ):
+            begin = -(-(last.begin + last.stop - last.start) // 64) * 64 if last else 0
+            last = _Run(_bytes_of(values), start, stop, begin)
+            runs.append(last)
+        last.stop = stop
+        places.append(last.begin + start - last.start)
+    total = runs[-1].begin + runs[-1].stop - runs[-1].start if runs else 0
+    devices = {run.bytes.device for run in runs if run.bytes.device.type != "cpu"}
+    if not _memory or _memory[0].numel() < total or (devices and not _memory[0].is_pinned()):
+        _memory[:] = [torch.empty(total, dtype=torch.uint8, pin_memory=bool(devices), device="cpu")]
+    for run in runs:
+        copy = _memory[0][run.begin : run.begin + run.stop - run.start]
+        copy.copy_(run.bytes[run.start : run.stop], non_blocking=True)
+    for device in devices:  # one wait for all copies of a device
+        torch.get_device_module(device).current_stream(device).synchronize()
+    return [
+        _memory[0][begin_of_copy : begin_of_copy + x.numel() * x.element_size()].view(x.dtype).view(x.shape)
+        for begin_of_copy, x in zip(places, tensors, strict=True)
+    ]
+
+
+@dataclass
+class _Run:
+    """Bytes `start` to `stop` of a storage, which are copied to `begin` on."""
+
+    bytes: Tensor
+    start: int
+    stop: int
+    begin: int
+
+
+_GAP = 4096  # gaps of at most so many bytes are copied along with their neighbours

@@ -13,11 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shardfn.checkpoint import converting, tools, verifying
-from shardfn.checkpoint.converting import Written
+from shardfn.checkpoint import tools, verifying
 from shardfn.checkpoint.folders import found_at, is_checkpoint, restored, source_of
 from shardfn.checkpoint.reading import Report
 from shardfn.checkpoint.team import CheckpointError
+from shardfn.checkpoint.tools import Written
 from shardfn.cli import planning
 from shardfn.cli.printing import count, plain, print_json, print_table, size
 from shardfn.translate import TranslateError, translate
@@ -205,7 +205,7 @@ def _print_verdict(verdict: verifying.Verdict) -> None:
 
 def _consolidate(args: argparse.Namespace) -> int:
     with _bar(f"consolidate {args.src}") as report:
-        written = converting.consolidate(
+        written = tools.consolidate(
             args.src, args.dst, pattern=args.entries, strip=args.strip, overwrite=args.overwrite, report=report
         )
     return _print_written(written)
@@ -213,7 +213,7 @@ def _consolidate(args: argparse.Namespace) -> int:
 
 def _reshard(args: argparse.Namespace) -> int:
     with _bar(f"reshard {args.src}") as report:
-        written = converting.reshard(args.src, args.dst, args.ranks, report=report)
+        written = tools.reshard(args.src, args.dst, args.ranks, report=report)
     return _print_written(written)
 
 

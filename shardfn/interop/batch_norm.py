@@ -37,19 +37,20 @@ def synchronised(m: Any, axis: AxisName) -> Callable[[Tensor], Tensor]:
 
 def in_one_dtype(m: Any) -> Callable[[Tensor], Tensor]:
     """A forward with weights cast to the dtype of the statistics, as torch requires after `gather_dtype`."""
-    return functools.partial(_in_one_dtype, m, m.forward)
+    own: Callable[[Tensor], Tensor] = m.forward
 
+    def forward(x: Tensor) -> Tensor:
+        weights, statistics = m._parameters, m.running_mean
+        if statistics is None or m.weight is None or m.weight.dtype == statistics.dtype:
+            return own(x)
+        before = dict(weights)
+        weights.update((name, value.to(statistics.dtype)) for name, value in before.items() if value is not None)
+        try:
+            return own(x)
+        finally:
+            weights.update(before)
 
-def _in_one_dtype(m: Any, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    weights, statistics = m._parameters, m.running_mean
-    if statistics is None or m.weight is None or m.weight.dtype == statistics.dtype:
-        return forward(x)
-    before = dict(weights)
-    weights.update((name, value.to(statistics.dtype)) for name, value in before.items() if value is not None)
-    try:
-        return forward(x)
-    finally:
-        weights.update(before)
+    return forward
 
 
 def _forward(m: Any, alone: Callable[[Tensor], Tensor], axis: AxisName, x: Tensor) -> Tensor:

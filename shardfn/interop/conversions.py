@@ -189,7 +189,8 @@ def _by_rule(
         return {name: _single(x) for name, x in rule.convert(target, model=module, config=module.config).items()}
 
     try:
-        dry = run({name: lazy(_like(stored[name]), name) for name, _ in sources})
+        metas = {name: torch.empty(stored[name].shape, dtype=stored[name].dtype, device="meta") for name, _ in sources}
+        dry = run({name: lazy(meta, name) for name, meta in metas.items()})
         later = any(isinstance(stored[name], Computed) for name, _ in sources)
         if not later and all(part.origin for x in dry.values() for part in x.parts):
             return run(stored)
@@ -202,10 +203,6 @@ def _by_rule(
         name: Computed(x.shape, x.dtype, lambda name=name: last.get(target, lambda: run(joined()))[name], later)  # type: ignore[misc]
         for name, x in dry.items()
     }
-
-
-def _like(x: Assembled) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
 _NAMES = ("WeightConverter", "WeightRenaming", "dot_natural_key", "rename_source_key", "revert_weight_conversion")

@@ -6,7 +6,7 @@ import difflib
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import optree
 import torch
@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardfn.compat import dispatch, dynamo, functorch
-from shardfn.interop.adapting import Adapting
 from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, keeps_statistics, synchronised
 from shardfn.interop.in_place import (
+    Adapting,
     along_tensor,
     arguments,
     loose_in_place,
@@ -38,7 +38,7 @@ from shardfn.mesh.grid import AxisName
 from shardfn.mesh.selectors import Chosen, Which, chosen
 from shardfn.mesh.spec import P, joined
 from shardfn.quoting import listed, short_errors
-from shardfn.shards.layout import FlatShard, Layout
+from shardfn.shards.layout import FlatShard, Layout, flat_shards
 from shardfn.shards.placement import Strategy
 from shardfn.shards.sharding import Specs, shard
 from shardfn.shards.unsharding import unshard
@@ -191,7 +191,8 @@ class Functional:
         self._skeleton = _skeleton(module)
         self._running, self._lock = self._place.running, threading.RLock()
         self._order: tuple[str, ...] = ()
-        self._elsewhere: dict[str, _Moved] = {}
+        # Copies of buffers on another device: the buffer, its version and the copy's device, and the copy.
+        self._elsewhere: dict[str, tuple[Tensor, Any, Tensor]] = {}
         self._instead: dict[nn.Module, Callable[..., Any]] = {
             m: in_one_dtype(m) for m in module.modules() if is_batch_norm(m) and "gather_dtype" in options
         }
@@ -288,7 +289,7 @@ class Functional:
         try:
             with (
                 undone(self._attributes),
-                replaced(self._around),
+                replaced("forward", self._around),
                 self._fresh(),
                 self._unasked(),
                 loose_in_place(self._adapting, loose, adapted, values, run.changing, self._looks(loose)) as changed,
@@ -473,11 +474,11 @@ class Functional:
         """A buffer on the device of the parameters; copied again if it was written to since."""
         if b.device == device or b.is_meta:
             return b
-        version = None if b.is_inference() else b._version
+        state = None if b.is_inference() else b._version, device
         moved = self._elsewhere.get(key)
-        if moved is None or moved.source is not b or moved.state != (version, device):
-            moved = self._elsewhere[key] = _Moved(b, (version, device), b.to(device))
-        return moved.there
+        if moved is None or moved[0] is not b or moved[1] != state:
+            moved = self._elsewhere[key] = b, state, b.to(device)
+        return moved[2]
 
     def _given(self, buffers: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         """The buffers given to a call, by key; of several names for one, the first counts."""
@@ -489,20 +490,6 @@ class Functional:
         if not self._order:
             return None
         return layers([arguments(params, self._units[path].part, adapters) for path in self._order])
-
-
-class _Moved(NamedTuple):
-    """A copy of a buffer on another device.
-
-    Attributes:
-        source: the buffer.
-        state: version of the source and device of the copy, when it was made.
-        there: the copy.
-    """
-
-    source: Tensor
-    state: tuple[int | None, torch.device]
-    there: Tensor
 
 
 def _stretches(m: nn.Module) -> bool:
@@ -544,11 +531,8 @@ def _changing(module: nn.Module, buffers: Mapping[str, Tensor], mutable: Chosen)
 
 def _all_ranks_run(params: Any) -> bool:
     """Whether every process of the world holds a part of these parameters, so that all generate together."""
-    nodes = optree.tree_leaves(params, is_leaf=lambda x: isinstance(x, FlatShard))
-    shards = [x for x in nodes if isinstance(x, FlatShard)]
-    if not shards or not dist.is_initialized():
-        return False
-    return shards[0].layout.grid.size(tuple(name for name, _ in shards[0].layout.grid.sizes)) == dist.get_world_size()
+    shards = flat_shards(params)
+    return bool(shards) and dist.is_initialized() and len(shards[0].layout.grid.ranks) == dist.get_world_size()
 
 
 def _some(names: Sequence[str]) -> str:

@@ -29,7 +29,7 @@ from shardfn.interop.reading import Source, fingerprint, in_files, tensors_of
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import axis_of, device_of, grid_of, sizes
 from shardfn.mesh.selectors import Which
-from shardfn.mesh.spec import dotted
+from shardfn.mesh.spec import dotted, leaves_by_path
 from shardfn.quant.formats import Format
 from shardfn.quant.packed import Packed, is_packed, pack
 from shardfn.quoting import listed, short_errors
@@ -150,7 +150,7 @@ def _check(model: Functional, source: Any, as_stored: Any, seed: Any, mesh: Devi
             raise TypeError(f"load: seed={seed!r}; it is an int")
     agree([f"source={source}"], mesh, "load", subject=_SOURCE)
     agree([f"seed={seed}"], mesh, "load", subject=_SEED)
-    few = [f"{name} in {x.meant}" for name, x in _named(model.tree).items() if is_packed(x)]
+    few = [f"{name} in {x.meant}" for name, x in leaves_by_path(model.tree, is_packed).items() if is_packed(x)]
     agree(few or ["nothing"], mesh, "load", subject=_FEW)
 
 
@@ -223,7 +223,7 @@ def _planned(
     first: dict[int, str] = {}  # name of each buffer, which may have several
     names = {**model.names, **{name: first.setdefault(id(b), name) for name, b in model.buffers.items()}}
     buffers = {names[name]: b for name, b in model.buffers.items() if name in state_dict}
-    wanted = {**_named(model.tree), **buffers}
+    wanted = {**leaves_by_path(model.tree, is_packed), **buffers}
     of_module = {name for name in names if names[name] in wanted}
     by_module_name = _found(folder, model, coded.stored(tensors), of_module)
     values, others = _by_name(coded.upright(by_module_name.values, model.module), names)
@@ -236,13 +236,13 @@ def _planned(
     empty = [name for name, b in model.buffers.items() if b.is_meta and names[name] not in values]
     new = [name for name in differences.missing if wanted[name].is_meta and name not in empty]
     stored_formats = coded.kept(values) if as_stored else {}
-    wanted |= _named(_with_packed(model.tree, stored_formats))
+    wanted |= leaves_by_path(_with_packed(model.tree, stored_formats), is_packed)
     packed = {name: x for name, x in wanted.items() if isinstance(x, Packed)}
     told = _reported(differences, model) if strict else Differences(shapes=differences.shapes, kinds=differences.kinds)
     if told or empty:
         advice = coded.hint(folder) if in_files(folder) else ""
         unknown = [name for name in new if name in told.missing]
-        message = _complaint(told, unknown, empty) + ("" if values else _prefix(told.missing, tensors))
+        message = _complaint(told, unknown, empty, "" if values else part_with(told.missing, tensors))
         raise CheckpointError(f"{message}. {advice}" if advice else message)
     coded.refuse_twice(values, {name: x.format for name, x in packed.items()})
     values |= _initialised(model, {name: Kind(wanted[name].dtype, tuple(wanted[name].shape)) for name in new}, seed)
@@ -334,7 +334,8 @@ def _warning(new: Sequence[str], kept: Sequence[str], extra: Sequence[str]) -> s
     return "; ".join(f"{listed(names, 8)} {text}" for names, text in groups if names)
 
 
-def _complaint(differ: Differences, unknown: list[str], empty: list[str]) -> str:
+def _complaint(differ: Differences, unknown: list[str], empty: list[str], prefix: str) -> str:
+    """The message; `prefix` is the common one of all names there, if that is why none was found."""
     sentences = [str(differ)] if differ else []
     if differ.extra:
         sentences.append("ignore= names, by patterns, what is there and is not wanted")
@@ -349,13 +350,8 @@ def _complaint(differ: Differences, unknown: list[str], empty: list[str]) -> str
             f"neither these files nor the module have values for the buffers {listed(empty, 4)}: build the module "
             f"under interop.meta(), which leaves buffers their values, and not under torch.device('meta')"
         )
-    return "; ".join(sentences)
-
-
-def _prefix(missing: list[str], there: Iterable[str]) -> str:
-    """For a message: the common prefix of all names, if that is why none was found."""
-    part = part_with(missing, there)
-    return f". All begin with {part + '.'!r} there: load a mapping of names without it to tensors" if part else ""
+    names = f". All begin with {prefix + '.'!r} there: load a mapping of names without it to tensors" if prefix else ""
+    return "; ".join(sentences) + names
 
 
 def _encoded(
@@ -390,12 +386,6 @@ def _with_packed(tree: Any, formats: Mapping[str, Format]) -> Any:
         return pack(x.to("meta"), formats[name]) if name in formats and not is_packed(x) else x
 
     return optree.tree_map_with_accessor(instead, tree, is_leaf=is_packed)
-
-
-def _named(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a model's tree by their full names."""
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_packed)
-    return {dotted(accessor): x for accessor, x in zip(accessors, leaves, strict=True)}
 
 
 # --- from there to here ---

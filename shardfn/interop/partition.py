@@ -7,7 +7,7 @@ put while it runs.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +71,7 @@ def taken_apart(
     refuse_taken(module)
     named = list(module.named_parameters(remove_duplicate=False))
     refuse_shared_memory(module, named)
-    canonical = _canonical(module, named)
+    canonical = canonical_names(module)
     if unused := loose.unused([*[name for name, _ in named], *canonical.values()]):
         raise ValueError(f"functional: loose: nothing matches {listed(map(repr, sorted(unused)))}")
 
@@ -186,15 +186,13 @@ def _places(module: nn.Module, parameters: Mapping[int, Tensor]) -> dict[str, li
 
 
 def canonical_names(module: nn.Module) -> dict[str, str]:
-    """For each name of a parameter, including aliases, its name in the tree."""
-    return _canonical(module, list(module.named_parameters(remove_duplicate=False)))
+    """For each name of a parameter, including aliases, its name in the tree.
 
-
-def _canonical(module: nn.Module, named: Sequence[tuple[str, Tensor]]) -> dict[str, str]:
-    """For each name its name in the tree: of tied parameters the one that the model's class declares, or the first."""
+    Of tied parameters it is the one that the model's class declares, or the first.
+    """
     first: dict[int, str] = {}
-    by_name = dict(named)
-    for name, p in named:
+    by_name = dict(module.named_parameters(remove_duplicate=False))
+    for name, p in by_name.items():
         first.setdefault(id(p), name)
     for path, m in module.named_modules():
         tied = getattr(m, "all_tied_weights_keys", None) or getattr(m, "_tied_weights_keys", None)
@@ -202,7 +200,7 @@ def _canonical(module: nn.Module, named: Sequence[tuple[str, Tensor]]) -> dict[s
             alias_path, source_path = joined(path, alias), joined(path, source)
             if alias_path in by_name and by_name.get(source_path) is by_name[alias_path]:
                 first[id(by_name[alias_path])] = source_path
-    return {name: first[id(p)] for name, p in named}
+    return {name: first[id(p)] for name, p in by_name.items()}
 
 
 # --- which modules are stages ---

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +24,7 @@ from shardfn.interop.placeholder import Part, Placeholder, Slot, left_in
 from shardfn.interop.pytrees import is_cache
 from shardfn.mesh.scope import mesh_of
 from shardfn.mesh.spec import is_dtensor, joined
-from shardfn.shards.layout import is_flat
+from shardfn.shards.layout import flat_shards
 from shardfn.stages.returned import keeps_numbers
 
 OF_TORCH = ("_parameters", "_buffers", "_modules")
@@ -181,13 +180,17 @@ def _refuse_parameter(p: Tensor, name: str, where: str) -> None:
             f"functional: {name} of {where} is a DTensor, as after fully_shard: pass the module as it was "
             f"before, and let shardfn.shard cut the parameters"
         )
-    lazy = isinstance(p, nn.parameter.UninitializedParameter)  # see below
+    if isinstance(p, nn.parameter.UninitializedParameter):
+        raise TypeError(
+            f"functional: {name} of {where} has no shape yet: run the module once, so that lazy modules know "
+            f"their inputs"
+        )
     if dispatch.fake(p) and not dispatch.ordinary(p):
         raise TypeError(
             f"functional: {name} of {where} is a fake tensor, which has no values and belongs to its fake-tensor mode: "
             f"build the module on the meta device (with torch.device('meta')), or outside the mode"
         )
-    if not (_is_plain(type(p)) or lazy or dispatch.ordinary(p)):
+    if not (_is_plain(type(p)) or dispatch.ordinary(p)):
         raise TypeError(
             f"functional: {name} of {where} is of class {type(p).__name__}, whose operations are its own: what stages "
             f"compute with are plain tensors. Pass the module with plain parameters; what few bits mean here, "
@@ -198,11 +201,6 @@ def _refuse_parameter(p: Tensor, name: str, where: str) -> None:
             f"functional: {name} of {where} has a hook on its gradient (register_hook or "
             f"register_post_accumulate_grad_hook), which would never run: remove it, and do to the gradients "
             f"that shardfn.grad returns what it does"
-        )
-    if isinstance(p, nn.parameter.UninitializedParameter):
-        raise TypeError(
-            f"functional: {name} of {where} has no shape yet: run the module once, so that lazy modules know "
-            f"their inputs"
         )
 
 
@@ -345,7 +343,7 @@ def refuse_apart(model: nn.Module, drawn: Sequence[tuple[dict[str, Any], str]], 
     setting = next((f"{name}={own[name]}" for own, name in drawn if isinstance(own[name], float) and own[name] > 0), "")
     if not (setting and model.training):
         return
-    flats = [x for x in optree.tree_leaves(params, is_leaf=is_flat) if is_flat(x)]
+    flats = flat_shards(params)
     if not flats or any(x.layout.placement.only_at for x in flats):
         return
     state = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).hexdigest()

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor, nn
 
@@ -27,12 +26,12 @@ from shardfn.interop import coded, conversions
 from shardfn.interop.functional import Functional, expect_functional
 from shardfn.interop.lazy_tensors import Assembled, Part, lazy
 from shardfn.mesh import waiting
-from shardfn.mesh.spec import dotted
+from shardfn.mesh.spec import leaves_by_path
 from shardfn.quant import bitsandbytes
 from shardfn.quant.packed import Packed, is_packed
 from shardfn.quoting import listed, short_errors
 from shardfn.shards.boxes import flaw, whole
-from shardfn.shards.layout import is_flat
+from shardfn.shards.layout import flat_shards, is_flat
 
 SETTINGS = ".settings.writing"  # holds the other files until all are complete
 CONFIG = "config.json"  # without which `from_pretrained` finds no model
@@ -98,8 +97,7 @@ def save_pretrained(
         return Path(folder), _checked(model, params, buffers)
 
     path, given = on_each_rank(started)
-    grids = [leaf.layout.grid for leaf in optree.tree_leaves(params, is_leaf=is_flat) if is_flat(leaf)]
-    team, what = team_of(grids), f"save_pretrained {path}"
+    team, what = team_of(flat.layout.grid for flat in flat_shards(params)), f"save_pretrained {path}"
     files, stored, plan = team.each(what, lambda: _planned(model, given, dtype, max_shard_bytes, metadata or {}))
     if len(set(team.gathered((str(path), zlib.crc32(repr(plan.headers).encode())), what))) > 1:
         raise CheckpointError(f"{what}: ranks were given different paths or parameters")
@@ -149,12 +147,11 @@ def _checked(model: Functional, params: Any, buffers: Mapping[str, Tensor] | Non
             is_ = f"of shape {list(model.buffers[name].shape)}" if name in model.buffers else "not one of this model"
             raise ValueError(f"save_pretrained: the buffer {name}, passed with shape {list(b.shape)}, is {is_}")
     kinds, packed = dict[str, Kind](), dict[str, Packed]()
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(params, is_leaf=lambda x: is_flat(x) or is_packed(x))
-    for accessor, leaf in zip(accessors, leaves, strict=True):
+    for name, leaf in leaves_by_path(params, lambda x: is_flat(x) or is_packed(x)).items():
         if is_packed(leaf):
-            packed[dotted(accessor)] = leaf
+            packed[name] = leaf
         if not is_flat(leaf):
-            kinds[dotted(accessor)] = Kind(leaf.dtype, tuple(leaf.shape))
+            kinds[name] = Kind(leaf.dtype, tuple(leaf.shape))
         elif leaf.values is not None:
             for number, entry in enumerate(leaf.layout.entries):
                 if (packed_here := leaf.layout.packed_at(number)) is not None:

@@ -12,20 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from shardfn.compat import functorch
-from shardfn.interop import output_capturing
-from shardfn.interop.adapting import Adapting
-from shardfn.interop.in_place import arguments, buffers_in_place, replaced, unasked, uncached
+from shardfn.interop import output_capturing, refusals
+from shardfn.interop.in_place import Adapting, arguments, buffers_in_place, replaced, unasked, uncached
 from shardfn.interop.module_state import Attributes, Before
 from shardfn.interop.placeholder import Part, Running, Slot
 from shardfn.interop.pytrees import Forms
-from shardfn.interop.refusals import (
-    refuse_again,
-    refuse_caches,
-    refuse_hooks,
-    refuse_kept,
-    refuse_rebound,
-    refuse_written,
-)
 from shardfn.interop.tensor_checks import Region
 from shardfn.stages.signature import cast
 from shardfn.stages.stage import skip, stage
@@ -92,17 +83,17 @@ class Unit:
         if self.shell.running.unit is self:  # forward calls the module itself, within its stage
             return self.eager(*args, **kwargs)
         if call is None:
-            refuse_again(self.part.path)
+            refusals.refuse_again(self.part.path)
             raise RuntimeError(
                 f"{self.part.path} is called by itself, and its parameters were taken out: call the function that "
                 f"`functional` returned, model(params, ...)"
             )
         leaves, form = self.forms.flatten((args, kwargs))
         if torch.is_grad_enabled():
-            refuse_caches(self.part, leaves)
+            refusals.refuse_caches(self.part, leaves)
         transformed = functorch.inside_transform()
         if transformed:
-            refuse_hooks(self.part)
+            refusals.refuse_hooks(self.part)
         call.trace.append(self.part.path)
         buffers = {key: holder[at] for holder, at, key in self.part.buffers}
         changing = tuple(key for key in buffers if key in call.changing)
@@ -116,7 +107,7 @@ class Unit:
             for holder, at, _ in self.shell.places[key]:
                 holder[at] = value
         if transformed:
-            refuse_kept(self.part, leaves)
+            refusals.refuse_kept(self.part, leaves)
         out, recorded = self.forms.unflatten(results, outer)
         output_capturing.hand_on(recorded)
         return out
@@ -156,7 +147,7 @@ class Unit:
                 self.unasked(),
                 self.adapting.placed(slots, values, adapters) as pairs,
                 buffers_in_place(part, self._constant(buffers), changing) as changed,
-                replaced(self.instead),
+                replaced("forward", self.instead),
                 output_capturing.recording(wanted) as recorded,
                 contextlib.nullcontext()
                 if self.region is None
@@ -165,14 +156,14 @@ class Unit:
                 if self.region is not None:
                     self.region.prove(part, slots, self.eager, args, kwargs)
                 out = (self.forward if followed is None else self.eager)(*args, **kwargs)
-                refuse_rebound(part, pairs)
+                refusals.refuse_rebound(part, pairs)
         except RuntimeError as error:
             self._refuse_mixed(error, values, leaves, buffers)
             raise
         finally:
             self.shell.running.unit = outer_unit
         if self.forms.writable(form):
-            refuse_written(part, leaves, self.forms.flatten((args, kwargs)), form)
+            refusals.refuse_written(part, leaves, self.forms.flatten((args, kwargs)), form)
         results, outer = self.forms.flatten((out, recorded))
         if followed is not None:
             followed.check(results)

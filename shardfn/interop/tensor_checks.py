@@ -76,26 +76,17 @@ class Region:
             slots: of its parameters.
             again: whether to trace although an earlier run was.
         """
-        before, self.owner.size = self.owner.size, self.size()
+        before, size = self.owner.size, self.size()
+        self.owner.size = size
         try:
-            with self._cut(self.owner.size, training, given, slots, again) as following:
-                yield following
-        finally:
-            self.owner.size = before
-
-    @contextlib.contextmanager
-    def _cut(
-        self, size: int, training: bool, given: Sequence[Any], slots: Sequence[Slot], again: bool
-    ) -> Iterator[Following | None]:
-        if size == 1:
-            yield None
-            return
-        state = size, training, torch.is_grad_enabled()
-        follows = (state not in self.followed or again) and not torch.compiler.is_compiling()
-        if state not in self.followed:
-            self._check_heads(size)
-            _check_same(bound_axis(self.axis, self.path), self.axis, self.path, given)
-        try:
+            if size == 1:
+                yield None
+                return
+            state = size, training, torch.is_grad_enabled()
+            follows = (state not in self.followed or again) and not torch.compiler.is_compiling()
+            if state not in self.followed:
+                self._check_heads(size)
+                _check_same(bound_axis(self.axis, self.path), self.axis, self.path, given)
             with placed(*self._divided(size)):
                 if follows:
                     with Following(self, given, slots) as following:
@@ -104,12 +95,12 @@ class Region:
                     yield None
             self.followed.add(state)
         except TypeError as error:
-            if Unsaid.__name__ not in str(error):
+            if size == 1 or Unsaid.__name__ not in str(error):
                 raise
             numbers = [x for x in self._divided(size)[1] if isinstance(x, Unsaid)]
             raise RuntimeError("; or ".join(x.said() for x in numbers)) from error  # torch's does not say which
         finally:
-            self.owner.entrance.last = None
+            self.owner.size, self.owner.entrance.last = before, None
 
     def _check_heads(self, size: int) -> None:
         """Raises ValueError if a number of heads is not divisible by the number of ranks."""

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardfn.compat import pytrees
-from shardfn.mesh.spec import dotted, joined
+from shardfn.mesh.spec import joined
 from shardfn.quant.packed import Packed
 from shardfn.shards.layout import is_stage
 
@@ -153,12 +153,6 @@ def kind_of(m: nn.Module, parameter: str | None = None) -> Kind | None:
 def is_adapter(x: Any) -> bool:
     """Whether it is an adapter."""
     return type(x) is Adapter
-
-
-def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
-    """The leaves of a tree, by path."""
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf)
-    return dict(zip(map(dotted, accessors), leaves, strict=True))
 
 
 # --- a weight and its adapter, as one ---

@@ -21,6 +21,7 @@ from shardfn.checkpoint.disk import sync, write_whole
 from shardfn.checkpoint.files import FileReader
 from shardfn.checkpoint.team import CheckpointError, on_each_rank, team_of
 from shardfn.interop.functional import Functional, expect_functional
+from shardfn.lora import targets
 from shardfn.lora.adapters import (
     BARE,
     PARTS,
@@ -29,32 +30,15 @@ from shardfn.lora.adapters import (
     Recipe,
     is_adapter,
     kind_of,
-    leaves_by_path,
     parameter_of,
     thin,
 )
 from shardfn.lora.init import by_stage, values_of, without_values
-from shardfn.lora.targets import (
-    PARAMETERS,
-    SAVED,
-    Bias,
-    biases,
-    holder_of,
-    in_files,
-    inside,
-    modules,
-    named,
-    other_names,
-    parameters,
-    patterned,
-    refuse_parts,
-    refuse_several_homes,
-)
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import grid_of
-from shardfn.mesh.spec import joined
+from shardfn.mesh.spec import joined, leaves_by_path
 from shardfn.quoting import listed, short_errors
-from shardfn.shards.layout import is_flat, is_stage
+from shardfn.shards.layout import flat_shards, is_stage
 from shardfn.shards.placement import Strategy
 from shardfn.shards.sharding import shard
 from shardfn.shards.unsharding import unshard
@@ -64,6 +48,8 @@ if TYPE_CHECKING:
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
+# peft's names for the tasks of models, by the ends of their classes' names, where that changes nothing else.
+_TASKS = {"ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", "ForConditionalGeneration": "SEQ_2_SEQ_LM"}
 _INITS = (True, False, "gaussian", "eva", "orthogonal")  # others change the base
 _HARMLESS = {
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "eva_config", "exclude_modules",
@@ -96,7 +82,7 @@ def save_pretrained(folder: str | os.PathLike[str], model: Functional, adapters:
         ``lora.save_pretrained("french", model, adapters)``
     """
     path, config = Path(folder), on_each_rank(lambda: _config(model, adapters))
-    grids = [leaf.layout.grid for leaf in optree.tree_leaves(adapters, is_leaf=is_flat) if is_flat(leaf)]
+    grids = [flat.layout.grid for flat in flat_shards(adapters)]
     team, what = team_of(grids), f"save_pretrained {path}"
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     if len(set(team.gathered((str(path), zlib.crc32(text.encode())), what))) > 1:
@@ -120,7 +106,7 @@ def _config(model: Functional, adapters: Any) -> dict[str, Any]:
         raise ValueError("lora.save_pretrained: there are no adapters")
     recipes = {path: adapter.recipe for path, adapter in by_path.items()}
     kinds = {path: recipe.kind for path, recipe in recipes.items()}
-    adapted = set(itertools.starmap(holder_of, kinds.items()))
+    adapted = set(itertools.starmap(targets.holder_of, kinds.items()))
     _refuse_several_names(model, adapted)
     bare = {path for path, kind in kinds.items() if kind in BARE}
     if bare and "conv1d" in kinds.values():
@@ -136,9 +122,10 @@ def _config(model: Functional, adapters: Any) -> dict[str, Any]:
     alpha, alphas = _patterns({path: int(x) if float(x).is_integer() else x for path, x in scales.items()})
     saved, bias = _copied(model, {path for path in leaves if path not in by_path}, adapted)
     module: Any = model.module
+    name = type(module).__name__
     return {
         "peft_type": "LORA",
-        "task_type": _task(type(module).__name__),
+        "task_type": next((task for end, task in _TASKS.items() if name.endswith(end)), None),
         "base_model_name_or_path": getattr(module, "name_or_path", None) or None,
         "r": rank,
         "lora_alpha": alpha,
@@ -157,7 +144,7 @@ def _config(model: Functional, adapters: Any) -> dict[str, Any]:
     }
 
 
-def _copied(model: Functional, copies: set[str], adapted: set[str]) -> tuple[list[str], Bias]:
+def _copied(model: Functional, copies: set[str], adapted: set[str]) -> tuple[list[str], targets.Bias]:
     """The `modules_to_save` and `bias` of a configuration that describe these replaced parameters."""
 
     def alone(path: str) -> bool:
@@ -167,9 +154,9 @@ def _copied(model: Functional, copies: set[str], adapted: set[str]) -> tuple[lis
 
     lone = set(filter(alone, copies))
     saved = sorted({path.rpartition(".")[0] for path in copies - lone})
-    choices: tuple[Bias, ...] = ("none", "lora_only", "all")
+    choices: tuple[targets.Bias, ...] = ("none", "lora_only", "all")
     for bias in choices:
-        if lone == set(biases(model, bias, adapted, saved)):
+        if lone == set(targets.biases(model, bias, adapted, saved)):
             return saved, bias
     raise ValueError(
         f"lora.save_pretrained: there are copies of {listed(sorted(lone), 4)}: peft has none of the biases, those of "
@@ -178,7 +165,7 @@ def _copied(model: Functional, copies: set[str], adapted: set[str]) -> tuple[lis
 
 
 def _refuse_several_names(model: Functional, paths: Iterable[str]) -> None:
-    names = other_names(model)
+    names = targets.other_names(model)
     for path in paths:
         if len(aliases := names(path)) > 1:
             raise ValueError(
@@ -198,7 +185,7 @@ def _patterns(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The most common value, and patterns for the others; the first pattern that matches counts."""
     common = Counter(values.values()).most_common(1)[0][0]
     others = {re.escape(path): value for path, value in values.items() if value != common}
-    if any(patterned(others, path, common) != value for path, value in values.items()):
+    if any(targets.patterned(others, path, common) != value for path, value in values.items()):
         longest = sorted(values, key=len, reverse=True)
         others = {re.escape(path): values[path] for path in longest}
     return common, others
@@ -209,13 +196,13 @@ def _targets(model: Functional, paths: set[str], saved: Iterable[str]) -> list[s
     if not paths:
         return []
     above = list(saved)
-    left = [path for path, _ in model.module.named_modules() if path and not inside(path, above)]
+    left = [path for path, _ in model.module.named_modules() if path and not targets.inside(path, above)]
     return _names_of(paths, left, "targets") or f"({'|'.join(re.escape(path) for path in sorted(paths))})"
 
 
 def _bare_targets(model: Functional, paths: set[str]) -> list[str] | None:
     """Names by which peft finds exactly these parameters."""
-    names = _names_of(paths, model.names, PARAMETERS) if paths else None
+    names = _names_of(paths, model.names, targets.PARAMETERS) if paths else None
     if paths and not names:
         raise ValueError(
             f"lora.save_pretrained: peft has no names for {listed(sorted(paths), 4)} and no other parameters"
@@ -227,23 +214,16 @@ def _names_of(paths: set[str], existing: Iterable[str], argument: str) -> list[s
     """Ends of paths that match exactly these of the existing paths: last words if possible; None if nothing does."""
     candidates = list(existing)
     for ends in (sorted({path.rpartition(".")[2] for path in paths}), sorted(paths)):
-        if set(filter(named(ends, argument).matching, candidates)) == paths:
+        if set(filter(targets.named(ends, argument).matching, candidates)) == paths:
             return ends
     return None
-
-
-def _task(name: str) -> str | None:
-    """peft's name for a model's task, where that changes nothing else."""
-    if name.endswith(("ForCausalLM", "LMHeadModel")):
-        return "CAUSAL_LM"
-    return "SEQ_2_SEQ_LM" if name.endswith("ForConditionalGeneration") else None
 
 
 def _tensors(model: Functional, adapters: Any) -> dict[str, Tensor]:
     """The adapters' tensors by their names in the file."""
     leaves = leaves_by_path(adapters, is_adapter)
     kinds = {path: leaf.recipe.kind for path, leaf in leaves.items() if is_adapter(leaf)}
-    names = in_files(model, kinds, leaves.keys() - kinds.keys())
+    names = targets.in_files(model, kinds, leaves.keys() - kinds.keys())
     return {
         PREFIX + joined(names[path], part): x.detach().cpu().contiguous()
         for path, leaf in leaves.items()
@@ -340,10 +320,10 @@ def _understood(
     def unwrapped(name: str) -> str:
         return name if name in by_path or name in model.names else re.sub(r"\.base_layer(?=\.)", "", name)
 
-    saved = list(filter(named(config.get(SAVED) or (), SAVED).matching, by_path))
-    bare = parameters(model, named(config.get(PARAMETERS) or (), PARAMETERS), (), saved)
-    refuse_parts(bare, config.get("lora_dropout") or 0.0, bool(config.get("use_dora")))
-    paths = {name: path for path, name in in_files(model, bare).items()}
+    saved = list(filter(targets.named(config.get(targets.SAVED) or (), targets.SAVED).matching, by_path))
+    bare = targets.parameters(model, targets.named(config.get(targets.PARAMETERS) or (), targets.PARAMETERS), (), saved)
+    targets.refuse_parts(bare, config.get("lora_dropout") or 0.0, bool(config.get("use_dora")))
+    paths = {name: path for path, name in targets.in_files(model, bare).items()}
     parts_by_path: dict[str, dict[str, Tensor]] = {}
     others: dict[str, Tensor] = {}
     for key, x in tensors.items():
@@ -361,13 +341,13 @@ def _understood(
         raise CheckpointError(f"{type(model.module).__name__} has no {listed(unknown, 4)}: it is of another model")
     _check_complete(config, model, parts_by_path.keys() - bare.keys(), saved)
     kinds = {path: bare[path] if path in bare else _layer_kind(path, by_path[path]) for path in parts_by_path}
-    adapted = set(itertools.starmap(holder_of, kinds.items()))
-    trained = biases(model, config.get("bias") or "none", adapted, saved)
+    adapted = set(itertools.starmap(targets.holder_of, kinds.items()))
+    trained = targets.biases(model, config.get("bias") or "none", adapted, saved)
     if missing := [path for path in (*bare, *trained) if path not in parts_by_path and path not in others]:
         raise CheckpointError(f"its configuration names {listed(missing, 4)}, which has no tensors")
-    copies = {name: x for name, x in others.items() if name in trained or inside(name, saved)}
+    copies = {name: x for name, x in others.items() if name in trained or targets.inside(name, saved)}
     _refuse_several_names(model, adapted)
-    refuse_several_homes(model, [*adapted, *{path.rpartition(".")[0] for path in copies}])
+    targets.refuse_several_homes(model, [*adapted, *{path.rpartition(".")[0] for path in copies}])
     adapters: dict[str, Any] = {}
     for path, parts in parts_by_path.items():
         weight = model.module.get_parameter(parameter_of(path, kinds[path]))
@@ -420,16 +400,16 @@ def _stored(folder: Path) -> dict[str, Tensor]:
 
 def _check_complete(config: Mapping[str, Any], model: Functional, found: Set[str], saved: Iterable[str]) -> None:
     """Raises CheckpointError if the modules that the configuration names are not those that have tensors."""
-    targets = config.get("target_modules") or ()
-    if not (targets or config.get(PARAMETERS)) or config.get("layers_to_transform") is not None:
+    names, exclude = config.get("target_modules") or (), config.get("exclude_modules") or ()
+    if not (names or config.get(targets.PARAMETERS)) or config.get("layers_to_transform") is not None:
         return
-    excluded = named(config.get("exclude_modules") or (), "exclude_modules")
-    if targets == "all-linear":
-        named_paths = set(modules(model, targets, config.get("exclude_modules") or (), config.get(SAVED) or ()))
+    excluded = targets.named(exclude, "exclude_modules")
+    if names == "all-linear":
+        named_paths = set(targets.modules(model, names, exclude, config.get(targets.SAVED) or ()))
     else:
         all_paths = (path for path, _ in model.module.named_modules() if path)
-        named_paths = set(filter(named(targets, "target_modules").matching, all_paths))
-    named_paths = {path for path in named_paths if not excluded.matching(path) and not inside(path, saved)}
+        named_paths = set(filter(targets.named(names, "target_modules").matching, all_paths))
+    named_paths = {path for path in named_paths if not excluded.matching(path) and not targets.inside(path, saved)}
     if named_paths != found:
         missing, extra = sorted(named_paths - found), sorted(found - named_paths)
         raise CheckpointError(
@@ -450,8 +430,8 @@ def _adapter(config: Mapping[str, Any], path: str, kind: Kind, weight: Tensor, p
     if set(parts) != set(names):
         name = sorted(set(parts) ^ set(names))[0]
         raise CheckpointError(f"{joined(path, name)} is {'missing' if name in names else 'there, and should not be'}")
-    rank = patterned(config.get("rank_pattern") or {}, path, config["r"])
-    alpha = patterned(config.get("alpha_pattern") or {}, path, config["lora_alpha"])
+    rank = targets.patterned(config.get("rank_pattern") or {}, path, config["r"])
+    alpha = targets.patterned(config.get("alpha_pattern") or {}, path, config["lora_alpha"])
     dropout = 0.0 if kind == "embedding" else config.get("lora_dropout") or 0.0
     dtype = torch.promote_types(weight.dtype, torch.float32)
     values = [parts[part].to(dtype, copy=True) for part in names]

@@ -6,15 +6,16 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor, nn
 
-from shardfn.interop.adapting import described
 from shardfn.interop.functional import Functional
-from shardfn.lora.adapters import Adapter, Kind, Recipe, leaves_by_path, norms, parameter_of, thin
+from shardfn.interop.in_place import described
+from shardfn.lora.adapters import Adapter, Kind, Recipe, norms, parameter_of, thin
 from shardfn.lora.targets import (
     ALL,
     PARAMETERS,
@@ -30,7 +31,7 @@ from shardfn.lora.targets import (
     refuse_parts,
     saved_modules,
 )
-from shardfn.mesh.spec import joined
+from shardfn.mesh.spec import joined, leaves_by_path
 from shardfn.quant.packed import Packed, is_packed
 from shardfn.quoting import short_errors
 from shardfn.shards.layout import is_stage, stage_shards
@@ -108,7 +109,7 @@ def init(
             f"lora.init: base is a {type(base).__name__}; take it apart first, model = interop.functional(module), and "
             f"pass that"
         )
-    make = _Make(rank, alpha, dropout, rslora, dora, rank_pattern or {}, alpha_pattern or {}, seed)
+    make = _Make(rank, alpha, dropout, rslora, dora, rank_pattern or {}, alpha_pattern or {}, int_seed(seed))
     if isinstance(base, Functional):
         if fan_in_fan_out is not False:
             raise ValueError("lora.init: fan_in_fan_out= is for functions of your own: what modules are is known")
@@ -120,35 +121,33 @@ def init(
     return _of_tree(base, make, targets, exclude, modules_to_save, fan_in_fan_out)
 
 
+@dataclass(frozen=True)
 class _Make:
     """The options of one call of `init`, checked; it makes the adapters."""
 
-    def __init__(
-        self,
-        rank: int,
-        alpha: float,
-        dropout: float,
-        rslora: bool,
-        dora: bool,
-        ranks: Mapping[str, int],
-        alphas: Mapping[str, float],
-        seed: int,
-    ) -> None:
-        for argument, patterns in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
+    rank: int
+    alpha: float
+    dropout: float
+    rslora: bool
+    dora: bool
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    seed: int
+
+    def __post_init__(self) -> None:
+        for argument, patterns in (("rank_pattern", self.ranks), ("alpha_pattern", self.alphas)):
             if not isinstance(patterns, Mapping):
                 raise TypeError(f"lora: {argument}={patterns!r}; it is a dict of patterns for the ends of paths")
             for key in patterns:
                 named(key, argument)
-        for r in (rank, *ranks.values()):
+        for r in (self.rank, *self.ranks.values()):
             if not isinstance(r, int) or isinstance(r, bool) or r < 1:
                 raise ValueError(f"lora: rank={r!r}; it is an int of at least 1")
-        for value in (alpha, *alphas.values()):
+        for value in (self.alpha, *self.alphas.values()):
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value == 0:
                 raise ValueError(f"lora: alpha={value!r}; it is a number other than 0")
-        if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
-            raise ValueError(f"lora: dropout={dropout!r}; it is a probability below 1")
-        self.rank, self.alpha, self.dropout, self.rslora = rank, alpha, dropout, rslora
-        self.dora, self.ranks, self.alphas, self.seed = dora, ranks, alphas, int_seed(seed)
+        if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
+            raise ValueError(f"lora: dropout={self.dropout!r}; it is a probability below 1")
 
     def check(self, paths: Iterable[str]) -> None:
         """Raises ValueError if a pattern of ranks or alphas matches none of the targets."""

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from shardfn.compat import process_groups
 from shardfn.interop.functional import Functional, expect_functional
-from shardfn.lora.adapters import BARE, Adapter, is_adapter, leaves_by_path, parameter_of
+from shardfn.lora.adapters import BARE, Adapter, is_adapter, parameter_of
 from shardfn.lora.init import is_stage_or_packed, whole_values
 from shardfn.mesh import waiting
 from shardfn.mesh.scope import mesh_of
-from shardfn.mesh.spec import dotted
+from shardfn.mesh.spec import dotted, leaves_by_path
 from shardfn.quant.packed import dequantize, is_packed
 from shardfn.quoting import listed, short_errors
 from shardfn.shards.layout import FlatShard, Range, is_flat, is_stage, local_parameters, stage_shards

@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
-from torch import nn
-
 from shardfn.interop.functional import Functional
 from shardfn.lora.adapters import BARE, Kind, kind_of
 from shardfn.mesh.spec import joined
@@ -110,21 +108,29 @@ def modules(model: Functional, targets: Names, exclude: Names, saved: Names) -> 
 
     if isinstance(targets, str) and targets.lower() == ALL:
         output = _output(model.module)
-        kinds = {path: kind_of(m) for path, m in by_path.items() if m is not output and not left_out(path)}
-        linear: dict[str, Kind] = {path: kind for path, kind in kinds.items() if kind in ("linear", "conv1d")}
-        if not linear:
-            but = " but those that are left out" if excluded or saved_paths else ""
-            raise ValueError(f"lora: targets: {type(model.module).__name__} has no linear layers{but}")
-        refuse_several_homes(model, linear)
-        return {path: _kind(path, by_path[path]) for path in linear}
-    wanted = named(targets, "targets")
-    wanted.check(by_path, "modules")
-    chosen = [path for path in by_path if wanted.matching(path) and not left_out(path)]
-    if not chosen:
+        linear = [path for path, m in by_path.items() if m is not output and kind_of(m) in ("linear", "conv1d")]
+        chosen = [path for path in linear if not left_out(path)]
+        but = " but those that are left out" if excluded or saved_paths else ""
+        why = f"{type(model.module).__name__} has no linear layers{but}"
+    else:
+        wanted = named(targets, "targets")
+        wanted.check(by_path, "modules")
+        chosen = [path for path in by_path if wanted.matching(path) and not left_out(path)]
         why = f"all that match {targets!r} are excluded, or trained themselves" if wanted.names else "nothing is named"
+    if not chosen:
         raise ValueError(f"lora: targets: {why}")
     refuse_several_homes(model, chosen)
-    return {path: _kind(path, by_path[path]) for path in chosen}
+    kinds: dict[str, Kind] = {}
+    for path in chosen:
+        m = by_path[path]
+        kind = kind_of(m)
+        if kind is None or m._parameters.get("weight") is None:
+            raise ValueError(
+                f"lora: targets: {path} is a {type(m).__name__}{'' if kind is None else ' that computes its weight'}; "
+                f"adapters are for Linear, Embedding and the Conv1D of transformers, so leave it out by exclude="
+            )
+        kinds[path] = kind
+    return kinds
 
 
 def parameters(model: Functional, ends: Selector, adapted: Iterable[str], saved: Iterable[str]) -> dict[str, Kind]:
@@ -284,16 +290,6 @@ def refuse_several_homes(model: Functional, paths: Iterable[str]) -> None:
                 f"lora: {path} is one module with {listed(names(path), 3, separator=' and ')}, in {where}, and the "
                 f"first alone would have its adapter: make one stage of a module that holds them all, or leave it out"
             )
-
-
-def _kind(path: str, m: nn.Module) -> Kind:
-    kind = kind_of(m)
-    if kind is None or m._parameters.get("weight") is None:
-        raise ValueError(
-            f"lora: targets: {path} is a {type(m).__name__}{'' if kind is None else ' that computes its weight'}; "
-            f"adapters are for Linear, Embedding and the Conv1D of transformers, so leave it out by exclude="
-        )
-    return kind
 
 
 def _output(module: Any) -> Any:

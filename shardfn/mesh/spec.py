@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
@@ -263,6 +263,12 @@ def joined(*words: Any) -> str:
 def dotted(accessor: Iterable[Any]) -> str:
     """Returns a leaf's path as `by_path` sees it: `blocks.0.w`."""
     return joined(*keys_of(accessor))
+
+
+def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+    """The leaves of a tree, by path."""
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf)
+    return dict(zip(map(dotted, accessors), leaves, strict=True))
 
 
 def keys_of(accessor: Iterable[Any]) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ from shardfn.shards.pieces import is_unit
 from shardfn.shards.placement import Strategy
 from shardfn.shards.sharding import Rules, Specs
 from shardfn.tiers import placing
-from shardfn.tiers.files import ALIGNMENT
+from shardfn.tiers.tensors import ALIGNMENT
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -24,8 +24,7 @@ from shardfn.simulated.clocks import HOST
 from shardfn.simulated.device import Device, Listener
 from shardfn.simulated.operations import NAME, launches, second
 from shardfn.simulated.shapes import tensors_in
-from shardfn.tiers.files import ALIGNMENT
-from shardfn.tiers.tensors import on_disk
+from shardfn.tiers.tensors import ALIGNMENT, on_disk
 
 
 @dataclass(eq=False)

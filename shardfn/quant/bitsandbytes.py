@@ -25,7 +25,6 @@ from shardfn.quoting import listed
 
 STATE = "quant_state.bitsandbytes__"
 PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-_FORMATS = ("nf4", "fp4")
 _DIGITS = 24  # at most, of a float in JSON
 _TABLES = {"nf4": codes.nf4, "fp4": codes.fp4}
 _STATED = {"quant_type", "blocksize", "dtype", "shape"}
@@ -64,19 +63,19 @@ def described(name: str, tensors: Mapping[str, Tensor]) -> Packed:
     """
     state = _state(name, tensors)
     format = _format(name, state)
-    shape, dtype = tuple(state["shape"]), _dtype(name, state["dtype"])
+    shape, dtype = tuple(state["shape"]), getattr(torch, str(state["dtype"]), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"{name} was of dtype {state['dtype']!r}, which is not one of floating-point numbers")
     numel = math.prod(shape)
     _same_table(name, "quant_map", tensors, _TABLES[format.name])
     values = _tensor(name, "", tensors)
     _check_size(name, "codes", values.numel() * values.element_size(), -(-numel // 2), state)
-    absmax, n = _tensor(name, "absmax", tensors), format.blocks(numel)
+    absmax = _tensor(name, "absmax", tensors, torch.uint8 if format.double else torch.float32)
+    n = format.blocks(numel)
     _check_size(name, "scales", absmax.numel(), n, state)
-    if not format.double:
-        _of(name, "absmax", absmax, torch.float32)
-    else:
-        _of(name, "absmax", absmax, torch.uint8)
+    if format.double:
         _same_table(name, "nested_quant_map", tensors, codes.dynamic)
-        nested = _of(name, "nested_absmax", _tensor(name, "nested_absmax", tensors), torch.float32)
+        nested = _tensor(name, "nested_absmax", tensors, torch.float32)
         _check_size(name, "scales of the scales", nested.numel(), -(-n // NESTED), state)
     return Packed(torch.empty(format.nbytes(numel), dtype=torch.uint8, device="meta"), format, shape, dtype)
 
@@ -116,7 +115,7 @@ def tensors(name: str, parameter: Packed) -> dict[str, Tensor]:
         ValueError: bitsandbytes does not have its format, block size or dtype.
     """
     format, numel, values = parameter.format, parameter.numel, parameter.values
-    if format.name not in _FORMATS or format.block & (format.block - 1) or not 32 <= format.block <= 4096:
+    if format.name not in _TABLES or format.block & (format.block - 1) or not 32 <= format.block <= 4096:
         raise ValueError(
             f"{name} is kept in {format}, which bitsandbytes does not have: it has nf4 and fp4 in blocks of 32, 64, "
             f"128, ... or 4096"
@@ -184,7 +183,7 @@ def _state(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _format(name: str, state: Mapping[str, Any]) -> Format:
-    if state["quant_type"] not in _FORMATS:
+    if state["quant_type"] not in _TABLES:
         raise ValueError(f"{name} is kept in {state['quant_type']!r}; of bitsandbytes' formats there are nf4 and fp4")
     if state["double"] and state["nested_blocksize"] != NESTED:
         raise ValueError(
@@ -198,23 +197,13 @@ def _format(name: str, state: Mapping[str, Any]) -> Format:
         raise ValueError(f"{name}: {error}") from None
 
 
-def _dtype(name: str, stated: str) -> torch.dtype:
-    dtype = getattr(torch, str(stated), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"{name} was of dtype {stated!r}, which is not one of floating-point numbers")
-    return dtype
-
-
-def _tensor(name: str, part: str, tensors: Mapping[str, Tensor]) -> Tensor:
+def _tensor(name: str, part: str, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:
     key = f"{name}.{part}" if part else name
     if key not in tensors:
         raise ValueError(f"there is no {key}, which {name} needs")
-    return tensors[key]
-
-
-def _of(name: str, part: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-    if x.dtype != dtype:
-        raise ValueError(f"{name}.{part} is {x.dtype}, not {dtype}")
+    x = tensors[key]
+    if dtype is not None and x.dtype != dtype:
+        raise ValueError(f"{key} is {x.dtype}, not {dtype}")
     return x
 
 

@@ -208,11 +208,6 @@ def _floating(name: str, dtype: torch.dtype) -> Code:
     return Code(name, 8, torch.finfo(dtype).max, lambda x: x.to(dtype).view(torch.uint8), table.at)
 
 
-def _fp4() -> Tensor:
-    positive = torch.tensor(FP4, dtype=torch.float32, device="cpu")
-    return torch.cat((positive, -positive)) / 12
-
-
 def _dynamic(signed: bool) -> Tensor:
     """bitsandbytes' dynamic map, finer for larger numbers: leading bits give the exponent, the others the fraction."""
     parts = [torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu")]
@@ -224,7 +219,7 @@ def _dynamic(signed: bool) -> Tensor:
 
 
 nf4 = _tabled("nf4", 4, lambda: torch.tensor(NF4, dtype=torch.float32, device="cpu"))
-fp4 = _tabled("fp4", 4, _fp4)
+fp4 = _tabled("fp4", 4, lambda: torch.tensor((*FP4, *(-x for x in FP4)), dtype=torch.float32, device="cpu") / 12)
 int4 = _stepped("int4", 4)
 int8 = _stepped("int8", 8)
 fp8_e4m3 = _floating("fp8_e4m3", torch.float8_e4m3fn)

@@ -3,10 +3,9 @@
 Imports `checkpoint`, `optim`, `transforms`, `shards`, `tiers`, `collectives` and `mesh`.
 """
 
+from shardfn.run.batch_consistency import Checked, checked
 from shardfn.run.batching import Batches, Feed, batches
-from shardfn.run.checking import Checked, checked
-from shardfn.run.loop_state import Run
-from shardfn.run.looping import loop
+from shardfn.run.looping import Run, loop
 from shardfn.run.reports import jsonl, progress, tensorboard
 from shardfn.run.streams import Stream
 from shardfn.run.tokens import TokenFile, packed_windows, token_windows, write_tokens

@@ -7,9 +7,10 @@ on all of them at the same step, and no rank waits for one that has no batch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import traceback
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -17,17 +18,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardfn.collectives.agree import agree, gathered
-from shardfn.compat import process_groups
+from shardfn.checkpoint.team import team_of
+from shardfn.collectives.agree import agree, failing_together, gathered
+from shardfn.compat import loaders, process_groups
 from shardfn.compat.loaders import without_frames
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import check_axes, grid_of, per_mesh, sizes
-from shardfn.mesh.grid import as_names
+from shardfn.mesh.grid import AxisName, as_names
 from shardfn.mesh.groups import cpu_group
 from shardfn.quoting import listed, short
-from shardfn.run.collating import SIZES, Lengths, kinds_but_sizes, sizes_of
-from shardfn.run.feeding import Copier, Copy
-from shardfn.run.fingerprints import TELLING, digest, kinds, rows_of
+from shardfn.run.collating import (
+    SIZES,
+    TELLING,
+    Lengths,
+    Pad,
+    digest,
+    kinds,
+    kinds_but_sizes,
+    lengths_of,
+    of_dicts,
+    rows_of,
+    sizes_of,
+)
+from shardfn.run.feeding import Copier, Copy, fresh, owned
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -104,19 +117,11 @@ def axes_of(axes: Any, mesh: DeviceMesh, name: str) -> tuple[str, ...]:
 
 def peers(mesh: DeviceMesh, axes: tuple[str, ...], name: str, lengths: Lengths | None, **how: bool) -> Peers:
     """The `Peers` of a mesh, with each rank's place along `axes`."""
-    grid = grid_of(mesh)
-    position = {rank: place for place, rank in enumerate(grid.ranks)}
-    strides, rest = {}, 1
-    for axis, size in reversed(sizes(mesh).items()):
-        strides[axis], rest = (rest, size), rest * size
-    places = []
-    for rank in sorted(grid.ranks):
-        place = 0
-        for axis in axes:
-            stride, size = strides[axis]
-            place = place * size + position[rank] // stride % size
-        places.append(place)
-    return Peers(mesh, axes, name, places, lengths=lengths, **how)
+    grid, by_rank, size_along = grid_of(mesh), dict[int, int](), sizes(mesh)
+    for rank, where in zip(grid.ranks, itertools.product(*map(range, size_along.values())), strict=True):
+        position = dict(zip(size_along, where, strict=True))
+        by_rank[rank] = functools.reduce(lambda place, axis: place * size_along[axis] + position[axis], axes, 0)
+    return Peers(mesh, axes, name, [by_rank[rank] for rank in sorted(by_rank)], lengths=lengths, **how)
 
 
 @dataclass
@@ -158,7 +163,7 @@ def together(batches: Generator[Read], start: int, who: Peers, device: torch.dev
         for step in itertools.count(start):
             if _ended(current, summaries, step, who, seen):
                 return
-            on_its_way, sizes = current.batch, _sizes(summaries, current, step, who)
+            on_its_way, sizes = current.batch, _sizes(summaries, step, who)
             current, summaries = _next(batches, step + 1, who, seen, copier, number)
             batch = copier.arrived(on_its_way)
             yield batch if sizes is None or who.lengths is None else who.lengths.padded(batch, *sizes, who.name)
@@ -171,7 +176,7 @@ class _Summaries:
 
     Attributes:
         group: name of the process group.
-        work: the all-gather, to be waited for.
+        work: the all-gather, to be waited for; None if it is complete.
         rows: int64 `[ranks, numbers]`, complete once `work` is done.
         own: this rank's numbers, int64 `[1, numbers]`.
     """
@@ -198,9 +203,9 @@ def _next(
             read = Read(read.state, copier.start(read.batch))
     except Exception as error:  # not raised before all ranks know of it, in `_ended`
         read = Read(State.FAILED, error=without_frames(error))
-    if len(who.places) > 1 and who.unequal and process_groups.worlds_of_threads():
-        return _among_threads(read, who), None
-    if len(who.places) == 1 or not process_groups.between_processes():
+    # Threads, which run in tests, compare only where ranks would do something else without.
+    threads_meet = process_groups.worlds_of_threads() and (who.unequal or who.lengths is not None)
+    if len(who.places) == 1 or not (process_groups.between_processes() or threads_meet):
         return read, None
     contents = seen.digest if seen.looking else 0
     return read, _send([number, step, read.state, shapes, contents, len(seen.rows), *sizes], who)
@@ -211,19 +216,15 @@ def _kinds(batch: Any, who: Peers) -> list[str]:
     return kinds(batch) if who.lengths is None else kinds_but_sizes(batch)
 
 
-def _sizes(summaries: _Summaries | None, mine: Read, step: int, who: Peers) -> tuple[list[int], list[int]] | None:
+def _sizes(summaries: _Summaries | None, step: int, who: Peers) -> tuple[list[int], list[int]] | None:
     """The smallest and largest size of each dimension over ranks; None if sizes cannot differ.
 
     Raises:
         ValueError: ranks that must have the same rows have batches of other shapes.
     """
-    if who.lengths is None or len(who.places) == 1 or (summaries is None and not process_groups.worlds_of_threads()):
+    if who.lengths is None or summaries is None:
         return None
-    if summaries is None:
-        own = torch.tensor(sizes_of(mine.batch.batch), device="cpu")
-        sizes = gathered(own, who.mesh, None, "how long batches are", who.name)
-    else:
-        sizes = summaries.rows[:, -SIZES:]
+    sizes = summaries.rows[:, -SIZES:]
     _first_at_places(sizes.tolist(), "have other shapes", step, who)
     return sizes.amin(0).tolist(), sizes.amax(0).tolist()
 
@@ -252,24 +253,10 @@ def _first_at_places(every: Sequence[Any], differ: str, step: int, who: Peers) -
     return first
 
 
-def _among_threads(mine: Read, who: Peers) -> Read:
-    """Waits for all ranks, which are threads here, to agree on the next batch; one rank at its end ends all."""
-    states = (
-        gathered(torch.tensor([mine.state], device="cpu"), who.mesh, None, "the next batch", who.name)
-        .flatten()
-        .tolist()
-    )
-    if mine.error is not None:
-        return mine
-    if State.FAILED in states:
-        failed = who.ranks[states.index(State.FAILED)]
-        return Read(State.FAILED, error=RuntimeError(f"{who.name}: rank {failed} could not read its batch"))
-    if State.END in states:
-        return Read(State.END)
-    return Read(State.BATCH, mine.batch) if State.BATCH in states else mine
-
-
 def _send(row: list[int], who: Peers) -> _Summaries:
+    if process_groups.worlds_of_threads():  # which meet at once
+        own = torch.tensor(row, device="cpu")
+        return _Summaries("", None, gathered(own, who.mesh, None, "the next batch", who.name), own)
     group, rows = cpu_group(who.ranks, "feed"), torch.empty(len(who.places), len(row), dtype=torch.int64, device="cpu")
     own = torch.tensor([row], device="cpu")
     return _Summaries(group.group_name, process_groups.start_all_gather(rows, own, group), rows, own)
@@ -281,8 +268,9 @@ def _ended(mine: Read, summaries: _Summaries | None, step: int, who: Peers, seen
         if mine.error is not None:
             raise mine.error
         return mine.state in (State.END, State.FILLED)
-    with waiting.on("the next batch", summaries.group, who.name, note=f"It is that of step {step}"):
-        summaries.work.wait()
+    if summaries.work is not None:
+        with waiting.on("the next batch", summaries.group, who.name, note=f"It is that of step {step}"):
+            summaries.work.wait()
     numbers, steps, states, shapes, contents, rows = summaries.rows[:, :6].T.tolist()
     if len({*zip(numbers, steps, strict=True)}) > 1:
         if ASTRAY not in numbers:  # a rank that is ahead has begun another all-gather, and waits for this one to join
@@ -295,7 +283,12 @@ def _ended(mine: Read, summaries: _Summaries | None, step: int, who: Peers, seen
         _raise_failed(mine, states, step, who)
     if State.END in states:
         if not who.unequal and {*states} != {State.END}:
-            _raise_short(states, step, who)
+            short = [rank for rank, state in zip(who.ranks, states, strict=True) if state == State.END]
+            long = [rank for rank in who.ranks if rank not in short]
+            raise ValueError(
+                f"{who.name}: {_ranks(short)} no batch for step {step}, and {_ranks(long)} one. All ranks need as many "
+                f"batches, or some would wait for the others in vain: drop or pad what is left over"
+            )
         return True
     if {*states} == {State.FILLED}:
         return True
@@ -303,7 +296,9 @@ def _ended(mine: Read, summaries: _Summaries | None, step: int, who: Peers, seen
         _differ(mine, step, who)
     if seen.looking:
         _compare(contents, rows, step, who)
-        seen.looking = _undecided(contents, who) and step < LOOKS
+        by_place = dict(zip(who.places, contents, strict=True))
+        # Ranks at different places may have had only equal rows so far, but too few to rule out chance.
+        seen.looking = step < LOOKS and who.distinct and len(set(by_place.values())) < len(by_place)
     return False
 
 
@@ -314,26 +309,12 @@ def _raise_failed(mine: Read, states: list[int], step: int, who: Peers) -> None:
     text = ""
     if mine.error is not None:
         text = short("".join(traceback.format_exception(mine.error, limit=-FRAMES)).strip(), TEXT)
-    content = text.encode()
-    longest = int(
-        gathered(torch.tensor([len(content)], device="cpu"), who.mesh, None, "an error's length", who.name).max()
-    )
-    padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
-    padded[: len(content)] = torch.tensor(list(content), dtype=torch.uint8, device="cpu")
-    texts = gathered(padded, who.mesh, None, "an error's text", who.name)
+    texts = team_of([grid_of(who.mesh)], "compare").gathered(text, f"{who.name}: an error's text")
     if mine.error is not None:
         raise mine.error
     failed = states.index(State.FAILED)
-    theirs = bytes(texts[failed].tolist()).rstrip(b"\0").decode(errors="replace")
-    raise RuntimeError(f"{who.name}: rank {who.ranks[failed]} could not read its batch of step {step}:\n{theirs}")
-
-
-def _raise_short(states: list[int], step: int, who: Peers) -> None:
-    short = [rank for rank, state in zip(who.ranks, states, strict=True) if state == State.END]
-    long = [rank for rank in who.ranks if rank not in short]
-    raise ValueError(
-        f"{who.name}: {_ranks(short)} no batch for step {step}, and {_ranks(long)} one. All ranks need as many "
-        f"batches, or some would wait for the others in vain: drop or pad what is left over"
+    raise RuntimeError(
+        f"{who.name}: rank {who.ranks[failed]} could not read its batch of step {step}:\n{texts[failed]}"
     )
 
 
@@ -370,7 +351,102 @@ def _compare(contents: list[int], rows: list[int], step: int, who: Peers) -> Non
             )
 
 
-def _undecided(contents: list[int], who: Peers) -> bool:
-    """Whether ranks at different places have had only equal rows so far, though too few to rule out chance."""
-    by_place = dict(zip(who.places, contents, strict=True))
-    return who.distinct and len(set(by_place.values())) < len(by_place)
+# --- a user's own loader ---
+
+
+NAME = "sf.run.checked"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Batches of a loader, compared between ranks before a step gets them; made by `checked`.
+
+    Attributes:
+        axes: mesh axes along which ranks have different rows.
+    """
+
+    axes: tuple[str, ...]
+    _loader: Iterable[Any] = field(repr=False)
+    _peers: Peers = field(repr=False)
+    _begun: list[int] = field(repr=False, compare=False, default_factory=list)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh whose ranks iterate."""
+        return self._peers.mesh
+
+    def __iter__(self) -> Iterator[Any]:
+        return self(0)
+
+    def __call__(self, start: int) -> Iterator[Any]:
+        """Iterates over the batches, after reading and dropping the first `start`.
+
+        Raises:
+            ValueError: the loader can be iterated only once, and batches of it have been read.
+        """
+        if self._begun and loaders.read_once(self._loader):
+            raise ValueError(
+                f"{NAME}: the loader is a {type(self._loader).__name__}, which can be read once, and its first batches "
+                f"are gone: pass what can be iterated anew, as a DataLoader, or a class whose __iter__ begins again"
+            )
+        self._begun.append(start)
+        return together(_reads(self._loader, start), start, self._peers, torch.device("cpu"))
+
+    def __len__(self) -> int:
+        size: Callable[[], int] | None = getattr(self._loader, "__len__", None)
+        if size is None:
+            raise TypeError(f"{NAME}: {type(self._loader).__name__} has no length")
+        return size()
+
+
+def checked(loader: Iterable[Any], mesh: DeviceMesh, axes: AxisName, *, pad: Pad | None = None) -> Checked:
+    """Wraps a loader of your own, so that its batches are compared between ranks before any rank gets one.
+
+    These raise on every rank, instead of wrong training or a hang: ranks at different places along `axes` have the same
+    rows, as with a forgotten sampler; ranks at the same place have different rows; numbers of batches differ, or the
+    structure, shapes (but for `pad`) or dtypes of batches; one rank's loader fails. Rows are compared in the first
+    batches of each iteration: they count as the same on two ranks if all were equal and at least 8 of them distinct,
+    so that data with many equal rows raises no false alarm.
+
+    Batches keep their type and device, except that mappings become dicts. One batch more than the loop has is read.
+    Batches are therefore copied, so that a loader may reuse its memory; not those of torch's `DataLoader` with its
+    default `collate_fn`, which are new anyway.
+
+    Args:
+        loader: gives pytrees of tensors or arrays with rows along dim 0.
+        mesh: whose ranks iterate, all of them alike.
+        axes: the axis or axes along which ranks have different rows; `()` for none.
+        pad: how to handle batches that are longer on some ranks, as in `batches`; None: an error.
+
+    Returns:
+        An iterable of the same batches, with the loader's `len`.
+
+    Raises:
+        TypeError, ValueError: on every rank: the loader is not iterable, or the mesh lacks an axis.
+    """
+    sizes(mesh)
+    with failing_together([mesh], NAME, (TypeError, ValueError)):
+        names = axes_of(axes, mesh, NAME)
+        if not isinstance(loader, Iterable):
+            raise TypeError(f"{NAME}: the loader is of type {type(loader).__name__}, which gives no batches")
+        lengths = lengths_of(pad, getattr(loader, "collate_fn", None), NAME)
+    agree([f"axes={names!r}", f"pad={lengths!r}"], mesh, NAME, subject=("axes= and pad=", "Every rank passes the same"))
+    return Checked(names, loader, peers(mesh, names, NAME, lengths, distinct=True))
+
+
+def _reads(loader: Iterable[Any], start: int) -> Generator[Read]:
+    """Yields a loader's batches from `start` on, telling StopIteration at its end from one raised by code it calls.
+
+    Raises:
+        RuntimeError: a row of the data set, or `collate_fn`, raised StopIteration.
+    """
+    batches, is_fresh = iter(loader), fresh(loader)
+    for number in itertools.count():
+        try:
+            batch = next(batches)
+        except StopIteration as end:
+            loaders.refuse_failed(end, NAME)
+            return
+        if number >= start:
+            tree = of_dicts(batch)
+            yield Read(State.BATCH, tree if is_fresh else owned(tree))

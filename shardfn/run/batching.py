@@ -19,8 +19,7 @@ from shardfn.quoting import short_errors
 from shardfn.run.batch_consistency import Peers, Read, State, axes_of, peers, together
 from shardfn.run.collating import Collate, Lengths, Pad, lengths_of
 from shardfn.run.feeding import ahead, locked
-from shardfn.run.order import Last, Order
-from shardfn.run.sampling import RARE, Sample, room
+from shardfn.run.order import RARE, Last, Order, Sample, room
 from shardfn.run.sources import NAME, Reader, by_workers, opened, portion, sampled
 from shardfn.run.streams import Stream, Streamed, stream_facts
 from shardfn.shards.random import int_seed

@@ -20,8 +20,7 @@ from shardfn.checkpoint.team import CheckpointError, Team, team_of
 from shardfn.checkpoint.writing import Save
 from shardfn.quoting import findings
 from shardfn.run.agreeing import ranks_of
-from shardfn.run.folder import HEAD, Keeping
-from shardfn.run.locking import Lock
+from shardfn.run.folder import HEAD, Keeping, Lock
 from shardfn.run.randomness import grids
 from shardfn.transforms.fitting import recall, remembered
 
@@ -99,7 +98,9 @@ def loaded(path: Path, state: Any, origin: Origin) -> tuple[Any, dict[str, Any]]
     if team.rank == 0:
         _tell_changed(path, state)
     loaded_state = checkpoint.load(path, tree(state, 0, origin))["state"]
-    _recall(team, head["run.parts"])
+    parts = json.loads(head["run.parts"])
+    own = parts[0] if len(parts) == 1 else parts[team.rank] if len(parts) == team.size else "[]"
+    recall(own, ranks_of(team))
     return loaded_state, head
 
 
@@ -125,19 +126,6 @@ def _head(path: Path) -> dict[str, Any]:
             f"Pass another folder; sf.checkpoint.load reads what is in this one"
         )
     return {name: numbers[name] for name in HEAD}
-
-
-def _parts(state: Any) -> str:
-    """How many parts batches were cut into to fit memory, as JSON: one entry, or one for each rank if they differ."""
-    team = team_of(grids(state), "run")
-    parts = team.gathered(remembered(ranks_of(team)), "comparing the parts of batches")
-    return json.dumps(parts[:1] if len(set(parts)) == 1 else parts)
-
-
-def _recall(team: Team, parts: str) -> None:
-    saved = json.loads(parts)
-    own = saved[0] if len(saved) == 1 else saved[team.rank] if len(saved) == team.size else "[]"
-    recall(own, ranks_of(team))
 
 
 @dataclass
@@ -181,9 +169,13 @@ class Saver:
         """
         self.finish()
         steps = [] if self.saved is None else [self.saved]
-        self.keeping.values = self.values(team_of(grids(state), "run"), step, steps, history)
+        team = team_of(grids(state), "run")
+        self.keeping.values = self.values(team, step, steps, history)
         self.began, self.saved = time.monotonic(), step
-        content = tree(state, step, self.origin, _parts(state), self.keeping.packed())
+        # How many parts batches were cut into to fit memory: one entry, or one for each rank if they differ.
+        parts = team.gathered(remembered(ranks_of(team)), "comparing the parts of batches")
+        parts_as_json = json.dumps(parts[:1] if len(set(parts)) == 1 else parts)
+        content = tree(state, step, self.origin, parts_as_json, self.keeping.packed())
         surplus = partial(self.keeping.surplus, values=dict(self.keeping.values))
         self.pending = begin(lambda: Save(self.path(step), content, True, surplus, self.lock.check))
 

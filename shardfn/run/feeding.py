@@ -180,7 +180,9 @@ def owned(batch: Any) -> Any:
 
 def _copied(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        pinned = type(leaf) is Tensor and _pinned(leaf)
+        on_host = type(leaf) is Tensor and leaf.layout is torch.strided and leaf.device.type == "cpu"
+        # In a worker `is_pinned` would initialise CUDA, which a forked process must not do.
+        pinned = on_host and get_worker_info() is None and leaf.is_pinned()
         return torch.empty_like(leaf, pin_memory=True).copy_(leaf) if pinned else leaf.clone()
     if isinstance(leaf, (np.ndarray, bytearray)):
         return leaf.copy()
@@ -196,12 +198,6 @@ def _copied(leaf: Any) -> Any:
         return instance
     clone = getattr(leaf, "clone", None)  # tensor dicts, graphs
     return clone() if callable(clone) else leaf
-
-
-def _pinned(x: Tensor) -> bool:
-    if get_worker_info() is not None:  # `is_pinned` would initialise CUDA, which a forked process must not do
-        return False
-    return x.layout is torch.strided and x.device.type == "cpu" and x.is_pinned()
 
 
 def fresh(loader: Any) -> bool:

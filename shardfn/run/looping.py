@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from array import array
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,15 +19,14 @@ from shardfn.optim.torch import comes_later
 from shardfn.quoting import listed, short_errors
 from shardfn.run.agreeing import REASONS, Exchange, Failing, Word, common, compare
 from shardfn.run.arguments import Asked, Evaluation, asked
-from shardfn.run.async_metrics import STEPS, Figures, checked
+from shardfn.run.async_metrics import STEPS, Figures, Late, checked
 from shardfn.run.checkpoints import Origin, Saver, loaded
-from shardfn.run.folder import Choice, Keeping, Resume, chosen, compared, put_aside
+from shardfn.run.folder import Keeping, Resume, chosen, compared, put_aside
 from shardfn.run.interrupts import Interrupts, ended, refuse
-from shardfn.run.loop_state import LoopState, Run
 from shardfn.run.nonfinite import explain, not_numbers, wrong_metrics
 from shardfn.run.randomness import grids, place, seed_all
 from shardfn.run.reports import Report, Reports
-from shardfn.run.stepping import Stepping, kinds_of
+from shardfn.run.stepping import Kinds, Stepping, kinds_of
 
 State = TypeVar("State")
 Batch = TypeVar("Batch")
@@ -180,23 +183,17 @@ def _start(run: LoopState, state: Any) -> tuple[Any, int, Path | None]:
         return state, 0, None
     run.team.first(f"lock {saver.folder}", saver.lock.take)
     choice = chosen(run.team, saver.folder, run.asked.resume)
-    if choice.path is not None:
-        return *_resumed(run, saver, state, choice), choice.path
-    if comes_later(state):
-        raise ValueError(
-            "sf.run.loop: the state of an optimizer by from_torch is not complete before its first step, so "
-            "that no checkpoint of this run could be loaded: take one step first, and pass the state that it gives"
-        )
-    _refuse_nan(run, state, 0)
-    saver.save(state, 0, run.history)
-    saver.finish()
-    return state, 0, None
-
-
-def _resumed(run: LoopState, saver: Saver, state: Any, choice: Choice) -> tuple[Any, int]:
-    """The state and the step of a checkpoint."""
     path = choice.path
-    assert path is not None, "there is one to go on from"
+    if path is None:
+        if comes_later(state):
+            raise ValueError(
+                "sf.run.loop: the state of an optimizer by from_torch is not complete before its first step, so "
+                "that no checkpoint of this run could be loaded: take one step first, and pass the state that it gives"
+            )
+        _refuse_nan(run, state, 0)
+        saver.save(state, 0, run.history)
+        saver.finish()
+        return state, 0, None
     if not run.asked.resume:
         raise ValueError(
             f"sf.run.loop: resume=False, and {path} is of a run already: pass another folder, delete it, or go on "
@@ -215,7 +212,7 @@ def _resumed(run: LoopState, saver: Saver, state: Any, choice: Choice) -> tuple[
     if step < run.asked.steps:
         run.team.first(f"write to {saver.folder}", saver.lock.check)
     put_aside(run.team, choice.torn)
-    return state, step
+    return state, step, path
 
 
 def _best(run: LoopState, step: int) -> int | None:
@@ -268,9 +265,9 @@ def _run_step(run: LoopState, state: Any, n: int, first: bool) -> Any:
         run.kinds = kinds_of(state)
     state, metrics, batch = run.stepping.one(n, run.rows, state)
     if first:
-        if run.kinds is None:
-            run.kinds = kinds_of(state)
-        run.kinds.check(kinds_of(state))
+        kinds = kinds_of(state)
+        run.kinds = run.kinds or kinds
+        run.kinds.check(kinds)
     run.late.put(n + 1, metrics)
     _read(run, n + 1 - STEPS)
     run.figures.launched(n + 1, batch)
@@ -295,7 +292,14 @@ def _settle(run: LoopState, reached: int) -> Word:
 def _raise_wrong(run: LoopState, state: Any, word: Word) -> None:
     """Raises on all ranks if one has failed, or had a metric that is not finite."""
     if word.failed:
-        _raise_failed(run)
+        error = run.error
+        if run.saver is not None and error is not run.saver.error:
+            run.saver.finish()
+        errors = run.team.gathered(None if error is None else f"{type(error).__name__}: {error}", "comparing errors")
+        if error is not None:
+            raise error
+        rank, text = next((rank, text) for rank, text in enumerate(errors) if text is not None)
+        raise RuntimeError(f"sf.run.loop: rank {rank} has failed: {text}. Look at the output of that rank first")
     if word.bad_step is not None:
         problem = run.bad[1] if run.bad is not None and run.bad[0] == word.bad_step else ""
         raise _explain(run, state, word.bad_step, problem)
@@ -308,18 +312,6 @@ def _explain(run: LoopState, state: Any, step: int, problem: str) -> FloatingPoi
     with run.failing.here():
         run.close()  # the steps that run again read the same source
     return explain(run.team, run.stepping, state, run.saver, step, problem)
-
-
-def _raise_failed(run: LoopState) -> None:
-    """Raises on all ranks the error of one."""
-    error = run.error
-    if run.saver is not None and error is not run.saver.error:
-        run.saver.finish()
-    errors = run.team.gathered(None if error is None else f"{type(error).__name__}: {error}", "comparing errors")
-    if error is not None:
-        raise error
-    rank, text = next((rank, text) for rank, text in enumerate(errors) if text is not None)
-    raise RuntimeError(f"sf.run.loop: rank {rank} has failed: {text}. Look at the output of that rank first")
 
 
 def _evaluate(run: LoopState, state: Any, step: int) -> None:
@@ -357,3 +349,138 @@ def _refuse_nan(run: LoopState, state: Any, step: int) -> None:
     if step == 0:
         raise FloatingPointError(f"sf.run.loop: the state has nan before the first step, in {listed(names)}")
     raise _explain(run, state, step, f"the state has nan in {listed(names)}")
+
+
+# --- what a run knows ---
+
+
+class Series(Mapping[int, float]):
+    """One metric as a mapping of steps to values, in step order, 16 bytes each."""
+
+    def __init__(self) -> None:
+        self._steps, self._values = array("q"), array("d")
+
+    def add(self, step: int, value: float) -> None:
+        """Adds the value of a later step."""
+        self._steps.append(step)
+        self._values.append(value)
+
+    def __getitem__(self, step: int) -> float:
+        index = bisect_left(self._steps, step)
+        if index == len(self._steps) or self._steps[index] != step:
+            raise KeyError(step)
+        return self._values[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._steps)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+@dataclass(frozen=True)
+class Run:
+    """The result of `loop`.
+
+    Attributes:
+        start: the step that it resumed from; 0 of a new run.
+        step: number of steps taken in all.
+        ended: `"finished"` after the last step; `"preempted"` by a signal or `"time"` before the limit. Then the
+            program should end, with a status other than 0, and the same call in the next program resumes.
+        metrics: name -> step -> value, of the steps taken by this call; steps count from 1. Those from `evaluate` are
+            named `eval/...`.
+        best: with `best`, the step of the best checkpoint among those that stay; None if none has been compared.
+    """
+
+    start: int
+    step: int
+    ended: str
+    metrics: Mapping[str, Mapping[int, float]] = field(repr=False)
+    best: int | None = None
+
+
+@dataclass
+class LoopState:
+    """A run in progress.
+
+    Attributes:
+        team: the ranks.
+        asked: the arguments of `loop`.
+        failing: context for code that may fail on one rank alone.
+        stepping: runs a step.
+        exchange: exchanges words between ranks.
+        reports: the reports that are called.
+        figures: computes time and throughput of steps.
+        saver: writes checkpoints, if `save` is given.
+        interrupts: signals and the time limit.
+        late: metrics that have not been read.
+        history: metrics that have been read.
+        bad: the first step with a metric that is not finite on this rank, and what it was.
+        recent: durations of the last few steps, in seconds.
+        kinds: structure, dtypes and shapes of the state, the same after each step; None before the first.
+        evaluation: seconds that the slowest evaluation took.
+        rows: the batches.
+    """
+
+    team: Team
+    asked: Asked
+    failing: Failing
+    stepping: Stepping
+    exchange: Exchange
+    reports: Reports
+    figures: Figures
+    saver: Saver | None
+    interrupts: Interrupts = field(default_factory=lambda: Interrupts(None))
+    late: Late = field(default_factory=Late)
+    history: dict[str, Series] = field(default_factory=dict)
+    bad: tuple[int, str] | None = None
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=8))
+    kinds: Kinds | None = None
+    evaluation: float = 0.0
+    rows: Iterator[Any] = field(default_factory=lambda: iter(()))
+
+    def word(self, reached: int) -> Word:
+        """What this rank reports to the others after `reached` steps."""
+        return Word(
+            stop=self.interrupts.reason(self._needs(reached)),
+            failed=0 if self.error is None else 1 + self.team.rank,
+            bad=0 if self.bad is None else Word.far(self.bad[0]),
+        )
+
+    def _needs(self, reached: int) -> float:
+        """Estimated seconds until the run could stop and have a checkpoint, if it decided so now."""
+        steps = (1 + 2 * self.exchange.period) * max(self.recent, default=0.0)  # until all know the reason, and one
+        evaluation = self.evaluation if self.evaluations(reached) else 0.0
+        return steps + evaluation + (0.0 if self.saver is None else self.saver.needs())
+
+    def evaluations(self, step: int) -> list[str]:
+        """The names of the evaluations that follow a step."""
+        return [name for name, (_, n) in self.asked.evaluate.items() if step % n == 0 or step >= self.asked.steps]
+
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint follows a step."""
+        interval = self.asked.every
+        return self.saver is not None and (step == self.asked.steps or (interval is not None and step % interval == 0))
+
+    def due(self, step: int) -> bool:
+        """Whether something follows a step that needs all metrics up to it."""
+        return step == self.asked.steps or self.saves(step) or bool(self.evaluations(step))
+
+    def close(self) -> None:
+        """Closes the batches."""
+        rows, self.rows = self.rows, iter(())
+        self.stepping.close(rows)
+
+    @property
+    def error(self) -> Exception | None:
+        """An error on this rank that did not interrupt a step: of a report or a checkpoint."""
+        return self.reports.error or (None if self.saver is None else self.saver.error)
+
+    def tell(self, step: int, metrics: dict[str, float], figures: dict[str, float]) -> None:
+        """Remembers and reports the metrics of a step."""
+        for name, value in metrics.items():
+            self.history.setdefault(name, Series()).add(step, value)
+        self.reports.step(step, {**metrics, **{name: x for name, x in figures.items() if name not in metrics}})

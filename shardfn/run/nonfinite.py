@@ -76,7 +76,11 @@ def _watched(team: Team, stepping: Stepping, state: Any, start: int, bad: int) -
             problem = ""
             try:
                 state, metrics, _ = stepping.one(n, rows, state)
-                problem = _after(state, metrics)
+                if wrong := wrong_metrics({name: float(x) for name, x in metrics.items()}):
+                    numbers = listed(wrong, separator=" and ")
+                    problem = f"outside of the stages, {numbers}, though what they made was finite"
+                elif names := not_numbers(state):
+                    problem = f"the update made nan in {listed(names)}, though no stage did"
             except FloatingPointError as error:
                 problem = str(error)
             problems = team.gathered(problem, "comparing what is not finite")
@@ -87,15 +91,6 @@ def _watched(team: Team, stepping: Stepping, state: Any, start: int, bad: int) -
         "all numbers were finite then, so the step does not give the same twice: an operation that is not "
         "deterministic, or a device that makes mistakes"
     )
-
-
-def _after(state: Any, metrics: dict[str, Any]) -> str:
-    """What is not finite after a step in which every stage was finite."""
-    if wrong := wrong_metrics({name: float(x) for name, x in metrics.items()}):
-        return f"outside of the stages, {listed(wrong, separator=' and ')}, though what they made was finite"
-    if names := not_numbers(state):
-        return f"the update made nan in {listed(names)}, though no stage did"
-    return ""
 
 
 def not_numbers(state: Any) -> list[str]:

@@ -9,22 +9,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import optree
 import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from shardfn.compat import devices, process_groups
 from shardfn.mesh.axes import grid_of
-from shardfn.mesh.grid import AxisName, Grid, as_names
-from shardfn.shards.layout import is_flat
+from shardfn.mesh.grid import Grid, as_names
+from shardfn.shards.layout import flat_shards
 from shardfn.shards.random import mixed
 
 
 def grids(state: Any) -> list[Grid]:
     """The meshes of the flat shards in a tree, without duplicates."""
-    leaves = optree.tree_leaves(state, is_leaf=is_flat, none_is_leaf=True)
-    return list(dict.fromkeys(leaf.layout.grid for leaf in leaves if is_flat(leaf)))
+    return list(dict.fromkeys(flat.layout.grid for flat in flat_shards(state)))
 
 
 def place(batches: Any, state: Any) -> tuple[int, int]:
@@ -36,26 +34,21 @@ def place(batches: Any, state: Any) -> tuple[int, int]:
     Raises:
         ValueError: the mesh lacks an axis.
     """
-    meshes, mesh = grids(state), getattr(batches, "mesh", None)
-    grid = grid_of(mesh) if mesh is not None else meshes[0] if meshes else None
+    flats, mesh = flat_shards(state), getattr(batches, "mesh", None)
+    grid = grid_of(mesh) if mesh is not None else flats[0].layout.grid if flats else None
     rank = process_groups.global_rank()
     if grid is None:
         return (rank, torch.distributed.get_world_size()) if torch.distributed.is_initialized() else (0, 1)
     axes = getattr(batches, "axes", None)
-    names: AxisName = _of_strategies(state, grid) if axes is None else as_names(axes)
+    placements = [flat.layout.placement for flat in flats if flat.layout.grid == grid]
+    used = {name for placement in placements for name in (*placement.axes, *placement.replicas)}
+    names = tuple(name for name, _ in grid.sizes if name in used) if axes is None else as_names(axes)
     unknown = [name for name in names if name not in dict(grid.sizes)]
     if unknown:
         raise ValueError(
             f"sf.run.loop: batches.axes={axes!r}: the mesh of the state has no axis {unknown[0]!r} ({grid})"
         )
     return grid.index(rank, names), grid.size(names)
-
-
-def _of_strategies(state: Any, grid: Grid) -> tuple[str, ...]:
-    leaves = optree.tree_leaves(state, is_leaf=is_flat, none_is_leaf=True)
-    placements = [leaf.layout.placement for leaf in leaves if is_flat(leaf) and leaf.layout.grid == grid]
-    used = {name for placement in placements for name in (*placement.axes, *placement.replicas)}
-    return tuple(name for name, _ in grid.sizes if name in used)
 
 
 @dataclass(frozen=True)

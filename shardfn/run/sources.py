@@ -18,12 +18,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from shardfn.checkpoint.contents import lack
 from shardfn.quoting import listed, short
-from shardfn.run.collating import Collate, collated, masked
+from shardfn.run.collating import Collate, collated, described, digest, kinds, masked
 from shardfn.run.feeding import owned
-from shardfn.run.fingerprints import described, digest, kinds
-from shardfn.run.order import Numbers, Order, Part
+from shardfn.run.order import Numbers, Order, Part, Sample
 from shardfn.run.randomness import lent_generators, seed_host
-from shardfn.run.sampling import Sample
 from shardfn.shards.random import mixed
 from shardfn.transforms.cutting import written
 

@@ -21,9 +21,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from shardfn.quoting import listed, short
 from shardfn.run.batch_consistency import Read, State
-from shardfn.run.collating import Collate, joined, masked
+from shardfn.run.collating import Collate, digest, joined, masked
 from shardfn.run.feeding import ahead, locked, owned
-from shardfn.run.fingerprints import digest
 from shardfn.run.order import Last, permuted
 from shardfn.run.randomness import lent_generators, seed_host
 from shardfn.run.sources import NAME, by_workers, made
@@ -84,99 +83,6 @@ class Stream:
                     f"Stream: lengths has {len(self.lengths)} numbers, and there are {len(self.files)} files: name the "
                     f"rows of each, 0 or more"
                 )
-
-
-@dataclass(frozen=True)
-class Lane:
-    """One lane of a stream.
-
-    Attributes:
-        stream: it belongs to.
-        number: of the lane, from 0.
-        seed: of the order.
-        shuffle: whether files and rows are shuffled.
-    """
-
-    stream: Stream
-    number: int
-    seed: int
-    shuffle: bool
-
-    def rows(self, skip: int, end: int | None) -> Iterator[tuple[Any, int]]:
-        """Yields rows with their epochs, up to but not including epoch `end`, after the first `skip` rows.
-
-        Raises:
-            ValueError: the lane's files have no rows, or not as many as `lengths` says.
-        """
-        for epoch in itertools.count() if end is None else range(end):
-            files = self._files(epoch)
-            total = None if self.stream.lengths is None else sum(self.stream.lengths[file] for file in files)
-            if total and skip >= total:
-                skip -= total
-                continue
-            number = 0
-            for number, row in enumerate(self._epoch(epoch, files, skip, total is not None), 1):
-                if total is not None or number > skip:
-                    yield row, epoch
-            skip = 0 if total is not None else max(0, skip - number)
-            if number == 0:
-                names = [str(self.stream.files[file]) for file in files[:4]]
-                raise ValueError(f"Stream: the files of lane {self.number} have no rows: {listed(names)}")
-
-    def _files(self, epoch: int) -> list[int]:
-        """Indices of the lane's files in an epoch."""
-        count = len(self.stream.files)
-        order = np.arange(count)
-        if self.shuffle:
-            order = permuted(order, count, mixed(self.seed, "files", epoch))
-        return order[self.number :: self.stream.lanes].tolist()
-
-    def _epoch(self, epoch: int, files: list[int], skip: int, skips: bool) -> Iterator[Any]:
-        """Yields the rows of an epoch; without the first `skip` if lengths are known, so that `skips` is True."""
-        block = self.stream.block if self.shuffle else 1
-        first = skip // block if skips else 0
-        within = skip % block if skips else 0
-        rows = self._plain(epoch, files, first * block)
-        if block == 1:
-            yield from rows
-            return
-        for number in itertools.count(first):
-            held = list(itertools.islice(rows, block))
-            if not held:
-                return
-            order = permuted(np.arange(len(held)), len(held), mixed(self.seed, "block", epoch, self.number, number))
-            yield from (held[place] for place in order[within:].tolist())
-            within = 0
-
-    def _plain(self, epoch: int, files: list[int], skip: int) -> Iterator[Any]:
-        """Yields the files' rows in order, without the first `skip` if lengths are known.
-
-        Rows are copied, since several are in memory at a time and `read` may reuse its memory.
-        """
-        lengths = self.stream.lengths
-        for file in files:
-            if lengths is not None and skip >= lengths[file]:
-                skip -= lengths[file]
-                continue
-            for number, row in enumerate(self._read(epoch, file)):
-                if number >= skip:
-                    yield owned(row)
-            skip = 0
-
-    def _read(self, epoch: int, file: int) -> Iterator[Any]:
-        """Yields all rows of one file, reading each with its own seed."""
-        name, lengths, count = self.stream.files[file], self.stream.lengths, 0
-        try:
-            seed_host(mixed(self.seed, "row", epoch, file, 0))
-            for row in self.stream.read(name):
-                count += 1
-                yield row
-                seed_host(mixed(self.seed, "row", epoch, file, count))
-        except Exception as error:
-            error.add_note(f"sf.run.Stream: row {count} of {name} was read")
-            raise
-        if lengths is not None and count != lengths[file]:
-            raise ValueError(f"Stream: {name} has {count} rows, and lengths says {lengths[file]}: correct it")
 
 
 def stream_facts(stream: Stream) -> tuple[str, list[str]]:
@@ -255,7 +161,7 @@ class Streamed:
         open_lanes = []
         for number in lanes:
             part = slice(max(0, self.first - number * each), min(each, self.stop - number * each))
-            open_lanes.append(_OpenLane(self, Lane(self.stream, number, self.seed, self.shuffle), each, part, start))
+            open_lanes.append(Lane(self, number, each, part, start))
         for step in itertools.count(start):
             with lent_generators():
                 parts = [lane.take() for lane in open_lanes]
@@ -274,13 +180,20 @@ class Streamed:
         return made(rows, range(len(rows)), self.collate)
 
 
-class _OpenLane:
-    """A lane that is being read, and how its end is handled."""
+class Lane:
+    """One lane of a stream that is being read, and how its end is handled.
 
-    def __init__(self, whole: Streamed, lane: Lane, each: int, part: slice, start: int) -> None:
-        self.whole, self.lane, self.each, self.part = whole, lane, each, part
-        end = None if whole.last == "wrap" else whole.epochs
-        self._rows = lane.rows(start * each, end)
+    Args:
+        whole: the stream, cut into batches.
+        number: of the lane, from 0.
+        each: rows that a step takes of it.
+        part: those of them that this rank keeps.
+        start: the first step that is read.
+    """
+
+    def __init__(self, whole: Streamed, number: int, each: int, part: slice, start: int) -> None:
+        self.whole, self.stream, self.number, self.each, self.part = whole, whole.stream, number, each, part
+        self._rows = self.rows(start * each, None if whole.last == "wrap" else whole.epochs)
         self._filler: tuple[Any, int] | None = None
 
     def take(self) -> list[tuple[Any, bool]] | None:
@@ -300,8 +213,85 @@ class _OpenLane:
     def _filled(self) -> tuple[Any, int]:
         """The lane's first row as a filler, in an epoch that does not count."""
         if self._filler is None:
-            self._filler = next(self.lane.rows(0, None))[0], self.whole.epochs or 0
+            self._filler = next(self.rows(0, None))[0], self.whole.epochs or 0
         return self._filler
+
+    def rows(self, skip: int, end: int | None) -> Iterator[tuple[Any, int]]:
+        """Yields rows with their epochs, up to but not including epoch `end`, after the first `skip` rows.
+
+        Raises:
+            ValueError: the lane's files have no rows, or not as many as `lengths` says.
+        """
+        for epoch in itertools.count() if end is None else range(end):
+            files = self._files(epoch)
+            total = None if self.stream.lengths is None else sum(self.stream.lengths[file] for file in files)
+            if total and skip >= total:
+                skip -= total
+                continue
+            number = 0
+            for number, row in enumerate(self._epoch(epoch, files, skip, total is not None), 1):
+                if total is not None or number > skip:
+                    yield row, epoch
+            skip = 0 if total is not None else max(0, skip - number)
+            if number == 0:
+                names = [str(self.stream.files[file]) for file in files[:4]]
+                raise ValueError(f"Stream: the files of lane {self.number} have no rows: {listed(names)}")
+
+    def _files(self, epoch: int) -> list[int]:
+        """Indices of the lane's files in an epoch."""
+        count = len(self.stream.files)
+        order = np.arange(count)
+        if self.whole.shuffle:
+            order = permuted(order, count, mixed(self.whole.seed, "files", epoch))
+        return order[self.number :: self.stream.lanes].tolist()
+
+    def _epoch(self, epoch: int, files: list[int], skip: int, skips: bool) -> Iterator[Any]:
+        """Yields the rows of an epoch; without the first `skip` if lengths are known, so that `skips` is True."""
+        block = self.stream.block if self.whole.shuffle else 1
+        first = skip // block if skips else 0
+        within = skip % block if skips else 0
+        rows = self._plain(epoch, files, first * block)
+        if block == 1:
+            yield from rows
+            return
+        for number in itertools.count(first):
+            held = list(itertools.islice(rows, block))
+            if not held:
+                return
+            key = mixed(self.whole.seed, "block", epoch, self.number, number)
+            order = permuted(np.arange(len(held)), len(held), key)
+            yield from (held[place] for place in order[within:].tolist())
+            within = 0
+
+    def _plain(self, epoch: int, files: list[int], skip: int) -> Iterator[Any]:
+        """Yields the files' rows in order, without the first `skip` if lengths are known.
+
+        Rows are copied, since several are in memory at a time and `read` may reuse its memory.
+        """
+        lengths = self.stream.lengths
+        for file in files:
+            if lengths is not None and skip >= lengths[file]:
+                skip -= lengths[file]
+                continue
+            for number, row in enumerate(self._read(epoch, file)):
+                if number >= skip:
+                    yield owned(row)
+            skip = 0
+
+    def _read(self, epoch: int, file: int) -> Iterator[Any]:
+        """Yields all rows of one file, reading each with its own seed."""
+        name, lengths, count = self.stream.files[file], self.stream.lengths, 0
+        try:
+            seed_host(mixed(self.whole.seed, "row", epoch, file, 0))
+            for row in self.stream.read(name):
+                count += 1
+                yield row
+                seed_host(mixed(self.whole.seed, "row", epoch, file, count))
+        except Exception as error:
+            error.add_note(f"sf.run.Stream: row {count} of {name} was read")
+            raise
+        if lengths is not None and count != lengths[file]:
+            raise ValueError(f"Stream: {name} has {count} rows, and lengths says {lengths[file]}: correct it")
 
 
 class _Parts(IterableDataset[Any]):

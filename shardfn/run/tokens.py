@@ -7,7 +7,6 @@ is complete when it appears under its name.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -25,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardfn.checkpoint.disk import sync
+from shardfn.checkpoint.folders import replacing
 from shardfn.run.order import Numbers
 
 MAGIC, VERSION, HEADER = b"SFTOKENS", 1, 4096
@@ -60,37 +59,32 @@ def write_tokens(
     if separator is not None and not limits.min <= separator <= limits.max:
         raise ValueError(f"write_tokens: separator={separator} does not fit into {dtype}")
     end = np.array([] if separator is None else [separator], kind)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        with unfinished.open("wb") as file, tempfile.TemporaryFile(dir=path.parent) as starts:
-            file.write(bytes(HEADER))
-            count = number = checksum = 0
-            for number, document in enumerate(documents, 1):
-                tokens = np.concatenate([_tokens(document, number - 1, kind), end])
-                content = tokens.tobytes()
-                starts.write(np.int64(count).astype("<i8").tobytes())
-                file.write(content)
-                checksum, count = zlib.crc32(content, checksum), count + len(tokens)
-            if number == 0:
-                raise ValueError("write_tokens: there are no documents to write")
+    with (
+        replacing(path, f"{os.getpid()}-{secrets.token_hex(4)}") as unfinished,
+        unfinished.open("wb") as file,
+        tempfile.TemporaryFile(dir=path.parent) as starts,
+    ):
+        file.write(bytes(HEADER))
+        count = number = checksum = 0
+        for number, document in enumerate(documents, 1):
+            tokens = np.concatenate([_tokens(document, number - 1, kind), end])
+            content = tokens.tobytes()
             starts.write(np.int64(count).astype("<i8").tobytes())
-            starts.seek(0)
-            file.write(bytes(-file.tell() % 8))  # aligns the int64 that follow
-            shutil.copyfileobj(starts, file)
-            starts.seek(0)
-            while portion := starts.read(PORTION):
-                checksum = zlib.crc32(portion, checksum)
-            facts = {"version": VERSION, "dtype": dtype, "tokens": count, "documents": number, "checksum": checksum}
-            file.seek(0)
-            text = json.dumps(facts).encode().ljust(HEADER - 16)
-            file.write(MAGIC + zlib.crc32(text).to_bytes(8, "little") + text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-        sync(path.parent)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            unfinished.unlink()
+            file.write(content)
+            checksum, count = zlib.crc32(content, checksum), count + len(tokens)
+        if number == 0:
+            raise ValueError("write_tokens: there are no documents to write")
+        starts.write(np.int64(count).astype("<i8").tobytes())
+        starts.seek(0)
+        file.write(bytes(-file.tell() % 8))  # aligns the int64 that follow
+        shutil.copyfileobj(starts, file)
+        starts.seek(0)
+        while portion := starts.read(PORTION):
+            checksum = zlib.crc32(portion, checksum)
+        facts = {"version": VERSION, "dtype": dtype, "tokens": count, "documents": number, "checksum": checksum}
+        file.seek(0)
+        text = json.dumps(facts).encode().ljust(HEADER - 16)
+        file.write(MAGIC + zlib.crc32(text).to_bytes(8, "little") + text)
     return count
 
 
@@ -233,22 +227,17 @@ class Packed(Windows):
         documents = np.empty((len(rows), self.context + 1), np.int64)
         positions = np.empty_like(documents)
         for i, (file, first) in enumerate(self._places(rows)):
-            documents[i], positions[i] = _documents(file.starts, first, self.context + 1)
+            low, high = np.searchsorted(file.starts, [first, first + self.context], "right")
+            begins = np.maximum(file.starts[low - 1 : high], first)
+            indices = np.arange(first, first + self.context + 1)
+            documents[i] = np.searchsorted(begins, indices, "right")
+            positions[i] = indices - begins[documents[i] - 1]
         batch = {"tokens": self._values(rows), "documents": documents, "positions": positions}
         return {name: torch.from_numpy(x) for name, x in batch.items()}
 
     def fingerprint(self) -> str:
         """As for `Windows`, but different, since the batches are."""
         return f"packed {super().fingerprint()}"
-
-
-def _documents(starts: NDArray[np.int64], first: int, length: int) -> tuple[Numbers, Numbers]:
-    """For each token of a window, its document, counted from 1, and its position since the document or window began."""
-    low, high = np.searchsorted(starts, [first, first + length - 1], "right")
-    begins = np.maximum(starts[low - 1 : high], first)
-    indices = np.arange(first, first + length)
-    documents = np.searchsorted(begins, indices, "right")
-    return documents, indices - begins[documents - 1]
 
 
 def token_windows(files: Paths, context: int) -> Windows:

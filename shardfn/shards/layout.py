@@ -373,6 +373,11 @@ def is_flat(value: Any) -> bool:
     return type(value) is FlatShard
 
 
+def flat_shards(tree: Any) -> list[FlatShard]:
+    """The flat shards in a tree."""
+    return [leaf for leaf in optree.tree_leaves(tree, is_leaf=is_flat) if is_flat(leaf)]
+
+
 def is_stage(value: Any) -> bool:
     """Whether a value is all of a stage's parameters: a flat shard, or the dict of a stage's flat shards."""
     if is_flat(value):

@@ -22,7 +22,7 @@ from shardfn.compat import autograd, dynamo, functorch
 from shardfn.stages.options import Offload
 from shardfn.stages.tape import StageRun, Tape
 from shardfn.tiers import mapping, placing, tensors
-from shardfn.tiers.files import ALIGNMENT, File
+from shardfn.tiers.tensors import ALIGNMENT, File
 from shardfn.tiers.transfers import Buffer, Reading, Transfer, reading, writing
 
 if TYPE_CHECKING:

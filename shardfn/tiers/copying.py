@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from shardfn.tiers import tensors
-from shardfn.tiers.files import ALIGNMENT, File
-from shardfn.tiers.tensors import on_disk, place_of, settle
+from shardfn.tiers.tensors import ALIGNMENT, File, on_disk, place_of, settle
 from shardfn.tiers.transfers import Reading, reading, writing
 
 PORTION = 2**23  # bytes
@@ -68,17 +67,14 @@ def copy_(into: Tensor, x: Tensor) -> None:
     elif x.numel():
         at, flat = 0, into.detach().view(-1)
         for part in portions(x):
-            _write(flat[at : at + len(part)], part)
+            target = flat[at : at + len(part)]
             at += len(part)
-
-
-def _write(into: Tensor, part: Tensor) -> None:
-    if place_of(into) is None:
-        into.copy_(part)
-        return
-    under_way = writing(into, part.to(into.dtype).cpu(), ROOM)
-    under_way.wait()
-    under_way.give_back()
+            if place_of(target) is None:
+                target.copy_(part)
+                continue
+            under_way = writing(target, part.to(into.dtype).cpu(), ROOM)
+            under_way.wait()
+            under_way.give_back()
 
 
 def read(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from shardfn.compat import functorch
 from shardfn.mesh.axes import device_of, grid_of, per_mesh
 from shardfn.mesh.planned import planned
 from shardfn.tiers import copying, tensors
-from shardfn.tiers.files import File
+from shardfn.tiers.tensors import File
 from shardfn.tiers.transfers import reading
 
 if TYPE_CHECKING:

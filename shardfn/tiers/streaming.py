@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from shardfn.tiers.copy_streams import copy_streams
 from shardfn.tiers.tensors import place_of
-from shardfn.tiers.transfers import Reading, Transfer, reading, writing
+from shardfn.tiers.transfers import Transfer, copy_streams, reading, writing
 
 CHUNK = 2**19  # elements
 AHEAD = 2  # windows that are read while another is changed
@@ -68,11 +66,9 @@ class _Passage:
 
     def __init__(self, window: Window) -> None:
         self.window = window
-        self.readings: list[Reading | None] = []
+        self.readings = [reading(x) for x in window.columns]
         self.writings: list[Transfer] = []
         self.out: Any = None  # an event after the copies out of an accelerator
-        for x in window.columns:
-            self.readings.append(reading(x))
 
     def change(self) -> None:
         """Changes the window once it is read, and starts to write it."""
@@ -81,7 +77,8 @@ class _Passage:
             if coming is not None:
                 coming.wait()
             columns.append(x if coming is None else coming.values)
-        device = _where(window, columns)
+        kept_on = [x.device for x, kept in zip(columns, window.kept, strict=True) if kept]
+        device = next((device for device in kept_on if device.type != "cpu"), kept_on[0])  # an accelerator, if any
         if all(x.device == device for x in columns):
             window.change(columns)
         elif device.type == "cpu":  # some gradients are still on an accelerator
@@ -111,12 +108,6 @@ class _Passage:
         for transfer in self.writings or self.readings:
             if transfer is not None:
                 transfer.give_up()
-
-
-def _where(window: Window, here: Sequence[Tensor]) -> torch.device:
-    """The device on which a window is changed: an accelerator that has a kept column, otherwise the host."""
-    kept = [x.device for x, kept in zip(here, window.kept, strict=True) if kept]
-    return next((device for device in kept if device.type != "cpu"), kept[0])
 
 
 def streams(tensors: Iterable[Tensor]) -> bool:

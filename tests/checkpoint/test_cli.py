@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardfn as sf
 from shardfn import P, checkpoint
-from shardfn.checkpoint import converting, disk, reading, tools
+from shardfn.checkpoint import disk, reading, tools
 from shardfn.checkpoint.folders import source_of
 from shardfn.checkpoint.manifest import MANIFEST, METADATA, Chunk, read_manifest, write_manifest
 from shardfn.cli import main
@@ -207,7 +207,7 @@ def in_order(layers: Any) -> list[Any]:
 
 def shrink(monkeypatch: pytest.MonkeyPatch, buffer: int) -> None:
     """Reads and writes that many bytes at a time."""
-    for module, name in ((converting, "BUFFER"), (reading, "STEP"), (disk, "STEP")):
+    for module, name in ((tools, "BUFFER"), (reading, "STEP"), (disk, "STEP")):
         monkeypatch.setattr(module, name, buffer)
     monkeypatch.setattr(reading, "REST", 0)
 
@@ -571,8 +571,8 @@ def test_memory_is_that_of_the_buffer(format: str, tmp_path: Path, monkeypatch: 
     src, dst = tmp_path / "src", tmp_path / "dst"
     with reads(monkeypatch) as lengths:
         for run in (
-            lambda: converting.reshard(src, dst, 3),
-            lambda: converting.consolidate(src, tmp_path / "all.safetensors"),
+            lambda: tools.reshard(src, dst, 3),
+            lambda: tools.consolidate(src, tmp_path / "all.safetensors"),
             lambda: tools.diff(src, dst),
             lambda: tools.diff(dst, src),
         ):

@@ -19,7 +19,7 @@ from torch import Tensor
 import shardfn as sf
 import shardfn.optim as so
 from shardfn import checkpoint, interop, lora, quant
-from shardfn.checkpoint import contents, snapshots
+from shardfn.checkpoint import contents, writing
 from shardfn.checkpoint.writing import Writer
 from shardfn.shards.layout import is_flat
 from shardfn.testing import World, world
@@ -284,7 +284,7 @@ def overwritten(folder: Path, scratch: Path) -> list[bool]:
             pending.wait()
         found.append(same(params, optree.tree_map(torch.zeros_like, want)))
         found.append(same(checkpoint.load(folder / str(turn), params), want))
-    (room,) = {file.nbytes for file in snapshots._files.values() if file.folder == os.path.abspath(scratch)}
+    (room,) = {file.nbytes for file in writing._files.values() if file.folder == os.path.abspath(scratch)}
     held = sum(-(-x.nbytes // 4096) * 4096 for x in optree.tree_leaves(params))
     return [*found, room <= held]
 

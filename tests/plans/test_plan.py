@@ -25,7 +25,7 @@ from shardfn import interop
 from shardfn.plans.schedule import Held
 from shardfn.stages import reduction, ring
 from shardfn.testing import World, WorldError, simulated, world
-from shardfn.tiers.copy_streams import copy_streams
+from shardfn.tiers.transfers import copy_streams
 from tests.models import STRATEGIES
 from tests.plans import planned as programs
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import shardfn as sf
 from shardfn.checkpoint.folders import seen
 from shardfn.checkpoint.manifest import MANIFEST
-from shardfn.run import locking
+from shardfn.run import folder as run_folder
 from shardfn.testing import World
 from tests.refusals import told
 from tests.run.toy import OPTIMIZER, Rows, begin, mesh_here, step_of, whole
@@ -91,7 +91,7 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
 
 
 def listed(folder: Path) -> dict[str, int]:
-    found = (path for path in sorted(folder.rglob("*")) if path.name != locking.NAME)
+    found = (path for path in sorted(folder.rglob("*")) if path.name != run_folder.LOCK)
     return {str(path.relative_to(folder)): path.lstat().st_size for path in found}
 
 
@@ -180,7 +180,7 @@ def failing(patch: pytest.MonkeyPatch, root: Path, what: str, code: int) -> None
     real = getattr(module, what)
 
     def fails(path: Any, *rest: Any, **more: Any) -> Any:
-        if str(path).startswith(str(root)) and locking.NAME not in str(path):
+        if str(path).startswith(str(root)) and run_folder.LOCK not in str(path):
             raise OSError(code, os.strerror(code), str(path))
         return real(path, *rest, **more)
 
@@ -261,7 +261,7 @@ def test_a_link_to_nothing_is_no_folder(to: str, tmp_path: Path) -> None:
 
 def test_a_lock_that_goes_while_it_is_read_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other run ends between two looks at its file."""
-    path = tmp_path / locking.NAME
+    path = tmp_path / run_folder.LOCK
     path.write_text("{}")
     real = Path.read_bytes
 
@@ -270,10 +270,10 @@ def test_a_lock_that_goes_while_it_is_read_is_free(tmp_path: Path, monkeypatch: 
             one.unlink()
         return real(one)
 
-    monkeypatch.setattr(locking, "_try_lock", lambda file, path: False)
+    monkeypatch.setattr(run_folder, "_try_lock", lambda file, path: False)
     monkeypatch.setattr(Path, "read_bytes", late)
-    lock = locking.Lock(tmp_path)
-    monkeypatch.setattr(locking, "HERE", 0.1)
+    lock = run_folder.Lock(tmp_path)
+    monkeypatch.setattr(run_folder, "HERE", 0.1)
     assert "belongs to another run" in told(lock.take)
 
 
@@ -377,7 +377,7 @@ def other(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 def test_a_folder_has_one_run_at_a_time_and_is_free_when_that_is_killed(
     other: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locking, "HERE", 0.2)
+    monkeypatch.setattr(run_folder, "HERE", 0.2)
     before = listed(tmp_path / "run" / "step-00000000")
     said = told(lambda: trained(tmp_path / "run", 6))
     assert said.startswith("CheckpointError: lock ")
@@ -385,9 +385,9 @@ def test_a_folder_has_one_run_at_a_time_and_is_free_when_that_is_killed(
     assert listed(tmp_path / "run" / "step-00000000") == before
     os.kill(other.pid, signal.SIGKILL)
     other.wait()
-    monkeypatch.setattr(locking, "HERE", 3.0)
+    monkeypatch.setattr(run_folder, "HERE", 3.0)
     assert trained(tmp_path / "run", 6)[0].start in (0, 2)
-    assert not (tmp_path / "run" / locking.NAME).exists()
+    assert not (tmp_path / "run" / run_folder.LOCK).exists()
 
 
 def test_a_run_whose_folder_another_one_has_taken_writes_nothing_more(tmp_path: Path) -> None:
@@ -395,7 +395,7 @@ def test_a_run_whose_folder_another_one_has_taken_writes_nothing_more(tmp_path: 
 
     def taken(step: int, metrics: Any) -> None:
         if step == 3:
-            (tmp_path / locking.NAME).write_text('{"host": "h", "pid": 7, "since": "now"}')
+            (tmp_path / run_folder.LOCK).write_text('{"host": "h", "pid": 7, "since": "now"}')
 
     said = told(lambda: trained(tmp_path, 9, report=taken))
     assert "belongs to another run now: process 7 on h, since now" in said
@@ -416,7 +416,7 @@ def test_without_locks_a_run_is_warned_and_goes_on(
 
 
 def test_a_run_inside_of_a_run_in_one_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locking, "HERE", 0.2)
+    monkeypatch.setattr(run_folder, "HERE", 0.2)
     inside: list[str] = []
     run, _ = trained(
         tmp_path, 4, report=lambda step, _: inside.append(told(lambda: trained(tmp_path, 4))) if step == 1 else None
@@ -426,13 +426,13 @@ def test_a_run_inside_of_a_run_in_one_folder_is_refused(tmp_path: Path, monkeypa
 
 
 def test_a_lock_that_somebody_has_deleted_is_taken_again(tmp_path: Path) -> None:
-    run, _ = trained(tmp_path, 6, report=lambda step, _: (tmp_path / locking.NAME).unlink(missing_ok=True))
+    run, _ = trained(tmp_path, 6, report=lambda step, _: (tmp_path / run_folder.LOCK).unlink(missing_ok=True))
     assert run.ended == "finished"
 
 
 @pytest.mark.parametrize("call", range(6))
 def test_a_lock_may_be_deleted_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
-    lock, calls = locking.Lock(tmp_path), itertools.count()
+    lock, calls = run_folder.Lock(tmp_path), itertools.count()
     lock.take()
 
     def deleting(path: Path) -> os.stat_result | None:
@@ -441,7 +441,7 @@ def test_a_lock_may_be_deleted_at_any_time(tmp_path: Path, monkeypatch: pytest.M
             path.unlink()
         return status
 
-    monkeypatch.setattr(locking, "seen", deleting)
+    monkeypatch.setattr(run_folder, "seen", deleting)
     for _ in range(8):
         lock.check()
     assert next(calls) > call

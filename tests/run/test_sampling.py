@@ -16,8 +16,8 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.curvature import dp_grads
-from shardfn.run import sampling
-from shardfn.run.sampling import RARE, Sample, room
+from shardfn.run import order
+from shardfn.run.order import RARE, Sample, room
 from shardfn.testing import World, world
 from tests.models import distance, normal
 from tests.refusals import told
@@ -47,7 +47,7 @@ def test_ranks_cut_one_sample_of_which_each_has_about_as_many(sample: Sample, st
 def test_a_long_source_is_sampled_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = Sample(1000, 1000, 3, 0.3)
     before = sample.rows(2).tolist()
-    monkeypatch.setattr(sampling, "AT_A_TIME", 300)
+    monkeypatch.setattr(order, "AT_A_TIME", 300)
     assert sample.rows(2).tolist() == before
 
 
@@ -140,11 +140,11 @@ def test_a_start_is_a_step_of_the_whole_run(world: World, name: str) -> None:
 def full(name: str, workers: int) -> tuple[int, str]:
     """How many steps had room, and what was said at the one that had not."""
     mesh, seen = sf.make_mesh(data=-1, device="cpu"), list[Any]()
-    before, sampling.RARE = sampling.RARE, 1.0
+    before, order.RARE = order.RARE, 1.0
     try:
         batches = sf.run.batches(sources()[name], mesh, "data", 10, 7, rate=0.2, workers=workers)
     finally:
-        sampling.RARE = before
+        order.RARE = before
     return len(seen), told(lambda: seen.extend(batches)) + f" after {len(seen)}"
 
 

@@ -17,8 +17,8 @@ import shardfn as sf
 import shardfn.optim as so
 from shardfn import checkpoint
 from shardfn.checkpoint.contents import contents
-from shardfn.checkpoint.converting import consolidate
 from shardfn.checkpoint.team import CheckpointError
+from shardfn.checkpoint.tools import consolidate
 from shardfn.shards.layout import is_flat
 from shardfn.testing import world as shared_world
 

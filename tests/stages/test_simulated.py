@@ -292,10 +292,10 @@ def unsharded(mesh: Any) -> Step:
 def staging(mesh: Any) -> Step:
     """What a save in the background copies before it returns."""
     contents: Any = importlib.import_module("shardfn.checkpoint.contents")
-    snapshots: Any = importlib.import_module("shardfn.checkpoint.snapshots")
+    writing: Any = importlib.import_module("shardfn.checkpoint.writing")
     params = sharded(mesh, STRATEGIES["hybrid_shard"])
     state = {"params": params, "optimizer": so.adamw(1e-3).init(params), "scale": drawn(3)}
-    return lambda: snapshots.taken([one.values for one in contents.contents(state, shared=True).boxes])
+    return lambda: writing.taken([one.values for one in contents.contents(state, shared=True).boxes])
 
 
 def cases() -> dict[str, Callable[[Any], Step]]:

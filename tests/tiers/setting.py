@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from shardfn.tiers.files import File
+from shardfn.tiers.tensors import File
 
 
 @contextlib.contextmanager

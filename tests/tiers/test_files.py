@@ -18,8 +18,8 @@ from unittest import mock
 
 import pytest
 
-from shardfn.tiers import files
-from shardfn.tiers.files import ALIGNMENT, File
+from shardfn.tiers import tensors
+from shardfn.tiers.tensors import ALIGNMENT, File
 from tests.tiers.setting import refusing_direct
 
 
@@ -75,7 +75,7 @@ def test_the_page_cache_keeps_nothing_of_what_goes_past_it(tmp_path: Path) -> No
     assert resident(stretch) == 0
 
 
-def resident(stretch: files.Stretch) -> int:
+def resident(stretch: tensors.Stretch) -> int:
     """Pages of a stretch that are in memory."""
     seen = (ctypes.c_ubyte * (stretch.nbytes // ALIGNMENT))()
     assert ctypes.CDLL(None).mincore(ctypes.c_void_p(stretch.address), ctypes.c_size_t(stretch.nbytes), seen) == 0
@@ -188,7 +188,7 @@ def test_a_file_leaves_neither_descriptors_nor_addresses_behind(tmp_path: Path) 
 
     def held() -> tuple[int, int]:
         gc.collect()
-        files.sweep()
+        tensors.sweep()
         maps = Path("/proc/self/maps").read_text()
         return len(os.listdir("/proc/self/fd")), sum(str(tmp_path) in line for line in maps.splitlines())
 

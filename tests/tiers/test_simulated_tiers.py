@@ -72,10 +72,10 @@ def test_what_is_kept_on_the_host_is_there_after_steps(name: str, kinds: tuple[s
 
 
 WAITS = {
-    "params": {"copy_streams.py", "streaming.py"},  # copies of what the step overwrites; new parameters
-    "grads": {"grad_offload.py", "streaming.py"},
+    "params": {"transfers.py", "streaming.py"},  # copies of what the step overwrites; new parameters
+    "grads": {"passing.py", "streaming.py"},
     "state": {"streaming.py"},
-    "params+grads+state": {"copy_streams.py", "grad_offload.py"},  # the step is the host's own
+    "params+grads+state": {"transfers.py", "passing.py"},  # the step is the host's own
 }
 
 
