@@ -231,7 +231,8 @@ def _enter(
     if not alone and agreed in seen:
         new = False
     elif not alone:
-        before = (line for kind, *lines in seen if kind == number for line in lines)
+        # Other ranks may be threads, which add to it meanwhile.
+        before = (line for kind, *lines in tuple(seen) if kind == number for line in lines)
         agree(compared, mesh, name, subject=_WHOLE if whole else ARGUMENTS, before=before)
         seen.add(agreed)
     seen.add(signature)
