@@ -429,6 +429,8 @@ class Watcher:
         Checks are counted, and not seconds, in which this process may have been stopped; and a debugger moves the
         thread that it holds.
         """
+        if not self.given:  # frames that are looked at live longer, and what they hold does
+            return
         frames = sys._current_frames()
         for thread, (wait, place, checks) in list(self.given.items()):
             if waits.get(thread) is not wait or _place(frames.get(thread)) != place:

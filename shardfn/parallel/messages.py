@@ -17,7 +17,7 @@ import pickle
 import struct
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -137,7 +137,7 @@ class _Line:
                 self._start(torch.frombuffer(bytearray(data[ROOM:]), dtype=torch.uint8), _MORE)
 
     def _start(self, row: Tensor, tag: int) -> None:
-        self.going.append(self.group.send([row], self.peer, tag))  # dropping the work would drop its message
+        self.going.append(_tried(self.group.send, [row], self.peer, tag))  # dropping the work would drop its message
 
     def expect(self) -> None:
         """Posts the receive of the next note, which can then arrive while this rank computes."""
@@ -309,8 +309,9 @@ class Team:
         line.there = nbytes
         # Unique tags: a receive never matches a tensor of another message.
         tags = [] if fits else [_TENSORS + next(_numbers) % _TAGS for row in rows if row.nbytes]
-        line.send((way, tags, packed(kinds), tree, payload), rows if fits else ())
-        self._post(tensors, rows, to, way, None if fits else tags)
+        with self._reaching(to):
+            line.send((way, tags, packed(kinds), tree, payload), rows if fits else ())
+            self._post(tensors, rows, to, way, None if fits else tags)
         self.delivered(to, self.size)  # no deadlock: a neighbour takes older ones without waiting for this rank
 
     def _post(
@@ -327,19 +328,20 @@ class Team:
             )  # fmt: skip
             if row.nbytes and tags is not None:
                 row = row.clone() if row.is_inference() else row  # has no version: a change would go unnoticed
-                sends.append((group.send([row], to, next(left)), row, versions([row])))
+                sends.append((_tried(group.send, [row], to, next(left)), row, versions([row])))
 
     def delivered(self, to: int, left: int = 0) -> None:
         """Waits until at most `left` messages to a rank are under way.
 
         Raises:
-            RuntimeError: a tensor was changed before it had arrived.
+            RuntimeError: a tensor was changed before it had arrived, or the rank is gone.
         """
-        while len(self.sent[to]) > left:
-            for work, row, version in self.sent[to].popleft():
-                work.wait()
-                refuse_changed([row], version)
-        self.lines[to].arrived(2 * left + 1)
+        with self._reaching(to):
+            while len(self.sent[to]) > left:
+                for work, row, version in self.sent[to].popleft():
+                    _tried(work.wait)
+                    refuse_changed([row], version)
+            self.lines[to].arrived(2 * left + 1)
 
     def receive(self, source: int) -> Message:
         """Returns the next message from a rank.
@@ -348,21 +350,28 @@ class Team:
             Stopped: that rank failed, or stopped because another had.
             RuntimeError: that rank has finished without a further message, or is gone.
         """
-        try:
+        with self._reaching(source):
             message = self._next(source)
-        except _Gone as error:
-            self.ends[source] = _GONE
-            raise RuntimeError(f"pipeline: rank {source} along {self.axis!r} does not answer ({error})") from None
         if isinstance(message, Message):
             return message
         if message.wrong or message.stopped:
             raise Stopped
         raise RuntimeError(f"pipeline: rank {source} along {self.axis!r} is at its end, and this one expected more")
 
+    @contextlib.contextmanager
+    def _reaching(self, other: int) -> Iterator[None]:
+        """Says which rank is gone, if it is."""
+        try:
+            yield
+        except _Gone as error:
+            self.ends[other] = _GONE
+            raise RuntimeError(f"pipeline: rank {other} along {self.axis!r} does not answer ({error})") from None
+
     def exchange(self, value: Any) -> list[Any]:
         """Sends a value to all ranks and returns the values of all, in order."""
-        for line in self.lines.values():
-            line.send(("gathers", [], packed(()), b"", value))
+        for to, line in self.lines.items():
+            with self._reaching(to):
+                line.send(("gathers", [], packed(()), b"", value))
         values = {source: self.receive(source).said for source in self.lines}
         return [values.get(i, value) for i in range(self.size)]
 

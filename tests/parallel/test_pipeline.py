@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import os
 import signal
 import time
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import optree
@@ -16,6 +18,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import parallel
+from shardfn.parallel import messages
 from shardfn.parallel.pipeline import passes
 from shardfn.testing import World, errors
 
@@ -470,6 +473,50 @@ def test_a_process_that_is_killed_is_an_error_on_all_others(world: World, monkey
         else:
             assert isinstance(error, RuntimeError)
             assert "rank 1 along 'pipe' does not answer" in str(error)
+
+
+class Dead:
+    """A group, and what it sends, of which the other rank is gone: known at once, or when it is waited for."""
+
+    def __init__(self, at_once: bool) -> None:
+        self.at_once = at_once
+
+    def send(self, rows: Any, to: int, tag: int) -> Any:
+        if self.at_once:
+            raise RuntimeError("Connection reset by peer")
+        return self
+
+    def wait(self) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+
+@pytest.mark.parametrize(
+    ("way", "at_once"),
+    [("a note", True), ("a tensor", True), ("an exchange", True), ("a note", False), ("a tensor", False)],
+)
+def test_whatever_cannot_be_sent_says_which_rank_is_gone(
+    way: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages._Line, "_arrived", lambda line, work: work.wait())
+    monkeypatch.setattr(messages, "record", lambda *args, **kwargs: None)
+    dead: Any = Dead(at_once)
+    team: Any = object.__new__(messages.Team)
+    team.axis, team.size, team.index, team.device, team.together = "pipe", 2, 0, torch.device("cpu"), False
+    team.lines, team.sent, team.ends = {1: messages._Line(dead, 1)}, {1: collections.deque()}, {}
+    team.groups, team.communicator = {"gathers": dead}, SimpleNamespace(names=(), axis=SimpleNamespace(group=None))
+    if way == "a tensor":
+        monkeypatch.setattr(team.lines[1], "send", lambda *args: None)
+
+    def talk() -> None:
+        if way == "an exchange":
+            team.exchange(1)
+        for _ in range(2):
+            team.send([torch.ones(2)] * (way == "a tensor"), 1, "gathers", None)
+            team.delivered(1)
+
+    with pytest.raises(RuntimeError, match=r"rank 1 along 'pipe' does not answer \(Connection reset by peer\)"):
+        talk()
+    assert team.ends == {1: messages._GONE}
 
 
 # --- what a part's surroundings and habits are ---
