@@ -4,7 +4,8 @@ pytest                        the tests named on the command line, or all
 pytest --tier=fast            make test-fast: quick tests, the quickest test of every file, and the tests of tier
                               "change" for the folders of shardfn with uncommitted edits
 pytest --tier=change          make test: of long tests, enough cases to have every value of every parameter, but not
-                              every pair; no slow cases, except the quickest one of a file that has only slow ones
+                              every pair; no slow cases, except the quickest one of a file that has only slow ones,
+                              and the first one of a test that is marked as central
 pytest --tier=deep            part of make test-deep: the cases that tier "change" leaves out
 pytest --record-durations     writes durations.json, after a run of all tests
 """
@@ -34,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Starts recording, if asked for; not in workers, since the main process gets all reports."""
+    config.addinivalue_line("markers", "central: a slow test whose first case is in tier change")
     if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder())
 
@@ -87,7 +89,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             by_test[name(item.nodeid)].append(item)
         thin = (cover(cases) if seconds(cases[0]) * len(cases) > LONG else cases for cases in by_test.values())
-        kept = change = quick((item for cases in thin for item in cases), SLOW)
+        central = {cases[0] for cases in by_test.values() if cases[0].get_closest_marker("central")}
+        kept = change = quick((item for cases in thin for item in cases), SLOW) | central
         if tier == "deep":
             kept = set(items) - change
         elif tier == "fast":

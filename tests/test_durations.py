@@ -20,11 +20,16 @@ def test_long(a, b): pass
 
 def test_slow(): pass
 
+@pytest.mark.central
+@pytest.mark.parametrize("c", range(2))
+def test_central(c): pass
+
 def test_new(): pass
 """
 RECORD = {
     "test_one.py::test_long": [24.0, 12],
     "test_one.py::test_slow": [90.0, 1],
+    "test_one.py::test_central": [20.0, 2],
     "test_two.py::test_slow": [90.0, 1],
 }
 QUICK = {"test_one.py::test_new", "test_two.py::test_slow"}  # the one without a record, and the only one of its file
@@ -49,7 +54,7 @@ def tiers(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> dict[st
 
 
 def test_every_test_is_run_by_make_test_or_by_make_test_deep(tiers: dict[str, set[str]]) -> None:
-    assert len(tiers[""]) == 12 + 3
+    assert len(tiers[""]) == 12 + 5
     assert tiers["change"] | tiers["deep"] == tiers[""]
     assert not tiers["change"] & tiers["deep"]
     assert tiers["fast"] <= tiers["change"]
@@ -60,7 +65,7 @@ def test_what_takes_long_is_thinned_and_what_is_new_runs(tiers: dict[str, set[st
     values = [nodeid.split("[")[1][:-1].split("-") for nodeid in kept]
     assert len(values) == 4
     assert sorted(len({*column}) for column in zip(*values, strict=True)) == [3, 4]
-    assert tiers["change"] - kept == QUICK
+    assert tiers["change"] - kept == QUICK | {"test_one.py::test_central[0]"}
     assert tiers["fast"] == QUICK
 
 

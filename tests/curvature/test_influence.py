@@ -601,6 +601,7 @@ def scored(strategy: str) -> list[float]:
     return [float((got - both).abs().max() / both.abs().max())]
 
 
+@pytest.mark.central
 @pytest.mark.parametrize("world", SIZES, indirect=True)
 def test_scores_are_those_of_a_dense_solution(world: World) -> None:
     for strategy in ("full_shard", "zero1", "hybrid_shard"):

@@ -208,6 +208,7 @@ def test_the_reference_clips_some_steps_and_moves_all() -> None:
     assert all(distance(x, y) > 1e-2 for x, y in zip(*map(optree.tree_leaves, (params, whole())), strict=True))
 
 
+@pytest.mark.central
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world", SIZES, indirect=True)
 def test_steps_are_the_papers(world: World, strategy: str) -> None:

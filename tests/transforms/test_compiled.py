@@ -258,6 +258,7 @@ CASES = [(4, name) for name in MESHES]
 CASES += [(2, name) for name in PROGRAMS if name not in MESHES or name.startswith("full_shard")]
 
 
+@pytest.mark.central
 @pytest.mark.parametrize(("ranks", "name"), CASES, ids=[f"{ranks}-{name}" for ranks, name in CASES])
 def test_a_program_has_the_numbers_and_messages_of_the_step(ranks: int, name: str) -> None:
     for found in world(ranks).within(120).run(compared, name):
