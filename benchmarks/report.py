@@ -36,7 +36,7 @@ class Goal:
 
     @property
     def met(self) -> bool:
-        return self.value <= self.limit if self.sense == "at most" else self.value >= self.limit
+        return bool(self.value <= self.limit if self.sense == "at most" else self.value >= self.limit)  # or of numpy
 
 
 def parser(description: str) -> argparse.ArgumentParser:

@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from benchmarks import goals, readme
 from benchmarks.goals import COUNTED, TIMED, Command, Outcome
-from benchmarks.report import Goal, lacks, publish
+from benchmarks.report import Goal, lacks, publish, save
 
 GIVEN: dict[str, str | None] = {"jax": None, "deepspeed": None}
 STEP = Goal("step / peer", 0.5, 0.6)
@@ -166,3 +167,8 @@ def test_what_is_counted_is_recorded_and_the_readme_says_what_is_recorded() -> N
     assert readme.written(text, record) == text, "python -m benchmarks.goals --readme writes it"
     other = json.loads(json.dumps(record).replace('"step ms": ', '"step ms": 1'))
     assert readme.written(text, other) != text
+
+
+def test_figures_that_numpy_computed_are_written(tmp_path: Path) -> None:
+    save([], [Goal(kind.__name__, kind(1.5), 2) for kind in (numpy.float64, float)], tmp_path / "figures.json")
+    assert [goal["met"] for goal in json.loads((tmp_path / "figures.json").read_text())["goals"]] == [True, True]
