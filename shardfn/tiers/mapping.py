@@ -9,7 +9,6 @@ import mmap
 import os
 from typing import Any
 
-PAGE = mmap.PAGESIZE
 _FAILED = ctypes.c_void_p(-1).value
 
 

@@ -616,7 +616,8 @@ def cases_of_places() -> dict[str, tuple[Callable[..., Any], Callable[[], Any], 
     held: dict[str, Any] = {"f": scaled(1.0), "x": torch.ones(2), "shape": (2, 3)}
     several, settings, kind = [1.0, 2.0], {"rate": 1.0}, type("Own", (Halved,), {"__slots__": ()})
     of_class, of_slot, bound = kind(), Halved(), functools.partial(lambda w, rate: w * rate, rate=1.0)
-    f, x, dtype, swapped = scaled(1.0), torch.ones(2), torch.float32, scaled(1.0)
+    f, dtype, swapped = scaled(1.0), torch.float32, scaled(1.0)
+    x: Tensor | None = torch.ones(2)
 
     def optional(w: Tensor, rate: float = 1.0) -> Tensor:
         return w * rate
@@ -630,33 +631,35 @@ def cases_of_places() -> dict[str, tuple[Callable[..., Any], Callable[[], Any], 
 
     def set_other() -> None:
         nonlocal swapped
-        swapped = lambda w: w.cos()  # noqa: E731
+        swapped = plain
 
     def set_x() -> None:
         nonlocal x
-        x = None  # type: ignore[assignment]
+        x = None
 
     def set_dtype() -> None:
         nonlocal dtype
         dtype = torch.float64
 
-    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout(0.1), nn.BatchNorm1d(2)))
-    model = interop.functional(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
-
-    def another_buffer() -> None:
-        net[1][1].running_mean = torch.zeros(2)  # type: ignore[index]
+    linear, dropout, norm, of_model = nn.Linear(2, 2), nn.Dropout(0.1), nn.BatchNorm1d(2), nn.Dropout(0.1)
+    net = nn.Sequential(linear, nn.Sequential(dropout, norm))
+    model = interop.functional(nn.Sequential(nn.Linear(2, 2), of_model))
 
     return {
-        "a module's number": (lambda w: net(w), lambda: setattr(net[1][0], "p", 0.5), r"net\.p in .* is \(0\.5,\) now"),  # type: ignore[index]
+        "a module's number": (lambda w: net(w), lambda: setattr(dropout, "p", 0.5), r"net\.p in .* is \(0\.5,\) now"),
         "a module's parameter": (
             lambda w: net(w),
-            lambda: setattr(net[0], "weight", nn.Parameter(torch.ones(2, 2))),
+            lambda: setattr(linear, "weight", nn.Parameter(torch.ones(2, 2))),
             "a parameter or buffer of net in .* is another tensor now",
         ),
-        "a module's buffer": (lambda w: net(w), another_buffer, "a parameter or buffer of net in"),
+        "a module's buffer": (
+            lambda w: net(w),
+            lambda: setattr(norm, "running_mean", torch.zeros(2)),
+            "a parameter or buffer of net in",
+        ),
         "a number of a model": (
             lambda w: model(w, w),
-            lambda: setattr(model.module[1], "p", 0.5),  # type: ignore[index]
+            lambda: setattr(of_model, "p", 0.5),
             r"model\.p in .* is \(0\.5,\) now",
         ),
         "a mode": (lambda w: net(w), lambda: net[1].eval(), r"net\.training in .* False, False, False\) now"),
@@ -684,17 +687,23 @@ def test_a_change_is_noticed_wherever_it_is(name: str) -> None:
     assert re.search(told, surroundings.changed(around, step)), surroundings.changed(around, step)
 
 
+class Noted(nn.Linear):
+    """A layer on which others note where training is."""
+
+    epoch = 1
+
+
 def test_what_others_note_on_a_module_changes_nothing() -> None:
-    net = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
-    net.epoch = net[1].epoch = 2  # type: ignore[assignment]
+    layer = Noted(2, 2)
+    layer.epoch = 2
 
     def step(w: Tensor) -> Any:
-        return net(w)
+        return layer(w)
 
     around = surroundings.surroundings(step)
-    net.epoch = net[1].epoch = 3  # type: ignore[assignment]
+    layer.epoch = 3
     with torch.no_grad():
-        net[0].weight.add_(1)  # type: ignore[operator]
+        layer.weight.add_(1)
     assert surroundings.changed(around, step) == ""
 
 
