@@ -1242,6 +1242,27 @@ MUTANTS = [
         "tests/interop/test_self_mutating.py::test_what_would_be_lost_is_an_error_however_it_is_written",
     ),
     Mutant(
+        "numbers of modules are not watched",
+        "transforms/surroundings.py",
+        "            if type(vars(part)[key]) in _PLAIN:",
+        "            if False:",
+        "tests/transforms/test_compiled.py::test_a_change_is_noticed_wherever_it_is",
+    ),
+    Mutant(
+        "a model's call is traced by torch.compile",
+        "interop/functional.py",
+        '        dynamo.refuse_compiling(f"a call of {type(self.module).__name__}")',
+        "        pass",
+        "tests/stages/test_torch_compile.py::test_what_works_on_shards_says_what_compiles_it",
+    ),
+    Mutant(
+        "a pipeline's failed send is raised as it is",
+        "parallel/messages.py",
+        "                sends.append((_tried(group.send, [row], to, next(left)), row, versions([row])))",
+        "                sends.append((group.send([row], to, next(left)), row, versions([row])))",
+        "tests/parallel/test_pipeline.py::test_whatever_cannot_be_sent_says_which_rank_is_gone",
+    ),
+    Mutant(
         "the bytes of loose parameters are not compared",
         "interop/functional.py",
         "        if self.module.training in self._looked:",
