@@ -242,7 +242,7 @@ MUTANTS = [
     ),
     Mutant(
         "what was read before it changed is taken",
-        "tiers/passing.py",
+        "tiers/offload.py",
         "if started is not None and not x.is_inference() and started[1] == x._version:",
         "if started is not None:",
         f"{TRANSFERS}::test_what_is_announced_is_read_once_and_is_what_it_is_when_it_is_taken",

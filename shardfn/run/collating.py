@@ -1,4 +1,4 @@
-"""Makes batches of rows, and pads the batches of ranks to one length."""
+"""Makes batches of rows, pads those of ranks to one length, and describes and digests them to be compared."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ from shardfn.stages.returned import Returned, held
 from shardfn.stages.saved_tensors import argument_hooks, saved_tensor_hooks
 from shardfn.stages.signature import Gather, GatherPlan, Signature, plan_of
 from shardfn.stages.tape import LONGEST, Identities, StageRun, Tape, identities, key_of
-from shardfn.tiers.passing import GradOffload
+from shardfn.tiers.offload import GradOffload
 from shardfn.transforms.given import ready_since
 from shardfn.transforms.step import Step
 

@@ -38,7 +38,7 @@ from shardfn.shards.placement import Tier
 from shardfn.stages import compressed
 from shardfn.stages.scratch import Scratch
 from shardfn.tiers import placing
-from shardfn.tiers.passing import GradOffload
+from shardfn.tiers.offload import GradOffload
 from shardfn.transforms.step import Defer, GradientSum, Step
 
 _HOST = torch.device("cpu")

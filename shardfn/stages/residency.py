@@ -12,7 +12,7 @@ from shardfn.mesh import waiting
 from shardfn.stages.gather_stream import GatherStream
 from shardfn.stages.ring import CommunicatorOf, Key, Ring, Slot
 from shardfn.stages.tape import Claim, Secondary, StageRun, Tape, identities
-from shardfn.tiers.passing import DiskPrefetch
+from shardfn.tiers.offload import DiskPrefetch
 
 
 class Residency:

@@ -34,7 +34,7 @@ from shardfn.compat import devices, functorch, process_groups
 from shardfn.debugging import debugging
 from shardfn.stages.gather_stream import GatherStream
 from shardfn.stages.signature import Gather, GatherPlan
-from shardfn.tiers.passing import DiskPrefetch
+from shardfn.tiers.offload import DiskPrefetch
 
 Key = tuple[Any, ...]
 CommunicatorOf = Callable[[tuple[str, ...]], Communicator | None]

@@ -19,7 +19,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn.compat import devices
 from shardfn.tiers import copying, streaming, tensors, transfers
-from shardfn.tiers.passing import DiskPrefetch, GradOffload
+from shardfn.tiers.offload import DiskPrefetch, GradOffload
 from shardfn.tiers.tensors import ALIGNMENT, File
 from shardfn.tiers.transfers import Buffers, reading, writing
 from tests.tiers.setting import Held, disk, failing, late, refusing_direct
@@ -404,7 +404,7 @@ def test_what_nobody_takes_is_given_up_without_a_wait_or_an_error(file: File, fr
 
 def leaving(file: File) -> Any:
     made = GradOffload(lambda: None)  # type: ignore[arg-type, return-value]
-    return made, mock.patch("shardfn.tiers.passing.placing.file_of", return_value=file)
+    return made, mock.patch("shardfn.tiers.offload.placing.file_of", return_value=file)
 
 
 def test_gradients_arrive_and_add_up_on_a_slow_disk(file: File) -> None:

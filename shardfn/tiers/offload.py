@@ -1,4 +1,4 @@
-"""How shards get to the device from their tier, on disk before they are needed, and how gradients leave it."""
+"""What a step offloads: shards are read before they are needed, and gradients leave the device as they are computed."""
 
 from __future__ import annotations
 
