@@ -607,6 +607,17 @@ class Halved:
         return w * self.both
 
 
+class Acting(nn.Module):
+    """Its forward reads functions, tensors, tuples, lists and dicts that are no submodules, parameters or buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.by, self.scale, self.shifts, self.named = F.relu, torch.ones(2), (1.0,), [1.0], {"rate": 1.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x * self.by * self.scale[0] + sum(self.shifts)) * self.named["rate"]
+
+
 def scaled(rate: float) -> Callable[[Tensor], Tensor]:
     return lambda w: w * rate
 
@@ -640,7 +651,7 @@ def cases_of_places() -> dict[str, tuple[Callable[..., Any], Callable[[], Any], 
         nonlocal dtype
         dtype = torch.float64
 
-    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout(0.1), nn.BatchNorm1d(2)))
+    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout(0.1), nn.BatchNorm1d(2)), nn.Sequential(), Acting())
     model = interop.functional(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
 
     def another_buffer() -> None:
@@ -659,7 +670,52 @@ def cases_of_places() -> dict[str, tuple[Callable[..., Any], Callable[[], Any], 
             lambda: setattr(model.module[1], "p", 0.5),  # type: ignore[index]
             r"model\.p in .* is \(0\.5,\) now",
         ),
-        "a mode": (lambda w: net(w), lambda: net[1].eval(), r"net\.training in .* False, False, False\) now"),
+        "a mode": (
+            lambda w: net(w),
+            lambda: net[1].eval(),
+            r"net\.training in .* is \(True, True, False",
+        ),
+        "another module": (lambda w: net(w), lambda: setattr(net, "0", nn.Linear(2, 2)), "a module of net in"),
+        "a module more": (
+            lambda w: net(w),
+            lambda: net[2].append(nn.Tanh()),
+            "a module of net in .* another module now",
+        ),
+        "a hook": (
+            lambda w: net(w),
+            lambda: net[0].register_forward_hook(lambda *given: given[2] * 2),
+            r"a hook of net in .* is \(<function .* now, and was \(\)",
+        ),
+        "a forward": (
+            lambda w: net(w),
+            lambda: setattr(net[0], "forward", torch.tanh),
+            r"net\.forward in .* \(<built-in .* was \(\)",
+        ),
+        "a module's function": (
+            lambda w: net(w),
+            lambda: setattr(net[3], "act", torch.tanh),
+            r"net\.act in .* \(<built-in",
+        ),
+        "a tensor of a module": (
+            lambda w: net(w),
+            lambda: setattr(net[3], "by", torch.zeros(2)),
+            r"net\.by in .* is another tensor now",
+        ),
+        "a module's tuple": (
+            lambda w: net(w),
+            lambda: setattr(net[3], "scale", (2.0,)),
+            r"scale in .* is \(\(2\.0,\),\) now",
+        ),
+        "in a module's list": (
+            lambda w: net(w),
+            lambda: net[3].shifts.append(2.0),
+            r"shifts in .* is \(\(1\.0, 2\.0\),\)",
+        ),
+        "in a module's dict": (
+            lambda w: net(w),
+            lambda: net[3].named.update(rate=2.0),
+            r"named in .* \(\(\('rate', 2",
+        ),
         "a closure made again": (lambda w: f(w), set_f, r"rate in scaled.* is 0\.5 now, and was 1\.0"),
         "another function": (lambda w: swapped(w), set_other, "swapped in .* is the function at line "),
         "its code": (lambda w: optional(w), lambda: setattr(optional, "__code__", plain.__code__), "__code__ in"),
@@ -685,6 +741,8 @@ def test_a_change_is_noticed_wherever_it_is(name: str) -> None:
 
 
 def test_what_others_note_on_a_module_changes_nothing() -> None:
+    from transformers.utils import output_capturing
+
     net = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
     net.epoch = net[1].epoch = 2  # type: ignore[assignment]
 
@@ -695,6 +753,7 @@ def test_what_others_note_on_a_module_changes_nothing() -> None:
     net.epoch = net[1].epoch = 3  # type: ignore[assignment]
     with torch.no_grad():
         net[0].weight.add_(1)  # type: ignore[operator]
+    output_capturing.install_output_capuring_hook(net[0], "hidden_states", 0)
     assert surroundings.changed(around, step) == ""
 
 
