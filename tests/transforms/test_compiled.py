@@ -651,14 +651,16 @@ def cases_of_places() -> dict[str, tuple[Callable[..., Any], Callable[[], Any], 
         nonlocal dtype
         dtype = torch.float64
 
-    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout(0.1), nn.BatchNorm1d(2)), nn.Sequential(), Acting())
+    net: Any = nn.Sequential(
+        nn.Linear(2, 2), nn.Sequential(nn.Dropout(0.1), nn.BatchNorm1d(2)), nn.Sequential(), Acting()
+    )
     model = interop.functional(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
 
     def another_buffer() -> None:
-        net[1][1].running_mean = torch.zeros(2)  # type: ignore[index]
+        net[1][1].running_mean = torch.zeros(2)
 
     return {
-        "a module's number": (lambda w: net(w), lambda: setattr(net[1][0], "p", 0.5), r"net\.p in .* is \(0\.5,\) now"),  # type: ignore[index]
+        "a module's number": (lambda w: net(w), lambda: setattr(net[1][0], "p", 0.5), r"net\.p in .* is \(0\.5,\) now"),
         "a module's parameter": (
             lambda w: net(w),
             lambda: setattr(net[0], "weight", nn.Parameter(torch.ones(2, 2))),
@@ -673,7 +675,7 @@ def cases_of_places() -> dict[str, tuple[Callable[..., Any], Callable[[], Any], 
         "a mode": (
             lambda w: net(w),
             lambda: net[1].eval(),
-            r"net\.training in .* is \(True, True, False",
+            r"net\.training in .* \(True, True, Fals",
         ),
         "another module": (lambda w: net(w), lambda: setattr(net, "0", nn.Linear(2, 2)), "a module of net in"),
         "a module more": (
