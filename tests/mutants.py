@@ -1244,8 +1244,15 @@ MUTANTS = [
     Mutant(
         "numbers of modules are not watched",
         "transforms/surroundings.py",
-        "            if type(vars(part)[key]) in _PLAIN:",
+        '            if key != "forward" and _held(vars(part)[key]):',
         "            if False:",
+        "tests/transforms/test_compiled.py::test_a_change_is_noticed_wherever_it_is",
+    ),
+    Mutant(
+        "other modules in a module are not noticed",
+        "transforms/surroundings.py",
+        "return tuple([None if x is None else to(x) for",
+        "return tuple([None for",
         "tests/transforms/test_compiled.py::test_a_change_is_noticed_wherever_it_is",
     ),
     Mutant(

@@ -339,9 +339,13 @@ class Team:
         with self._reaching(to):
             while len(self.sent[to]) > left:
                 for work, row, version in self.sent[to].popleft():
-                    _tried(work.wait)
+                    self._waited(work, to)
                     refuse_changed([row], version)
             self.lines[to].arrived(2 * left + 1)
+
+    def _waited(self, work: Any, other: int) -> None:
+        """Waits until a tensor from or to a rank has arrived."""
+        _tried(self.lines[other]._arrived, work)
 
     def receive(self, source: int) -> Message:
         """Returns the next message from a rank.
@@ -412,7 +416,7 @@ class Team:
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in kinds]
         rows = [self._row(x) for x in tensors if x.nbytes]
         for work in [_tried(group.recv, [row], source, tag) for row, tag in zip(rows, tags, strict=True)]:
-            _tried(work.wait)
+            self._waited(work, source)
         return tensors
 
     def _row(self, x: Any) -> Tensor:

@@ -12,7 +12,7 @@ import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,11 @@ _OURS = ("shardfn", "torch", "optree", "einops", "functools", "contextlib", "bui
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, CodeType)
 _MOST = 256
 """Longer lists and dicts are not looked through, nor more functions."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_INSIDE = {"parameter or buffer": ("_parameters", "_buffers"), "module": ("_modules",), "hook": _HOOKS}
+"""What a module holds, and the attributes in which it does."""
+_NOTING = "transformers.utils.output_capturing"
+"""A module of hooks that only note what passes, and are made by the first call that asks for hidden states."""
 _GONE: Any = object()
 
 Read = Callable[[], Any]
@@ -62,8 +67,8 @@ Around = dict[str, Seen]
 def surroundings(step: Callable[..., Any]) -> Around:
     """Numbers, strings, tensors and modules that the functions of a step name, by where they are named.
 
-    Of a module, these are its mode, parameters, buffers and the numbers that its methods name, and those of the modules
-    in it.
+    Of a module, these are its mode, parameters, buffers, modules, hooks and the numbers, tensors and functions that its
+    methods name, and those of the modules in it.
 
     They are looked for in closures, globals, defaults and bound objects of the step and of the functions that are found
     there; in objects, those attributes that one of these functions names. So are these functions.
@@ -104,8 +109,8 @@ def _differs(around: Around, found: Around) -> str:
 
 
 def _shown(x: Any) -> str:
-    if isinstance(x, weakref.ref) or (type(x) is tuple and any(isinstance(y, weakref.ref) for y in x)):
-        return f"another {'module' if isinstance(x, weakref.ref) and isinstance(x(), nn.Module) else 'tensor'}"
+    if seen := [y() for y in (x if type(x) is tuple else (x,)) if isinstance(y, weakref.ref)]:
+        return f"another {'module' if any(isinstance(y, nn.Module) for y in seen) else 'tensor'}"
     if x is _GONE or isinstance(x, FunctionType):
         return "gone" if x is _GONE else f"the function at line {x.__code__.co_firstlineno}"
     return f"a {type(x).__name__}" if isinstance(x, (Tensor, nn.Module)) else short(repr(x), 40)
@@ -157,15 +162,14 @@ def _looked(name: str, read: Read, named: set[str], inside: bool = False) -> Ite
         x = read()
     except (ValueError, KeyError, AttributeError):
         return
-    numbers = inside and type(x) is tuple and all(type(y) in _PLAIN for y in x)
-    if numbers or type(x) in _PLAIN or (type(x) is FunctionType and not _ours(x)):
+    if type(x) in _PLAIN or (inside and _is_plain(x)) or (type(x) is FunctionType and not _ours(x)):
         yield name, x, read
     elif isinstance(x, Tensor):
         yield name, weakref.ref(x), read
     elif isinstance(x, nn.Module) or isinstance(_attributes(x).get("module"), nn.Module):
         module = x if isinstance(x, nn.Module) else _attributes(x)["module"]
         yield name, weakref.ref(x), read
-        with contextlib.suppress(AttributeError):  # not initialised
+        with contextlib.suppress(AttributeError, KeyError):  # not initialised
             yield from _in_module(name, module)
     elif inside:
         return
@@ -185,20 +189,36 @@ def _looked(name: str, read: Read, named: set[str], inside: bool = False) -> Ite
 
 
 def _in_module(name: str, module: nn.Module) -> Iterator[tuple[str, Any, Read]]:
-    """Numbers and tensors of a module and of those in it: each number by one reader for all that have it."""
+    """What a module and those in it hold: each attribute by one reader for all that have it."""
     parts = list(module.modules())
-    tensors: list[Any] = [x for part in parts for x in (part._parameters, part._buffers) if x]
     named: dict[str, list[dict[str, Any]]] = {}
     for part in parts:
         kind: Any = type(part)
-        for key in vars(part).keys() & _read_by(kind):
-            if type(vars(part)[key]) in _PLAIN:
+        for key in sorted(vars(part).keys() & _read_by(kind)):
+            if key != "forward" and _held(vars(part)[key]):
                 named.setdefault(key, []).append(vars(part))
     for key, owners in named.items():
-        read = functools.partial(_each, owners, key)
+        plain = all(_is_plain(own[key]) for own in owners)
+        read = functools.partial(_each if plain else _each_noted, owners, key)
         yield f"{name}.{key}", read(), read
-    read = functools.partial(_references, tensors)
-    yield f"a parameter or buffer of {name}", read(), read
+    read = functools.partial(_forwards, [vars(part) for part in parts])
+    yield f"{name}.forward", read(), read
+    for what, keys in _INSIDE.items():
+        held = [vars(part)[key] for part in parts for key in keys]
+        read = functools.partial(_hooks if keys is _HOOKS else _references, held)
+        yield f"a {what} of {name}", read(), read
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether this is a number or the like, or a tuple of such."""
+    return type(x) in _PLAIN or (type(x) is tuple and all(type(y) in _PLAIN for y in x))
+
+
+def _held(x: Any) -> bool:
+    """Whether an attribute of a module is compared: a number, tensor or function, or a list, tuple or dict of these."""
+    values = list(x.values()) if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else (x,)
+    kinds = (Tensor, FunctionType, BuiltinFunctionType, MethodType)
+    return 0 < len(values) <= _MOST and all(type(y) in _PLAIN or isinstance(y, kinds) for y in values)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -213,8 +233,32 @@ def _each(owners: list[dict[str, Any]], key: str) -> tuple[Any, ...]:
     return tuple([own.get(key, _GONE) for own in owners])
 
 
-def _references(owners: list[dict[str, Tensor | None]]) -> tuple[Any, ...]:
-    return tuple([x if x is None else weakref.ref(x) for own in owners for x in own.values()])
+def _forwards(owners: list[dict[str, Any]]) -> tuple[Any, ...]:
+    """Functions that replace those of the modules' classes."""
+    return tuple([own["forward"] for own in owners if "forward" in own])
+
+
+def _each_noted(owners: list[dict[str, Any]], key: str) -> tuple[Any, ...]:
+    return tuple(map(_noted, _each(owners, key)))
+
+
+def _references(owners: list[dict[str, Any]], to: Any = weakref.ref) -> tuple[Any, ...]:
+    """The tensors or modules in these dicts, of which most may be empty."""
+    return tuple([None if x is None else to(x) for own in filter(None, owners) for x in own.values()])
+
+
+def _hooks(owners: list[dict[str, Any]]) -> tuple[Any, ...]:
+    found = [x for own in filter(None, owners) for x in own.values()]
+    return tuple([_noted(x) for x in found if getattr(x, "__module__", "") != _NOTING])
+
+
+def _noted(x: Any) -> Any:
+    """A value as it is kept: a weak reference of a tensor or module, a copy of a container."""
+    if isinstance(x, (Tensor, nn.Module)):
+        return weakref.ref(x)
+    if isinstance(x, dict):
+        return tuple(map(_noted, x.items()))
+    return tuple(map(_noted, x)) if isinstance(x, (list, tuple)) else x
 
 
 def _item(read: Read, key: Any) -> Any:

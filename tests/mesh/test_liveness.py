@@ -225,6 +225,18 @@ ENDS = {
         [1, -9, 1],
         "rank 1 has ended without an error message",
     ),
+    "killed between a message's note and its tensor": (
+        2,
+        "from shardfn.parallel import messages, pipeline\n"
+        "def kill(*_): end(lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
+        "if rank == 1: messages.Team._post = kill\n"
+        "def part(w, x, batch): return (batch if rank == 0 else x * batch.sum()).mul(w).sum(-rank)\n"
+        "mesh = sf.make_mesh(pipe=2, device='cpu')\n"
+        "f = sf.grad(lambda w: pipeline(part, w, [torch.ones(2)], 'pipe'))\n"
+        "sf.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)(torch.ones(()))",
+        [1, -9],
+        "pipeline: rank 1 along 'pipe' does not answer",
+    ),
     "killed, with the store": (
         2,
         "if rank == 0: end(lambda: os.kill(os.getpid(), signal.SIGKILL))\n"

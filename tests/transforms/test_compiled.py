@@ -607,6 +607,17 @@ class Halved:
         return w * self.both
 
 
+class Acting(nn.Module):
+    """Its forward reads functions, tensors, tuples, lists and dicts that are no submodules, parameters or buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.by, self.scale, self.shifts, self.named = F.relu, torch.ones(2), (1.0,), [1.0], {"rate": 1.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x * self.by * self.scale[0] + sum(self.shifts)) * self.named["rate"]
+
+
 def scaled(rate: float) -> Callable[[Tensor], Tensor]:
     return lambda w: w * rate
 
@@ -642,7 +653,8 @@ def cases_of_places() -> dict[str, tuple[Callable[..., Any], Callable[[], Any], 
         dtype = torch.float64
 
     linear, dropout, norm, of_model = nn.Linear(2, 2), nn.Dropout(0.1), nn.BatchNorm1d(2), nn.Dropout(0.1)
-    net = nn.Sequential(linear, nn.Sequential(dropout, norm))
+    inner, acting = nn.Sequential(), Acting()
+    net = nn.Sequential(linear, nn.Sequential(dropout, norm), inner, acting)
     model = interop.functional(nn.Sequential(nn.Linear(2, 2), of_model))
 
     return {
@@ -662,7 +674,52 @@ def cases_of_places() -> dict[str, tuple[Callable[..., Any], Callable[[], Any], 
             lambda: setattr(of_model, "p", 0.5),
             r"model\.p in .* is \(0\.5,\) now",
         ),
-        "a mode": (lambda w: net(w), lambda: net[1].eval(), r"net\.training in .* False, False, False\) now"),
+        "a mode": (
+            lambda w: net(w),
+            lambda: net[1].eval(),
+            r"net\.training in .* \(True, True, Fals",
+        ),
+        "another module": (lambda w: net(w), lambda: setattr(net, "0", nn.Linear(2, 2)), "a module of net in"),
+        "a module more": (
+            lambda w: net(w),
+            lambda: inner.append(nn.Tanh()),
+            "a module of net in .* another module now",
+        ),
+        "a hook": (
+            lambda w: net(w),
+            lambda: linear.register_forward_hook(lambda *given: given[2] * 2),
+            r"a hook of net in .* is \(<function .* now, and was \(\)",
+        ),
+        "a forward": (
+            lambda w: net(w),
+            lambda: setattr(linear, "forward", torch.tanh),
+            r"net\.forward in .* \(<built-in .* was \(\)",
+        ),
+        "a module's function": (
+            lambda w: net(w),
+            lambda: setattr(acting, "act", torch.tanh),
+            r"net\.act in .* \(<built-in",
+        ),
+        "a tensor of a module": (
+            lambda w: net(w),
+            lambda: setattr(acting, "by", torch.zeros(2)),
+            r"net\.by in .* is another tensor now",
+        ),
+        "a module's tuple": (
+            lambda w: net(w),
+            lambda: setattr(acting, "scale", (2.0,)),
+            r"scale in .* is \(\(2\.0,\),\) now",
+        ),
+        "in a module's list": (
+            lambda w: net(w),
+            lambda: acting.shifts.append(2.0),
+            r"shifts in .* is \(\(1\.0, 2\.0\),\)",
+        ),
+        "in a module's dict": (
+            lambda w: net(w),
+            lambda: acting.named.update(rate=2.0),
+            r"named in .* \(\(\('rate', 2",
+        ),
         "a closure made again": (lambda w: f(w), set_f, r"rate in scaled.* is 0\.5 now, and was 1\.0"),
         "another function": (lambda w: swapped(w), set_other, "swapped in .* is the function at line "),
         "its code": (lambda w: optional(w), lambda: setattr(optional, "__code__", plain.__code__), "__code__ in"),
@@ -694,6 +751,8 @@ class Noted(nn.Linear):
 
 
 def test_what_others_note_on_a_module_changes_nothing() -> None:
+    from transformers.utils import output_capturing
+
     layer = Noted(2, 2)
     layer.epoch = 2
 
@@ -704,6 +763,7 @@ def test_what_others_note_on_a_module_changes_nothing() -> None:
     layer.epoch = 3
     with torch.no_grad():
         layer.weight.add_(1)
+    output_capturing.install_output_capuring_hook(layer, "hidden_states", 0)
     assert surroundings.changed(around, step) == ""
 
 
