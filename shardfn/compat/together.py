@@ -35,15 +35,20 @@ def product(x: Tensor, w: Tensor) -> Any:
     """As `torch.matmul`: a product of rows with a matrix."""
     if not (_plain(x, w) and x.ndim >= 2 and w.ndim == 2 and x.shape[-1] == w.shape[0]):
         return torch.matmul(x, w)
-    y: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), w)  # type: ignore[no-untyped-call]
+    y: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), w, _unread(w))  # type: ignore[no-untyped-call]
     return y if x.ndim == 2 else y.view(*x.shape[:-1], w.shape[-1])
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """As `torch.nn.functional.linear`."""
-    if bias is not None or not (_plain(input, weight) and weight.ndim == 2):
+    rows = _plain(input, weight) and input.ndim >= 2 and weight.ndim == 2 and input.shape[-1] == weight.shape[1]
+    if not rows or not (bias is None or _plain(input, bias)):
         return F.linear(input, weight, bias)
-    return product(input, weight.mT)
+    w = weight.mT
+    if hasattr(weight, _UNREAD):
+        mark_unread(w, weight)
+    y = product(input, w)
+    return y if bias is None else y + bias
 
 
 def _plain(*tensors: Any) -> bool:
@@ -59,34 +64,55 @@ def _plain(*tensors: Any) -> bool:
     )
 
 
+_UNREAD = "_shardfn_unread"  # an attribute of tensors
+
+
+def mark_unread(x: Tensor, parameter: Tensor | None = None) -> None:
+    """Notes that nothing but the tangent of the gradient is used of a parameter, or of a view of one."""
+    setattr(x, _UNREAD, parameter)
+
+
+def _unread(x: Tensor) -> Tensor | None:
+    """The parameter that this is or shows, if its gradient is unread."""
+    parameter: Tensor | None = getattr(x, _UNREAD, None)
+    return x if parameter is None and hasattr(x, _UNREAD) else parameter
+
+
 class _Product(torch.autograd.Function):
-    """`(x [n, k], w [k, m]) -> x @ w`."""
+    """`(x [n, k], w [k, m]) -> x @ w`; if the gradient of w is unread, it is not computed where it has a tangent."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, w: Tensor) -> Tensor:
+    def forward(x: Tensor, w: Tensor, unread: Any) -> Tensor:
         return x @ w
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+        *tensors, ctx.unread = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, ct: Tensor) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
-        needs = ctx.needs_input_grad
+        of_x, of_w, _ = ctx.needs_input_grad
         if (pairs := pairs_of(x, w, ct)) is None:
-            return ct @ w.mT if needs[0] else None, x.mT @ ct if needs[1] else None
+            return ct @ w.mT if of_x else None, x.mT @ ct if of_w else None, None
         (x, w, ct), (tx, tw, tct) = pairs
-        return (
-            _dual(ct @ w.mT, _sum(((tct, _turned(w)), (ct, _turned(tw))))) if needs[0] else None,
-            _dual(x.mT @ ct, _sum(((_turned(tx), ct), (x.mT, tct)))) if needs[1] else None,
-        )
+        dx = _dual(ct @ w.mT, _sum(((tct, _turned(w)), (ct, _turned(tw))))) if of_x else None
+        if not of_w:
+            return dx, None, None
+        moved = _sum(((_turned(tx), ct), (x.mT, tct)))
+        # Hooks of a parameter may use its gradient.
+        if moved is not None and ctx.unread is not None and not ctx.unread._backward_hooks:
+            nothing = torch.empty_like(moved)  # of which no page is touched but one
+            nothing[0, 0] = math.nan  # a number that would be seen wherever it was used
+            return dx, functorch.dual(nothing, moved), None
+        return dx, _dual(x.mT @ ct, moved), None
 
     @staticmethod
-    def jvp(ctx: Any, tx: Tensor | None, tw: Tensor | None) -> Tensor | None:
+    def jvp(ctx: Any, tx: Tensor | None, tw: Tensor | None, _: None) -> Tensor | None:
         x, w = ctx.saved_tensors
         terms = (tx, w), (x, tw)
         if functorch.untracked(x, w, tx, tw):

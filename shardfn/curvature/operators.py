@@ -23,7 +23,7 @@ from shardfn.optim.hyperparameters import kind
 from shardfn.optim.norms import wide
 from shardfn.quoting import short
 from shardfn.shards.random import int_seed
-from shardfn.transforms.autodiff import grad, name_of, value_and_grad
+from shardfn.transforms.autodiff import differentiating, grad, name_of
 from shardfn.transforms.fitting import together
 from shardfn.transforms.jvp import jvp
 from shardfn.transforms.shortage import RandomNumbers, versions
@@ -121,7 +121,7 @@ def hvp(f: Function, params: Any, batches: Iterable[Any] | None = None) -> Opera
     """The Hessian of a loss, whose products are Hessian-vector products; nothing is approximated.
 
     It is that of the sum of `f(params, *batch)` over the batches. Each product takes about as much memory as two
-    gradients, and as much time as three.
+    gradients, and as much time as two or three. The gradient itself is neither computed in full nor reduced.
 
     Args:
         f: `(params, *batch) -> loss`, or `(params, batch)` if a batch is no tuple or list; `(params)` without batches.
@@ -146,7 +146,7 @@ def hvp(f: Function, params: Any, batches: Iterable[Any] | None = None) -> Opera
 
     def product(values: Vector, v: Vector, space: Space, batch: tuple[Any, ...]) -> Any:
         def gradient(values: Vector) -> Any:
-            loss, g = value_and_grad(lambda p: f(p, *batch))(space.variables.tree(values))
+            loss, g = differentiating(lambda p: f(p, *batch), unread=True)(space.variables.tree(values))
             return g, loss.detach()
 
         _, product, loss = jvp(gradient, (values,), (v,), has_aux=True)

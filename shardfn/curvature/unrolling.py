@@ -20,7 +20,7 @@ from shardfn.curvature.solving import Method, solve
 from shardfn.curvature.vectors import Space, Vector, add_, refuse_derivative
 from shardfn.optim.hyperparameters import whole
 from shardfn.optim.optimizer import Optimizer
-from shardfn.transforms.autodiff import Variables, grad, name_of, value_and_grad
+from shardfn.transforms.autodiff import Variables, differentiating, grad, name_of, value_and_grad
 from shardfn.transforms.jvp import jvp
 from shardfn.transforms.shortage import RandomNumbers, versions
 
@@ -181,7 +181,8 @@ def _along(loss: Function, space: Space, hyper: Any, v: Vector, batch: tuple[Any
     fixed = Variables(hyper)
 
     def gradients(values: Vector, others: Vector) -> Any:
-        return grad(lambda p, h: loss(p, h, *batch), (0, 1))(space.variables.tree(values), fixed.tree(others))
+        f = differentiating(lambda p, h: loss(p, h, *batch), (0, 1), unread=True)
+        return f(space.variables.tree(values), fixed.tree(others))[1]
 
     values, others = ([x.detach() for x in each.values] for each in (space.variables, fixed))
     return jvp(gradients, (values, others), (v, [torch.zeros_like(x) for x in others]))[1]

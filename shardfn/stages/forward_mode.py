@@ -8,6 +8,7 @@ tangents, too; autograd takes them through the graph of the pairs, and the gradi
 from __future__ import annotations
 
 import functools
+import math
 import random
 import re
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from shardfn.collectives.capturing import capturing
 from shardfn.collectives.ledger import ledger
-from shardfn.compat import autograd, functorch, modes
+from shardfn.compat import autograd, functorch, modes, together
 from shardfn.compat.norms import Written
 from shardfn.quoting import short
 from shardfn.shards.layout import FlatShard
@@ -31,7 +32,7 @@ from shardfn.stages.signature import Signature, signature_of
 from shardfn.transforms.autodiff import moves
 from shardfn.transforms.jvp import WRITES, belonging, running
 from shardfn.transforms.shortage import RandomNumbers
-from shardfn.transforms.step import OutsideGradient, pushes
+from shardfn.transforms.step import OutsideGradient, current_step, pushes
 
 if TYPE_CHECKING:
     from shardfn.stages.call import Call
@@ -75,7 +76,7 @@ class Pairs:
         parts = [functorch.unpacked(x) if isinstance(x, Tensor) else (x, None) for x in leaves]
         values = [value for value, _ in parts]
         needs = [torch.is_grad_enabled() and moves(x) and x.requires_grad for x in values]
-        shards = set(signature.shards)
+        shards, step = set(signature.shards), current_step()
         # A stage has one for all of its parameters or for none, and one if its gradient will have one.
         has = tuple(
             any(parts[i][1] is not None or (needs[i] and i in shards) for i in source) for source in signature.sources
@@ -83,17 +84,21 @@ class Pairs:
         tangents = [_tangent(*part) for part in parts]
         moving = [node for node, yes in zip(nodes_of(signature, tangents), has, strict=True) if yes]
         arguments: Any = (nodes_of(signature, values), moving), {}
-        if has not in signature.paired:
-            function = functools.wraps(signature.function)(functools.partial(_on_pairs, signature, has))
-            made = signature.paired[has] = signature_of(signature.name, function, signature.options, *arguments)
+        variables = step.variables if step is not None and step.unread and not torch.is_anomaly_enabled() else {}
+        unread = tuple(all(id(leaves[i]) in variables for i in source) for source in signature.sources)
+        kind = has, unread
+        if kind not in signature.paired:
+            function = functools.wraps(signature.function)(functools.partial(_on_pairs, signature, *kind))
+            made = signature.paired[kind] = signature_of(signature.name, function, signature.options, *arguments)
             made.computes = signature.computes
-        self.signature, self.source, self.written = signature.paired[has], signature, Written.active()
+        self.signature, self.source, self.written = signature.paired[kind], signature, Written.active()
         self.leaves: list[Any] = optree.tree_leaves(arguments)
         self.needs = needs + [False] * (len(self.leaves) - len(needs))
         self.tangents: list[Tensor | None] = []
         count = sum(i < len(leaves) for i in self.signature.shards)
         paired = [k for k, i in enumerate(signature.shards) if has[_source(signature, i)]]
         self.tangent_of = dict(zip(paired, range(count, len(self.signature.shards)), strict=True))
+        self.unread = {k for k in paired if unread[_source(signature, signature.shards[k])]}
 
     def watching(self) -> Any:
         """A context for backward of a graph of pairs, in which torch's checkpoints run a part of the function again."""
@@ -113,9 +118,11 @@ class Pairs:
         (of_parameters, of_inputs), needs = gradients, list(needs)
         for k, t in self.tangent_of.items():
             pairs = [(None, None) if g is None else functorch.unpacked(g) for g in of_parameters[k]]
-            of_parameters[k] = [None if g is None else _own(g.detach(), lent) for g, _ in pairs]
+            of_parameters[k] = [None if g is None or k in self.unread else _own(g.detach(), lent) for g, _ in pairs]
             of_parameters[t] = [None if dg is None else _own(dg.detach(), lent) for _, dg in pairs]
             needs[t] = needs[k]
+            if k in self.unread:
+                of_parameters[k], needs[k] = [None] * len(pairs), False
         pairs = [(None, None) if g is None else functorch.unpacked(g) for g in of_inputs]
         of_inputs = [
             None
@@ -152,18 +159,22 @@ def nodes_of(signature: Signature, leaves: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _on_pairs(signature: Signature, has: Sequence[bool], nodes: list[Any], moving: list[Any]) -> Any:
+def _on_pairs(
+    signature: Signature, has: Sequence[bool], unread: Sequence[bool], nodes: list[Any], moving: list[Any]
+) -> Any:
     """Calls the stage's function on parameters and arguments with tangents."""
     values = optree.tree_leaves(nodes)
     wanted = [i for i, x in enumerate(values) if isinstance(x, Tensor) and x.requires_grad]
     tries = bool(wanted) and torch.is_grad_enabled() and signature.reverses
+    each = [yes for node, yes in zip(nodes, unread, strict=True) for _ in optree.tree_leaves(node)]
+    transposed = functools.partial(_transposed, signature, has, nodes, moving, wanted, [each[i] for i in wanted])
     if tries and (autograd.inside_backward() or capturing() is not None):  # it has run there before
-        return _transposed(signature, has, nodes, moving, wanted)
+        return transposed()
     if tries:
         began = _Random(values, signature)
         with ledger() as log:
             try:
-                return _transposed(signature, has, nodes, moving, wanted)
+                return transposed()
             except Exception as error:
                 if not _refused(error):
                     raise
@@ -220,7 +231,12 @@ def _recorded(signature: Signature, has: Sequence[bool], nodes: list[Any], movin
 
 
 def _transposed(
-    signature: Signature, has: Sequence[bool], nodes: list[Any], moving: list[Any], wanted: Sequence[int]
+    signature: Signature,
+    has: Sequence[bool],
+    nodes: list[Any],
+    moving: list[Any],
+    wanted: Sequence[int],
+    unread: Sequence[bool],
 ) -> Any:
     """Calls it inside of `torch.func.vjp`.
 
@@ -238,6 +254,8 @@ def _transposed(
             each = [moved[k] for k in group] + [xs[k] for k in group]
             for k, x in zip(group, _InPlaceOf.apply(*each), strict=True):  # type: ignore[no-untyped-call]
                 arguments[wanted[k]] = x
+                if unread[k]:
+                    together.mark_unread(x)
         with modes.functions_seen(), running(f"{signature.name} ({signature.stage})", _ranges(leaves)):
             belonging(arguments)
             result = _called(signature, optree.tree_unflatten(tree, arguments))
@@ -419,9 +437,9 @@ class Pushed(torch.autograd.Function):
         with modes.functions_unseen():
             gradients = engine.backward(call, call.needs, cotangents, tuple(ctx.saved_tensors), False)
         for k, t in call.pairs.tangent_of.items():
-            if gradients[k] is not None:
-                gradients[k] = functorch.dual(gradients[k], gradients[t])
-            gradients[t] = None
+            g, dg, gradients[t] = gradients[k], gradients[t], None
+            if dg is not None:
+                gradients[k] = functorch.dual(torch.full_like(dg, math.nan) if g is None else g, dg)
         return (None, None, *gradients)
 
 

@@ -97,7 +97,8 @@ class Signature:
         writable: whether there are lists, dicts or deques among the arguments.
         computes: whether the function uses the parameters, or this rank only takes part in the collectives.
         compared: whether the numbers of a second run were compared with those of the first.
-        paired: the stages that it is in forward mode, by which arguments have tangents.
+        paired: the stages that it is in forward mode, by which arguments have tangents, and of which gradients only the
+            tangents are read.
         reverses: whether torch.func.vjp can run the function on pairs, as far as is known.
         apart: the stage that it is where the rows of a batch are apart.
     """
@@ -115,7 +116,7 @@ class Signature:
     writable: bool = False
     computes: bool = True
     compared: bool = False
-    paired: dict[tuple[bool, ...], Signature] = field(default_factory=dict)
+    paired: dict[tuple[tuple[bool, ...], tuple[bool, ...]], Signature] = field(default_factory=dict)
     reverses: bool = True
     apart: Callable[..., Any] | None = None
 

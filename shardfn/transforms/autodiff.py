@@ -51,6 +51,13 @@ def value_and_grad(
         >>> value_and_grad(lambda p: (p["w"] ** 2).sum())({"w": torch.tensor([1.0, 2.0])})
         (tensor(5.), {'w': tensor([2., 4.])})
     """
+    return differentiating(f, argnums, has_aux)
+
+
+def differentiating(
+    f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, unread: bool = False
+) -> Callable[..., tuple[Any, Any]]:
+    """`value_and_grad`; with `unread`, the gradient's tangents are right alone, and it may be anything itself."""
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     called = module_told("value_and_grad", f)
 
@@ -72,7 +79,8 @@ def value_and_grad(
         def loss(*values: Tensor) -> tuple[Tensor, Any]:
             return scalar(called(*with_leaves(args, chosen, variables.tree(values)), **kwargs), has_aux, name_of(f))
 
-        engine = _by_torch_func if torch.compiler.is_compiling() or functorch.inside_transform() else _by_autograd
+        traced = torch.compiler.is_compiling() or functorch.inside_transform()
+        engine = _by_torch_func if traced else functools.partial(_by_autograd, unread=unread)
         recorder = None if torch.compiler.is_compiling() else recording.current()
         begin = 0 if recorder is None else len(recorder.trace.nodes)
         value, aux, gradients = engine(loss, variables.values, variables.layouts)
@@ -129,7 +137,7 @@ def _by_torch_func(
 
 
 def _by_autograd(
-    loss: Callable[..., Any], leaves: list[Tensor], layouts: list[Layout | None]
+    loss: Callable[..., Any], leaves: list[Tensor], layouts: list[Layout | None], unread: bool
 ) -> tuple[Tensor, Any, Sequence[Tensor]]:
     """The loss, aux and gradients by plain autograd."""
     if torch.is_inference_mode_enabled():
@@ -141,7 +149,7 @@ def _by_autograd(
         for variable in variables:
             if not variable.requires_grad:
                 variable.requires_grad_()
-        with Step(variables) as step:
+        with Step(variables, unread=unread) as step:
             value, aux = loss(*variables)
             others = bool(recording_outside or step.engines) and reaches_others((value, aux), variables)
             keep = recording_outside and (any(leaf.requires_grad for leaf in leaves) or others)

@@ -88,14 +88,18 @@ class Step:
         ordered: whether backward passes come in the reverse order of the forward passes. Only then can a rank take part
             in the backward of stages that its own loss does not use.
         pushed: whether its gradients have tangents.
+        unread: whether these tangents are used alone, so that the gradients need not be computed.
     """
 
-    def __init__(self, variables: Sequence[Tensor], defer: Defer = "nothing", ordered: bool = True) -> None:
+    def __init__(
+        self, variables: Sequence[Tensor], defer: Defer = "nothing", ordered: bool = True, unread: bool = False
+    ) -> None:
         self.number, self.ordered = numbered(), ordered
         self.variables = {id(variable): variable for variable in variables}
         self.sums: dict[int, GradientSum] = {}
         self.defer = defer
         self.live, self.pushed = False, pushes()
+        self.unread = unread and self.pushed
         self.pass_: int | None = None
         self.engines: list[Member] = []
         self.tapes: list[tuple[Member, Any]] = []

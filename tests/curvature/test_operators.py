@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Normal
+from torch.utils.flop_counter import FlopCounterMode
 
 import shardfn as sf
 from shardfn import curvature as sc
@@ -189,3 +190,99 @@ def test_products_are_right_with_each_strategy(world: World, strategy: str) -> N
 @pytest.mark.world(2, "processes")
 def test_a_loss_may_be_mapped_already(world: World) -> None:
     assert worst(world.run(off, "hvp", "full_shard", False)) < 1e-13
+
+
+# --- a Hessian's products compute no gradients that nobody reads ---
+
+
+def hooked(p: Any, x: Tensor) -> Tensor:
+    if p["w"].requires_grad:
+        p["w"].register_hook(lambda g: g.clamp(-0.1, 0.1))
+    return torch.tanh(x @ p["w"])
+
+
+BLOCKS: dict[str, Any] = {
+    "products": lambda p, x: x + torch.tanh(x @ p["w"]) @ p["v"],
+    "linear": lambda p, x: torch.tanh(F.linear(x, p["w"], p["b"])) @ p["v"],
+    "tied": lambda p, x: torch.tanh(x @ p["w"]) @ p["w"].T,
+    "weights of norm one": lambda p, x: torch.tanh(x @ (p["w"] / p["w"].norm())) @ p["v"],
+    "weights that multiply too": lambda p, x: torch.tanh(x @ p["w"]) * p["w"].norm(),
+    "a choice of weights": lambda p, x: torch.tanh(x @ torch.where(p["w"] > 0, p["w"], p["w"] * p["v"])),
+    "no matrix product": lambda p, x: torch.tanh(torch.einsum("ij,jk->ik", x, p["w"])),
+    "a bias of weights": lambda p, x: torch.tanh(F.linear(x, p["w"], p["b"] * p["w"].sum())),
+    "a constant": lambda p, x: torch.tanh(x @ p["w"].detach()) @ p["v"],
+    "a hook": hooked,
+}
+BEFORE: dict[str, Any] = {"": lambda w: w, "times a number": lambda w: w * 1.5, "squared": torch.square}
+
+
+def of_blocks(seed: int) -> Any:
+    shapes = {"w": (D, D), "v": (D, D), "b": (D,)}
+    return [{name: normal(*shape, seed=100 * seed + 10 * i + k) for k, (name, shape) in enumerate(shapes.items())}
+            for i in range(2)]  # fmt: skip
+
+
+def loss_of_blocks(block: Any, before: str, penalty: float) -> Any:
+    def loss(params: Any, x: Tensor) -> Tensor:
+        for p in optree.tree_map(BEFORE[before], params):
+            x = block(p, x)
+        return x.square().sum()
+
+    def penalized(params: Any, x: Tensor) -> Tensor:
+        cubes = [(w**3).sum() for w in optree.tree_leaves(params)]
+        return loss(params, x) + penalty * torch.stack(cubes).sum()
+
+    return penalized if penalty else loss
+
+
+def off_without_gradients(name: str, remat: bool) -> float:
+    """The worst product, by what is done to parameters before a stage has them, and whether a penalty has them too."""
+    mesh, found = sf.make_mesh(data=-1, device="cpu"), [0.0]
+    params, v = (sf.shard(of_blocks(seed), mesh, sf.full_shard("data")) for seed in (0, 1))
+    x = normal(mesh.size(), 2, D, seed=3)
+    staged = sf.stage(BLOCKS[name], remat=remat)
+    for before in BEFORE:
+        # One process has one tensor, whose hook would see the gradient of a penalty too.
+        for penalty in {0, name != "a hook"}:
+            loss = loss_of_blocks(staged, before, penalty)  # of this rank's parts of parameters
+            alone = loss_of_blocks(BLOCKS[name], before, penalty / mesh.size())
+
+            def product(params: Any, v: Any, x: Tensor, loss: Any = loss) -> Any:
+                return sc.hvp(lambda p: sf.psum(loss(p, x), "data"), params) @ v
+
+            mapped = sf.shard_map(product, mesh=mesh, in_specs=(..., ..., sf.P("data")), out_specs=...)
+            got = flat(sf.unshard(mapped(params, v, x[mesh.get_rank()])))
+            of_ranks = [torch.func.grad(lambda p, f=alone, x=x: f(p, x)) for x in x]  # a hook sees one rank's gradient
+            pushed = [flat(torch.func.jvp(g, (of_blocks(0),), (of_blocks(1),))[1]) for g in of_ranks]
+            want = torch.stack(pushed).sum(0)
+            found.append(float((got - want).norm() / want.norm()))
+    return max(found)
+
+
+@pytest.mark.world(2, "processes")
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_gradients_that_nobody_reads_are_in_no_product(world: World, name: str, remat: bool) -> None:
+    assert worst(world.run(off_without_gradients, name, remat)) < 1e-13
+
+
+def cost_of_a_product() -> tuple[list[int], list[int]]:
+    """Multiplications, and bytes that are reduced, of a gradient and of a product of its tangents."""
+    mesh, x = sf.make_mesh(data=-1, device="cpu"), normal(8, D, seed=3)
+    params, v = (sf.shard(of_blocks(seed), mesh, sf.full_shard("data")) for seed in (0, 1))
+    loss, flops, nbytes = loss_of_blocks(sf.stage(BLOCKS["products"]), "", 0), [], []
+    hessian = sc.hvp(lambda p: loss(p, x), params)
+    for run in (lambda: sf.grad(loss)(params, x), lambda: hessian @ v):
+        run()
+        with sf.ledger() as log, FlopCounterMode(display=False) as counter:
+            run()
+        flops.append(counter.get_total_flops())
+        nbytes.append(sum(entry.bytes for entry in log.records if entry.op == "reduce_scatter"))
+    return flops, nbytes
+
+
+@pytest.mark.world(2, "processes")
+def test_a_product_computes_and_reduces_tangents_of_gradients_alone(world: World) -> None:
+    for (gradient, product), (once, again) in world.run(cost_of_a_product):
+        assert 3 * product <= 8 * gradient
+        assert 0 < once == again
