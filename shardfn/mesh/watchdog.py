@@ -331,7 +331,8 @@ class Watcher:
         if frame is None or frame.f_code is not _IN_BARRIER or main in waits:
             self.barrier = None
             return {}
-        group = (frame.f_locals["group"] or dist.group.WORLD).group_name
+        members: Any = frame.f_locals["group"] or dist.group.WORLD
+        group = members.group_name
         if self.barrier is None or self.barrier.group != group:
             self.barrier = on(BARRIER, group)
             self.barrier.count, self.barrier.verdict = 1, ""  # not a real count: see `State`

@@ -226,10 +226,10 @@ def in_a_barrier(call: str) -> tuple[list[str], str]:
     """Rank 1 waits in a barrier of the program's own for rank 0, which waits for it; the log, and the error."""
     watchdog.PATIENCE, watchdog.TICK = 0.3, 0.05
     params = sf.shard({"a": torch.ones(40)}, sf.make_mesh(shard=-1, device="cpu"), sf.full_shard("shard"))
+    calls: dict[str, Any] = {"sf.unshard": sf.unshard, "sf.checkpoint.save": save}
+    does = calls[call] if dist.get_rank() == 0 else lambda _: dist.barrier()
     with heard() as said, pytest.raises(RuntimeError) as caught:
-        if dist.get_rank() == 0:
-            {"sf.unshard": sf.unshard, "sf.checkpoint.save": save}[call](params)
-        dist.barrier()
+        does(params)
     return said, str(caught.value)
 
 
