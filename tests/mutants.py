@@ -556,7 +556,7 @@ MUTANTS = [
     Mutant(
         "a tensor that replaces another is taken for it",
         "transforms/surroundings.py",
-        "            return now is not None and now is self.value()",
+        "            return now is self.value or (now is not None and now is self.value())",
         "            return True",
         f"{COMPILED}::test_what_changes_after_the_program_was_made_is_an_error[tensor]",
     ),
@@ -1244,14 +1244,14 @@ MUTANTS = [
     Mutant(
         "numbers of modules are not watched",
         "transforms/surroundings.py",
-        '            if key != "forward" and _held(vars(part)[key]):',
-        "            if False:",
+        "            having.setdefault(key, []).append(where)",
+        "            pass",
         "tests/transforms/test_compiled.py::test_a_change_is_noticed_wherever_it_is",
     ),
     Mutant(
         "other modules in a module are not noticed",
         "transforms/surroundings.py",
-        "return tuple([None if x is None else to(x) for",
+        "return tuple([None if x is None else weakref.ref(x) for",
         "return tuple([None for",
         "tests/transforms/test_compiled.py::test_a_change_is_noticed_wherever_it_is",
     ),

@@ -243,8 +243,9 @@ class Graphs:
             program.around = kept(program.around, surroundings(self.step))
         elif what := changed(program.around, self.step):
             raise RuntimeError(
-                f"{self.name}: {what}: a program keeps what the step read when it was made. Pass it as a 0-d tensor "
-                f"among the arguments, or write into the tensor that was there"
+                f"{self.name}: {what}: a program keeps what the step read when it was made. Pass a number as a 0-d "
+                f"tensor among the arguments, write into the tensor that was there, or make the program anew, by "
+                f"shardfn.{self.name.partition('(')[0]}(step)"
             )
 
     # --- calls ---
