@@ -1251,7 +1251,7 @@ MUTANTS = [
     Mutant(
         "other modules in a module are not noticed",
         "transforms/surroundings.py",
-        "return tuple([None if x is None else to(x) for",
+        "return tuple([None if x is None else weakref.ref(x) for",
         "return tuple([None for",
         "tests/transforms/test_compiled.py::test_a_change_is_noticed_wherever_it_is",
     ),

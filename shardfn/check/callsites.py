@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
-import hashlib
 import inspect
 import itertools
 import linecache
@@ -22,6 +21,7 @@ from typing import Any, Literal
 import optree
 import torch
 
+from shardfn.check.bits import digest_of
 from shardfn.compat import functorch
 from shardfn.quoting import installed
 
@@ -169,11 +169,10 @@ def _callsite(code: CodeType, at: int, line: int, outer: CodeType, outer_at: int
     if site is None:
         # Without the folder, which may differ between ranks.
         text = f"{os.path.basename(code.co_filename)}:{code.co_qualname}:{line}".encode()
-        digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
         direct = outer is code
         within = "" if direct else f"{installed(code.co_filename)}:{line}"
         span = _span(code, at) if direct else None
-        site = _sites[key] = Site(outer.co_filename, outer_line, outer.co_qualname, digest, span, within)
+        site = _sites[key] = Site(outer.co_filename, outer_line, outer.co_qualname, digest_of(text), span, within)
     return site
 
 

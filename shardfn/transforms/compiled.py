@@ -7,12 +7,13 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives import late_checks
 from shardfn.collectives.agree import agree, failing_together
@@ -25,9 +26,6 @@ from shardfn.transforms import regions
 from shardfn.transforms.captured import Form, Program, donate
 from shardfn.transforms.graphed import Graphs, host_checks
 from shardfn.transforms.tracing import TENSOR, Trace
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 F = TypeVar("F", bound=Callable[..., Any])
 _log = logging.getLogger("shardfn")

@@ -24,7 +24,7 @@ from shardfn.mesh.scope import scope_of
 from shardfn.shards.layout import Layout, is_flat
 from shardfn.shards.partition import with_leaves
 from shardfn.shards.unsharding import unshard
-from shardfn.transforms.autodiff import Variables, name_of
+from shardfn.transforms.autodiff import Variables, name_of, positions
 from shardfn.transforms.jvp import by_transposes, followed
 
 Argnums = int | Sequence[int]
@@ -115,13 +115,10 @@ def _jacobian(
     f: Callable[..., Any], argnums: Argnums, has_aux: bool, chunk_size: int | None, name: str, by: Callable[..., Any]
 ) -> Callable[..., Any]:
     """A function that returns the Jacobian of `f`, computed by `_by_rows` or `_by_columns`."""
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     @functools.wraps(f)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        if not all(-len(args) <= number < len(args) for number in numbers):
-            raise TypeError(f"{name}: argnums={argnums}, but {name_of(f)} was called with {len(args)} by position")
-        chosen = [number % len(args) for number in numbers]
+        chosen = positions(name, f, argnums, args)
         variables = Variables(tuple(args[i] for i in chosen))
         place = f"{name} of {name_of(f)}"
         trees: list[Any] = []
@@ -159,9 +156,8 @@ def _by_rows(
     indices = tuple(range(len(variables.values)))
     if not indices or not values:
         return [() for _ in values]
-    jacobian = torch.func.jacrev(lambda *xs: outputs(*xs)[0], argnums=indices, chunk_size=chunk_size)(*variables.values)
-    rows: Sequence[Sequence[Tensor]] = jacobian
-    return rows
+    by_reverse: Any = torch.func.jacrev(lambda *xs: outputs(*xs)[0], argnums=indices, chunk_size=chunk_size)
+    return by_reverse(*variables.values)
 
 
 def _by_columns(

@@ -140,13 +140,9 @@ def _reads(f: FunctionType) -> Iterator[tuple[str, Read]]:
     yield from ((name, functools.partial(operator.getitem, f.__globals__, name)) for name in names)
     parameters, count = f.__code__.co_varnames[: f.__code__.co_argcount], len(f.__defaults__ or ())
     for i, name in enumerate(parameters[len(parameters) - count :]):
-        yield name, functools.partial(_item, functools.partial(getattr, f, "__defaults__"), i)
+        yield name, functools.partial(_then, operator.itemgetter(i), functools.partial(getattr, f, "__defaults__"))
     for name in f.__kwdefaults__ or ():
-        yield name, functools.partial(_item, functools.partial(getattr, f, "__kwdefaults__"), name)
-
-
-def _itself(x: Any) -> Any:
-    return x
+        yield name, functools.partial(_then, operator.itemgetter(name), functools.partial(getattr, f, "__kwdefaults__"))
 
 
 def _values(reads: Iterator[tuple[str, Read]]) -> Iterator[Any]:
@@ -175,16 +171,16 @@ def _looked(name: str, read: Read, named: set[str], inside: bool = False) -> Ite
         return
     elif isinstance(x, (list, tuple, dict)) and len(x) <= _MOST:
         for key in list(x) if isinstance(x, dict) else range(len(x)):
-            again = functools.partial(_item, read, key)
+            again = functools.partial(_then, operator.itemgetter(key), read)
             yield from _looked(f"{name}[{key!r}]", again, named, inside=True)
         if isinstance(x, list):
-            yield f"len({name})", len(x), functools.partial(_length, read)
+            yield f"len({name})", len(x), functools.partial(_then, len, read)
     elif isinstance(x, functools.partial):
         for part in ("func", "args", "keywords"):
-            yield from _looked(f"{name}.{part}", functools.partial(_part, read, part), named)
+            yield from _looked(f"{name}.{part}", functools.partial(_then, operator.attrgetter(part), read), named)
     elif not isinstance(x, (type, FunctionType)) and not _ours(x):
         for key in sorted(named & set(_attributes(x)).union(*map(vars, type(x).__mro__))):
-            again = functools.partial(_own, read, key)
+            again = functools.partial(_then, functools.partial(_own, key), read)
             yield from _looked(f"{name}.{key}", again, named, inside=True)
 
 
@@ -199,7 +195,8 @@ def _in_module(name: str, module: nn.Module) -> Iterator[tuple[str, Any, Read]]:
                 named.setdefault(key, []).append(vars(part))
     for key, owners in named.items():
         plain = all(_is_plain(own[key]) for own in owners)
-        read = functools.partial(_each if plain else _each_noted, owners, key)
+        read: Read = functools.partial(_each, owners, key)
+        read = read if plain else functools.partial(_then, _noted, read)
         yield f"{name}.{key}", read(), read
     read = functools.partial(_forwards, [vars(part) for part in parts])
     yield f"{name}.forward", read(), read
@@ -238,13 +235,9 @@ def _forwards(owners: list[dict[str, Any]]) -> tuple[Any, ...]:
     return tuple([own["forward"] for own in owners if "forward" in own])
 
 
-def _each_noted(owners: list[dict[str, Any]], key: str) -> tuple[Any, ...]:
-    return tuple(map(_noted, _each(owners, key)))
-
-
-def _references(owners: list[dict[str, Any]], to: Any = weakref.ref) -> tuple[Any, ...]:
+def _references(owners: list[dict[str, Any]]) -> tuple[Any, ...]:
     """The tensors or modules in these dicts, of which most may be empty."""
-    return tuple([None if x is None else to(x) for own in filter(None, owners) for x in own.values()])
+    return tuple([None if x is None else weakref.ref(x) for own in filter(None, owners) for x in own.values()])
 
 
 def _hooks(owners: list[dict[str, Any]]) -> tuple[Any, ...]:
@@ -261,21 +254,12 @@ def _noted(x: Any) -> Any:
     return tuple(map(_noted, x)) if isinstance(x, (list, tuple)) else x
 
 
-def _item(read: Read, key: Any) -> Any:
-    return read()[key]
+def _then(get: Callable[[Any], Any], read: Read) -> Any:
+    return get(read())
 
 
-def _length(read: Read) -> int:
-    return len(read())
-
-
-def _part(read: Read, name: str) -> Any:
-    return getattr(read(), name)
-
-
-def _own(read: Read, key: str) -> Any:
+def _own(key: str, x: Any) -> Any:
     """An attribute of an object or its class; no property is run."""
-    x = read()
     for names in (_attributes(x), *map(vars, type(x).__mro__)):
         if key in names:
             return names[key].__get__(x) if isinstance(names[key], MemberDescriptorType) else names[key]
@@ -309,7 +293,7 @@ def _functions(step: Any) -> Iterator[tuple[FunctionType, list[tuple[str, Read]]
             todo += filter(callable, x)
         elif isinstance(f, FunctionType):
             code = f.__name__ + ".__code__", functools.partial(getattr, f, "__code__")
-            yield f, [*(("self", functools.partial(_itself, y)) for y in bound), code]
+            yield f, [*(("self", functools.partial(getattr, method, "__self__")) for _ in bound), code]
             methods = [inspect.getattr_static(type(y), name, None) for y in bound for name in f.__code__.co_names]
             todo += [*_values(_reads(f)), *(m.fget if isinstance(m, property) else m for m in methods)]
         todo += filter(callable, [_attributes(x).get("__wrapped__")])
