@@ -243,19 +243,8 @@ class Recorder(modes.Watching):
             self.values.note(
                 self.values.watched, node, self.values.site(), 4, plain
             )  # it may vary by the library's numbers
-        self.trace.events.append(
-            Call(
-                name,
-                self.trace.mask(names),
-                node,
-                self.values.site(),
-                number,
-                said,
-                caller == "user",
-                backward,
-                self.trace.mask(pieces),
-            )
-        )
+        axes, cut, site = self.trace.mask(names), self.trace.mask(pieces), self.values.site()
+        self.trace.events.append(Call(name, axes, node, site, number, said, caller == "user", backward, cut))
 
     def differentiated(self, loss: Tensor, begin: int, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Records the gradients that `value_and_grad` returns."""

@@ -99,9 +99,7 @@ def _fits_flash(q: Tensor) -> bool:
 
 @functools.cache
 def _flash_on(device: torch.device) -> bool:
-    if not torch.backends.cuda.is_flash_attention_available():
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _differs(kernel: Kernel, like: Tensor, heads: int, causal: bool) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -13,16 +12,11 @@ from torch import Tensor
 _known: dict[Any, int] = {}
 
 
-@functools.cache
-def _formulas() -> dict[Any, Any]:
-    from torch.utils import flop_counter  # which imports triton
-
-    return flop_counter.flop_registry
-
-
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Returns how many floating-point operations an operation takes; 0 for those that torch does not count."""
-    formula = _formulas().get(func.overloadpacket)
+    from torch.utils import flop_counter  # which imports triton
+
+    formula = flop_counter.flop_registry.get(func.overloadpacket)
     if formula is None:
         return 0
     leaves = optree.tree_leaves((args, kwargs, out))

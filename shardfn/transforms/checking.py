@@ -244,14 +244,8 @@ class Checked:
         # Arguments and results may be different trees on each rank; only if they are not, ranks compare by position.
         paths = keys([*(a.path for a in self.arguments), *(path for path, _, _ in results)])
         trace = self.recorder.trace
-        digests = [
-            digest(evidence),
-            digest(counts),
-            digest(watched),
-            len(shown),
-            hash((*paths, *(allowed for *_, allowed in results))),
-            trace.prefix,
-        ]
+        meant = hash((*paths, *(allowed for *_, allowed in results)))
+        digests = [*map(digest, (evidence, counts, watched)), len(shown), meant, trace.prefix]
         rows = ranks.gathered(torch.tensor(digests, device="cpu"))
         apart, trace.prefix = ranks.along(rows), bool(rows[:, -1].any())
         # Records that break off end at different places, so what is absent from one says nothing.

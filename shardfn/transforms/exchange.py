@@ -51,11 +51,8 @@ class Exchange:
         if not axes:
             return axes
         kind = keys([f"{like_of(x)} {x.layout} {x.is_nested} {x.device.type}"])
-        if (
-            any(self.along(self.gathered(torch.tensor(kind, device="cpu"))))
-            or x.is_nested
-            or x.layout is not torch.strided
-        ):
+        unlike = any(self.along(self.gathered(torch.tensor(kind, device="cpu"))))
+        if unlike or x.is_nested or x.layout is not torch.strided:
             return axes  # tensors of different kinds cannot be compared, and all ranks must decide alike
         if not (x.is_floating_point() or x.is_complex()) or not x.numel():
             return axes

@@ -120,6 +120,7 @@ def _jacobian(
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         chosen = positions(name, f, argnums, args)
         variables = Variables(tuple(args[i] for i in chosen))
+        layouts = variables.layouts
         place = f"{name} of {name_of(f)}"
         trees: list[Any] = []
 
@@ -132,16 +133,14 @@ def _jacobian(
             trees[:] = [tree]
             return tuple(_floating(y, place) for y in leaves), aux
 
-        _refuse_apart(variables.values, variables.layouts, variables.layouts, f"{place}: an argument that is no shard")
+        _refuse_apart(variables.values, layouts, layouts, f"{place}: an argument that is no shard")
         values, aux = outputs(*variables.values)
-        _refuse_apart(values, [None] * len(values), variables.layouts, f"{place}: its result")
+        _refuse_apart(values, [None] * len(values), layouts, f"{place}: its result")
         again = followed((values, variables.values))
         with WrittenOut() if again else contextlib.nullcontext():
             by_output = by(outputs, variables, values, chunk_size, again)
         for gs in by_output:
-            _refuse_apart(
-                gs, variables.layouts, variables.layouts, f"{place}: the part of an argument that is no shard"
-            )
+            _refuse_apart(gs, layouts, layouts, f"{place}: the part of an argument that is no shard")
         filled = [variables.like(gs) for gs in by_output]
         jacobian = optree.tree_unflatten(trees[0], [t[0] if isinstance(argnums, int) else t for t in filled])
         return (jacobian, aux) if has_aux else jacobian

@@ -277,13 +277,11 @@ def _arguments(
         unknown = sorted(set(in_specs) - set(parameters))
         missing = [label for label in labels if label.split("[")[0] not in in_specs]
         if unknown or missing:
+            wrong = [f"no parameter {listed(unknown)}"] if unknown else []
+            wrong += [f"none for {listed(missing)}"] if missing else []
             raise ValueError(
-                f"{name} in_specs by name: "
-                + "; ".join(
-                    [f"no parameter {listed(unknown)}"] * bool(unknown)
-                    + [f"none for {listed(missing)}"] * bool(missing)
-                )
-                + f"; the parameters are {listed(parameters)} (specs of one dict argument go in a tuple)"
+                f"{name} in_specs by name: {'; '.join(wrong)}; the parameters are {listed(parameters)} (specs of one "
+                f"dict argument go in a tuple)"
             )
         return [(label, in_specs[label.split("[")[0]]) for label in labels]
     if not isinstance(in_specs, (tuple, list)):
