@@ -196,18 +196,14 @@ def parts(case: Case) -> None:
         rest += f" ({others}{', ...' * (len(members) > 4)})" if others else ""
         fix = f"shardfn.pvary({site.spelled(first.path) if site else first.path}, {named(names)})"
         where = f"{line(site)}, where it meets what varies, in {case.trace.nodes[met[members[0]]].op}" if site else ""
+        asked = len(members) > 1 and all(case.asked >> m & 1 for m in members)  # whole, and need not be
+        instead = "; or shard them, shardfn.shard(params, mesh, strategy)" if asked else ""
         case.add(
             met[members[0]] if site else first.node, "gradient", axes, first.path, site, fix,
             f"{first.path}{rest} is the same on all ranks along {named(names)}, but the gradient that goes into "
             f"{how} varies there: on each rank it is that rank's part alone. Write {fix}{where}: its transpose "
-            f"adds up the parts{_sharded_instead(case, members)}{_mean_besides(case, members, axes)}",
+            f"adds up the parts{instead}{_mean_besides(case, members, axes)}",
         )  # fmt: skip
-
-
-def _sharded_instead(case: Case, members: list[int]) -> str:
-    """Returns a hint if whole parameters of a model are differentiated, which need not be whole."""
-    asked = all(case.asked >> m & 1 for m in members)
-    return "; or shard them, shardfn.shard(params, mesh, strategy)" if asked and len(members) > 1 else ""
 
 
 def _mean_besides(case: Case, members: list[int], axes: Mask) -> str:

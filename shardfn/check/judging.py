@@ -58,13 +58,10 @@ def judged(trace: Trace, compared: Compared) -> list[Finding]:
     inputs.noise_of_rows(case)
     inputs.batch_statistics(case)
     gradients.parts(case)
-    return [finding for at, finding in sorted(case.found, key=lambda pair: pair[0]) if _settled(trace, at, finding)]
-
-
-def _settled(trace: Trace, at: int, finding: Finding) -> bool:
-    """Whether no later event can refute a finding; in a prefix, guesses count only before the last optimizer step."""
-    steps = (event.gradient for event in trace.events if isinstance(event, Used))
-    return not trace.prefix or finding.kind not in PROBABLY or at < max(steps, default=-1)
+    # What comes after a prefix can refute guesses, but not those from before an optimizer's step.
+    last = max((event.gradient for event in trace.events if isinstance(event, Used)), default=-1)
+    settled = [(at, f) for at, f in case.found if not trace.prefix or f.kind not in PROBABLY or at < last]
+    return [finding for _, finding in sorted(settled, key=lambda pair: pair[0])]
 
 
 def _returned(case: Case, output: Output, differs: Mask) -> None:

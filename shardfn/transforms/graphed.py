@@ -121,7 +121,8 @@ class Graphs:
         leaves, tree = optree.tree_flatten((args, kwargs))
         self._refuse(leaves, tree)
         roles = self._roles(leaves, tree, [*args, *kwargs.values()])
-        device = _device(leaves)
+        devices = [x.device for x in leaves if isinstance(x, Tensor)]
+        device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
         leaves = [_lifted(x, roles.lifted.get(i), device) for i, x in enumerate(leaves)]
         program = self._program(leaves, tree, roles, device)
         self._refuse_numbers(program, leaves)
@@ -192,7 +193,8 @@ class Graphs:
         return (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else type(x) if type(x) in _NUMBERS else (x,)
 
     def _program(self, leaves: list[Any], tree: optree.PyTreeSpec, roles: Roles, device: torch.device) -> Program:
-        key = tree, tuple(map(self._kind, leaves)), _modes(device)
+        autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+        key = tree, tuple(map(self._kind, leaves)), torch.is_grad_enabled(), autocast
         program = self.programs.get(key)
         if program is None:
             if len(self.programs) >= MOST:
@@ -383,20 +385,8 @@ def _tensors(leaves: list[Any]) -> tuple[tuple[int, int], ...]:
     return tuple((i, id(x)) for i, x in enumerate(leaves) if isinstance(x, Tensor))
 
 
-def _device(leaves: list[Any]) -> torch.device:
-    """The device of the first tensor that is not on the CPU."""
-    devices = [x.device for x in leaves if isinstance(x, Tensor)]
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-
-
 def _lifted(x: Any, dtype: torch.dtype | None, device: torch.device) -> Any:
     return x if dtype is None or isinstance(x, Tensor) else torch.full((), x, dtype=dtype, device=device)
-
-
-def _modes(device: torch.device) -> tuple[Any, ...]:
-    """What changes operations without being among the arguments."""
-    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-    return torch.is_grad_enabled(), autocast
 
 
 @contextlib.contextmanager

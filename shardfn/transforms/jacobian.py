@@ -129,7 +129,8 @@ def _jacobian(
             if has_aux and not (isinstance(result, tuple) and len(result) == 2):
                 raise TypeError(f"{place}: with has_aux=True it returns (outputs, aux), not {type(result).__name__}")
             out, aux = result if has_aux else (result, ())
-            leaves, tree = optree.tree_flatten(_whole(out))
+            flat = any(map(is_flat, optree.tree_leaves(out, is_leaf=is_flat)))
+            leaves, tree = optree.tree_flatten(unshard(out) if flat else out)
             trees[:] = [tree]
             return tuple(_floating(y, place) for y in leaves), aux
 
@@ -202,10 +203,6 @@ def _columns(
         torch.cat(columns) if columns else y.new_zeros(0, *y.shape) for columns, y in zip(kept, values, strict=True)
     ]
     return [s.movedim(0, -1).reshape(*y.shape, *x.shape) for s, y in zip(stacked, values, strict=True)]
-
-
-def _whole(tree: Any) -> Any:
-    return unshard(tree) if any(is_flat(node) for node in optree.tree_leaves(tree, is_leaf=is_flat)) else tree
 
 
 def _floating(y: Any, where: str) -> Tensor:
