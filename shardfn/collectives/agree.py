@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardfn.check.bits import digest_of
 from shardfn.collectives import kernels
 from shardfn.collectives.ledger import attribution, unrecorded
 from shardfn.compat import autograd, dispatch, functorch, process_groups
@@ -222,11 +222,6 @@ def texts(own: bytes, lengths: Sequence[int], along: Axis, what: str, of: str) -
     padded[: len(own)] = torch.tensor(list(own), dtype=torch.uint8, device="cpu")
     rows = gathered(padded, along, None, what, of)
     return [bytes(row[:n].tolist()).decode(errors="replace") for row, n in zip(rows, lengths, strict=True)]
-
-
-def digest_of(text: bytes) -> int:
-    """Returns a 56-bit digest of a text, which fits into an int64."""
-    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
 
 
 @contextlib.contextmanager

@@ -18,8 +18,9 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.check.bits import digest_of
 from shardfn.collectives import functional
-from shardfn.collectives.agree import ARGUMENTS, digest_of
+from shardfn.collectives.agree import ARGUMENTS
 from shardfn.compat import autograd, functorch
 from shardfn.curvature.operators import must_take
 from shardfn.curvature.row_axes import Cuts, all_of, all_or_none, cuts, over_ranks, row_axes, same_along
