@@ -34,13 +34,12 @@ from shardfn.curvature.row_axes import refuse_cut, row_place
 from shardfn.curvature.row_gradients import Used, parts, single, whole
 from shardfn.curvature.row_moments import Kind, Place, factors, largest, over_all, places, turned
 from shardfn.curvature.row_uses import Key, Receiver
-from shardfn.curvature.vectors import Space
+from shardfn.curvature.vectors import Space, draws_restored
 from shardfn.optim.owners import Block, on_owner, work
 from shardfn.quoting import listed
 from shardfn.shards.random import int_seed, mixed
 from shardfn.transforms.autodiff import name_of
 from shardfn.transforms.fitting import together
-from shardfn.transforms.shortage import RandomNumbers
 
 ABOUT = "gradients.json"
 _ALONE = "the rows", "Ranks whose parameters are all plain tensors, without a mesh, have the same rows: shard them"
@@ -182,12 +181,9 @@ def store_gradients(
     if batches is not None:
         lacking = torch.tensor([float((i, number) not in there) for i in range(count)], device=space.like[0].device)
         wanted = largest(params, lacking).tolist()
-        before = RandomNumbers(space.like)
-        try:
+        with draws_restored(space.like):
             for i, batch in enumerate(each_of(batches, name, losses)):
                 _write(path, sketch, losses, batch, (i, number), there, bool(wanted[i]), name)
-        finally:
-            before.restore()
         agree([], together(params), name)
     return _complete(path, sketch, count, name)
 
@@ -310,9 +306,7 @@ def _begin(folder: Path, sketch: Sketch, of: dict[str, float], ranks: int, batch
             _compare(found, told, ranks, batches, f"{name}: {folder}")
     except (OSError, ValueError, KeyError, CheckpointError) as own:
         error = own
-    agree([str(error)] if error else [f"exists: {found is not None}"], together(space.params), name, mine=error)
-    if error is not None:
-        raise error
+    agree([f"exists: {found is not None}"], together(space.params), name, mine=error)
     with failing_together([together(space.params)], name, OSError):
         if found is None and row_place(space.params)[0] == 0:
             folder.mkdir(parents=True, exist_ok=True)
@@ -370,9 +364,7 @@ def _write(
     if at in there and there[at][2] != digest:
         error = CheckpointError(f"{name}: batch {at[0]} of rank {at[1]} in {folder} was another one: {there[at][0]}")
     alone = [f"rows: {digest}"] if row_place(params)[1] == 1 else []  # then all ranks have the same
-    agree([str(error)] if error else alone, together(params), name, mine=error, subject=_ALONE)
-    if error is not None:
-        raise error
+    agree(alone, together(params), name, mine=error, subject=_ALONE)
     if not wanted:
         return
     compare_once(losses, params, given, name)
@@ -403,8 +395,6 @@ def _complete(folder: Path, sketch: Sketch, batches: int, name: str) -> Gradient
             f"{name}: {folder} lacks {len(lacking)} of {len(wanted)} files, such as that of batch {lacking[0][0]} of "
             f"rank {lacking[0][1]}: pass the batches, on {ranks} ranks, and it goes on"
         )
-    agree([str(error)] if error else [], together(sketch.space.params), name, mine=error)
-    if error is not None:
-        raise error
+    agree([], together(sketch.space.params), name, mine=error)
     files = [there[at][:2] for at in wanted]
     return GradientStore(folder, sum(rows for _, rows in files), files, sketch)

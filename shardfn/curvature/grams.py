@@ -89,10 +89,7 @@ class Grams:
 
         space = self._space
         values = on_owner(space.moving, [x.to(wide(x)) for x in space.like], of_block, work)
-        mine = errors[0] if errors else None
-        agree([] if mine is None else [str(mine)], together(space.params), space.name, mine=mine)
-        if mine is not None:
-            raise mine
+        agree([], together(space.params), space.name, mine=next(iter(errors), None))
         return space.variables.tree(space.tangents(values))
 
 

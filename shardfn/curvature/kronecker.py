@@ -23,15 +23,14 @@ from shardfn.curvature.operators import Operator, check_batches, each_of
 from shardfn.curvature.per_example import Losses, checked, compare_once, kind_of, visit
 from shardfn.curvature.resuming import begun, compare, made_of
 from shardfn.curvature.row_axes import refuse_cut
-from shardfn.curvature.row_moments import Kind, Place, Sums, Total, places
+from shardfn.curvature.row_moments import Kind, Place, Sums, Total, places, turned
 from shardfn.curvature.row_uses import Key
-from shardfn.curvature.vectors import Space, Vector
+from shardfn.curvature.vectors import Space, Vector, draws_restored
 from shardfn.optim.norms import wide
 from shardfn.optim.owners import Block, as_owner, eigh, on_owner, remembered, work
 from shardfn.quoting import listed
 from shardfn.transforms.autodiff import name_of
 from shardfn.transforms.fitting import together
-from shardfn.transforms.shortage import RandomNumbers
 
 SIDES = ("left", "right")
 KEPT: dict[str, tuple[str, ...]] = {"linear": SIDES, "product": SIDES, "table": ("right",)}  # bases, by kind
@@ -76,17 +75,12 @@ class Kronecker(Operator):
             own = as_owner(self.state[block.name])
             left, right = own.get("left"), own.get("right")
             y = x.to(own["values"].dtype).view(own["values"].shape)
-            y = scaled(_turned(y, left, right), own["values"])
-            back = _turned(y, None if left is None else left.mT, None if right is None else right.mT)
+            y = scaled(turned(y, (left, right)), own["values"])
+            back = turned(y, [None if basis is None else basis.mT for basis in (left, right)])
             return back.reshape(x.shape)
 
         vector: Vector = [x.to(wide(x)) for x in self.space.read(v)]
         return self.space.written(on_owner(self.space.moving, vector, of_block, work))
-
-
-def _turned(x: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
-    x = x if left is None else left.mT @ x
-    return x if right is None else x @ right
 
 
 def ekfac(
@@ -155,9 +149,7 @@ def ekfac(
         )
     also = {"folder": path and str(path), "exists": there, "batches": batches is not None}
     lines = [f"{key}: {value!r}" for key, value in {**asked, **also}.items()]
-    agree([*lines, *([str(error)] if error else [])], together(params), name, mine=error)
-    if error is not None:
-        raise error
+    agree(lines, together(params), name, mine=error)
     check_batches(batches, params, name)
     of = {} if path is None else made_of(space, name, losses, batches)
     if there:
@@ -209,8 +201,8 @@ def gather(sums: Sums, losses: Losses | Drawn, batches: Iterable[Any], name: str
     """
     params = sums.params
     refuse_cut(params, name)
-    call, before = losses.losses if isinstance(losses, Drawn) else losses, RandomNumbers(sums.space.like)
-    try:
+    call = losses.losses if isinstance(losses, Drawn) else losses
+    with draws_restored(sums.space.like) as before:
         for number, batch in enumerate(each_of(batches, name, *called(losses))):
             given, rows = checked(params, functools.partial(_labelled, losses, params, batch, number), name)
             if not number:
@@ -224,8 +216,6 @@ def gather(sums: Sums, losses: Losses | Drawn, batches: Iterable[Any], name: str
                     f"products or by lookups, but not by both, and not in parts. Freeze it, or pass its path in "
                     f"diagonal="
                 )
-    finally:
-        before.restore()
     if not sums.rows:
         raise ValueError(f"{name}: no rank has rows")
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import functional
-from shardfn.collectives.agree import ARGUMENTS, digest_of
+from shardfn.collectives.agree import ARGUMENTS, agree, digest_of
 from shardfn.compat import autograd, functorch
 from shardfn.curvature.operators import must_take
-from shardfn.curvature.row_axes import Cuts, all_of, all_or_none, cuts, over_ranks, row_axes, same_along
+from shardfn.curvature.row_axes import Cuts, all_of, cuts, over_ranks, row_axes, same_along
 from shardfn.curvature.row_stages import stages_apart
 from shardfn.curvature.row_uses import Key, Norms, Receiver
 from shardfn.curvature.rows import Task, Way, cannot
@@ -39,6 +39,7 @@ from shardfn.shards.random import int_seed
 from shardfn.stages.replay import RngAndAutocast
 from shardfn.transforms.accumulate import accumulate
 from shardfn.transforms.autodiff import Variables, grad, moves, name_of, value_and_grad
+from shardfn.transforms.fitting import together
 from shardfn.transforms.jvp import jvp
 from shardfn.transforms.modules import refuse_module
 
@@ -298,14 +299,17 @@ def noise_scale(norms: Tensor, gradient: Any) -> Tensor:
     return spread / (mean - spread / n)
 
 
-def _all_alike(check: Callable[[], None], params: Any, name: str, told: Sequence[str] = ()) -> None:
-    """Raises an error on all ranks if a check fails on one, or if they do not tell the same."""
-    error: Exception | None = None
+def _all_alike(
+    find: Callable[[], Any], params: Any, name: str, told: Sequence[str] = (), subject: tuple[str, str] = _ALIKE
+) -> Any:
+    """What a rank finds; raises an error on all ranks if one finds an error, or if they do not tell the same."""
+    found, error = None, None
     try:
-        check()
+        found = find()
     except (TypeError, ValueError) as own:
         error = own
-    all_or_none(error, params, name, told, _ALIKE)
+    agree([*told], together(params), name, mine=error, subject=subject)
+    return found
 
 
 # --- the batch ---
@@ -383,14 +387,13 @@ def checked(
     subject: tuple[str, str] = ARGUMENTS,
 ) -> tuple[tuple[Any, ...], Batch]:
     """The arguments for a batch, and its rows, after all ranks have found theirs right, and tell the same."""
-    error: Exception | None = None
-    try:
+
+    def right() -> tuple[tuple[Any, ...], Batch]:
         given = batch()
-        rows = batch_of(given, name)
-    except (TypeError, ValueError) as own:
-        error = own
-    all_or_none(error, params, name, told, subject)
-    return given, rows
+        return given, batch_of(given, name)
+
+    found: tuple[tuple[Any, ...], Batch] = _all_alike(right, params, name, told, subject)
+    return found
 
 
 def _counting(batch: tuple[Any, ...], mask: Tensor) -> tuple[Any, ...]:
@@ -462,7 +465,7 @@ def _norms(losses: Losses, params: Any, batch: Batch, cut: Cuts, name: str) -> F
             f"other gradients of parameters that no axis cuts: end losses in psum, and write pvary where such a "
             f"parameter, or what all ranks have, meets what each rank has"
         )
-        all_or_none(error if apart else None, params, name)
+        agree([], together(params), name, mine=error if apart else None)
     return Found(each, squares.sqrt()[: batch.rows], norms.eps)
 
 

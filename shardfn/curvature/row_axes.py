@@ -6,13 +6,13 @@ parts of parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from shardfn.collectives import functional
-from shardfn.collectives.agree import ARGUMENTS, agree
+from shardfn.collectives.agree import agree
 from shardfn.curvature.row_uses import Key
 from shardfn.mesh.axes import axis_of
 from shardfn.mesh.scope import current_mesh, mesh_of, scope
@@ -82,25 +82,12 @@ def same_along(cut: Cuts, params: Any, rows: Iterable[Any], name: str) -> None:
         agree(lines, row_axes(params)[0], name, subject=("the rows", advice), axes=axes)
     except ValueError as own:
         error = own
-    all_or_none(error, params, name)
+    agree([], together(params), name, mine=error)
 
 
 def all_of(cut: Cuts) -> tuple[str, ...]:
     """The axes that cut any parameter."""
     return tuple(sorted({axis for axes in cut.values() for axis in axes}))
-
-
-def all_or_none(
-    error: Exception | None,
-    params: Any,
-    name: str,
-    told: Sequence[str] = (),
-    subject: tuple[str, str] = ARGUMENTS,
-) -> None:
-    """Raises an error that a rank has on all ranks."""
-    agree([*told] if error is None else [str(error)], together(params), name, mine=error, subject=subject)
-    if error is not None:  # a rank alone need not agree
-        raise error
 
 
 def _layout(tree: Any) -> Layout | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardfn.curvature.operators import check_batches, each_of, hvp
 from shardfn.curvature.solving import Method, solve
-from shardfn.curvature.vectors import Space, Vector, add_, refuse_derivative
+from shardfn.curvature.vectors import Space, Vector, add_, draws_restored, refuse_derivative
 from shardfn.optim.hyperparameters import whole
 from shardfn.optim.optimizer import Optimizer
 from shardfn.transforms.autodiff import Variables, grad, name_of, value_and_grad
@@ -77,8 +77,7 @@ def unroll(
         for begin in begins:
             kept.append(now)
             now = training.steps(now, begin, min(begin + length, count))[-1][0]
-        after = RandomNumbers(_tensors(now))
-        try:
+        with draws_restored(_tensors(now)):
             value, (over, slope) = value_and_grad(outer, (0, 1))(now[0], hyper)
             back = _Back(training, now, over, slope)
             for begin in reversed(begins):
@@ -86,8 +85,6 @@ def unroll(
                 for number in reversed(range(begin, begin + len(each) - 1)):
                     del each[-1]
                     back.over(number, *each[-1])
-        finally:
-            after.restore()
         return value, back.gradients(params, state)
 
     return run
@@ -228,8 +225,7 @@ def implicit(
     name = f"implicit of {name_of(loss)}"
     refuse_derivative(_tensors((params, hyper)), name)
     next(each_of(batches, name, loss, before=2))
-    began = RandomNumbers(_tensors(params))
-    try:
+    with draws_restored(_tensors(params)) as began:
         over, slope = grad(outer, (0, 1))(params, hyper)
         began.restore()  # so that all that follows is of one function
         solution = solve(hvp(lambda p, *batch: loss(p, hyper, *batch), params, batches), over, by, **options)
@@ -238,6 +234,4 @@ def implicit(
         for batch in each_of(batches, name):
             _, mixed = _along(loss, space, hyper, v, batch)
             slope = optree.tree_map(torch.sub, slope, mixed)
-    finally:
-        began.restore()
     return slope, solution

@@ -33,6 +33,7 @@ from shardfn.shards.layout import Layout, is_flat
 from shardfn.shards.pieces import Segment, Unit, refuse_complex, units
 from shardfn.transforms.autodiff import Variables, layouts_of, moves
 from shardfn.transforms.fitting import together
+from shardfn.transforms.shortage import RandomNumbers
 
 Vector = list[Tensor]
 Kind = Literal["normal", "signs"]
@@ -248,6 +249,16 @@ def refuse_derivative(tensors: Sequence[Tensor], name: str) -> None:
             f"wrong, as both are constants. If that is meant, detach them, or call it under torch.no_grad() and "
             f"outside of transforms; else write sf.jvp(sf.grad(loss), ...)"
         )
+
+
+@contextlib.contextmanager
+def draws_restored(tensors: Sequence[Tensor]) -> Iterator[RandomNumbers]:
+    """A context that leaves torch's generators, of these tensors' devices too, as they were; gives their state."""
+    before = RandomNumbers(tensors)
+    try:
+        yield before
+    finally:
+        before.restore()
 
 
 def _flat(tree: Any) -> tuple[list[Any], Any]:
