@@ -121,21 +121,21 @@ MUTANTS = [
     # curvature
     Mutant(
         "a search begins again without what joins its vectors",
-        "curvature/lanczos.py",
+        "curvature/spectra.py",
         "T[: j + 1, j] = T[j, : j + 1] = _orthogonal(space, w, vectors)",
         "T[j, j] = _orthogonal(space, w, vectors)[-1]",
         f"{CURVATURE}::test_eigenvalues_of_matrices_that_end_early",
     ),
     Mutant(
         "a density loses what joins its vectors",
-        "curvature/lanczos.py",
+        "curvature/spectra.py",
         'add_(w, before, -float(state["betas"][draw, step - 1]))',
         "add_(w, before, 0.0)",
         f"{CURVATURE}::test_densities_are_those_of_the_dense_matrix",
     ),
     Mutant(
         "the space of a sketch is not left out",
-        "curvature/estimates.py",
+        "curvature/spectra.py",
         'v = outside(A, space.drawn("signs", seed, kept + number), found)',
         'v = space.drawn("signs", seed, kept + number)',
         f"{CURVATURE}::test_a_trace_by_hand",
@@ -875,7 +875,7 @@ MUTANTS = [
     ),
     Mutant(
         "a folder of gradients is not compared with the batch",
-        "curvature/gradient_store.py",
+        "curvature/influence.py",
         "if at in there and there[at][2] != digest:",
         "if False:",
         "tests/curvature/test_influence.py::test_errors_of_stores_are_told_on_all_ranks",

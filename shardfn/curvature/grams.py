@@ -141,7 +141,7 @@ def grams(
         kinds[at.path], tokens[at.path] = total.kind, total.tokens
         for dim in wanted[total.kind]:
             n = at.matrix[dim]
-            kept = remembered(at.unit, at.block, at.owner, (n, n), wide(at.unit.values))
+            kept = remembered(at.unit, at.block, at.owner, (n, n))
             if at.mine:
                 as_owner(kept).copy_(total.moments[dim]).div_(total.tokens)
             found[int(dim != INPUTS[total.kind])][at.path] = kept

@@ -23,7 +23,7 @@ from shardfn.curvature.operators import Operator, check_batches, each_of
 from shardfn.curvature.per_example import Losses, checked, compare_once, kind_of, visit
 from shardfn.curvature.resuming import begun, compare, made_of
 from shardfn.curvature.row_axes import refuse_cut
-from shardfn.curvature.row_moments import Kind, Place, Sums, Total, places, turned
+from shardfn.curvature.row_moments import KINDS, Place, Sums, Total, places, turned
 from shardfn.curvature.row_uses import Key
 from shardfn.curvature.vectors import Space, Vector, draws_restored
 from shardfn.optim.norms import wide
@@ -34,7 +34,6 @@ from shardfn.transforms.fitting import together
 
 SIDES = ("left", "right")
 KEPT: dict[str, tuple[str, ...]] = {"linear": SIDES, "product": SIDES, "table": ("right",)}  # bases, by kind
-EVERY: dict[Kind, tuple[int, ...]] = {"linear": (0, 1), "product": (0, 1), "table": (0, 1)}
 
 
 class Kronecker(Operator):
@@ -173,10 +172,10 @@ def _fitted(
     diagonal: Collection[str],
 ) -> Kronecker:
     matrices = [key for key, at in each.items() if len(at.shape) > 1 and at.path not in diagonal]
-    factors = Sums(space, EVERY, matrices, [key for key in each if key not in matrices])
+    factors = Sums(space, dict.fromkeys(KINDS, (0, 1)), matrices, [key for key in each if key not in matrices])
     gather(factors, losses, batches, name)
     kinds = {at.path: factors.totals[key].kind or "diagonal" for key, at in each.items()}
-    state = {at.block.name: _zeros(at, kinds[at.path]) for at in each.values()}
+    state = _zeros(each, kinds)
     used = [key for key in matrices if factors.totals[key].kind is not None]
     for key, at in each.items():
         if at.mine:
@@ -237,8 +236,11 @@ def _wrong(diagonal: Collection[str], each: dict[Key, Place], name: str) -> Exce
 # --- what is kept ---
 
 
-def _zeros(at: Place, kind: str) -> Any:
-    return remembered(at.unit, at.block, at.owner, _shapes(at, kind) | {"values": at.matrix}, wide(at.unit.values))
+def _zeros(each: dict[Key, Place], kinds: Mapping[str, str]) -> dict[str, Any]:
+    def zeros(at: Place) -> Any:
+        return remembered(at.unit, at.block, at.owner, _shapes(at, kinds[at.path]) | {"values": at.matrix})
+
+    return {at.block.name: zeros(at) for at in each.values()}
 
 
 def _shapes(at: Place, kind: str) -> dict[str, tuple[int, ...]]:
@@ -253,8 +255,7 @@ def _read(
     if told["asked"] != asked:
         raise checkpoint.CheckpointError(f"ekfac: {folder} is of a call with {told['asked']}, not {asked}")
     compare(told["of"], of, f"ekfac: {folder}")
-    state = {at.block.name: _zeros(at, told["kinds"][at.path]) for at in each.values()}
-    found = checkpoint.load(folder, told | {"state": state})
+    found = checkpoint.load(folder, told | {"state": _zeros(each, told["kinds"])})
     return Kronecker(space.params, found["kinds"], found["rows"], found["state"], name)
 
 

@@ -99,13 +99,15 @@ class Operator:
         return self + -1 * other if isinstance(other, Operator) else NotImplemented
 
 
-def must_be_operator(name: str, A: Any) -> None:
-    """Raises TypeError for what is no operator."""
+def must_be_operator(name: str, A: Any, **settings: Any) -> None:
+    """Raises TypeError for what is no operator, and ValueError on every rank if ranks were given other settings."""
     if not isinstance(A, Operator):
         raise TypeError(
             f"{name}: the first argument is an operator, and this is {kind(A)}: make one by hvp, ggn, fisher or ekfac, "
             f"or Operator(f, params) of a function v -> A v"
         )
+    if settings:
+        A.space.agree(name, **settings)
 
 
 def count_of(queries: Any, space: Space, name: str) -> int:

@@ -81,11 +81,8 @@ class PerExample:
         Args:
             limit: above 0, the same on all ranks.
         """
-
-        def right() -> None:
-            in_range("clipped", "limit", float(limit))
-
-        _all_alike(right, self._params, "clipped", [f"limit: {float(limit)!r}"])
+        limits = [f"limit: {float(limit)!r}"]
+        _all_alike(lambda: in_range("clipped", "limit", float(limit)), self._params, "clipped", limits)
         return self._weighted(self._scales(limit))
 
     def _scales(self, limit: float) -> Tensor:
@@ -349,9 +346,9 @@ class Batch:
             return self.leaves
         return [x.new_zeros((1, *x.shape[1:])) if yes else x for x, yes in zip(self.leaves, self.mapped, strict=True)]
 
-    def first(self) -> tuple[Any, ...]:
-        """The arguments with the first row alone."""
-        kept = [x[:1] if yes else x for x, yes in zip(self.leaves, self.mapped, strict=True)]
+    def having(self, some: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+        """The arguments with some of the rows."""
+        kept = [some(x) if yes else x for x, yes in zip(self.leaves, self.mapped, strict=True)]
         found: tuple[Any, ...] = optree.tree_unflatten(self.tree, kept)
         return found
 
@@ -403,10 +400,7 @@ def _counting(batch: tuple[Any, ...], mask: Tensor) -> tuple[Any, ...]:
         said = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"dp_grads: mask is {said}; it is bool, [{found.rows}], one for each of this rank's rows")
     at = mask.nonzero()[:, 0]
-    leaves = zip(found.leaves, found.mapped, strict=True)
-    kept = [x.index_select(0, at.to(x.device)) if yes else x for x, yes in leaves]
-    counting: tuple[Any, ...] = optree.tree_unflatten(found.tree, kept)
-    return counting
+    return found.having(lambda x: x.index_select(0, at.to(x.device)))
 
 
 def _not_losses(losses: Losses, result: Any, of: str, name: str) -> str:
@@ -426,12 +420,6 @@ class Found(NamedTuple):
     values: Tensor
     norms: Tensor
     eps: float
-
-
-@functools.lru_cache(maxsize=1024)
-def _way(code: Any, sharded: bool) -> Way:
-    """How losses with this code are run. With shards, ranks call stages equally often, so not for some rows alone."""
-    return Way(1 if sharded else 2, bounded=not sharded)
 
 
 def _code(function: Any, depth: int = 3) -> Any:
@@ -490,7 +478,8 @@ def visit(losses: Losses, params: Any, batch: Batch, receiver: Receiver, name: s
     rows = [x.detach() if isinstance(x, Tensor) else x for x in batch.filled()]
     rows = [x[:, None] if yes else x for x, yes in zip(rows, batch.mapped, strict=True)]  # each a batch of one row
     wide, device = kind_of(params, batch)
-    way = _way(_code(losses), bool(shards))
+    # With shards, ranks call stages equally often, so not for some rows alone.
+    way = Way.of(_code(losses), 1 if shards else 2, bounded=not shards)
 
     def call(leaves: list[Any]) -> Any:
         receiver.calls.clear()

@@ -58,7 +58,7 @@ def _given(losses: Losses | Drawn, params: Any, batch: tuple[Any, ...]) -> tuple
     """The first batch; of labels that are drawn only the first row, which has the same ones on any mesh."""
     if not isinstance(losses, Drawn):
         return batch
-    return losses.labelled(params, batch_of(batch).first(), 0)
+    return losses.labelled(params, batch_of(batch).having(lambda x: x[:1]), 0)
 
 
 def compare(found: Mapping[str, float], told: Mapping[str, float], where: str) -> None:

@@ -6,7 +6,7 @@ parts of parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +17,6 @@ from shardfn.curvature.row_uses import Key
 from shardfn.mesh.axes import axis_of
 from shardfn.mesh.scope import current_mesh, mesh_of, scope
 from shardfn.quoting import short
-from shardfn.shards.layout import Layout
 from shardfn.shards.replicated import checksum
 from shardfn.transforms.autodiff import Variables, layouts_of
 from shardfn.transforms.fitting import together
@@ -90,13 +89,9 @@ def all_of(cut: Cuts) -> tuple[str, ...]:
     return tuple(sorted({axis for axes in cut.values() for axis in axes}))
 
 
-def _layout(tree: Any) -> Layout | None:
-    return next((layout for layout in layouts_of(tree) if layout is not None), None)
-
-
 def row_axes(tree: Any) -> tuple[Any, tuple[str, ...]]:
     """The mesh along which ranks have different rows, and its axes."""
-    layout = _layout(tree)
+    layout = next((layout for layout in layouts_of(tree) if layout is not None), None)
     if layout is None:
         mesh = current_mesh()
         return mesh, tuple(mesh.mesh_dim_names or ()) if mesh is not None else ()
@@ -112,11 +107,10 @@ def row_place(tree: Any) -> tuple[int, int]:
     return axis.index, axis.size
 
 
-def over_ranks(tree: Any, x: Tensor) -> Tensor:
-    """The sum over the ranks that have other rows."""
+def over_ranks(tree: Any, x: Tensor, reduced: Callable[..., Tensor] = functional.psum) -> Tensor:
+    """The sum over the ranks that have other rows, or another reduction."""
     mesh, axes = row_axes(tree)
     if not axes:
         return x
     with scope(mesh):
-        total: Tensor = functional.psum(x, axes)
-    return total
+        return reduced(x, axes)

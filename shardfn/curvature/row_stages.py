@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardfn.compat import autograd, functorch
-from shardfn.curvature.row_uses import Key, Receiver, Settle, Ticket
+from shardfn.curvature.row_uses import Begin, Key, Receiver, Ticket
 from shardfn.curvature.rows import Task, Way, now
 from shardfn.quant.packed import is_packed
 from shardfn.shards.layout import assemble
@@ -139,12 +139,6 @@ def _keys(
     return found
 
 
-@functools.lru_cache(maxsize=1024)
-def _way(code: Any) -> Way:
-    """How functions with this code are run; a stage may be made anew at each step."""
-    return Way(2, bounded=True)
-
-
 def _stage(signature: Signature) -> Any:
     """The stage whose function keeps rows apart: `(args, kwargs, anchor, plan) -> (result, which)`."""
     if signature.apart is None:
@@ -178,7 +172,7 @@ def _run(signature: Signature, args: Any, kwargs: Any, anchor: Tensor, plan: Pla
         return signature.function(*args, **kwargs)
 
     trained = [key for key in keys if key is not None]
-    anchor = Settle.apply(anchor, plan.receiver, trained)  # type: ignore[no-untyped-call]
+    anchor = Begin.apply(anchor, functools.partial(plan.receiver.settle, trained))  # type: ignore[no-untyped-call]
     task = Task(call, leaves, mapped, keys, anchor, plan.receiver, plan.tickets)
-    result, which = _way(signature.code).run(task)
+    result, which = Way.of(signature.code, 2, bounded=True).run(task)
     return result, tuple("shared" if yes is None else "rows" if yes else "other" for yes in which)

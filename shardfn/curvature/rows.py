@@ -8,6 +8,7 @@ that vmap cannot run is called for one row after another.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,19 +22,7 @@ from torch.overrides import TorchFunctionMode
 from shardfn.compat import autograd, functorch
 from shardfn.curvature.row_gradients import parts
 from shardfn.curvature.row_rules import OPENED, RULES, WITHOUT_PARAMETERS
-from shardfn.curvature.row_uses import (
-    Begin,
-    Collector,
-    Expand,
-    Export,
-    Key,
-    Link,
-    Receiver,
-    Shared,
-    Ticket,
-    Undecided,
-    Use,
-)
+from shardfn.curvature.row_uses import Begin, Collector, Key, Link, Receiver, Shared, Ticket, Undecided, Use
 
 MOST_EXPANDED = 4  # times the elements of a row that an op takes, which its parameters may have in the general way
 
@@ -131,21 +120,18 @@ class Rows(TorchFunctionMode):
             x, plain = x.to(dtype), plain.to(dtype)
         return self.together(lambda rows: Shared.apply(rows, plain, self._anchor(use), self.collector, use, op), x)  # type: ignore[no-untyped-call]
 
-    def all_of(self, tensor: Tensor) -> Tensor | None:
-        """A shared tensor once for each row, `[rows, *shape]`; None if it depends on no parameter."""
-        use = self.collector.use(tensor)
-        if use is None:
-            return None
-        with functorch.below():
-            return Expand.apply(tensor.detach(), self._anchor(use), self.collector, use)  # type: ignore[no-untyped-call]
+    def all_of(self, tensor: Tensor, ticket: Ticket | None = None) -> Tensor | None:
+        """A shared tensor once for each row, `[rows, *shape]`, or with a ticket as a stage returns it.
 
-    def exported(self, tensor: Tensor, ticket: Ticket) -> Tensor | None:
-        """A shared tensor that a stage returns; None if it depends on no parameter."""
+        None if it depends on no parameter.
+        """
         use = self.collector.use(tensor)
         if use is None:
             return None
         with functorch.below():
-            return Export.apply(tensor.detach(), self._anchor(use), self.collector, use, ticket)  # type: ignore[no-untyped-call]
+            if ticket is None:
+                return self.collector.expanded(tensor, self._anchor(use), use)
+            return self.collector.exported(tensor, self._anchor(use), use, ticket)
 
     def _anchor(self, use: Use) -> Tensor:
         sources = [parameter.source for parameter in use.parameters if parameter.source is not None]
@@ -217,6 +203,12 @@ class Way:
     def __init__(self, most: int, bounded: bool) -> None:
         self.at, self.most, self.bounded = 0, most, bounded
 
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def of(code: Any, most: int, bounded: bool) -> Way:
+        """How functions with this code are run; they may be made anew at each step."""
+        return Way(most, bounded)
+
     def run(self, task: Task) -> Result:
         """Runs a function with its rows apart."""
         while True:
@@ -245,25 +237,23 @@ def _by_rules(task: Task, bounded: bool) -> Result:
     collector = Collector(task.receiver, slice(0, task.receiver.rows))
     pairs = zip(task.leaves, task.keys, strict=True)
     leaves = [x if key is None else collector.parameter(x, key) for x, key in pairs]
-    begin = Begin.apply(task.anchor, collector)  # type: ignore[no-untyped-call]
+    begin = Begin.apply(task.anchor, collector.finish)  # type: ignore[no-untyped-call]
     return _under_vmap(task.call, leaves, task.mapped, begin, collector, bounded, task.tickets)
 
 
 def _expanded(task: Task, bounded: bool) -> Result:
     numel = sum(x.numel() for x, key in zip(task.leaves, task.keys, strict=True) if key is not None)
-    mapped = [yes or key is not None for yes, key in zip(task.mapped, task.keys, strict=True)]
     results = []
     for rows in parts(task.receiver.rows, numel if bounded else 0):
-        leaves, begin, collector = _of_rows(task, rows)
+        leaves, mapped, begin, collector = _of_rows(task, rows)
         results.append(_under_vmap(task.call, leaves, mapped, begin, collector, bounded, None))
     return _joined(results, torch.cat)
 
 
 def _one_by_one(task: Task, bounded: bool) -> Result:
-    mapped = [yes or key is not None for yes, key in zip(task.mapped, task.keys, strict=True)]
     results: list[Result] = []
     for i in range(task.receiver.rows):
-        leaves, _, _ = _of_rows(task, slice(i, i + 1))
+        leaves, mapped, *_ = _of_rows(task, slice(i, i + 1))
         result = task.call([x[0] if yes else x for x, yes in zip(leaves, mapped, strict=True)])
         results.append((result, [isinstance(y, Tensor) for y in optree.tree_leaves(result)]))
     return _joined(results, torch.stack)
@@ -272,18 +262,20 @@ def _one_by_one(task: Task, bounded: bool) -> Result:
 _WAYS = (_by_rules, _expanded, _one_by_one)
 
 
-def _of_rows(task: Task, rows: slice) -> tuple[list[Any], Tensor, Collector]:
-    """The arguments for some rows, with every parameter once for each; the anchor, and what collects."""
+def _of_rows(task: Task, rows: slice) -> tuple[list[Any], list[bool], Tensor, Collector]:
+    """The arguments for some rows, every parameter once for each, and which are mapped; the anchor; what collects."""
     collector = Collector(task.receiver, rows)
-    begin = Begin.apply(task.anchor, collector)  # type: ignore[no-untyped-call]
+    begin = Begin.apply(task.anchor, collector.finish)  # type: ignore[no-untyped-call]
     leaves = []
     for x, yes, key in zip(task.leaves, task.mapped, task.keys, strict=True):
         if key is not None:
             leaf = collector.parameter(x, key)
-            leaves.append(Expand.apply(leaf.detach(), begin, collector, collector.use(leaf)))  # type: ignore[no-untyped-call]
+            use = collector.use(leaf)
+            assert use is not None, "it is a parameter of the run"
+            leaves.append(collector.expanded(leaf, begin, use))
         else:
             leaves.append(x[rows] if yes else x)
-    return leaves, begin, collector
+    return leaves, [yes or key is not None for yes, key in zip(task.mapped, task.keys, strict=True)], begin, collector
 
 
 def _under_vmap(
@@ -308,7 +300,7 @@ def _under_vmap(
                     y = functorch.rows_of(y)
             elif rows.shared(y):
                 ticket = None if tickets is None else tickets.setdefault(number, Ticket())
-                shared = rows.all_of(y) if ticket is None else rows.exported(y, ticket)
+                shared = rows.all_of(y, ticket)
                 y, yes = (y, False) if shared is None else (shared, True if ticket is None else None)
             which.append(yes)
             made.append(y)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardfn.curvature.lanczos import top_eig
 from shardfn.curvature.operators import Operator, check_batches, each_of, hvp, must_be_operator
+from shardfn.curvature.spectra import top_eig
 from shardfn.curvature.vectors import Space, Vector, draws_restored
 from shardfn.optim.hyperparameters import in_range, whole
 from shardfn.transforms.autodiff import name_of

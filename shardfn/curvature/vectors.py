@@ -54,17 +54,13 @@ class Space:
             raise ValueError(f"{name}: the parameters have no leaf with a gradient: all are frozen, or no numbers")
         nodes, self._tree = _flat(params)
         self._moving = [moves(*(x.values, x.layout) if is_flat(x) else (x, None)) for x in nodes]
-        places = [None if layout is None else layout.placement.tiers for layout in layouts_of(params)]
-        if any(place is not None and place.params != "device" for place in places):
+        if any(layout is not None and layout.placement.tiers.params != "device" for layout in layouts_of(params)):
             raise NotImplementedError(
                 f"{name}: parameters on the host or on disk; its products need them on the device"
             )
-        self.units = units(self.variables.gradient([_own(x, at) for x, at in self._each()]))
+        pairs = zip(self.variables.values, self.variables.layouts, strict=True)
+        self.units = units(self.variables.gradient([_own(x, layout) for x, layout in pairs]))
         refuse_complex(self.units, name)
-
-    def _each(self) -> Iterator[tuple[Tensor, Layout | None]]:
-        values = [x.detach() for x in self.variables.values]
-        return zip(values, self.variables.layouts, strict=True)
 
     @property
     def like(self) -> Vector:

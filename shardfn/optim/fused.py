@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardfn.compat.trusted import trusted
-from shardfn.optim.state_dtype import Coded, Opened, Stored
+from shardfn.optim.state_dtype import Coded, Opened
 from shardfn.quant import codes
 from shardfn.quant.fused import DTYPES, difference, fits, tables
 from shardfn.shards.blocks import BLOCK, Run, Runs
@@ -18,7 +18,6 @@ from shardfn.shards.pieces import units
 
 SLOTS = "mean", "square"
 ULPS = 8  # of float32: each of the two ways rounds at most eight times by half of one
-InPlace = Callable[..., None]
 
 
 class AdamW:
@@ -31,7 +30,7 @@ class AdamW:
     other; but one may be inf, and the other nan.
     """
 
-    def __init__(self, in_place: InPlace) -> None:
+    def __init__(self, in_place: Callable[..., None]) -> None:
         self._in_place = in_place
 
     def takes(self, columns: Sequence[Tensor]) -> bool:
@@ -91,7 +90,7 @@ class AdamW:
         self._twin(theirs, part, 3, numbers)
         said = _far(old, ours[0], theirs[0])
         for i, slot in enumerate(SLOTS):
-            pairs = [_decoded(slot, x[2 + 2 * i], x[3 + 2 * i], part) for x in (ours, theirs)]
+            pairs = [Coded().opened(slot, (x[2 + 2 * i], x[3 + 2 * i]), part) for x in (ours, theirs)]
             finite = pairs[1].isfinite()
             said = said or difference(f"the {slot}", *map(_one_nan, pairs))
             said = said or difference(f"the code of the {slot}", *(x[2 + 2 * i][finite] for x in (ours, theirs)))
@@ -100,7 +99,7 @@ class AdamW:
 
     def _twin(self, columns: Sequence[Tensor], part: Runs, step: int, numbers: dict[str, Any]) -> None:
         p, g, *stored = columns
-        slots = [_decoded(slot, stored[2 * i], stored[2 * i + 1], part) for i, slot in enumerate(SLOTS)]
+        slots = [Coded().opened(slot, (stored[2 * i], stored[2 * i + 1]), part) for i, slot in enumerate(SLOTS)]
         moving = p.float()
         self._in_place([moving], [g.float()], [[x] for x in slots], step, numbers)
         p.copy_(moving)
@@ -112,11 +111,6 @@ class AdamW:
 def _one_nan(x: Tensor) -> Tensor:
     """The numbers, with nan for any that is not finite: of an infinite gradient, some of torch's kernels make nan."""
     return torch.where(x.isfinite(), x, torch.nan)
-
-
-def _decoded(slot: str, of_codes: Tensor, scales: Tensor, part: Runs) -> Tensor:
-    stored: Stored = of_codes, scales
-    return Coded().opened(slot, stored, part)
 
 
 def _samples(dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], Runs]:

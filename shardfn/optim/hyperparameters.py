@@ -13,28 +13,15 @@ import torch
 from torch import Tensor
 
 # Lower bound, upper bound, and whether each bound is included, as interval brackets.
+NOT_NEGATIVE = "lr", "eps", "weight_decay", "least", "peak", "end", "tolerance"
+POSITIVE = "gamma", "ridge", "exponent", "damping", "initial", "clip", "limit", "scale", "rate"
 RANGES: dict[str, tuple[float, float, str]] = {
-    "lr": (0, math.inf, "[)"),
+    **dict.fromkeys(NOT_NEGATIVE, (0, math.inf, "[)")),
+    **dict.fromkeys(POSITIVE, (0, math.inf, "()")),
+    **dict.fromkeys(("b1", "b2"), (0, 1, "[)")),
     "momentum": (0, 1, "[]"),
-    "b1": (0, 1, "[)"),
-    "b2": (0, 1, "[)"),
-    "eps": (0, math.inf, "[)"),
-    "gamma": (0, math.inf, "()"),
-    "ridge": (0, math.inf, "()"),
-    "exponent": (0, math.inf, "()"),
-    "damping": (0, math.inf, "()"),
-    "initial": (0, math.inf, "()"),
-    "weight_decay": (0, math.inf, "[)"),
-    "clip": (0, math.inf, "()"),
-    "least": (0, math.inf, "[)"),
-    "limit": (0, math.inf, "()"),
-    "peak": (0, math.inf, "[)"),
-    "end": (0, math.inf, "[)"),
-    "scale": (0, math.inf, "()"),
     "growth": (1, math.inf, "[)"),
     "backoff": (0, 1, "(]"),
-    "tolerance": (0, math.inf, "[)"),
-    "rate": (0, math.inf, "()"),
 }
 DECAYS = {"adafactor": (-math.inf, 0.0, "(]"), "ema": (0.0, 1.0, "[]")}
 
@@ -90,6 +77,12 @@ def check_rule(name: str, numbers: tuple[tuple[str, Any], ...]) -> None:
 def constants(numbers: dict[str, Any]) -> dict[str, Any]:
     """The numbers that are neither schedules nor rules; a state keeps these."""
     return {name: value for name, value in numbers.items() if not callable(value)}
+
+
+def begun(numbers: dict[str, Any], state: Any) -> tuple[Any, dict[str, Any]]:
+    """The number of the step that begins, and its numbers: rules, what the state keeps, and this step's rate."""
+    count, now = state["step"] + 1, numbers | state["numbers"]
+    return count, now | {"lr": at_step(now["lr"], count)}
 
 
 def at_step(value: Any, step: Any) -> Any:

@@ -6,6 +6,7 @@ ranks that hold the same parameter whole. There is one reduction for each set of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -222,12 +223,7 @@ def clip_by_value(limit: float, *, donate: bool = True) -> Transform:
 
 def scaled(name: str, tree: Any, factor: Tensor | float, donate: bool) -> Any:
     """A tree times a number or a 0-d tensor; each tensor keeps its dtype."""
-    moved: dict[torch.device, Tensor | float] = {}
-
-    def at(device: torch.device) -> Any:
-        if device not in moved:
-            moved[device] = factor.to(device) if isinstance(factor, Tensor) else factor
-        return moved[device]
+    at = functools.cache(lambda device: factor.to(device) if isinstance(factor, Tensor) else factor)
 
     def scale(xs: list[Tensor]) -> None:
         if functorch.inside_transform():  # vmap has no rule for lists

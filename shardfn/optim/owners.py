@@ -30,6 +30,7 @@ from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import mesh_of, scope_of
 from shardfn.mesh.spec import P, dotted, joined
 from shardfn.optim.differentiable import filled, numbered, tied
+from shardfn.optim.norms import wide
 from shardfn.optim.optimizer import of_rule
 from shardfn.shards.boxes import Box, Ints, boxes, whole
 from shardfn.shards.layout import FlatShard, Layout, Range, is_flat, lay
@@ -133,7 +134,7 @@ def on_everyone(
             if matrix.path in segments:
                 segment = segments[matrix.path]
                 part = None if matrix.layout is None else matrix.held(process_groups.global_rank())
-                own = result if part is None else _block(result, part)
+                own = result if part is None else result[Box(part.corner, part.shape).within(matrix.box)]
                 rows[matrix.path] = own.reshape(-1)[segment.first : segment.first + segment.stop - segment.start]
         results.append(filled(torch.zeros_like(tensor), unit, (rows[segment.path] for segment in unit.filled), ties))
     return results
@@ -274,11 +275,20 @@ def as_matrix(shape: Ints) -> Ints:
     return (shape[0], math.prod(shape[1:])) if len(shape) > 2 else shape
 
 
-def remembered(unit: Unit, block: Block, owner: int, shapes: Any, dtype: torch.dtype) -> Any:
-    """Zeros of these shapes, a tree of tuples, that only the owner of a block holds: a flat shard.
+def all_remembered(
+    units: Sequence[Unit], shapes: Callable[[Block], Any], cost: Cost, most: int | None = None
+) -> dict[str, Any]:
+    """What `remembered` gives for each block of these units, by its name."""
+    owner = owners(units, cost, most)
+    return {b.name: remembered(unit, b, owner[b], shapes(b)) for unit in units for b in blocks(unit, most)}
+
+
+def remembered(unit: Unit, block: Block, owner: int, shapes: Any) -> Any:
+    """Zeros of these shapes, a tree of tuples, in float32 or wider, that only the owner of a block holds: a flat shard.
 
     With a block of a plain tensor, a tree of tensors, which every rank holds.
     """
+    dtype = wide(unit.values)
     if block.layout is None:
         return optree.tree_map(lambda shape: unit.values.new_zeros(shape, dtype=dtype), shapes, is_leaf=_ints)
     accessors, sizes, tree = optree.tree_flatten_with_accessor(shapes, is_leaf=_ints)
@@ -399,11 +409,8 @@ def planned(owned: tuple[tuple[Block, int], ...], peers: tuple[int, ...], rank: 
 
 @functools.lru_cache(maxsize=256)
 def _assigned(blocks: tuple[Block, ...], workers: int, cost: Cost) -> list[int]:
-    return assigned([cost(block.box.sizes) for block in blocks], workers)
-
-
-def assigned(costs: Sequence[int], workers: int) -> list[int]:
-    """A worker for each job: the costliest job first, to the worker with the least load (Graham's rule)."""
+    """A worker for each block: the costliest block first, to the worker with the least load (Graham's rule)."""
+    costs = [cost(block.box.sizes) for block in blocks]
     load, worker_of = [0] * workers, [0] * len(costs)
     for job in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         worker_of[job] = min(range(workers), key=lambda w: (load[w], w))
@@ -491,12 +498,6 @@ def _exchanged(
     parts = [share for shares in incoming for share in shares]
     pieces = received.split([part.common.numel for _, part in parts])
     return [(n, part, x.view(part.common.sizes)) for (n, part), x in zip(parts, pieces, strict=True)]
-
-
-def _block(whole: Tensor, part: Range) -> Tensor:
-    """The block of a matrix in which the range `part` lies: the value that a rank computes with."""
-    (row, column), (rows, columns) = part.corner, part.shape
-    return whole[row : row + rows, column : column + columns]
 
 
 def _whole(matrix: Block, segments: dict[str, Any], update: Tensor) -> Tensor:

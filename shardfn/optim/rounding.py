@@ -177,21 +177,15 @@ class _Refusing(torch.autograd.Function):
         pass
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        _refuse()
+    def backward(ctx: Any, *given: Any) -> Any:
+        raise NotImplementedError(REFUSED)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        _refuse()
+    jvp = backward
 
     @staticmethod
     def vmap(info: Any, dims: Any, x: Tensor, kept: Tensor) -> Any:
         """One call for the whole batch."""
         return _Refusing.apply(x if dims[0] is None else x.movedim(dims[0], 0), kept), dims[1]  # type: ignore[no-untyped-call]
-
-
-def _refuse() -> None:
-    raise NotImplementedError(REFUSED)
 
 
 REFUSED = (

@@ -18,7 +18,7 @@ from shardfn.compat import dispatch
 from shardfn.compat.devices import elements_at_a_time
 from shardfn.optim.differentiable import refuse_overwriting, tied, varied
 from shardfn.optim.fused import AdamW
-from shardfn.optim.hyperparameters import at_step, check, check_rule, constants
+from shardfn.optim.hyperparameters import begun, check, check_rule, constants
 from shardfn.optim.norms import wide
 from shardfn.optim.optimizer import Optimizer, Rule, of_rule
 from shardfn.optim.state_dtype import Coded, Kept, Opened, Stored
@@ -92,10 +92,8 @@ def optimizer(
         return state | kept.init(leaves, rule.slots)
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        count, leaves = state["step"] + 1, units(params)
-        now = dict(state["numbers"])
-        if callable(numbers["lr"]):
-            now["lr"] = at_step(numbers["lr"], count)
+        count, now = begun(numbers, state)
+        leaves = units(params)
         slots = [leaves.beside(state[s]) if kept is None else kept.stored(leaves, state, s) for s in rule.slots]
         rows = enumerate(pairs(leaves, grads))
         work = [_Work(i, unit, grad, [slot[i] for slot in slots]) for i, (unit, grad) in rows]

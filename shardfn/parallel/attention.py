@@ -19,6 +19,7 @@ from shardfn.collectives.functional import all_gather, all_to_all, axis_index, a
 from shardfn.compat import attention as kernels
 from shardfn.mesh.grid import AxisName, as_names
 from shardfn.mesh.scope import bound_axis
+from shardfn.parallel.linear import wide
 from shardfn.transforms.custom_vjp import custom_vjp
 
 Block = tuple[slice, slice, bool]  # queries, the keys that they attend to, and whether causally
@@ -174,8 +175,8 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> custom_
         if size == 1:
             out, lse = kernels.attention(q, k, v, causal, scale)
             return (out,), (q, k, v, out, lse)
-        out = torch.zeros_like(q, dtype=_wide(q))
-        lse = torch.full(q.shape[:3], -torch.inf, dtype=_wide(q), device=q.device)
+        out = torch.zeros_like(q, dtype=wide(q))
+        lse = torch.full(q.shape[:3], -torch.inf, dtype=wide(q), device=q.device)
         travelling = torch.stack((k, v))
         for step in range(size):
             coming = _sent(travelling, axis) if step + 1 < size else None
@@ -196,12 +197,12 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> custom_
         ct = torch.zeros_like(out) if ct is None else ct  # the ring needs every rank, with a cotangent or not
         if size == 1:
             return list(kernels.attention_backward(ct, q, out, lse, k, v, causal, scale))
-        dq = torch.zeros_like(q, dtype=_wide(q))
+        dq = torch.zeros_like(q, dtype=wide(q))
         travelling = torch.stack((k, v))
         arriving: Callable[[], Tensor] = lambda: travelling  # noqa: E731
         for step in range(size):
             coming = _sent(travelling, axis) if step + 1 < size else None
-            own = torch.zeros_like(travelling, dtype=_wide(q))
+            own = torch.zeros_like(travelling, dtype=wide(q))
             for rows, columns, masked in _parts(index, (index - step) % size, q.shape[2], causal, balanced):
                 keys, values = (x[:, :, columns] for x in travelling)
                 own_ct, own_q, own_out, own_lse = (x[:, :, rows] for x in (ct, q, out, lse))
@@ -251,7 +252,3 @@ def _merge(out: Tensor, lse: Tensor, new: Tensor, logs: Tensor) -> None:
     merged = torch.logaddexp(lse, logs)
     out.mul_((lse - merged).exp()[..., None].to(out.dtype)).add_(new * (logs - merged).exp()[..., None].to(out.dtype))
     lse.copy_(merged)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

@@ -40,6 +40,7 @@ from shardfn.mesh.groups import connected, group_over
 from shardfn.mesh.lanes import lane
 from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import current_mesh
+from shardfn.transforms.shortage import versions
 
 ROOM = 1024  # bytes of a note; a longer one continues in a second message
 _LENGTH = struct.Struct("<q")
@@ -339,13 +340,9 @@ class Team:
         with self._reaching(to):
             while len(self.sent[to]) > left:
                 for work, row, version in self.sent[to].popleft():
-                    self._waited(work, to)
+                    _tried(self.lines[to]._arrived, work)
                     refuse_changed([row], version)
             self.lines[to].arrived(2 * left + 1)
-
-    def _waited(self, work: Any, other: int) -> None:
-        """Waits until a tensor from or to a rank has arrived."""
-        _tried(self.lines[other]._arrived, work)
 
     def receive(self, source: int) -> Message:
         """Returns the next message from a rank.
@@ -416,7 +413,7 @@ class Team:
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in kinds]
         rows = [self._row(x) for x in tensors if x.nbytes]
         for work in [_tried(group.recv, [row], source, tag) for row, tag in zip(rows, tags, strict=True)]:
-            self._waited(work, source)
+            _tried(self.lines[source]._arrived, work)
         return tensors
 
     def _row(self, x: Any) -> Tensor:
@@ -493,11 +490,6 @@ def team_of(axis: AxisName) -> Team:
     return per_mesh(
         mesh, ("team", lane(), axis), lambda: kind(axis, communicator_of(mesh, as_names(axis)), device_of(mesh))
     )
-
-
-def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """The tensors' version counters, which grow with every write; 0 for inference tensors, which have none."""
-    return [0 if x.is_inference() else x._version for x in tensors]
 
 
 def refuse_changed(tensors: Sequence[Tensor], before: list[int]) -> None:

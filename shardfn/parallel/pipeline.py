@@ -25,22 +25,13 @@ from shardfn.compat import autograd, functorch
 from shardfn.mesh.grid import AxisName, as_names
 from shardfn.mesh.planned import notes, planned
 from shardfn.mesh.scope import as_if_at, independent_along, refuse_independent
-from shardfn.parallel.messages import (
-    Kind,
-    Message,
-    PlannedTeam,
-    Team,
-    packed,
-    refuse_changed,
-    team_of,
-    unpacked,
-    versions,
-)
+from shardfn.parallel.messages import Kind, Message, PlannedTeam, Team, packed, refuse_changed, team_of, unpacked
 from shardfn.quoting import listed
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.partition import with_leaves
 from shardfn.transforms.autodiff import follow, layouts_of, moves
 from shardfn.transforms.custom_vjp import custom_vjp
+from shardfn.transforms.shortage import versions
 from shardfn.transforms.step import Step
 
 Part = Callable[[Any, Any, Any], Any]
