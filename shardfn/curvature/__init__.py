@@ -3,9 +3,8 @@
 Imports `stages`, `transforms`, `optim`, `checkpoint`, `shards`, `collectives` and `compat`.
 """
 
-from shardfn.curvature.grams import Grams, grams
 from shardfn.curvature.influence import GradientStore, influence, store_gradients
-from shardfn.curvature.kronecker import Kronecker, ekfac
+from shardfn.curvature.kronecker import Grams, Kronecker, ekfac, grams
 from shardfn.curvature.labels import Drawn
 from shardfn.curvature.operators import Operator, empirical_fisher, fisher, ggn, hvp
 from shardfn.curvature.per_example import PerExample, dp_grads, noise_scale, per_example

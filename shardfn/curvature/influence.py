@@ -93,9 +93,8 @@ def influence(
     directions = []
     for query in queries:
         space.read(query, "a query", ". Queries are a list of such trees: [q] for one")
-        solved = space.read(
-            inverse(query), "a solution", ". The first argument returns one, as F.solve or solve(...).x is"
-        )
+        fix = ". The first argument returns one, as F.solve or solve(...).x is"
+        solved = space.read(inverse(query), "a solution", fix)
         directions.append(space.tangents(solved))
     found = []
     for batch in each_of(batches, name, losses):
@@ -364,20 +363,20 @@ def _begin(folder: Path, sketch: Sketch, of: dict[str, float], ranks: int, batch
         "dtype": str(sketch.dtype),
         "of": of,
     }
-    alike = [together(space.params)]
-    with failing_together(alike, name, (OSError, ValueError, KeyError, CheckpointError)):
+    ranks_of = together(space.params)
+    with failing_together([ranks_of], name, (OSError, ValueError, KeyError, CheckpointError)):
         found = json.loads(about.read_bytes()) if about.exists() else None
         if found is None and batches is None:
             raise CheckpointError(f"{name}: {folder} has no gradients: pass batches to write them")
         if found is not None:
             _compare(found, told, ranks, batches, f"{name}: {folder}")
-    agree([f"exists: {found is not None}"], *alike, name)
-    with failing_together(alike, name, OSError):
+    agree([f"exists: {found is not None}"], ranks_of, name)
+    with failing_together([ranks_of], name, OSError):
         if found is None and row_place(space.params)[0] == 0:
             folder.mkdir(parents=True, exist_ok=True)
             content = json.dumps({**told, "ranks": ranks, "batches": batches}, indent=1)
             _publish(about, content.encode())
-    agree([], *alike, name)
+    agree([], ranks_of, name)
 
 
 def _compare(found: Mapping[str, Any], told: Mapping[str, Any], ranks: int, batches: int | None, where: str) -> None:

@@ -260,12 +260,10 @@ def _refuse_kinks(found: Any) -> None:
     while isinstance(inner, torch.distributions.Independent):
         inner = inner.base_dist
     kinds = torch.distributions.Laplace, torch.distributions.Uniform, torch.distributions.Pareto
-    try:
+    with contextlib.suppress(NotImplementedError):
         if not isinstance(inner, kinds):
             torch.distributions.kl_divergence(found, found)
             return
-    except NotImplementedError:
-        pass
     raise NotImplementedError(
         f"fisher: torch has no divergence of two distributions of type {type(inner).__name__} that is smooth: take "
         f"labels='drawn', if its log_prob has a derivative"

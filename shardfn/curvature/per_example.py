@@ -23,9 +23,8 @@ from shardfn.collectives.agree import ARGUMENTS, agree, digest_of
 from shardfn.compat import autograd, functorch
 from shardfn.curvature.operators import must_take
 from shardfn.curvature.row_axes import Cuts, all_of, cuts, over_ranks, row_axes, same_along
-from shardfn.curvature.row_stages import stages_apart
 from shardfn.curvature.row_uses import Key, Norms, Receiver
-from shardfn.curvature.rows import Task, Way, cannot
+from shardfn.curvature.rows import Task, Way, cannot, stages_apart
 from shardfn.curvature.vectors import random
 from shardfn.mesh.axes import axis_of, per_mesh
 from shardfn.mesh.lanes import lane

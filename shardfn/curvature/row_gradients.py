@@ -277,9 +277,8 @@ def _sum(forms: Sequence[Any]) -> Form:
 
 @functools.lru_cache(maxsize=1024)
 def _disjoint(numel: int, places: tuple[Place, ...]) -> bool:
-    ends = sorted(
-        (p.offset, p.offset + sum((n - 1) * s for n, s in zip(p.shape, p.strides, strict=True))) for p in places
-    )
+    reach = [sum((n - 1) * s for n, s in zip(p.shape, p.strides, strict=True)) for p in places]
+    ends = sorted((p.offset, p.offset + far) for p, far in zip(places, reach, strict=True))
     if all(stop < start for (_, stop), (start, _) in itertools.pairwise(ends)):
         return True
     counts = torch.zeros((1, numel), dtype=torch.int32, device="cpu")

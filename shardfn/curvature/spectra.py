@@ -247,9 +247,8 @@ def spectrum(
         _step(A, state)
         if folder is not None and (state["draw"] == draws or (state["done"] % every) == 0):
             checkpoint.save(folder, state, overwrite=True)
-    values, weights = zip(
-        *(_quadrature(a, b) for a, b in zip(state["alphas"], state["betas"], strict=True)), strict=True
-    )
+    pairs = [_quadrature(a, b) for a, b in zip(state["alphas"], state["betas"], strict=True)]
+    values, weights = zip(*pairs, strict=True)
     return Spectrum(torch.stack(values), torch.stack(weights), size)
 
 

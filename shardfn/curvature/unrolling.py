@@ -162,9 +162,8 @@ class _Back:
         by_params, by_gradient, self.state = ([next(split) for _ in part.values] for part in parts)
         space = Space(now[0], "unroll")
         training.draw(number, now)
-        product, mixed = _along(
-            training.loss, space, training.hyper, space.tangents(by_gradient), training.batches[number]
-        )
+        v, batch = space.tangents(by_gradient), training.batches[number]
+        product, mixed = _along(training.loss, space, training.hyper, v, batch)
         self.params = add_([x.clone() for x in by_params], space.tangents(space.read(product)))
         self.slope = optree.tree_map(torch.add, self.slope, mixed)
 

@@ -219,9 +219,8 @@ class Space:
 
     def _units(self, vector: Vector) -> Any:
         values = iter(vector)
-        return self.units._replace(
-            each=[u._replace(values=next(values)) if u.trainable else u for u in self.units.each]
-        )
+        each = [u._replace(values=next(values)) if u.trainable else u for u in self.units.each]
+        return self.units._replace(each=each)
 
     def drawn(self, kind: Kind, seed: int, number: int) -> Vector:
         """A random vector: standard normal numbers, or 1 and -1 alike.

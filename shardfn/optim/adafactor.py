@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from shardfn.optim.differentiable import filled, lent, numbered, refuse_overwriting
-from shardfn.optim.elementwise import Schedule
-from shardfn.optim.hyperparameters import begun, check, constants
+from shardfn.optim.hyperparameters import Schedule, begun, check, constants
 from shardfn.optim.norms import squares, totals, wide
 from shardfn.optim.optimizer import Optimizer, Rule, of_rule
 from shardfn.optim.state_offload import on_whole

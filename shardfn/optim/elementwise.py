@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from shardfn.optim.fused import AdamW
-from shardfn.optim.hyperparameters import check
+from shardfn.optim.hyperparameters import Schedule, check
 from shardfn.optim.optimizer import Optimizer, Rule
 from shardfn.optim.state_dtype import Coded, Rounded
 from shardfn.optim.stepping import Elementwise, optimizer
 
 Number = float | Tensor
-Schedule = Callable[[int], Any]
 
 
 # --- the rules ---
@@ -32,18 +31,8 @@ def _sgd_in_place(ps: Any, gs: Any, slots: Any, step: int, n: dict[str, Any]) ->
         return _one_by_one(_sgd_pure, torch.float32, ps, gs, slots, step, n)
     if _too_exact(n["lr"], ps[0]):
         return _one_by_one(_sgd_pure, torch.float64, ps, gs, slots, step, n)
-    torch._fused_sgd_(
-        ps,
-        gs,
-        slots[0] if slots else [],
-        weight_decay=n["weight_decay"],
-        momentum=n.get("momentum", 0.0),
-        lr=_rate(n["lr"], ps[0]),
-        dampening=0.0,
-        nesterov=n.get("nesterov", False),
-        maximize=False,
-        is_first_step=False,
-    )
+    kw = {"momentum": 0.0, "nesterov": False} | n | {"lr": _rate(n["lr"], ps[0])}
+    torch._fused_sgd_(ps, gs, slots[0] if slots else [], dampening=0.0, maximize=False, is_first_step=False, **kw)
 
 
 def _sgd_pure(p: Tensor, g: Tensor, slots: Any, _: int, n: dict[str, Any]) -> tuple[Tensor, tuple[Tensor, ...]]:

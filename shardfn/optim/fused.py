@@ -64,20 +64,15 @@ class AdamW:
             else:
                 rate = torch.full((), float(rate), dtype=torch.float32, device=p.device)
             biases = 1 - n["b1"] ** step, math.sqrt(1 - n["b2"] ** step)
-            numbers = rate, n["b1"], 1 - n["b1"], n["b2"], 1 - n["b2"], *biases, n["eps"], n["weight_decay"]
+            given = rate, n["b1"], 1 - n["b1"], n["b2"], 1 - n["b2"], *biases, n["eps"], n["weight_decay"]
+            numbers = [x if isinstance(x, Tensor) else float(x) for x in given]
             both = [tables(code, p.device) for code in (codes.dynamic, codes.positive)]
             for run in part:
                 at = slice(run.start - part[0].start, run.stop - part[0].start)
                 of = slice(run.at - part[0].at, run.at - part[0].at + run.blocks)
                 each = [x[of if i in (3, 5) else at] for i, x in enumerate(columns)]
                 known = [x for table in both for x in (table.numbers, table.bounds)]
-                kernels.adamw(
-                    each,
-                    [x[at] for x in out],
-                    known,
-                    [x if isinstance(x, Tensor) else float(x) for x in numbers],
-                    BLOCK,
-                )
+                kernels.adamw(each, [x[at] for x in out], known, numbers, BLOCK)
         torch.autograd.graph.increment_version([p, *([] if out else columns[2:])])
         return out
 

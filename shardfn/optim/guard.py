@@ -431,11 +431,8 @@ def state_differs(want: Any, state: Any) -> Exception | None:
                 f"{tuple(w.shape)}"
             )
         if is_unit(w) != is_unit(s):
-            why = (
-                "one is a part of the other's tree"
-                if _has_units(w) and _has_units(s)
-                else "one is whole, and the other is cut"
-            )
+            inside = _has_units(w) and _has_units(s)
+            why = "one is a part of the other's tree" if inside else "one is whole, and the other is cut"
             return ValueError(
                 f"this state is of other parameters: {name} is {_shown(s)}, where init(params) has {_shown(w)}: {why}"
             )

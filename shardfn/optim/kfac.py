@@ -17,8 +17,8 @@ from torch import Tensor
 
 from shardfn.collectives.agree import agree
 from shardfn.mesh.selectors import Which
-from shardfn.optim.elementwise import Schedule, adamw
-from shardfn.optim.hyperparameters import begun, check, constants, kind, whole
+from shardfn.optim.elementwise import adamw
+from shardfn.optim.hyperparameters import Schedule, begun, check, constants, kind, whole
 from shardfn.optim.norms import dots
 from shardfn.optim.optimizer import Optimizer, Rule
 from shardfn.optim.owners import (

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from shardfn.optim.differentiable import lerped, refuse_overwriting
-from shardfn.optim.elementwise import Schedule
-from shardfn.optim.hyperparameters import begun, check, constants, whole
+from shardfn.optim.hyperparameters import Schedule, begun, check, constants, whole
 from shardfn.optim.optimizer import Optimizer, Rule
 from shardfn.optim.owners import moved, on_everyone, on_owner
 from shardfn.optim.state_offload import on_whole

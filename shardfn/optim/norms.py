@@ -63,11 +63,8 @@ def norms(tree: Any) -> Norms:
     parameters, stages = dict(zip(stage_of, values, strict=True)), dict.fromkeys(stage_of.values(), 0.0)
     for name, stage in stage_of.items():
         stages[stage] += parameters[name]
-    return Norms(
-        sum(values) ** 0.5,
-        {name: value**0.5 for name, value in stages.items()},
-        {name: value**0.5 for name, value in parameters.items()},
-    )
+    by_name = [{name: value**0.5 for name, value in each.items()} for each in (stages, parameters)]
+    return Norms(sum(values) ** 0.5, *by_name)
 
 
 def global_norm(tree: Any) -> Tensor:

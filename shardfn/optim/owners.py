@@ -355,9 +355,8 @@ def _on_owner(
     (grid, axes), layout = block.among, block.layout
     assert grid is not None, "what has an owner lies on a mesh"
     assert layout is not None, "what has an owner lies on a mesh"
-    parts = [
-        (joined(block.name, path), (i,), shape, P()) for i, (path, shape) in enumerate(zip(paths, shapes, strict=True))
-    ]
+    rows = enumerate(zip(paths, shapes, strict=True))
+    parts = [(joined(block.name, path), (i,), shape, P()) for i, (path, shape) in rows]
     at = tuple((axis, grid.index(owner, axis)) for axis in axes)
     return lay(block.name, tree, parts, dtype, True, Placement(only_at=at, tiers=layout.placement.tiers), grid)
 
@@ -409,8 +408,11 @@ def planned(owned: tuple[tuple[Block, int], ...], peers: tuple[int, ...], rank: 
 
 @functools.lru_cache(maxsize=256)
 def _assigned(blocks: tuple[Block, ...], workers: int, cost: Cost) -> list[int]:
-    """A worker for each block: the costliest block first, to the worker with the least load (Graham's rule)."""
-    costs = [cost(block.box.sizes) for block in blocks]
+    return assigned([cost(block.box.sizes) for block in blocks], workers)
+
+
+def assigned(costs: Sequence[int], workers: int) -> list[int]:
+    """A worker for each job: the costliest job first, to the worker with the least load (Graham's rule)."""
     load, worker_of = [0] * workers, [0] * len(costs)
     for job in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         worker_of[job] = min(range(workers), key=lambda w: (load[w], w))
@@ -490,10 +492,8 @@ def _exchanged(
     """Exchanges elements; returns what the peers sent: index of a block, part, and its elements in their shape."""
     sizes = [sum(x.numel() for x in to) for to in outgoing]
     expected = [sum(part.common.numel for _, part in shares) for shares in incoming]
-    flat, exchange = (
-        torch.cat([like, *(x.reshape(-1) for to in outgoing for x in to)]),
-        _Exchange(sizes, expected, peers),
-    )
+    flat = torch.cat([like, *(x.reshape(-1) for to in outgoing for x in to)])
+    exchange = _Exchange(sizes, expected, peers)
     (received,) = run(exchange, [flat]) if dispatch.in_graph() else exchange.finish(exchange.start([flat]))
     parts = [share for shares in incoming for share in shares]
     pieces = received.split([part.common.numel for _, part in parts])
@@ -507,13 +507,11 @@ def _whole(matrix: Block, segments: dict[str, Any], update: Tensor) -> Tensor:
     part = matrix.held(process_groups.global_rank())
     if part is not None and matrix.path in segments:
         segment = segments[matrix.path]
-        block = torch.nn.functional.pad(
-            update.reshape(-1)[segment.start : segment.stop], (part.start, part.shape[0] * part.shape[1] - part.stop)
-        ).view(part.shape)
+        own, rest = update.reshape(-1)[segment.start : segment.stop], math.prod(part.shape) - part.stop
+        block = torch.nn.functional.pad(own, (part.start, rest)).view(part.shape)
         (row, column), (rows, columns) = part.corner, part.shape
-        full = torch.nn.functional.pad(
-            block, (column, matrix.whole[1] - column - columns, row, matrix.whole[0] - row - rows)
-        )
+        below, beside = matrix.whole[0] - row - rows, matrix.whole[1] - column - columns
+        full = torch.nn.functional.pad(block, (column, beside, row, below))
     cut = matrix.layout.cut_axes(matrix.entry)
     if not cut:
         return full

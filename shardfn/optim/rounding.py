@@ -43,11 +43,8 @@ def closed(
         return [refusing(x, x.detach().to(dtype)) for x in numbers]
     first = numbers[0]
     said = f"shardfn's kernel to round {first.dtype} at random"
-    if (
-        first.dtype in DTYPES
-        and fits(*numbers)
-        and trusted(said, first.device, lambda: _check(first.dtype, first.device))
-    ):
+    runs = first.dtype in DTYPES and fits(*numbers)
+    if runs and trusted(said, first.device, lambda: _check(first.dtype, first.device)):
         return [_by_kernel(unit, start, stop, x, i, salt) for i, x in enumerate(numbers)]
     draws = drawn(unit, start, stop, len(numbers), salt)
     return [refusing(x, rounded(x.detach(), dtype, draw)) for x, draw in zip(numbers, draws, strict=True)]

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from shardfn.optim.differentiable import refuse_overwriting
-from shardfn.optim.elementwise import Schedule, adamw
-from shardfn.optim.hyperparameters import begun, check, check_rule, constants, whole
+from shardfn.optim.elementwise import adamw
+from shardfn.optim.hyperparameters import Schedule, begun, check, check_rule, constants, whole
 from shardfn.optim.optimizer import Optimizer, Rule
 from shardfn.optim.owners import Block, all_remembered, as_owner, eigh, moved, on_owner
 from shardfn.optim.state_offload import on_whole

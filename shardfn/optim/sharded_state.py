@@ -79,13 +79,9 @@ def _gradients(params: Any, grads: Any, finer: Finer) -> Any:
             return grad
         values = grad.values if is_flat(grad) else grad
         fine = finer(node.layout)
-        if (
-            isinstance(values, Tensor)
-            and values.shape == node.values.shape
-            and not (is_flat(grad) and grad.layout == fine)
-        ):
-            return _part(FlatShard(values, node.layout), fine)
-        return grad
+        whole = isinstance(values, Tensor) and values.shape == node.values.shape
+        cut = is_flat(grad) and grad.layout == fine
+        return _part(FlatShard(values, node.layout), fine) if whole and not cut else grad
 
     leaves, tree = optree.tree_flatten(params, is_leaf=is_flat)
     return optree.tree_unflatten(tree, [part(p, g) for p, g in zip(leaves, tree.flatten_up_to(grads), strict=True)])

@@ -140,9 +140,8 @@ def _places(own: int, index: int, size: int, balanced: bool, device: torch.devic
     if not balanced or size == 1:
         return torch.arange(index * own, (index + 1) * own, device=device)
     half = own // 2
-    return torch.cat(
-        [torch.arange(piece * half, (piece + 1) * half, device=device) for piece in (index, 2 * size - 1 - index)]
-    )
+    pieces = index, 2 * size - 1 - index
+    return torch.cat([torch.arange(piece * half, (piece + 1) * half, device=device) for piece in pieces])
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:

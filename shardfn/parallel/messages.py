@@ -87,9 +87,8 @@ class Message:
 _GONE = End(wrong=("does not answer", ""))
 _Sent = tuple[Any, Tensor, list[int]]  # the work, the bytes, and their versions
 _left: deque[Any] = deque(maxlen=16)  # keeps what the last runs sent alive: other ranks may still read it
-_cut_short: weakref.WeakKeyDictionary[Any, str] = (
-    weakref.WeakKeyDictionary()
-)  # by group: why messages may still be under way on it that no run will read
+# By group: why messages may still be under way on it that no run will read.
+_cut_short: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 class Stopped(Exception):
@@ -403,9 +402,8 @@ class Team:
         line.here = places[-1]
         line.expect()
         if any(sizes) and not tags:  # the tensors came with the note
-            return [
-                _within(data, ROOM + at, shape, dtype) for at, (shape, dtype, _) in zip(places, kinds, strict=False)
-            ]
+            each = zip(places, kinds, strict=False)
+            return [_within(data, ROOM + at, shape, dtype) for at, (shape, dtype, _) in each]
         return self._taken(source, group, tags, kinds)
 
     def _taken(self, source: int, group: Any, tags: Iterable[int], kinds: tuple[Kind, ...]) -> list[Tensor]:
@@ -475,11 +473,9 @@ class PlannedTeam(Team):
 def _within(data: bytearray, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor in memory that it shares with others, with a version counter of its own."""
     count = math.prod(shape)
-    return (
-        torch.frombuffer(data, dtype=dtype, count=count, offset=at).view(shape)
-        if count
-        else torch.empty(shape, dtype=dtype, device="cpu")
-    )
+    if not count:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=at).view(shape)
 
 
 def team_of(axis: AxisName) -> Team:
