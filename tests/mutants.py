@@ -143,7 +143,7 @@ MUTANTS = [
     Mutant(
         "products draw other random numbers",
         "curvature/operators.py",
-        "        began.restore()\n",
+        "            began.restore()\n",
         "",
         f"{CURVATURE}::test_each_product_draws_the_same_random_numbers",
     ),
