@@ -73,12 +73,8 @@ class Operator:
         if not isinstance(factor, Real) and not (isinstance(factor, Tensor) and factor.ndim == 0):
             return NotImplemented
         number = self.space.factor(float(factor))
-
-        def scaled(v: Any) -> Any:
-            product = self.of(self.space.read(v))
-            return self.space.written([x * number for x in product])
-
-        return Operator(scaled, self.params, self.name)
+        space = self.space
+        return Operator(lambda v: space.written([x * number for x in self.of(space.read(v))]), self.params, self.name)
 
     __rmul__ = __mul__
 

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import optree
@@ -246,7 +246,7 @@ def _by_rules(task: Task, bounded: bool) -> Result:
     pairs = zip(task.leaves, task.keys, strict=True)
     leaves = [x if key is None else collector.parameter(x, key) for x, key in pairs]
     begin = Begin.apply(task.anchor, collector.finish)  # type: ignore[no-untyped-call]
-    return _under_vmap(task.call, leaves, task.mapped, begin, collector, bounded, task.tickets)
+    return _under_vmap(task, leaves, task.mapped, begin, collector, bounded)
 
 
 def _expanded(task: Task, bounded: bool) -> Result:
@@ -254,7 +254,7 @@ def _expanded(task: Task, bounded: bool) -> Result:
     results = []
     for rows in parts(task.receiver.rows, numel if bounded else 0):
         leaves, mapped, begin, collector = _of_rows(task, rows)
-        results.append(_under_vmap(task.call, leaves, mapped, begin, collector, bounded, None))
+        results.append(_under_vmap(replace(task, tickets=None), leaves, mapped, begin, collector, bounded))
     return _joined(results, torch.cat)
 
 
@@ -287,17 +287,11 @@ def _of_rows(task: Task, rows: slice) -> tuple[list[Any], list[bool], Tensor, Co
 
 
 def _under_vmap(
-    call: Callable[[list[Any]], Any],
-    leaves: Sequence[Any],
-    mapped: Sequence[bool],
-    begin: Tensor,
-    collector: Collector,
-    bounded: bool,
-    tickets: dict[int, Ticket] | None,
+    task: Task, leaves: Sequence[Any], mapped: Sequence[bool], begin: Tensor, collector: Collector, bounded: bool
 ) -> Result:
-    count = collector.count
+    count, tickets = collector.count, task.tickets
     with functorch.mapping(count) as level, Rows(collector, level, begin, bounded) as rows, _no_hooks():
-        result = call([functorch.mapped(x, level) if yes else x for x, yes in zip(leaves, mapped, strict=True)])
+        result = task.call([functorch.mapped(x, level) if yes else x for x, yes in zip(leaves, mapped, strict=True)])
         ys, tree = optree.tree_flatten(result)
         made: list[Any] = []
         which: list[bool | None] = []

@@ -102,10 +102,7 @@ class _Training:
 
     def draw(self, number: int, now: Any) -> None:
         """Random numbers of a step are the same each time."""
-        if number in self.random:
-            self.random[number].restore()
-        else:
-            self.random[number] = RandomNumbers(_tensors(now))
+        self.random.setdefault(number, RandomNumbers(_tensors(now))).restore()
 
     def first(self, *given: Any) -> Any:
         """The first step, on copies: raises RuntimeError for an optimizer that overwrites."""

@@ -15,8 +15,6 @@ from shardfn.optim.state_offload import on_whole
 from shardfn.shards.boxes import Ints
 from shardfn.shards.pieces import Unit, pairs, refuse_complex, units, zeros_like
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-
 
 def muon(
     lr: float | Tensor | Schedule,
@@ -110,7 +108,7 @@ def _refuse(unit: Unit) -> None:
 
 def orthogonalised(x: Tensor, iterations: int, dtype: torch.dtype | None) -> Tensor:
     """`[..., r, c]` matrices with the same singular vectors, and singular values of about 1."""
-    a, b, c = COEFFICIENTS
+    a, b, c = 3.4445, -4.7750, 2.0315
     y = x.to(dtype or x.dtype)
     tall = y.shape[-2] > y.shape[-1]
     y = y.mT if tall else y

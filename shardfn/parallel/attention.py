@@ -119,14 +119,6 @@ def positions(length: int, axis: AxisName, *, balanced: bool = True, device: tor
         ValueError: the length does not divide into these pieces.
     """
     size = axis_size(axis)
-    _divides(length, size, balanced, axis)
-    own = _places(length // size, axis_index(axis), size, balanced, device)
-    if not torch.compiler.is_compiling() and (recorder := recording.current()) is not None:
-        recorder.declared(own, recorder.trace.mask(as_names(axis)), (), "positions")
-    return own
-
-
-def _divides(length: int, size: int, balanced: bool, axis: AxisName) -> None:
     pieces = 2 * size if balanced and size > 1 else size
     if length % pieces:
         raise ValueError(
@@ -134,6 +126,10 @@ def _divides(length: int, size: int, balanced: bool, axis: AxisName) -> None:
             + (f" (two for each of the {size} ranks along {axis!r})" if pieces > size else f" along {axis!r}")
             + f": pad it to {-(-length // pieces) * pieces}"
         )
+    own = _places(length // size, axis_index(axis), size, balanced, device)
+    if not torch.compiler.is_compiling() and (recorder := recording.current()) is not None:
+        recorder.declared(own, recorder.trace.mask(as_names(axis)), (), "positions")
+    return own
 
 
 def _places(own: int, index: int, size: int, balanced: bool, device: torch.device | None) -> Tensor:
