@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn.curvature.operators import check_batches, each_of, hvp
+from shardfn.curvature.operators import Function, check_batches, each_of, hvp
 from shardfn.curvature.solving import Method, solve
 from shardfn.curvature.vectors import Space, Vector, add_, draws_restored, refuse_derivative
 from shardfn.optim.hyperparameters import whole
@@ -23,8 +23,6 @@ from shardfn.optim.optimizer import Optimizer
 from shardfn.transforms.autodiff import Variables, grad, name_of, value_and_grad
 from shardfn.transforms.jvp import jvp
 from shardfn.transforms.shortage import RandomNumbers, versions
-
-Function = Callable[..., Any]
 
 
 def unroll(

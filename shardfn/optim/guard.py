@@ -24,7 +24,6 @@ from shardfn.optim.state_offload import NOWHERE, Init, Step, placed, placed_toge
 from shardfn.quoting import listed
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.pieces import Piece, is_unit
-from shardfn.shards.placement import Tiers
 
 Places = tuple[int | None, int | None, list[int]]
 
@@ -339,7 +338,7 @@ def _unit_differs(name: str, p: Any, g: Any) -> str:
     held = p.stop - p.start if type(p) is Piece else p.layout.held(process_groups.global_rank())
     if tuple(p.values.shape) != (held,):
         return f"{name}: the parameters are {_shown(p.values)}, but the layout {p.layout} says ({held},)"
-    offloaded = p.layout.placement.tiers != Tiers()
+    offloaded = p.layout.placement.tiers != NOWHERE
     if isinstance(g.values, Tensor) and (message := _place_differs(name, p.values, g.values, offloaded)):
         return message
     if not isinstance(g.values, Tensor) or (g.layout == p.layout and g.values.shape != p.values.shape):
