@@ -96,19 +96,17 @@ def agree(
     except RuntimeError as error:
         hint = f"{error}. {alone}" if waiting.elsewhere(error) else f"{alone}. {advice}. {error}"
         raise RuntimeError(bounded(hint)) from waiting.cause(error)
-    same = len(set(digests)) == 1
-    failed, lengths = [n < 0 for n in marked], [abs(n) for n in marked]
-    if not same:
+    if len(set(digests)) > 1:
         callsites.alike()
-        lines = [each.split("\n") for each in texts(text, lengths, axis, f"comparing {what}, which differ", name)]
+        said = texts(text, [*map(abs, marked)], axis, f"comparing {what}, which differ", name)
     if mine is not None:
         raise mine
-    if same:
+    if len(set(digests)) == 1:
         return
-    if any(failed):
-        rank = failed.index(True)
-        reason = " ".join(lines[rank][1:]).removeprefix(f"{name}: ")
-        raise ValueError(bounded(f"{name}: rank {ranks_along(axis)[rank]} failed: {reason}"))
+    lines, failed = [each.split("\n") for each in said], [i for i, n in enumerate(marked) if n < 0]
+    if failed:
+        reason = " ".join(lines[failed[0]][1:]).removeprefix(f"{name}: ")
+        raise ValueError(bounded(f"{name}: rank {ranks_along(axis)[failed[0]]} failed: {reason}"))
     raise ValueError(f"{name}: {_difference_of_arguments(lines, axis, subject)}")
 
 
