@@ -1249,6 +1249,27 @@ MUTANTS = [
         "tests/transforms/test_compiled.py::test_a_change_is_noticed_wherever_it_is",
     ),
     Mutant(
+        "hooks do not see a gradient that only they read",
+        "compat/together.py",
+        "        if moved is not None and ctx.unread is not None and not ctx.unread._backward_hooks:",
+        "        if moved is not None and ctx.unread is not None:",
+        "tests/curvature/test_operators.py::test_gradients_that_nobody_reads_are_in_no_product[a hook-False]",
+    ),
+    Mutant(
+        "gradients that nobody reads are computed",
+        "stages/forward_mode.py",
+        "unread = tuple(all(id(leaves[i]) in variables for i in source) for source in signature.sources)",
+        "unread = tuple(False for source in signature.sources)",
+        "tests/curvature/test_operators.py::test_a_product_computes_and_reduces_tangents_of_gradients_alone",
+    ),
+    Mutant(
+        "parameters that are computed have no gradients either",
+        "stages/forward_mode.py",
+        "unread = tuple(all(id(leaves[i]) in variables for i in source) for source in signature.sources)",
+        "unread = tuple(bool(variables) for source in signature.sources)",
+        "tests/curvature/test_operators.py::test_gradients_that_nobody_reads_are_in_no_product[products-False]",
+    ),
+    Mutant(
         "other modules in a module are not noticed",
         "transforms/surroundings.py",
         "return tuple([None if x is None else weakref.ref(x) for",
