@@ -9,7 +9,7 @@ import contextlib
 import functools
 import inspect
 import operator
-import sysconfig
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -29,8 +29,8 @@ _MOST = 256
 """Longer lists and dicts are not looked through, nor more functions."""
 _DEEPEST = 4
 """Objects and containers inside of one another are looked through to this depth."""
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-"""Where functions lie that a person who writes a step does not change: what their code names is not looked for."""
+_LIBRARIES = (os.path.dirname(os.__file__), "site-packages", "dist-packages")
+"""Parts of paths of code that a person who writes a step does not change: what it names is not looked for."""
 _MODULES: dict[str, Any] = vars(nn.modules.module)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _INSIDE = {"parameters and buffers": ("_parameters", "_buffers"), "modules": ("_modules",)}
@@ -160,7 +160,8 @@ def _kind(x: Any) -> str:
 def _installed(kind: type) -> bool:
     """Whether a class is of an installed package, whose functions nobody changes."""
     forward = inspect.getattr_static(kind, "forward", None)
-    return isinstance(forward, FunctionType) and forward.__code__.co_filename.startswith(_LIBRARIES)
+    path = forward.__code__.co_filename if isinstance(forward, FunctionType) else ""
+    return any(part in path for part in _LIBRARIES)
 
 
 def _ours(x: Any) -> bool:
