@@ -10,9 +10,11 @@ import functools
 import inspect
 import operator
 import os
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from enum import Enum
 from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -26,17 +28,24 @@ _OURS = ("shardfn", "torch", "optree", "einops", "functools", "contextlib", "bui
 """Packages whose functions are passed through: what these keep for themselves is not the step's."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, CodeType)
 _MOST = 256
-"""Longer lists and dicts are not looked through, nor more functions."""
-_DEEPEST = 4
-"""Objects and containers inside of one another are looked through to this depth."""
+"""Longer lists and dicts are not looked through, nor more functions, nor more things inside of one."""
 _LIBRARIES = (os.path.dirname(os.__file__), "site-packages", "dist-packages")
 """Parts of paths of code that a person who writes a step does not change: what it names is not looked for."""
 _MODULES: dict[str, Any] = vars(nn.modules.module)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _INSIDE = {"parameters and buffers": ("_parameters", "_buffers"), "modules": ("_modules",)}
 """What a module holds, and the attributes in which it does."""
-_CALLED = ("forward", "__call__", "__getattr__", "__getitem__", "__iter__", "__len__", "__contains__")
-"""Methods of a module that a call of it may run, besides those that they name."""
+_NOT_CALLED = {
+    "__init__",
+    "__new__",
+    "__post_init__",
+    "__repr__",
+    "__str__",
+    "__setattr__",
+    "__getstate__",
+    "__setstate__",
+}
+"""Special methods of an object that a step does not run; it may run the others without naming them."""
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}
 """What torch keeps on a module; of this, what matters is in `_INSIDE`."""
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)
@@ -92,7 +101,7 @@ def _same(x: Any, y: Any) -> bool:
         return False
     if type(x) is tuple:
         return len(x) == len(y) and (all(map(operator.is_, x, y)) or all(map(_same, x, y)))
-    return type(x) in _PLAIN and repr(x) == repr(y)
+    return isinstance(x, _PLAIN) and repr(x) == repr(y)
 
 
 Around = dict[str, Seen]
@@ -154,13 +163,13 @@ def _shown(x: Any) -> str:
 
 
 def _kind(x: Any) -> str:
-    return "module" if isinstance(x() if isinstance(x, weakref.ref) else x, nn.Module) else "tensor"
+    x = x() if isinstance(x, weakref.ref) else x
+    return "module" if isinstance(x, nn.Module) else "tensor" if x is None or isinstance(x, Tensor) else "thing"
 
 
 def _installed(kind: type) -> bool:
     """Whether a class is of an installed package, whose functions nobody changes."""
-    forward = inspect.getattr_static(kind, "forward", None)
-    path = forward.__code__.co_filename if isinstance(forward, FunctionType) else ""
+    path = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
     return any(part in path for part in _LIBRARIES)
 
 
@@ -286,18 +295,20 @@ def _is_plain(x: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _read_by(kind: Any, method: str = "forward") -> frozenset[str]:
-    """The names of attributes in an object's method, and in the methods that it names."""
-    named, todo = {"training"}, [method, *_CALLED]
+def _read_by(kind: Any, methods: frozenset[str] = frozenset({"forward"})) -> frozenset[str]:
+    """The names of attributes in an object's methods that are called, in its special ones, and in those they name."""
+    named, own = {"training", "forward"}, kind.__mro__[:-1]
+    special = {name for c in own if c is not nn.Module for name in vars(c) if name.startswith("__")}
+    todo = [*methods, *(("__call__",) if _installed(kind) else special - _NOT_CALLED)]
     while todo:
         name = todo.pop()
-        found = None if name in vars(nn.Module) and name not in _CALLED else inspect.getattr_static(kind, name, None)
+        found = next((vars(c)[name] for c in own if c is not nn.Module and name in vars(c)), None)
         f = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
         if isinstance(f, FunctionType):
             names = {x for code in _codes(f.__code__) for x in code.co_names}
             todo += names - named
             named |= names
-    return frozenset(named | {"forward"})
+    return frozenset(named)
 
 
 def _each(owners: list[dict[str, Any]], key: str) -> tuple[Any, ...]:
@@ -322,40 +333,46 @@ def _hooks(owners: list[dict[str, Any]]) -> tuple[Any, ...]:
     return tuple([_noted(x, frozenset()) for x in found if getattr(x, "__module__", "") != _NOTING])
 
 
-def _noted(x: Any, named: frozenset[str], depth: int = 0) -> Any:
-    """A value as it is kept: a weak reference of a tensor or module, tuples for containers and objects.
+def _noted(x: Any, named: frozenset[str]) -> Any:
+    """A value as it is kept: weak references of tensors and modules, tuples for containers and objects.
 
-    Of an object, these are the attributes that some function names.
+    Of an object, these are the attributes that some function names, or a method of its own that is called.
     """
-    if type(x) in _PLAIN or isinstance(x, _FUNCTIONS):
-        return x
-    if isinstance(x, (Tensor, nn.Module)):
+    left = [_MOST]
+
+    def note(x: Any, named: frozenset[str]) -> Any:
+        left[0] -= 1
+        kind: Any = type(x)
+        if kind in _PLAIN or isinstance(x, (*_FUNCTIONS, type, ModuleType, Enum)):
+            return x
+        if isinstance(x, (list, tuple, set, frozenset, dict, deque)):
+            if len(x) > left[0]:
+                return kind, len(x)
+            items = x.items() if isinstance(x, dict) else sorted(x, key=repr) if isinstance(x, (set, frozenset)) else x
+            return (kind, *[note(y, named) for y in items])
+        if isinstance(x, np.ndarray) and x.nbytes <= _LARGEST:
+            return x.shape, str(x.dtype), x.tobytes()
+        if isinstance(x, functools.partial):
+            return (kind, *[note(y, named) for y in (x.func, x.args, x.keywords)])
+        if isinstance(x, MethodType):
+            return x.__func__, note(x.__self__, named | {x.__func__.__name__})
+        if isinstance(x, (Tensor, nn.Module, np.ndarray)) or _ours(x):
+            return _reference(x)
+        if left[0] <= 0:
+            return kind
+        named = named | _read_by(kind, named)
+        names = [name for name in _attributes(x) if name in named]
+        names += sorted((named & _names_of(kind)).difference(names))
+        return (kind, *[(name, note(_own_if_set(name, x), named)) for name in names])
+
+    return note(x, named)
+
+
+def _reference(x: Any) -> Any:
+    try:
         return weakref.ref(x)
-    again = functools.partial(_noted, named=named, depth=depth + 1)
-    if depth == _DEEPEST or isinstance(x, (type, ModuleType)):
-        return type(x)
-    if isinstance(x, (list, tuple, set, frozenset, dict, deque)):
-        items = x.items() if isinstance(x, dict) else sorted(x, key=repr) if isinstance(x, (set, frozenset)) else x
-        return len(x) if len(x) > _MOST else (type(x), *map(again, items))
-    if isinstance(x, np.ndarray):
-        return (x.shape, str(x.dtype), x.tobytes() if x.nbytes <= _LARGEST else weakref.ref(x))
-    if isinstance(x, functools.partial):
-        return (type(x), *map(again, (x.func, x.args, x.keywords)))
-    if isinstance(x, MethodType):
-        owner: Any = type(x.__self__)
-        return (x.__func__, _noted(x.__self__, named | _read_by(owner, x.__func__.__name__), depth + 1))
-    kind: Any = type(x)
-    if _ours(x):
-        return kind
-    own, others = _attributes(x), _named_of(kind, named)
-    notes = [(name, again(own[name])) for name in own if name in named]
-    return (kind, *notes, *[(name, again(_own_if_set(name, x))) for name in others if name not in own])
-
-
-@functools.lru_cache(maxsize=1024)
-def _named_of(kind: Any, named: frozenset[str]) -> list[str]:
-    """Those of a class's attributes that have one of these names, besides its properties."""
-    return sorted(name for name in named & _names_of(kind) if not isinstance(vars(kind).get(name), property))
+    except TypeError:
+        return x
 
 
 @functools.lru_cache(maxsize=1024)

@@ -7,9 +7,11 @@ from __future__ import annotations
 import functools
 import re
 import tempfile
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -627,6 +629,23 @@ class Rates:
     inner: Any = None
 
 
+class Way(Enum):
+    one, two = 1, 2
+
+
+class Scaling:
+    """Its methods name what its users do not."""
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return self(x)
+
+
 class Configured(nn.Module):
     """Its forward reads what objects of many kinds hold, its class, and what its methods and functions name."""
 
@@ -637,9 +656,13 @@ class Configured(nn.Module):
         self.config, self.fields = Rates(inner=Rates()), SimpleNamespace(rate=1.0)
         self.lists, self.kinds, self.numbers = OrderedDict(rates=[1.0]), {"one"}, np.ones(2)
         self.part, self.bound = functools.partial(torch.mul, 1.0), Halved().__call__
+        self.way, self.kind, self.format = Way.one, nn.ReLU, torch.contiguous_format
+        self.called, self.asked, self.number = Scaling(1.0), Scaling(1.0), np.float64(1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.config.rate * self.config.inner.rate * self.fields.rate * self.lists["rates"][0] * self.factor
+        x = self.called(self.asked.scaled(x)).contiguous(memory_format=self.format) * self.number
+        x = self.kind()(x) if self.way is Way.one else x
         return self.bound(self.part(x)) * float(self.numbers[0]) * len(self.kinds) * self.more()
 
     def more(self) -> float:
@@ -679,6 +702,14 @@ def cases_of_modules() -> dict[str, tuple[Callable[..., Any], Callable[[], Any],
             lambda: setattr(own.bound.__self__, "own", 2.0),
             r"0\.bound in .* is .*2\.0.* now",
         ),
+        "a member of an enumeration": (lambda: setattr(own, "way", Way.two), r"0\.way in .* is <Way\.two: 2> now"),
+        "a class that it has": (lambda: setattr(own, "kind", nn.GELU), r"0\.kind in .* is <class .*GELU'> now"),
+        "an object of torch": (
+            lambda: setattr(own, "format", torch.channels_last),
+            r"0\.format in .* is torch\.channels_last now",
+        ),
+        "an object that it calls": (lambda: setattr(own, "called", Scaling(2.0)), r"0\.called in .* is .*2\.0.* now"),
+        "an object that it asks": (lambda: setattr(own.asked, "by", 2.0), r"0\.asked in .* is .*2\.0.* now"),
         "its class": (lambda: setattr(kind, "factor", 2.0), r"Own\.factor of net in .* is 2\.0 now"),
         "an attribute in place of its class's": (lambda: setattr(own, "factor", 2.0), r"0\.factor in .* is 2\.0 now"),
         "its class's function": (
@@ -707,6 +738,16 @@ def test_a_change_is_noticed_wherever_a_module_has_it(name: str, monkeypatch: py
         assert re.search(told, surroundings.changed(around, step)), surroundings.changed(around, step)
     finally:
         nn.modules.module._global_forward_hooks.clear()
+
+
+def test_what_is_equal_or_too_much_to_look_through_is_the_same() -> None:
+    net: Any = Configured()
+    net.lists = {"rates": [1.0], "many": [[[0.0] * 200] * 200] * 200}
+    around = surroundings.surroundings(lambda w: net(w))
+    net.number, net.config, net.fields = np.float64(1.0), Rates(inner=Rates()), SimpleNamespace(rate=1.0)
+    began = time.perf_counter()
+    assert surroundings.changed(around, lambda w: net(w)) == ""
+    assert time.perf_counter() - began < 1
 
 
 def scaled(rate: float) -> Callable[[Tensor], Tensor]:
