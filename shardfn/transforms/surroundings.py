@@ -361,8 +361,7 @@ def _noted(x: Any, named: frozenset[str]) -> Any:
         if left[0] <= 0:
             return kind
         named = named | _read_by(kind, named)
-        names = [name for name in _attributes(x) if name in named]
-        names += sorted((named & _names_of(kind)).difference(names))
+        names = sorted(named & (_attributes(x).keys() | _names_of(kind)))
         return (kind, *[(name, note(_own_if_set(name, x), named)) for name in names])
 
     return note(x, named)
