@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.curvature
     OMP_NUM_THREADS=1 python -m benchmarks.curvature --limited
-    OMP_NUM_THREADS=1 python -m benchmarks.curvature --peers     # needs curvlinops-for-pytorch
+    OMP_NUM_THREADS=1 python -m benchmarks.curvature --peers     # needs curvlinops-for-pytorch and kronfluence
 
 Two ranks, float32: 24 perceptrons with 50 million parameters and few rows, and a transformer with 6 million and 512
 tokens a rank, whose memory is activations. Memory is the peak that the operating system gave to a rank
@@ -14,8 +14,9 @@ operating system lets none of 16 ranks have more than 0.8 times their bytes (RLI
 computed the same of a tiny model. One process fails under this limit; without one, it finds the same numbers.
 
 `--peers` compares with curvlinops, which runs on one process. In float64, a classifier of 276 parameters on two ranks
-has the products, eigenvalues and traces that curvlinops finds, and estimates that are as near. In float32, products
-with 17 million parameters are compared on one process, where a gather is a copy.
+has the products, eigenvalues and traces that curvlinops finds, and estimates that are as near, and the EK-FAC scores of
+training rows that kronfluence finds. In float32, products with 17 million parameters are compared on one process, where
+a gather is a copy.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import resource
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -344,6 +346,84 @@ def exactly(products: int) -> tuple[list[dict[str, Any]], list[Goal]]:
     return rows, goals
 
 
+# --- beside kronfluence: influence of training rows ---
+
+QUERIES, DAMPING = 3, 1e-2
+
+
+def scored(usage: Usage, width: int, layers: int, rows: int) -> dict[str, Callable[..., Any]]:
+    torch.set_default_dtype(torch.float64)
+    mesh = sf.make_mesh(data=RANKS, device="cpu")
+    params = sf.init_sharded(classifier(width, layers), 0, mesh, sf.full_shard("data"))
+    x, y = rows_of(width, rows)
+    own = [tuple(each.chunk(RANKS)[mesh.get_rank()] for each in (x, y))]
+
+    def losses(params: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(classified(sf.stage, params, x), y, reduction="none")
+
+    def run() -> Any:
+        fitted = sc.ekfac(losses, params, own)
+        gradients = [
+            sf.grad(lambda p, i=i: losses(p, x[i : i + 1], y[i : i + 1]).sum())(params) for i in range(QUERIES)
+        ]
+        queries = [optree.tree_map(lambda g: g / RANKS, each) for each in gradients]  # all ranks have these rows
+        return sc.influence(lambda q: fitted.solve(q, DAMPING), queries, losses, params, own).numpy()
+
+    return {"scores": run}
+
+
+def scores_of_kronfluence(width: int, layers: int, rows: int) -> Any:
+    from kronfluence.analyzer import Analyzer, prepare_model
+    from kronfluence.arguments import FactorArguments, ScoreArguments
+    from kronfluence.task import Task
+
+    def loss(task: Any, batch: Any, model: Any, sample: bool = False) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+    def linear(w: Tensor) -> torch.nn.Module:
+        made = torch.nn.Linear(w.shape[0], w.shape[1], bias=False)
+        made.weight.data = w.T.clone()
+        return made
+
+    class Network(torch.nn.Module):
+        def __init__(self, params: Any) -> None:
+            super().__init__()
+            self.up, self.down = (torch.nn.ModuleList(linear(p[k]) for p in params["layers"]) for k in ("up", "down"))
+            self.out = linear(params["head"]["out"])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for up, down in zip(self.up, self.down, strict=True):
+                x = x + down(torch.tanh(up(x)))
+            logits: Tensor = self.out(x)
+            return logits
+
+    exact = dict.fromkeys(("activation_covariance_dtype", "gradient_covariance_dtype", "lambda_dtype"), torch.float64)
+    alike = dict.fromkeys(("precondition_dtype", "score_dtype"), torch.float64)
+    each: Any = {"per_sample_gradient_dtype": torch.float64}
+    trained, asked = (torch.utils.data.TensorDataset(*[z[:n] for z in rows_of(width, rows)]) for n in (rows, QUERIES))
+    task = type("Classifying", (Task,), {"compute_train_loss": loss, "compute_measurement": loss})()
+    model = prepare_model(Network(sf.init(classifier(width, layers), 0)), task)
+    with tempfile.TemporaryDirectory() as folder:
+        analyzer = Analyzer("scores", model, task, cpu=True, disable_tqdm=True, output_dir=folder)
+        factors = FactorArguments(use_empirical_fisher=True, **exact, **each)
+        analyzer.fit_all_factors("factors", trained, per_device_batch_size=rows, factor_args=factors)
+        analyzer.compute_pairwise_scores(
+            "scores", "factors", asked, trained, per_device_query_batch_size=1, per_device_train_batch_size=rows,
+            score_args=ScoreArguments(damping_factor=DAMPING, **alike, **each),
+        )  # fmt: skip
+        return analyzer.load_pairwise_scores("scores")["all_modules"].numpy()
+
+
+def influences() -> list[Goal]:
+    sizes = 4, 2, 16
+    torch.set_default_dtype(torch.float64)
+    with Crew(RANKS, scored, *sizes) as crew:
+        ours = numpy.concatenate(crew.turn("scores"), 1)
+    theirs = scores_of_kronfluence(*sizes)
+    apart = numpy.linalg.norm(ours - theirs) / numpy.linalg.norm(theirs)
+    return [Goal("influence: EK-FAC scores, from kronfluence's", float(apart), 1e-12)]
+
+
 def beside(usage: Usage, whose: str, kind: str, width: int, layers: int, rows: int, rounds: int) -> Any:
     def product(width: int, layers: int) -> Callable[[], Any]:
         if whose == "curvlinops":
@@ -360,9 +440,10 @@ def beside(usage: Usage, whose: str, kind: str, width: int, layers: int, rows: i
 
 
 def peers(args: Any) -> None:
-    if importlib.util.find_spec("curvlinops") is None:
-        lacks("curvlinops is missing: pip install curvlinops-for-pytorch")
+    if missing := [name for name in ("curvlinops", "kronfluence") if importlib.util.find_spec(name) is None]:
+        lacks(f"{', '.join(missing)} missing: pip install curvlinops-for-pytorch kronfluence")
     rows, goals = exactly(products=60)
+    goals += influences()
     publish(
         f"float64, {RANKS} ranks: distance from curvlinops on one process, over the matrix's norm", rows, goals, None
     )

@@ -26,7 +26,7 @@ from benchmarks.report import Goal
 from examples.run import corpus, fit, stretches
 from examples.train_lm import DATA, Config, init, loss_fn
 from shardfn import P, quant
-from shardfn.optim.schedules import Schedule
+from shardfn.optim.hyperparameters import Schedule
 from shardfn.quant.formats import format_of
 
 FULL = sf.full_shard(DATA)

@@ -35,7 +35,7 @@ Curves = dict[str, list[tuple[float, float]]]  # seconds of training, and the lo
 def optimizers(config: Config, steps: int) -> dict[str, tuple[so.Optimizer, Estimate | None]]:
     """Each optimizer, and what refreshes what it knows of the curvature, in its state."""
 
-    def rate(peak: float) -> so.elementwise.Schedule:
+    def rate(peak: float) -> so.hyperparameters.Schedule:
         return so.warmup_cosine(peak, warmup=min(config.warmup, steps), steps=steps, end=peak / 10)
 
     sophia = so.sophia(rate(1e-3), gamma=0.02)

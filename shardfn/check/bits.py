@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,11 @@ _ON_CPU, _ON_DEVICE = 2**15, 2**18  # words at a time: little memory, which fits
 _TF32 = 2.0**-10  # precision of float32 products on a GPU that uses TF32
 _UNITS, _UNITS_OF_HALF = 1000, 16  # tolerance in last places: sums by atomics vary in order
 _STEP = 0x1E3779B97F4A7C15  # odd, so that multiplying modulo 2^64 loses no bits
+
+
+def digest_of(text: bytes) -> int:
+    """Returns a 56-bit digest of a text, which fits into an int64, and is the same on every rank."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
 
 
 def bits(x: Tensor) -> int | Tensor:

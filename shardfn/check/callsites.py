@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
-import hashlib
 import inspect
 import itertools
 import linecache
@@ -22,6 +21,7 @@ from typing import Any, Literal
 import optree
 import torch
 
+from shardfn.check.bits import digest_of
 from shardfn.compat import functorch
 from shardfn.quoting import installed
 
@@ -169,11 +169,10 @@ def _callsite(code: CodeType, at: int, line: int, outer: CodeType, outer_at: int
     if site is None:
         # Without the folder, which may differ between ranks.
         text = f"{os.path.basename(code.co_filename)}:{code.co_qualname}:{line}".encode()
-        digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
         direct = outer is code
         within = "" if direct else f"{installed(code.co_filename)}:{line}"
         span = _span(code, at) if direct else None
-        site = _sites[key] = Site(outer.co_filename, outer_line, outer.co_qualname, digest, span, within)
+        site = _sites[key] = Site(outer.co_filename, outer_line, outer.co_qualname, digest_of(text), span, within)
     return site
 
 
@@ -237,18 +236,16 @@ _ENGINE = _native(
     "collectives/agree.py",
 )  # fmt: skip
 """Files that fill and free memory that belongs to none of the user's values."""
-_users: dict[str, bool] = {}
-_callers: dict[str, Caller | Literal["torch"]] = {}
 
 
 def is_users(code: CodeType) -> bool:
     """Whether code belongs to the user: neither to this package nor to torch."""
-    file = code.co_filename
-    users = _users.get(file)
-    if users is None:
-        outside = not file.startswith((*_NOT_USERS, "<frozen", "<eval_with_key>"))
-        users = _users[file] = outside and file not in _PYTHONS
-    return users
+    return _is_users(code.co_filename)
+
+
+@functools.cache
+def _is_users(file: str) -> bool:
+    return not file.startswith((*_NOT_USERS, "<frozen", "<eval_with_key>")) and file not in _PYTHONS
 
 
 def called_by(name: str) -> bool:
@@ -269,10 +266,7 @@ def caller() -> Caller:
     """
     frame = sys._getframe(2)
     while frame is not None:
-        file = frame.f_code.co_filename
-        kind = _callers.get(file)
-        if kind is None:
-            kind = _callers[file] = _kind(file)
+        kind = _kind(frame.f_code.co_filename)
         if kind != "torch":
             return kind
         frame = frame.f_back  # type: ignore[assignment]
@@ -287,6 +281,7 @@ def stands_in() -> bool:
     return frame.f_code.co_filename.startswith(_STAND_INS)
 
 
+@functools.cache
 def _kind(file: str) -> Caller | Literal["torch"]:
     if file.startswith((*_MODES, *_NOT_USERS[1:], "<frozen")):
         return "torch"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shardfn.check.callsites import Site
-from shardfn.check.findings import Finding, Kind, root_of, target
-from shardfn.check.trace import Call, Given, Gradient, Mask, Node, Trace, given_by, reached
-from shardfn.check.varying import SCALES, Varying, bits_of, is_number, over_roots, roots_of, scales, varying
+from shardfn.check.findings import Finding, Kind, line, named, root_of, target
+from shardfn.check.trace import Call, Given, Gradient, Mask, Node, Trace, given_by, reached, union
+from shardfn.check.varying import SCALES, Varying, bits_of, is_number, numbers_of, scales, varying
 
 _ALIKE = ("pvary", "all_gather")  # their results vary by type, although all ranks have the same bits
 OWN_ROWS, _OTHER, _SINGLE = 1, 2, 4
@@ -75,6 +74,7 @@ class Case:
         partial: variables whose gradient is only each rank's part, along which axes, and what used it.
         given: results of collectives, see `given_by`.
         only: node -> the first node made from it alone.
+        of_rows: axis -> for each value what makes it vary along it; `OWN_ROWS` alone means this rank's rows only.
     """
 
     def __init__(self, trace: Trace, compared: Compared) -> None:
@@ -93,22 +93,21 @@ class Case:
             if len(node.parents) == 1:
                 self.only.setdefault(node.parents[0], at)
         # Caches by axis, for all values at once, since a walk for each value that rules ask about would be quadratic.
-        self._unlike: dict[Mask, list[int]] = {}
-        self._same: dict[Mask, list[bool]] = {}
-        self._of_rows: dict[Mask, list[int]] = {}
+        self._unlike = functools.cache(lambda bit: self._over_roots(bit, lambda at: trace.nodes[at].op not in _ALIKE))
+        self._same = functools.cache(self._same_of)
+        self.of_rows = functools.cache(self._rows)
         self._ask()
 
     def _ask(self) -> None:
         """Collects the gradients that the function asked for."""
         nodes = self.trace.nodes
-        for event in self.gradients():
+        for event in self.trace.gradients():
             for of, at in event.pairs:
                 variables = nodes[of].variable | self.types.holds[of]
                 self.asked |= variables
                 if (nodes[of].like or ((),))[0] != (nodes[at].like or ((),))[0]:
                     self.batched |= variables
-                for bit in bits_of(variables):
-                    self.until[bit.bit_length() - 1] = event.end
+                self.until |= dict.fromkeys(numbers_of(variables), event.end)
 
     def differentiated(self, event: Gradient) -> Mask:
         """Returns the variables by which, or by new values of which, a loss was differentiated.
@@ -116,7 +115,7 @@ class Case:
         With those of a flat shard go those of its whole parameters, as stages receive them.
         """
         nodes, holds = self.trace.nodes, self.types.holds
-        held = functools.reduce(operator.or_, (nodes[of].variable | holds[of] for of, _ in event.pairs), 0)
+        held = union(nodes[of].variable | holds[of] for of, _ in event.pairs)
         for variable in self.trace.variables:
             node = nodes[variable.node]
             if node.root == "parameter" and any(holds[parent] & held for parent in node.parents):
@@ -143,30 +142,48 @@ class Case:
 
     def roots(self, at: int, bit: Mask) -> list[int]:
         """Returns the nodes at which a value begins to vary along an axis, the latest first."""
-        return roots_of(self.trace, self.types, at, bit, self.compared.nodes)
+        seen, pending, roots = set(), [at], []
+        while pending:
+            current = pending.pop()
+            if current in seen or not self.types.along[current] & bit:
+                continue
+            seen.add(current)
+            begins, parents = self._begins(current, bit)
+            roots += [current] * begins
+            pending += parents
+        return sorted(roots, reverse=True)
+
+    def _begins(self, at: int, bit: Mask) -> tuple[bool, list[int]]:
+        """Whether a value begins to vary along an axis at this node, and the parents through which it varies."""
+        node = self.trace.nodes[at]
+        passes = node.effect in ("union", "plus") or (node.effect == "minus" and not node.axes & bit)
+        varying_parents = [p for p in node.parents if self.types.along[p] & bit] if passes else []
+        differ = bool(self.compared.nodes.get(at, 0) & bit)
+        if varying_parents and differ and not node.root:  # by a number of its own, and by its arguments
+            return True, varying_parents
+        gathers = node.effect == "plus" and bool(node.axes & bit) and node.op == "all_gather"
+        begins = not varying_parents or node.root == "statistics" or differ or gathers
+        return begins, [] if begins else varying_parents
+
+    def _over_roots(self, bit: Mask, of: Callable[[int], int]) -> list[int]:
+        """Returns for each node the union of `of` over the nodes at which it begins to vary along an axis."""
+        unions: list[int] = []
+        for at, along in enumerate(self.types.along):
+            begins, parents = self._begins(at, bit) if along & bit else (False, [])
+            unions.append((of(at) if begins else 0) | union(unions[p] for p in parents))
+        return unions
 
     def alike(self, at: int, bit: Mask) -> bool:
         """Whether a varying value comes only from `pvary` and `all_gather`, so that all ranks have the same bits."""
-        if bit not in self._unlike:
-            nodes = self.trace.nodes
-            self._unlike[bit] = self._over_roots(bit, lambda at: int(nodes[at].op not in _ALIKE))
-        return not self._unlike[bit][at]
+        return not self._unlike(bit)[at]
 
     def same(self, at: int, bit: Mask) -> bool:
         """Whether a value varies by type alone: each rank computed it from results of `pvary` and `all_gather`."""
-        if bit not in self._same:
-            self._same[bit] = self._same_of(bit)
-        return bool(self.types.along[at] & bit) and self._same[bit][at]
+        return bool(self.types.along[at] & bit) and self._same(bit)[at]
 
-    def of_rows(self, bit: Mask) -> list[int]:
-        """Returns for each value what makes it vary along an axis; `OWN_ROWS` alone means this rank's rows only."""
-        if bit not in self._of_rows:
-            cut = {a.node for a in self.compared.arguments if a.rows & bit}
-            self._of_rows[bit] = self._over_roots(bit, lambda at: _rows_of(self.trace.nodes[at], at in cut, self.asked))
-        return self._of_rows[bit]
-
-    def _over_roots(self, bit: Mask, of: Callable[[int], int]) -> list[int]:
-        return over_roots(self.trace, self.types, bit, self.compared.nodes, of)
+    def _rows(self, bit: Mask) -> list[int]:
+        cut = {a.node for a in self.compared.arguments if a.rows & bit}
+        return self._over_roots(bit, lambda at: _rows_of(self.trace.nodes[at], at in cut, self.asked))
 
     def _same_of(self, bit: Mask) -> list[bool]:
         """Returns for each value whether only ops that give all ranks the same bits make it vary, if it varies."""
@@ -185,7 +202,7 @@ class Case:
     def pieces(self, at: int) -> Mask:
         """Returns the axes that cut the flat shard whose elements, or whose gradient, a value holds up to scale."""
         nodes, flat = self.trace.nodes, self.trace.flat
-        gradients = {at: of for event in self.gradients() for of, at in event.pairs} if flat else {}
+        gradients = {at: of for event in self.trace.gradients() for of, at in event.pairs} if flat else {}
         like = nodes[at].like
 
         def onward(at: int) -> list[int]:
@@ -208,8 +225,7 @@ class Case:
             return [p for p in nodes[at].parents if passes and nodes[p].like == like]
 
         path = [nodes[current] for current in reached([at] if nodes[at].op == "gradient" else [], onward)]
-        scatters = [node.axes for node in path if node.op == "reduce_scatter" and node.backward]
-        return functools.reduce(operator.or_, scatters, 0)
+        return union(node.axes for node in path if node.op == "reduce_scatter" and node.backward)
 
     def is_number(self, at: int) -> bool:
         """Whether a value has one element."""
@@ -219,12 +235,13 @@ class Case:
         """Returns the source of a collective's argument, or the name of its value."""
         return (call.site.given if call.site else None) or target(self.trace.nodes[call.node].site) or "..."
 
+    def named(self, axes: Mask) -> str:
+        """Returns the names of these axes as Python."""
+        return named(self.trace.names(axes))
+
     def size(self, axes: Mask) -> int:
         """Returns the number of ranks along these axes."""
-        size = 1
-        for name in self.trace.names(axes):
-            size *= self.trace.axes[name]
-        return size
+        return math.prod(self.trace.axes[name] for name in self.trace.names(axes))
 
     def add(
         self, at: int, kind: Kind, axes: Mask, path: str, site: Site | None, fix: str, text: str, unseen: bool = False
@@ -234,13 +251,10 @@ class Case:
         if finding not in [other for _, other in self.found]:
             self.found.append((at, finding))
 
-    def calls(self, name: str) -> list[Call]:
-        """Returns the calls of a collective by the function."""
-        return [event for event in self.trace.events if isinstance(event, Call) and event.name == name]
-
-    def gradients(self) -> list[Gradient]:
-        """Returns the gradients that the function asked for."""
-        return self.trace.gradients()
+    def add_call(self, call: Call, kind: Kind, axes: Mask, fix: str, text: str) -> None:
+        """Adds a finding about a call of a collective: `text` says what the call does, and the fix comes after it."""
+        said = f"{call.name} along {named(call.said)}{line(call.site)}"
+        self.add(call.node, kind, axes, "", call.site, fix, f"{said} {text}. Write: {fix}")
 
 
 def _rows_of(node: Node, cut: bool, asked: Mask) -> int:

@@ -116,6 +116,11 @@ def written(site: Site | None) -> str | None:
     return site.target if (site.expression or "").endswith(".backward()") else site.expression or site.target
 
 
+def given_at(site: Site | None) -> str:
+    """Returns the source of the first argument of the call at a site, or dots."""
+    return (site.given if site is not None else None) or "..."
+
+
 def target(site: Site | None) -> str | None:
     """Returns the name to which a line assigns its result."""
     return None if site is None else site.target

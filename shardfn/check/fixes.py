@@ -9,7 +9,7 @@ import torch
 
 from shardfn.check.callsites import Site
 from shardfn.check.case import OWN_ROWS, Case
-from shardfn.check.findings import named, written
+from shardfn.check.findings import given_at, written
 from shardfn.check.trace import Mask, Node, reached
 from shardfn.check.varying import MEANS, SCALES, bits_of
 
@@ -44,11 +44,11 @@ class Place(NamedTuple):
 
 def reduction(case: Case, path: str, at: int, bad: Mask, roots: list[Node]) -> tuple[Site | None, str]:
     """Returns the call that makes a value the same on all ranks, and the site at which to write it."""
-    names = named(case.trace.names(bad))
+    names = case.named(bad)
     if roots and all(n.root == "closure" for n in roots):
         return roots[0].site, "pass it as an argument, with a spec that says how it is cut"
     if roots and all(n.op == "all_gather" for n in roots):
-        given = (roots[0].site.given if roots[0].site else None) or "..."
+        given = given_at(roots[0].site)
         return roots[0].site, f'shardfn.all_gather({given}, {names}, to="invariant")'
     if roots and all(n.root == "random" for n in roots):
         return roots[0].site, f"generator=shardfn.fold_in(seed) without {names}, the same on all ranks there"

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from shardfn.check.callsites import Site
 from shardfn.check.case import Case, divided, local, scaled_later
-from shardfn.check.findings import line, named, target, written
+from shardfn.check.findings import given_at, line, named, target, written
 from shardfn.check.fixes import joined_at
-from shardfn.check.trace import Call, Gradient, Mask, Node, Summed, Used, reached
-from shardfn.check.varying import bits_of
+from shardfn.check.trace import Call, Gradient, Mask, Node, Summed, Used, reached, union
+from shardfn.check.varying import bits_of, numbers_of
 
 
 def added_up(case: Case, event: Gradient) -> None:
@@ -28,12 +28,11 @@ def added_up(case: Case, event: Gradient) -> None:
         return
     node = case.trace.nodes[mean]
     fix = _mean_along(case, event.loss, mean, bad)
-    summed_axes = _summed(case, mean)
-    summed_alone = f"is summed along {named(case.trace.names(summed_axes))} alone"
-    how = summed_alone if summed_axes else "is a mean over this rank's rows"
+    totals = _totals(case, mean)
+    how = f"is summed along {case.named(totals[0].axes)} alone" if totals else "is a mean over this rank's rows"
     case.add(
         mean, "losses", bad, "", node.site, fix,
-        f"the loss{line(node.site)} {how}, and varies along {named(case.trace.names(bad))}, but gradients are "
+        f"the loss{line(node.site)} {how}, and varies along {case.named(bad)}, but gradients are "
         f"added up over the {case.size(bad)} ranks there: they are those of the sum of all ranks' losses. "
         f"Write: {fix}",
     )  # fmt: skip
@@ -47,7 +46,7 @@ def _adapts(case: Case, event: Gradient) -> bool:
 
 
 def _inner(case: Case, event: Gradient, axes: Mask) -> None:
-    names = named(case.trace.names(axes))
+    names = case.named(axes)
     site = case.trace.nodes[event.loss].site
     fix = f"shardfn.pvary(shardfn.unshard(params), {names})"
     case.add(
@@ -64,8 +63,8 @@ def _repeated(case: Case, event: Gradient, bit: Mask) -> None:
     roots = [case.trace.nodes[r] for r in case.roots(event.loss, bit)]
     if not roots or any(n.op != "all_gather" for n in roots):
         return
-    names, site = named(case.trace.names(bit)), roots[0].site
-    given = (site.given if site else None) or "..."
+    names, site = case.named(bit), roots[0].site
+    given = given_at(site)
     fix = f'shardfn.all_gather({given}, {names}, to="invariant")'
     case.add(
         event.loss, "losses", bit, "", site, fix,
@@ -77,14 +76,9 @@ def _repeated(case: Case, event: Gradient, bit: Mask) -> None:
 
 def _axes_summed(case: Case, event: Gradient) -> Mask:
     """Returns the axes along which gradients were summed during the backward pass."""
-    summed = 0
-    for other in case.trace.events:
-        if isinstance(other, Summed) and event.begin <= other.at <= event.end:
-            summed |= other.axes
-    for node in case.trace.nodes[event.begin : event.end]:
-        if node.backward and node.op in ("psum", "reduce_scatter"):
-            summed |= node.axes
-    return summed
+    others, nodes = case.trace.events, case.trace.nodes[event.begin : event.end]
+    summed = [e.axes for e in others if isinstance(e, Summed) and event.begin <= e.at <= event.end]
+    return union([*summed, *(n.axes for n in nodes if n.backward and n.op in ("psum", "reduce_scatter"))])
 
 
 def _totals(case: Case, mean: int) -> list[Node]:
@@ -93,42 +87,35 @@ def _totals(case: Case, mean: int) -> list[Node]:
     return [case.trace.nodes[at] for at in totals] if len(totals) == 2 else []
 
 
-def _summed(case: Case, mean: int) -> Mask:
-    """Returns the axes along which the numerator of a mean was summed."""
-    totals = _totals(case, mean)
-    return totals[0].axes if totals else 0
-
-
 def _mean_along(case: Case, loss: int, mean: int, more: Mask) -> str:
     """Returns the call that extends a mean to more axes."""
     totals = _totals(case, mean)
     if totals:
-        given = (totals[0].site.given if totals[0].site else None) or "..."
-        return f"shardfn.psum({given}, {named(case.trace.names(totals[0].axes | more))})"
+        given = given_at(totals[0].site)
+        return f"shardfn.psum({given}, {case.named(totals[0].axes | more)})"
     places = joined_at(case, loss, bits_of(more)[0])
     single = len(places) == 1 and places[0].op == "pmean"  # of all terms, where several are added
     site = places[0].site if single else case.trace.nodes[mean].site
-    return f"shardfn.pmean({written(site) or 'loss'}, {named(case.trace.names(more))})"
+    return f"shardfn.pmean({written(site) or 'loss'}, {case.named(more)})"
 
 
 def partial_sums(case: Case, event: Gradient) -> None:
     """Sums over ranks that meet varying values on their way to the loss: each rank's derivative is only its part."""
     types = case.types
     asked, found = case.differentiated(event), dict[tuple[int, int], Mask]()
-    for k in range(len(case.trace.axes)):
-        if types.along[event.loss] >> k & 1:
-            continue  # the loss is each rank's own, so meeting varying values may be intended
-        for bit in bits_of(types.met[event.loss][k] >> len(case.trace.variables)):
-            at = types.sums[bit.bit_length() - 1]
+    # Along other axes the loss is each rank's own, so meeting varying values may be intended.
+    for k in numbers_of(case.trace.everywhere & ~types.along[event.loss]):
+        for number in numbers_of(types.met[event.loss][k] >> len(case.trace.variables)):
+            at = types.sums[number]
             if types.depends[at] & asked and at >= event.begin:  # sums made before the pass are constants in it
-                met = types.first[(k, bit << len(case.trace.variables))]
+                met = types.first[(k, 1 << number + len(case.trace.variables))]
                 found[at, met] = found.get((at, met), 0) | 1 << k
     for (at, met), axes in found.items():
         _partial_sum(case, at, met, axes)
 
 
 def _partial_sum(case: Case, at: int, met: int, axes: Mask) -> None:
-    sum_node, site, names = case.trace.nodes[at], case.trace.nodes[met].site, named(case.trace.names(axes))
+    sum_node, site, names = case.trace.nodes[at], case.trace.nodes[met].site, case.named(axes)
     fix = f"shardfn.pvary({target(sum_node.site) or written(sum_node.site) or sum_node.op}, {names})"
     name = "all_gather" if sum_node.op == "all_gather_invariant" else sum_node.op
     case.add(
@@ -150,7 +137,7 @@ def stepped(case: Case, event: Used) -> None:
     same = event.cut & ~types.along[at]
     node = _reduced(case, at, same)
     if node is not None:
-        names = named(case.trace.names(same))
+        names = case.named(same)
         case.add(
             at, "sum", same, "", node.site, f"leave {node.op} out: the gradient of a flat shard is summed already",
             f"the gradient of a flat shard that goes into an optimizer's step{line(event.site)} is the same on all "
@@ -176,8 +163,7 @@ def partial(case: Case, bad: Mask, variables: Mask, how: str) -> bool:
     """Records variables whose gradient varies where they do not; returns whether there are any."""
     recorded = False
     variables &= (1 << len(case.trace.variables)) - 1
-    for bit in bits_of(variables & case.asked or variables):
-        at = bit.bit_length() - 1
+    for at in numbers_of(variables & case.asked or variables):
         variable = case.trace.variables[at]
         mine = bad & variable.same & ~case.types.along[variable.node]
         if mine and variable.node not in case.blank:
@@ -210,28 +196,24 @@ def parts(case: Case) -> None:
         rest += f" ({others}{', ...' * (len(members) > 4)})" if others else ""
         fix = f"shardfn.pvary({site.spelled(first.path) if site else first.path}, {named(names)})"
         where = f"{line(site)}, where it meets what varies, in {case.trace.nodes[met[members[0]]].op}" if site else ""
+        asked = len(members) > 1 and all(case.asked >> m & 1 for m in members)  # whole, and need not be
+        instead = "; or shard them, shardfn.shard(params, mesh, strategy)" if asked else ""
         case.add(
             met[members[0]] if site else first.node, "gradient", axes, first.path, site, fix,
             f"{first.path}{rest} is the same on all ranks along {named(names)}, but the gradient that goes into "
             f"{how} varies there: on each rank it is that rank's part alone. Write {fix}{where}: its transpose "
-            f"adds up the parts{_sharded_instead(case, members)}{_mean_besides(case, members, axes)}",
+            f"adds up the parts{instead}{_mean_besides(case, members, axes)}",
         )  # fmt: skip
-
-
-def _sharded_instead(case: Case, members: list[int]) -> str:
-    """Returns a hint if whole parameters of a model are differentiated, which need not be whole."""
-    asked = all(case.asked >> m & 1 for m in members)
-    return "; or shard them, shardfn.shard(params, mesh, strategy)" if asked and len(members) > 1 else ""
 
 
 def _mean_besides(case: Case, members: list[int], axes: Mask) -> str:
     """Returns a hint if the loss is a mean over this rank's rows, for which a sum of the parts is not enough."""
-    for event in case.gradients():
+    for event in case.trace.gradients():
         mean = case.types.mean[event.loss]
         asked = case.differentiated(event)
         bad = axes & case.types.along[event.loss] & local(case, mean)
         if any(asked >> m & 1 for m in members) and bad and not divided(case, event, case.size(bad)):
-            site, names = case.trace.nodes[mean].site, named(case.trace.names(bad))
+            site, names = case.trace.nodes[mean].site, case.named(bad)
             return (
                 f". The loss{line(site)} is a mean over this rank's rows: reduce it besides, by "
                 f"shardfn.pmean({written(site) or 'loss'}, {names})"
@@ -241,7 +223,7 @@ def _mean_besides(case: Case, members: list[int], axes: Mask) -> str:
 
 def _met(case: Case, at: int, axes: Mask, places: Mapping[tuple[int, int], int]) -> list[int]:
     """Returns where a variable met values that vary along these axes, before its gradient was complete."""
-    nodes = [places.get((k, 1 << at)) for k in range(len(case.trace.axes)) if axes >> k & 1]
+    nodes = [places.get((k, 1 << at)) for k in numbers_of(axes)]
     return [node for node in nodes if node is not None and node < case.until.get(at, len(case.trace.nodes))]
 
 
@@ -253,14 +235,14 @@ def _follows(case: Case, axes: Mask) -> bool:
 
 def _outside(case: Case, at: int, axes: Mask) -> bool:
     """Reports a `pvary` of a variable outside of the function that is differentiated by the result of the `pvary`."""
-    for event in case.gradients():
+    for event in case.trace.gradients():
         for of, _ in event.pairs:
             if not case.types.along[of] & axes or not case.types.holds[of] >> at & 1:
                 continue
             roots = case.roots(of, bits_of(axes)[0])
             pvary = next((case.trace.nodes[r] for r in roots if case.trace.nodes[r].op == "pvary"), None)
             if pvary is not None:
-                path, names = case.trace.variables[at].path, named(case.trace.names(axes))
+                path, names = case.trace.variables[at].path, case.named(axes)
                 fix = f"shardfn.pvary({path}, {names}) inside of the function that is differentiated"
                 case.add(
                     of, "gradient", axes, path, pvary.site, fix,
@@ -277,7 +259,7 @@ def reduced_by_hand(case: Case, call: Call) -> None:
     """Gradients of each rank's mean that are summed, or gradients of the mean over all ranks that are averaged."""
     if call.name not in ("psum", "pmean") or not call.own:
         return
-    for event in case.gradients():
+    for event in case.trace.gradients():
         for of, at in event.pairs:
             if at == call.node and all(case.alike(of, bit) for bit in bits_of(call.axes & case.types.along[of])):
                 (_sum_of_means if call.name == "psum" else _mean_of_parts)(case, call, event)
@@ -286,23 +268,21 @@ def reduced_by_hand(case: Case, call: Call) -> None:
 def _sum_of_means(case: Case, call: Call, event: Gradient) -> None:
     mean = case.types.mean[event.loss]
     own = case.types.along[event.loss] & local(case, mean)
-    bad, names = own & call.axes, named(call.said)
+    bad = own & call.axes
     # Sums along the other axes may come next.
     if not bad or any(divided(case, event, ranks) for ranks in {case.size(bad), case.size(own)}):
         return
-    fix = f"shardfn.pmean({case.expression(call)}, {names})"
-    case.add(
-        call.node, "means", bad, "", call.site, fix,
-        f"psum along {names}{line(call.site)} adds up gradients of losses that are means over each rank's rows"
-        f"{line(case.trace.nodes[mean].site)}: they are {case.size(bad)} times those of the mean over all rows. "
-        f"Write: {fix}",
+    case.add_call(
+        call, "means", bad, f"shardfn.pmean({case.expression(call)}, {named(call.said)})",
+        f"adds up gradients of losses that are means over each rank's rows{line(case.trace.nodes[mean].site)}: they "
+        f"are {case.size(bad)} times those of the mean over all rows",
     )  # fmt: skip
 
 
 def _mean_of_parts(case: Case, call: Call, event: Gradient) -> None:
     types, mean = case.types, case.types.mean[event.loss]
     bad, divisors = call.axes & ~types.along[event.loss] & types.along[call.node], types.divisors[event.loss]
-    ranks, names = case.size(bad), named(call.said)
+    ranks = case.size(bad)
     if mean >= 0 and (types.along[mean] & bad or case.trace.nodes[mean].number is not None):
         averaged = math.isclose(math.prod(divisors), ranks)  # else this averages the ranks' own means
     else:
@@ -311,10 +291,8 @@ def _mean_of_parts(case: Case, call: Call, event: Gradient) -> None:
         return
     if scaled_later(case, [at for _, at in event.pairs], event.end, lambda n, _: math.isclose(n * ranks, 1)):
         return
-    fix = f"shardfn.psum({case.expression(call)}, {names})"
-    case.add(
-        call.node, "means", bad, "", call.site, fix,
-        f"pmean along {names}{line(call.site)} is given the gradients of a loss that is reduced along "
-        f"{named(case.trace.names(bad))} already: each rank's is its part, and their sum is the gradient, which this "
-        f"divides by {ranks}. Write: {fix}",
+    case.add_call(
+        call, "means", bad, f"shardfn.psum({case.expression(call)}, {named(call.said)})",
+        f"is given the gradients of a loss that is reduced along {case.named(bad)} already: each rank's is its part, "
+        f"and their sum is the gradient, which this divides by {ranks}",
     )  # fmt: skip

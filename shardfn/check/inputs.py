@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import operator
-
 from shardfn.check.case import Argument, Case
 from shardfn.check.findings import line, named
 from shardfn.check.ops import DISTRIBUTIONS
 from shardfn.check.reductions import rows
-from shardfn.check.trace import Gradient, Mask, Node, reached
+from shardfn.check.trace import Gradient, Mask, Node, reached, union
 from shardfn.check.values import Evidence, Values
 from shardfn.check.varying import bits_of
 
@@ -96,13 +93,12 @@ def _told_where_met(case: Case, at: int, drawn: set[int], reported: set[int]) ->
     node = case.trace.nodes[at]
     for noise in drawn.intersection(node.parents):
         others = [p for p in node.parents if p not in drawn and _for_each_row(case, noise, p, at)]
-        same = sum(b for b in bits_of(~case.types.along[noise] & functools.reduce(
-            operator.or_, [rows(case, p) for p in others], 0)))  # fmt: skip
+        same = union(rows(case, p) for p in others) & ~case.types.along[noise]
         same &= ~case.compared.watched.get(at, 0)
         if not same or same in reported:  # one report is enough for all draws along these axes
             continue
         reported.add(same)
-        draw, names = case.trace.nodes[min(_origins(case, noise, drawn))], named(case.trace.names(same))
+        draw, names = case.trace.nodes[min(_origins(case, noise, drawn))], case.named(same)
         fix = f"generator=shardfn.fold_in(seed, {names})"
         default = f"torch.manual_seed(shardfn.fold_in(seed, {names}).initial_seed())"
         case.add(
@@ -140,10 +136,9 @@ def repeated_draws(case: Case) -> None:
     watched = case.compared.watched
     for at in watched:
         draw = case.trace.nodes[at]
-        others = functools.reduce(operator.or_, [watched.get(p, 0) for p in draw.parents], 0)
-        same = case.types.along[at] & others & ~watched[at]
+        same = case.types.along[at] & union(watched.get(p, 0) for p in draw.parents) & ~watched[at]
         if draw.op in DISTRIBUTIONS and same:
-            names = named(case.trace.names(same))
+            names = case.named(same)
             fix = f"generator=shardfn.fold_in(seed, {names})"
             case.add(
                 at, "same", same, "", draw.site, fix,
@@ -161,7 +156,7 @@ def batch_statistics(case: Case) -> None:
         if not along or node.site in reported:
             continue
         reported.add(node.site)
-        names = named(case.trace.names(along))
+        names = case.named(along)
         case.add(
             at, "batch_norm", along, "", node.site,
             f"shardfn.psum of the sums along {names}",

@@ -18,14 +18,14 @@ from shardfn.check.trace import (
     Mask,
     Output,
     Part,
-    Summed,
     Trace,
     Used,
     given_by,
     reached,
+    union,
 )
 from shardfn.check.values import Evidence, Values
-from shardfn.check.varying import bits_of
+from shardfn.check.varying import bits_of, numbers_of
 
 
 def judged(trace: Trace, compared: Compared) -> list[Finding]:
@@ -54,19 +54,14 @@ def judged(trace: Trace, compared: Compared) -> list[Finding]:
                 _returned(case, event, compared.outputs.get(event.path, 0))
             case Claimed():
                 _claimed(case, event, unnamed)
-            case Summed():
-                pass
     inputs.repeated_draws(case)
     inputs.noise_of_rows(case)
     inputs.batch_statistics(case)
     gradients.parts(case)
-    return [finding for at, finding in sorted(case.found, key=lambda pair: pair[0]) if _settled(trace, at, finding)]
-
-
-def _settled(trace: Trace, at: int, finding: Finding) -> bool:
-    """Whether no later event can refute a finding; in a prefix, guesses count only before the last optimizer step."""
-    steps = (event.gradient for event in trace.events if isinstance(event, Used))
-    return not trace.prefix or finding.kind not in PROBABLY or at < max(steps, default=-1)
+    # What comes after a prefix can refute guesses, but not those from before an optimizer's step.
+    last = max((event.gradient for event in trace.events if isinstance(event, Used)), default=-1)
+    settled = [(at, f) for at, f in case.found if not trace.prefix or f.kind not in PROBABLY or at < last]
+    return [finding for _, finding in sorted(settled, key=lambda pair: pair[0])]
 
 
 def _returned(case: Case, output: Output, differs: Mask) -> None:
@@ -75,9 +70,8 @@ def _returned(case: Case, output: Output, differs: Mask) -> None:
         output = output._replace(node=node)
     along = case.types.along[output.node]
     if output.allowed is None:
-        for k in range(len(case.trace.axes)):  # updated values of variables that were the same on all ranks
-            bit = along & case.types.backward[output.node] & 1 << k
-            gradients.partial(case, bit, case.types.updated[output.node][k] if bit else 0, output.path)
+        for k in numbers_of(along & case.types.backward[output.node]):  # updated values of invariant variables
+            gradients.partial(case, 1 << k, case.types.updated[output.node][k], output.path)
         return
     bad = along & ~output.allowed
     by_gradient = bad & case.types.backward[output.node]
@@ -88,9 +82,8 @@ def _returned(case: Case, output: Output, differs: Mask) -> None:
         ):
             bad &= ~by_gradient
     if output.outer:
-        for k in range(len(case.trace.axes)):
-            if not along >> k & 1:
-                gradients.partial(case, 1 << k, case.types.met[output.node][k], f"what differentiates {output.path}")
+        for k in numbers_of(case.trace.everywhere & ~along):
+            gradients.partial(case, 1 << k, case.types.met[output.node][k], f"what differentiates {output.path}")
     _varies(case, output.path, output.node, bad, output.allowed, case.trace.nodes[output.node].site, differs)
     unseen = differs & ~along & ~output.allowed
     if unseen and not bad:
@@ -108,17 +101,14 @@ def _returned(case: Case, output: Output, differs: Mask) -> None:
 def _last_updated(case: Case, axes: Mask) -> int | None:
     """Returns the last value that was updated by a gradient that varies along these axes, None if there is none."""
     for at in reversed(range(len(case.types.along) if axes else 0)):
-        if any(case.types.updated[at][k] for k in range(len(case.trace.axes)) if axes >> k & 1):
+        if any(case.types.updated[at][k] for k in numbers_of(axes)):
             return at
     return None
 
 
 def _updated(case: Case, node: int, bad: Mask) -> Mask:
     """Returns the variables whose gradient a value contains; only those that it is a new value of, if it is one."""
-    updated = 0
-    for k in range(len(case.trace.axes)):
-        if bad >> k & 1:
-            updated |= case.types.updated[node][k]
+    updated = union(case.types.updated[node][k] for k in numbers_of(bad))
     first, touched = (_used(case, places, node, bad) for places in (case.types.first, case.types.touched))
     kept = updated if case.asked else updated & (first | touched)
     same = sum(1 << at for at, variable in enumerate(case.trace.variables) if variable.same & bad)
@@ -133,10 +123,7 @@ def _updated(case: Case, node: int, bad: Mask) -> Mask:
 def _used(case: Case, places: Mapping[tuple[int, int], int], node: int, bad: Mask) -> int:
     """Returns the variables that met these axes before the last backward pass; optimizer moments are met after it."""
     last = max((at for at in range(node + 1) if case.trace.nodes[at].backward), default=node)
-    met = 0
-    for (axis, bit), at in places.items():
-        met |= bit if bad >> axis & 1 and at <= last else 0
-    return met
+    return union(bit for (axis, bit), at in places.items() if bad >> axis & 1 and at <= last)
 
 
 def _claimed(case: Case, event: Claimed, unnamed: dict[str, Mask]) -> None:
@@ -153,7 +140,7 @@ def _claimed(case: Case, event: Claimed, unnamed: dict[str, Mask]) -> None:
     _varies(case, path, event.node, bad & ~by_spec, event.allowed, event.site)
     by_spec &= ~case.told(event.node, by_spec)
     if by_spec:
-        names = named(case.trace.names(by_spec))
+        names = case.named(by_spec)
         case.add(
             event.node, "output", by_spec, path, event.site, f"a spec that names {names}, or `...`",
             f"{path}{line(event.site)} varies along {names}{case.because(event.node, by_spec)}, but its spec says that "
@@ -204,7 +191,7 @@ def _dropped(case: Case, call: Call) -> None:
     differing = case.compared.watched.get(-1 if at is None else at, 0) & call.axes
     if not differing or at is None or not case.types.depends[at] & case.asked:
         return
-    names, given = named(case.trace.names(differing)), target(call.site) or "..."
+    names, given = case.named(differing), target(call.site) or "..."
     fix = f"torch.where(condition, other, shardfn.pvary({given}, {names}))"
     case.add(
         at, "branch", differing, "", call.site, fix,

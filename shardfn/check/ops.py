@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import math
 import operator
@@ -14,10 +13,10 @@ import torch
 from torch import Tensor
 
 from shardfn.check import callsites
-from shardfn.check.bits import bits, ordinary
+from shardfn.check.bits import digest_of, ordinary
 from shardfn.check.callsites import quietly
 from shardfn.check.trace import Node, Root
-from shardfn.check.values import UNKNOWN, Evidence, Values, like_of
+from shardfn.check.values import UNKNOWN, Values, like_of
 from shardfn.compat import autograd
 
 MEAN, SUM = 1, 2  # torch's numbers for a loss's `reduction` argument
@@ -33,11 +32,15 @@ def op(values: Values, func: Any, facts: Facts, args: Any, kwargs: dict[str, Any
         if k in kwargs or (isinstance(k, int) and k < len(args))
     ]
     replaced = written if facts.kind in ("copy", "empty") else [kwargs.get(k) for k in facts.out]
-    inputs = [x for x in _tensors((args, kwargs)) if _has_numbers(x) and not any(x is y for y in _tensors(replaced))]
+    inputs = [
+        x
+        for x in _tensors((args, kwargs))
+        if (not ordinary(x) or x.numel()) and not any(x is y for y in _tensors(replaced))
+    ]
     parents = () if facts.kind == "like" else tuple(dict.fromkeys(map(values.node_of, inputs)))
     stream = _stream([*args, *kwargs.values()], inputs[0].device) if facts.distributed and inputs else None
     for x in inputs if stream is not None else ():
-        values.watch(x, values.node_of(x), values.site(), facts.digest + 2)
+        values.note(values.watched, values.node_of(x), values.site(), facts.digest + 2, x)
     out = func(*args, **kwargs)
     results = _tensors(out)
     if not results and not written:
@@ -55,7 +58,7 @@ def op(values: Values, func: Any, facts: Facts, args: Any, kwargs: dict[str, Any
         return out
     node = _made(values, facts, parents, args, kwargs, inputs, results or [first])
     if stream is not None:
-        values.watch(stream, node, values.site(), facts.digest + 3)
+        values.note(values.watched, node, values.site(), facts.digest + 3, stream)
     random = facts.random and (facts.chance is None or bool([*args, 0.0][min(facts.chance, len(args))]))
     if random and facts.drawn is not None:
         node, random = _by_seed(values, node, facts, results[facts.drawn]), False
@@ -104,17 +107,18 @@ def _made(
     at = values.add(node)
     # The library's own numbers may rightly differ, and backward repeats those of forward.
     if numbers and caller == "user" and not node.backward:
-        values.evidence.append(Evidence(values.key(node.site, facts.digest), at, hash(numbers)))
+        values.note(values.evidence, at, node.site, facts.digest, hash(numbers))
+    count: Any = None
     if facts.base.startswith("nll_loss") and facts.base.endswith("forward") and node.count:
-        with quietly():
-            values.counts.append(Evidence(values.key(node.site, facts.digest + 1), at, bits(results[1])))  # its weight
+        count = results[1]  # its weight
     elif node.count and (facts.base == "mean" or facts.reduction is not None):
-        values.counts.append(Evidence(values.key(node.site, facts.digest + 1), at, node.count))
+        count = node.count
     elif facts.base in ("div", "div_") and len(inputs) == 2 and inputs[1].numel() == 1:
-        with quietly():
-            values.counts.append(Evidence(values.key(node.site, facts.digest + 1), at, bits(inputs[1])))
+        count = inputs[1]
     elif node.number is not None:
-        values.counts.append(Evidence(values.key(node.site, facts.digest + 1), at, hash(node.number)))
+        count = hash(node.number)
+    if count is not None:
+        values.note(values.counts, at, node.site, facts.digest + 1, count)
     return at
 
 
@@ -126,8 +130,7 @@ def _stream(arguments: list[Any], device: torch.device) -> Tensor:
                 return argument.get_state()
         if device.type == "cpu":
             return torch.get_rng_state()
-        state: Tensor = torch.get_device_module(device).get_rng_state(device)
-        return state
+        return torch.get_device_module(device).get_rng_state(device)
 
 
 def communicated(values: Values, func: Any, args: Any, kwargs: Any) -> Any:
@@ -146,7 +149,7 @@ def _drawn(values: Values, facts: Facts, x: Tensor, node: int) -> int:
         Node(facts.base, (node,), op_node.site, root="random", backward=op_node.backward, records=op_node.records,
              like=like_of(x))
     )  # fmt: skip
-    values.show(x, at, op_node.site, facts.digest)
+    values.note(values.evidence, at, op_node.site, facts.digest, x)
     return at
 
 
@@ -154,7 +157,7 @@ def _by_seed(values: Values, node: int, facts: Facts, seed: Tensor) -> int:
     """Adds nodes for a seed that an op drew, which ranks compare, and for its result from arguments and seed."""
     source = values.trace.nodes[node]
     drawn = values.add(Node(facts.base, (), source.site, root="random", backward=source.backward, like=like_of(seed)))
-    values.show(seed, drawn, source.site, facts.digest)
+    values.note(values.evidence, drawn, source.site, facts.digest, seed)
     return values.add(
         Node(facts.base, (node, drawn), source.site, backward=source.backward, records=source.records, like=source.like)
     )
@@ -166,7 +169,7 @@ def _each(values: Values, func: Any, facts: Facts, args: Any, kwargs: Any) -> An
     lists = [(k, v) for k, v in sequences if isinstance(v[0], Tensor)]
     if not lists:
         return func(*args, **kwargs)
-    shared = [x for v in (*args, *kwargs.values()) if isinstance(v, Tensor) for x in (v,)]
+    shared = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
     copies = facts.base in ("_foreach_copy_", "_foreach_zero_")
     length = len(lists[0][1])
     shared_nodes = tuple(map(values.node_of, shared))
@@ -185,7 +188,7 @@ def _each(values: Values, func: Any, facts: Facts, args: Any, kwargs: Any) -> An
                  number=_divisor(facts.base.removeprefix("_foreach_"), args), own=callsites.caller() == "user")
         )  # fmt: skip
         if numbers and callsites.caller() == "user" and not values.trace.nodes[at].backward:
-            values.evidence.append(Evidence(values.key(values.trace.nodes[at].site, facts.digest), at, hash(numbers)))
+            values.note(values.evidence, at, values.trace.nodes[at].site, facts.digest, hash(numbers))
         for k, v in lists:
             if k in facts.writes and i < len(v):
                 values.keep(v[i], at, written=True, whole=copies)
@@ -262,17 +265,13 @@ def _trains(facts: Facts, args: Any, kwargs: Any) -> bool:
     return "with_update" in facts.base or any(v is True for v in args)
 
 
-def _has_numbers(x: Tensor) -> bool:
-    return not ordinary(x) or x.numel() > 0
-
-
 Kind = Literal["made", "like", "empty", "copy", "each", "plain"]
 
-_EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_")
-_LIKE = ("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
-         "new_zeros", "new_ones", "new_full")  # fmt: skip
-_OVERWRITE = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_", "geometric_",
-              "log_normal_", "cauchy_", "random_", "set_")  # fmt: skip
+_KINDS: dict[Kind, str] = {
+    "empty": "empty empty_like empty_strided empty_permuted new_empty new_empty_strided resize_",
+    "like": "zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full",
+    "copy": "copy_ fill_ zero_ normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_ set_",
+}
 _DETACH = ("detach", "detach_", "_local_scalar_dense", "argmax", "argmin")
 _SIZES = ("size", "sizes", "input_sizes", "self_sizes", "normalized_shape", "stride", "output_size", "implicit")
 _STATISTICS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm",
@@ -343,19 +342,11 @@ def facts_of(op: Any) -> Facts:
             sizes.append(place)
     takes = schema is None or any("Tensor" in str(argument.type) for argument in arguments)
     random = schema is not None and torch.Tag.nondeterministic_seeded in op.tags
-    digest = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
-    kind: Kind = "plain"
+    digest = digest_of(name.encode())
+    kind: Kind = next((kind for kind, names in _KINDS.items() if base in names.split()), "plain" if takes else "made")
     lists = any("List[Tensor]" in str(argument.type) for argument in arguments)
     if lists and base.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         kind = "each"
-    elif base in _EMPTY:
-        kind = "empty"
-    elif base in _LIKE:
-        kind = "like"
-    elif base in _OVERWRITE:
-        kind = "copy"
-    elif not takes:
-        kind = "made"
     return Facts(
         base, digest, kind, random, _DRAWN.get(base), base in DISTRIBUTIONS, chance, tuple(writes),
         tuple(place for place in writes if isinstance(place, str)), frozenset(() if kind == "made" else sizes),

@@ -6,10 +6,8 @@ ops, such as a stage's engine filling memory, is reported to it by calls.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import optree
@@ -17,11 +15,13 @@ import torch
 from torch import Tensor
 
 from shardfn.check import callsites, ops
+from shardfn.check.bits import digest_of
 from shardfn.check.callsites import active, thread
 from shardfn.check.ops import facts_of
 from shardfn.check.trace import Call, Claimed, Effect, Gradient, Mask, Node, Part, Summed, Trace, Used, Variable
-from shardfn.check.values import Evidence, Values, like_of
+from shardfn.check.values import Values, like_of
 from shardfn.compat import autograd, dispatch, functorch, modes
+from shardfn.compat.replacing import replaced
 
 MOST = 2**16
 """Number of nodes after which a record ends."""
@@ -42,8 +42,7 @@ def outer() -> Recorder | None:
     """
     if not active[0] or thread.paused or dispatch.traced():
         return None
-    recorder: Recorder | None = thread.recorder or dispatch.running(Recorder)
-    return recorder
+    return thread.recorder or dispatch.running(Recorder)
 
 
 def comparing(group: str) -> Recorder | None:
@@ -72,7 +71,7 @@ class Recorder(modes.Watching):
     """
 
     def __init__(self, name: str, axes: dict[str, int], groups: Callable[[str], Iterable[str]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.trace = Trace(name, axes)
         self.values = Values(self.trace)
         self.name, self.axes_of = name, groups
@@ -137,7 +136,7 @@ class Recorder(modes.Watching):
             return NotImplemented
         namespace = getattr(func, "namespace", "")
         if thread.paused or namespace in ("prim", "prims", "profiler") or namespace.startswith("shardfn_"):
-            with self._on_this_thread():
+            with replaced(thread, recorder=self):  # backward of CUDA tensors runs on autograd's own threads
                 return func(*args, **kwargs)
         if namespace.startswith(("c10d", "_c10d")):
             return ops.communicated(self.values, func, args, kwargs)
@@ -145,35 +144,24 @@ class Recorder(modes.Watching):
             return func(*args, **kwargs)
         return ops.op(self.values, func, facts_of(func), args, kwargs)
 
-    @contextlib.contextmanager
-    def _on_this_thread(self) -> Iterator[None]:
-        """A context that makes this the thread's recorder: backward of CUDA tensors runs on autograd's own threads."""
-        before, thread.recorder = thread.recorder, self
-        try:
-            yield
-        finally:
-            thread.recorder = before
-
     # --- reports of what ops do not show ---
 
-    def input(self, x: Tensor, path: str, allowed: Mask | None, variable: bool = True) -> int:
+    def input(self, x: Tensor, path: str, allowed: Mask | None) -> int:
         """Adds an argument, which may vary along the axes `allowed`; None: along those where its bits differ."""
         x = functorch.unwrapped(x)
-        everywhere = (1 << len(self.trace.axes)) - 1
         effect: Effect = "exactly" if allowed is not None else "union"
         node = Node("input", (), None, effect, allowed or 0, "input", records=True, like=like_of(x), about=path)
         at = self.values.add(node)
-        if variable and (x.is_floating_point() or x.is_complex()):
+        if ops.differentiable(x):
             node.variable = 1 << len(self.trace.variables)
-            self.trace.variables.append(Variable(path, everywhere & ~(allowed or 0), at))
+            self.trace.variables.append(Variable(path, self.trace.everywhere & ~(allowed or 0), at))
         self.values.keep(x, at)
         return at
 
     def number(self, x: complex, path: str) -> int:
         """Adds a number that the function returned, which ranks compare."""
         at = self.values.add(Node("number", (), None, root="constant", about=path))
-        digest = int.from_bytes(hashlib.blake2b(path.encode(), digest_size=7).digest(), "big")
-        self.values.evidence.append(Evidence(self.values.key(None, digest), at, 3 if x != x else hash(x)))
+        self.values.note(self.values.evidence, at, None, digest_of(path.encode()), 3 if x != x else hash(x))
         return at
 
     def part_of(self, whole: int, allowed: Mask) -> int:
@@ -209,7 +197,6 @@ class Recorder(modes.Watching):
     ) -> None:
         """Adds the whole parameters of a flat shard, as a stage's function receives them."""
         parent = self.values.node_of(functorch.unwrapped(shard))
-        everywhere = (1 << len(self.trace.axes)) - 1
         for number, (path, x, axes) in enumerate(zip(paths, given, allowed, strict=True)):
             for tangent in functorch.tangents(x):
                 self.declared(tangent, axes, [tangent], "tangent")
@@ -218,9 +205,9 @@ class Recorder(modes.Watching):
                 "parameter", (parent,), self.values.site(), "exactly", axes, "parameter", records=True,
                 like=like_of(x), about=path,
             )  # fmt: skip
-            if x.is_floating_point() or x.is_complex():
+            if ops.differentiable(x):
                 node.variable = 1 << len(self.trace.variables)
-                self.trace.variables.append(Variable(path, everywhere & ~axes, len(self.trace.nodes)))
+                self.trace.variables.append(Variable(path, self.trace.everywhere & ~axes, len(self.trace.nodes)))
             self._parameters[(stage, number)] = at = self.values.add(node)
             self.values.keep(x, at)
 
@@ -253,20 +240,11 @@ class Recorder(modes.Watching):
         plain = functorch.unwrapped(x)
         node = self.values.node_of(plain)
         if name == "psum" and caller == "user" and not number and not backward:
-            self.values.watch(plain, node, self.values.site(), 4)  # it may vary by the library's numbers
-        self.trace.events.append(
-            Call(
-                name,
-                self.trace.mask(names),
-                node,
-                self.values.site(),
-                number,
-                said,
-                caller == "user",
-                backward,
-                self.trace.mask(pieces),
-            )
-        )
+            self.values.note(
+                self.values.watched, node, self.values.site(), 4, plain
+            )  # it may vary by the library's numbers
+        axes, cut, site = self.trace.mask(names), self.trace.mask(pieces), self.values.site()
+        self.trace.events.append(Call(name, axes, node, site, number, said, caller == "user", backward, cut))
 
     def differentiated(self, loss: Tensor, begin: int, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Records the gradients that `value_and_grad` returns."""
@@ -284,7 +262,7 @@ class Recorder(modes.Watching):
             gradients.append((of, at))
         plain, site = functorch.unwrapped(loss), self.values.site()
         node = self.values.node_of(plain)
-        self.values.watch(plain, node, site, 1)
+        self.values.note(self.values.watched, node, site, 1, plain)
         self.trace.events.append(Gradient(node, begin, end, gradients, self.values.site(), inner))
 
     def used(self, pairs: Iterable[tuple[Tensor, Tensor, Iterable[str] | None]]) -> None:

@@ -37,13 +37,13 @@ def _whole(case: Case, call: Call) -> bool:
     bad = sum(b for b in bits_of(alike) if case.same(call.node, b))
     if not bad or _weighed(case, call, bad):
         return False
-    names, times = named(case.trace.names(bad)), case.size(bad)
+    names = case.named(bad)
     fix = f"shardfn.pmean({case.expression(call)}, {names})"
     root = case.trace.nodes[case.roots(call.node, bits_of(bad)[0])[0]]
-    case.add(
-        call.node, "whole", bad, "", call.site, fix,
-        f"psum along {named(call.said)}{line(call.site)} adds up what every rank along {names} has whole, by "
-        f"{root.op}{line(root.site)}, and makes it, and its gradient, {times} times as large. Write: {fix}",
+    case.add_call(
+        call, "whole", bad, fix,
+        f"adds up what every rank along {names} has whole, by {root.op}{line(root.site)}, and makes it, and its "
+        f"gradient, {case.size(bad)} times as large",
     )  # fmt: skip
     return True
 
@@ -56,14 +56,12 @@ def _sum_of_means(case: Case, call: Call) -> bool:
     bad = call.axes & case.types.along[call.node] & rows(case, mean)
     if not bad or case.compared.counts.get(mean, 0) & bad or _by_parts(case, mean) or _weighed(case, call, bad):
         return False
-    names, other = named(case.trace.names(bad)), call.axes & case.types.along[call.node] & ~bad
+    names, other = case.named(bad), call.axes & case.types.along[call.node] & ~bad
     fix = f"shardfn.pmean({case.expression(call)}, {names})"
-    fix = f"shardfn.psum({fix}, {named(case.trace.names(other))})" if other else fix
-    case.add(
-        call.node, "means", bad, "", call.site, fix,
-        f"psum along {named(call.said)}{line(call.site)} adds up means over each rank's rows"
-        f"{line(case.trace.nodes[mean].site)}: it is {case.size(bad)} times the mean over all rows. Write: {fix}",
-    )  # fmt: skip
+    fix = f"shardfn.psum({fix}, {case.named(other)})" if other else fix
+    where = line(case.trace.nodes[mean].site)
+    text = f"adds up means over each rank's rows{where}: it is {case.size(bad)} times the mean over all rows"
+    case.add_call(call, "means", bad, fix, text)
     return True
 
 
@@ -109,10 +107,10 @@ def _mean_of_sums(case: Case, call: Call) -> None:
     given, total = case.expression(call), f"shardfn.psum({case.expression(call)}, {names})"
     of_all = {float(n * ranks) for n in counts} - {float(n) for n in counts}  # counts that cannot be this rank's alone
     if any(n in of_all for _, n in uses) or any(_by_all(case, at, ranks, call.axes) for at, _ in uses):
-        case.add(
-            call.node, "means", bad, "", call.site, total,
-            f"pmean along {names}{line(call.site)} is given sums over each rank's rows, and what it makes is divided "
-            f"by the number of all rows besides: it is {ranks} times too small. Write: {total}",
+        case.add_call(
+            call, "means", bad, total,
+            f"is given sums over each rank's rows, and what it makes is divided by the number of all rows besides: it "
+            f"is {ranks} times too small",
         )  # fmt: skip
     elif all(n == 1 for _, n in uses) and _is_a_loss(case, [at for at, _ in uses], ranks):
         mean = f"{total} / shardfn.psum(count, {names})"
@@ -137,7 +135,7 @@ def _by_all(case: Case, at: int, ranks: int, axes: Mask) -> bool:
 def _is_a_loss(case: Case, reached: list[int], ranks: int) -> bool:
     """Whether one of these is a loss for which nothing compensates the division by the number of ranks."""
     types = case.types
-    events = [e for e in case.gradients() if e.loss in reached and types.mean[e.loss] < 0]
+    events = [e for e in case.trace.gradients() if e.loss in reached and types.mean[e.loss] < 0]
     return any(
         math.inf not in types.divisors[e.loss]
         and not scaled_later(case, [at for _, at in e.pairs], e.end, lambda n, _: math.isclose(n * ranks, 1))
@@ -171,7 +169,7 @@ def _say_added(case: Case, call: Call, at: int, last: bool, axes: Mask) -> None:
     case.add(
         at, "sum" if certain else "whole", axes, "", call.site, fix,
         f"psum along {names}{line(call.site)} is given a sum{line(node.site)} of what varies and of a term that is the "
-        f"same on all ranks along {named(case.trace.names(axes))}, {term}: that term is in it {case.size(axes)} times. "
+        f"same on all ranks along {case.named(axes)}, {term}: that term is in it {case.size(axes)} times. "
         f"Write: {fix}",
     )  # fmt: skip
 
@@ -227,13 +225,14 @@ def _divided_later(case: Case, call: Call, axes: Mask) -> bool:
     total, ranks = _sum_of(case, call), case.size(axes)
     if total is None:
         return True
-    pmeans = [c for c in case.calls("pmean") if not c.axes & axes or _own_mean(case, c, axes)]
+    calls = [event for event in case.trace.events if isinstance(event, Call) and event.name == "pmean"]
+    pmeans = [c for c in calls if not c.axes & axes or _own_mean(case, c, axes)]
     other_means = {node for c in pmeans for node in [_averaged(case, c)] if node is not None}
 
     def enough(number: float, factor: float) -> bool:
         return number == ranks or math.isclose(factor, ranks)
 
-    later = [e for e in case.gradients() if e.end > total]
+    later = [e for e in case.trace.gradients() if e.end > total]
     return scaled_later(case, [total], total + 1, enough, other_means) or any(
         scaled_later(case, [at for _, at in e.pairs], e.end, enough, other_means) for e in later
     )
@@ -302,13 +301,12 @@ def misplaced(case: Case, call: Call) -> None:
     flat = (call.pieces or case.pieces(call.node)) & call.axes if mixes else 0
     pieces = flat or (case.scattered(call.node) & call.axes if mixes else 0)
     if pieces:
-        names, what = named(case.trace.names(pieces)), "flat shards" if flat else "gradients of pieces"
+        names, what = case.named(pieces), "flat shards" if flat else "gradients of pieces"
         fix = f"leave {call.name} out: {case.expression(call)}"
-        case.add(
-            call.node, "sum", pieces, "", call.site, fix,
-            f"{call.name} along {named(call.said)}{line(call.site)} is given {what}, which are cut along "
-            f"{names}, and mixes up different parameters: each rank has other elements. Where they are gradients, "
-            f"they are summed already. Write: {fix}",
+        case.add_call(
+            call, "sum", pieces, fix,
+            f"is given {what}, which are cut along {names}, and mixes up different parameters: each rank has other "
+            f"elements. Where they are gradients, they are summed already",
         )  # fmt: skip
         return
     if call.name in _SUMS and not call.number:
@@ -319,14 +317,13 @@ def misplaced(case: Case, call: Call) -> None:
         if valid:
             fix = f"shardfn.{call.name}({case.expression(call)}, {named(valid)})"
         elif call.name == "local_slice" and case.types.backward[call.node] & twice:
-            fix = f"shardfn.reduce_scatter({case.expression(call)}, {named(case.trace.names(twice))})"
+            fix = f"shardfn.reduce_scatter({case.expression(call)}, {case.named(twice)})"
         else:
             fix = f"leave {call.name} out: {case.expression(call)}"
-        because = case.because(call.node, twice)
-        case.add(
-            call.node, "vary", twice, "", call.site, fix,
-            f"{call.name} along {named(call.said)}{line(call.site)} takes a value that is the same on all ranks "
-            f"along {named(case.trace.names(twice))}, but this one varies there already{because}. Write: {fix}",
+        case.add_call(
+            call, "vary", twice, fix,
+            f"takes a value that is the same on all ranks along {case.named(twice)}, but this one varies there "
+            f"already{case.because(call.node, twice)}",
         )  # fmt: skip
 
 
@@ -358,20 +355,14 @@ def _sum(case: Case, call: Call, along: Mask) -> None:
             else f"makes it {times} times as large"
         )  # fmt: skip
         hint = f"; it varies along {named(other_axes)}" if other_axes and not varying else ""
-        case.add(
-            call.node, "sum", missing, "", call.site, fix,
-            f"{call.name} along {named(call.said)}{line(call.site)} is given a value that is the same on all ranks "
-            f"along {named(case.trace.names(missing))}, and {effect}{hint}. Write: {fix}",
-        )  # fmt: skip
+        same = f"is given a value that is the same on all ranks along {case.named(missing)}"
+        case.add_call(call, "sum", missing, fix, f"{same}, and {effect}{hint}")
     mean = types.mean[call.node]
     uneven = case.compared.counts.get(mean, 0) & call.axes if mean >= 0 and call.own else 0
     if uneven:
-        site = case.trace.nodes[mean].site
         axis = named(call.said)
-        fix = f"shardfn.psum(total, {axis}) / shardfn.psum(count, {axis})"
-        case.add(
-            call.node, "means", uneven, "", call.site, fix,
-            f"{call.name} along {axis}{line(call.site)} is given means, made{line(site)}, over numbers of rows "
-            f"that differ between ranks along {named(case.trace.names(uneven))}: that is not the mean over all "
-            f"rows. Write: {fix}",
+        case.add_call(
+            call, "means", uneven, f"shardfn.psum(total, {axis}) / shardfn.psum(count, {axis})",
+            f"is given means, made{line(case.trace.nodes[mean].site)}, over numbers of rows that differ between ranks "
+            f"along {case.named(uneven)}: that is not the mean over all rows",
         )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -198,6 +200,11 @@ class Trace:
     prefix: bool = False
     flat: dict[int, Mask] = field(default_factory=dict)
 
+    @property
+    def everywhere(self) -> Mask:
+        """The set of all axes."""
+        return (1 << len(self.axes)) - 1
+
     def gradients(self) -> list[Gradient]:
         """Returns the gradients that the function asked for."""
         return [event for event in self.events if isinstance(event, Gradient)]
@@ -210,6 +217,11 @@ class Trace:
     def names(self, axes: Mask) -> tuple[str, ...]:
         """Returns the names of the axes in a set."""
         return tuple(name for i, name in enumerate(self.axes) if axes >> i & 1)
+
+
+def union(masks: Iterable[Mask]) -> Mask:
+    """Returns what is in any of these sets."""
+    return functools.reduce(operator.or_, masks, 0)
 
 
 def reached(starts: Iterable[int], onward: Callable[[int], Iterable[int]]) -> Iterator[int]:

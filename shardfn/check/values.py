@@ -102,7 +102,7 @@ class Values:
         backward = autograd.inside_backward()
         at = self.add(Node("closed over", (), site, root="closure", backward=backward, like=like_of(x)))
         if callsites.caller() == "user":
-            self.show(x, at, site, hash((1, *like_of(x)[0])))
+            self.note(self.evidence, at, site, hash((1, *like_of(x)[0])), x)
         memory = self._memory(x)
         if memory is None:
             self.keep(x, at)
@@ -171,15 +171,12 @@ class Values:
                 memory.node = self.add(Node("written in part", (memory.node, node), self.site()))
         memory.tensors[id(x)] = weakref.ref(x), node, memory.stamp
 
-    def show(self, x: Tensor, at: int, site: callsites.Site | None, digest: int) -> None:
-        """Has ranks compare the bits of a node."""
-        with quietly():
-            self.evidence.append(Evidence(self.key(site, digest), at, 0 if x.is_meta else bits(x)))
-
-    def watch(self, x: Tensor, at: int, site: callsites.Site | None, digest: int) -> None:
-        """Has ranks compare the bits of a tensor, without inferring from them along which axes the node varies."""
-        with quietly():
-            self.watched.append(Evidence(self.key(site, digest), at, 0 if x.is_meta else bits(x)))
+    def note(self, entries: list[Evidence], at: int, site: callsites.Site | None, digest: int, seen: Any) -> None:
+        """Has ranks compare a number, or the bits of a tensor; `entries` are `evidence`, `counts` or `watched`."""
+        if isinstance(seen, Tensor):
+            with quietly():
+                seen = 0 if seen.is_meta else bits(seen)
+        entries.append(Evidence(self.key(site, digest), at, seen))
 
     def add(self, node: Node) -> int:
         """Adds a node and returns its index."""

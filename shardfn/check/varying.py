@@ -7,14 +7,14 @@ does; `psum` removes an axis, `pvary` adds one. The other attributes are what me
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from shardfn.check import recording
-from shardfn.check.trace import JOINING, Gradient, Mask, Node, Trace
+from shardfn.check.trace import JOINING, Gradient, Mask, Node, Trace, union
 from shardfn.compat import functorch
 
 SCALES = frozenset({
@@ -95,10 +95,7 @@ def varying(trace: Trace, differs: Mapping[int, Mask]) -> Varying:
 
 def _type(types: Varying, trace: Trace, at: int, node: Node, differs: Mask) -> None:
     parents, count = node.parents, len(trace.axes)
-    along = 0
-    for p in parents:
-        along |= types.along[p]
-    along |= differs
+    along = union(types.along[p] for p in parents) | differs
     match node.effect:
         case "plus":
             along |= node.axes
@@ -106,14 +103,11 @@ def _type(types: Varying, trace: Trace, at: int, node: Node, differs: Mask) -> N
             along &= ~node.axes
         case "exactly":
             along = node.axes | differs
-        case "union":
-            pass
     types.along.append(along)
     _explain(types, trace, at, node, along, differs)
     followed = node.records and not (node.effect == "exactly" and node.root == "")
-    depends = node.variable
-    for p in parents if node.records and node.root != "parameter" else ():
-        depends |= types.depends[p]
+    through = parents if node.records and node.root != "parameter" else ()
+    depends = node.variable | union(types.depends[p] for p in through)
     types.depends.append(depends)
     own = 0
     if node.effect == "minus" and node.op in JOINING and node.records and not node.backward and depends:
@@ -186,7 +180,7 @@ def _explain(types: Varying, trace: Trace, at: int, node: Node, along: Mask, dif
         types, trace, node, rows if mean < 0 else ()
     ):
         mean = at
-    elif scales(node) and (differs or (node.op == "mul" and _all_vary(types, parents))):
+    elif scales(node) and (differs or (node.op == "mul" and sum(types.along[p] > 0 for p in parents) == 2)):
         mean, rows = -1, ()  # weighted by this rank's own values, so no plain mean or sum any more
     types.backward.append(backward)
     types.declared.append(declared)
@@ -202,10 +196,6 @@ def _explain(types: Varying, trace: Trace, at: int, node: Node, along: Mask, dif
 def scales(node: Node) -> bool:
     """Whether an op multiplies or divides."""
     return node.op.removeprefix("_foreach_").removesuffix("_") in ("mul", "div")
-
-
-def _all_vary(types: Varying, parents: tuple[int, ...]) -> bool:
-    return len(parents) == 2 and all(types.along[p] for p in parents)
 
 
 def is_number(node: Node) -> bool:
@@ -225,13 +215,9 @@ def _divides(types: Varying, trace: Trace, node: Node, rows: tuple[int, ...]) ->
 
 
 def _updated(types: Varying, node: Node, parents: tuple[int, ...], bit: Mask, k: int, along: Mask) -> int:
-    updated = 0
-    for p in parents:
-        updated |= types.updated[p][k]
+    updated = union(types.updated[p][k] for p in parents)
     if along & bit and not node.backward and any(types.backward[p] & bit for p in parents):
-        for p in parents:
-            if not types.along[p] & bit:
-                updated |= types.holds[p]
+        updated |= union(types.holds[p] for p in parents if not types.along[p] & bit)
     return updated
 
 
@@ -245,45 +231,9 @@ def bits_of(mask: int) -> list[int]:
     return bits
 
 
-def roots_of(trace: Trace, types: Varying, at: int, bit: Mask, differs: Mapping[int, Mask]) -> list[int]:
-    """Returns the nodes at which a value begins to vary along an axis, the latest first."""
-    seen, pending, roots = set(), [at], []
-    while pending:
-        current = pending.pop()
-        if current in seen or not types.along[current] & bit:
-            continue
-        seen.add(current)
-        begins, parents = _begins(trace, types, current, bit, differs)
-        roots += [current] * begins
-        pending += parents
-    return sorted(roots, reverse=True)
-
-
-def _begins(trace: Trace, types: Varying, at: int, bit: Mask, differs: Mapping[int, Mask]) -> tuple[bool, list[int]]:
-    """Whether a value begins to vary along an axis at this node, and the parents through which it varies."""
-    node = trace.nodes[at]
-    passes = node.effect in ("union", "plus") or (node.effect == "minus" and not node.axes & bit)
-    varying_parents = [p for p in node.parents if types.along[p] & bit] if passes else []
-    differ = bool(differs.get(at, 0) & bit)
-    if varying_parents and differ and not node.root:  # by a number of its own, and by its arguments
-        return True, varying_parents
-    gathers = node.effect == "plus" and bool(node.axes & bit) and node.op == "all_gather"
-    begins = not varying_parents or node.root == "statistics" or differ or gathers
-    return begins, [] if begins else varying_parents
-
-
-def over_roots(
-    trace: Trace, types: Varying, bit: Mask, differs: Mapping[int, Mask], of: Callable[[int], int]
-) -> list[int]:
-    """Returns for each node the union of `of` over the nodes at which it begins to vary along an axis."""
-    unions: list[int] = []
-    for at in range(len(trace.nodes)):
-        begins, parents = _begins(trace, types, at, bit, differs) if types.along[at] & bit else (False, [])
-        union = of(at) if begins else 0
-        for p in parents:
-            union |= unions[p]
-        unions.append(union)
-    return unions
+def numbers_of(mask: int) -> list[int]:
+    """Returns the numbers of the bits of a set."""
+    return [bit.bit_length() - 1 for bit in bits_of(mask)]
 
 
 _SHORT = {

@@ -171,10 +171,11 @@ def _listed(args: argparse.Namespace, links: Links, chip: Chip) -> int:
         if sys.stderr.isatty():
             print(f"\r{each.setting}"[:100].ljust(100), end="", file=sys.stderr)
 
-    memory = args.fit or chip.memory
+    memory, reserve = size_of(args.fit or chip.memory), size_of(args.reserve)
+    room = f"{size(memory)}, of which {size(reserve)} are left free"
     found = search(
         shape(args.model), args.ranks, memory, _setting(args, {"shard": args.ranks}), links, chip,
-        reserve=args.reserve, told=told,
+        reserve=reserve, told=told,
     )  # fmt: skip
     if sys.stderr.isatty():
         print(file=sys.stderr)
@@ -185,12 +186,11 @@ def _listed(args: argparse.Namespace, links: Links, chip: Chip) -> int:
     if not fitting:
         nearest = max(found, key=lambda each: each.spare)
         missing = size(-nearest.spare)
-        print(f"nothing of {len(found)} fits into {memory}; nearest: {nearest.setting}, with {missing} missing")
+        print(f"nothing of {len(found)} fits into {room}; nearest: {nearest.setting}, with {missing} missing")
         return DOES_NOT
     rows = list(map(_row, fitting))
     print_table(list(rows[0]), [tuple(row.values()) for row in rows], right=(3, 5, 6, 7, 8, 9, 10))
-    of = f"{len(fitting)} of {len(found)} fit into {memory if args.fit else size(chip.memory)}"
-    print(f"{of}, of which {args.reserve} are left free; on {chip.name}, {links.name}")
+    print(f"{len(fitting)} of {len(found)} fit into {room}; on {chip.name}, {links.name}")
     return FITS
 
 

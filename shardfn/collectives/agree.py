@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardfn.check.bits import digest_of
 from shardfn.collectives import kernels
 from shardfn.collectives.ledger import attribution, unrecorded
 from shardfn.compat import autograd, dispatch, functorch, process_groups
@@ -62,11 +62,10 @@ def agree(
     A rank that waits for others longer than `watchdog.PATIENCE` logs that.
 
     Args:
-        described: what this rank was given, one line for each argument.
+        described: what this rank was given, one line for each argument; with `mine`, that is told in its place.
         mesh: the mesh whose ranks compare, or an axis whose ranks do.
         name: the caller, for messages.
-        mine: the error in this rank's own arguments, which it raises in place of a difference; the other ranks hear of
-            it.
+        mine: the error in this rank's own arguments, which it raises in any case; the other ranks hear of it.
         subject: what is compared, and advice about a difference.
         axes: only the ranks along these axes compare.
         before: lines that all ranks agreed on in earlier calls; if ranks do not meet, the message tells what is new.
@@ -77,8 +76,11 @@ def agree(
     """
     axis = _along(mesh, axes)
     if axis.size == 1 or planned():
+        if mine is not None:
+            raise mine
         return
     what, advice = subject
+    described = described if mine is None else [str(mine)]
     text = "\n".join([name, *(" ".join(line.split()) for line in described)]).encode()
     digest = digest_of(text)
     place = callsites.outside(f"a comparison of {what} of {name!r}", axis.group) if debugging.collectives else None
@@ -94,17 +96,17 @@ def agree(
     except RuntimeError as error:
         hint = f"{error}. {alone}" if waiting.elsewhere(error) else f"{alone}. {advice}. {error}"
         raise RuntimeError(bounded(hint)) from waiting.cause(error)
+    if len(set(digests)) > 1:
+        callsites.alike()
+        said = texts(text, [*map(abs, marked)], axis, f"comparing {what}, which differ", name)
+    if mine is not None:
+        raise mine
     if len(set(digests)) == 1:
         return
-    callsites.alike()
-    failed, lengths = [n < 0 for n in marked], [abs(n) for n in marked]
-    lines = [each.split("\n") for each in texts(text, lengths, axis, f"comparing {what}, which differ", name)]
-    if mine:
-        raise mine
-    if any(failed):
-        rank = failed.index(True)
-        reason = " ".join(lines[rank][1:]).removeprefix(f"{name}: ")
-        raise ValueError(bounded(f"{name}: rank {ranks_along(axis)[rank]} failed: {reason}"))
+    lines, failed = [each.split("\n") for each in said], [i for i, n in enumerate(marked) if n < 0]
+    if failed:
+        reason = " ".join(lines[failed[0]][1:]).removeprefix(f"{name}: ")
+        raise ValueError(bounded(f"{name}: rank {ranks_along(axis)[failed[0]]} failed: {reason}"))
     raise ValueError(f"{name}: {_difference_of_arguments(lines, axis, subject)}")
 
 
@@ -224,11 +226,6 @@ def texts(own: bytes, lengths: Sequence[int], along: Axis, what: str, of: str) -
     return [bytes(row[:n].tolist()).decode(errors="replace") for row, n in zip(rows, lengths, strict=True)]
 
 
-def digest_of(text: bytes) -> int:
-    """Returns a 56-bit digest of a text, which fits into an int64."""
-    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
-
-
 @contextlib.contextmanager
 def failing_together(
     meshes: Sequence[DeviceMesh | Axis], name: str, kinds: type[Exception] | tuple[type[Exception], ...] = Exception
@@ -244,7 +241,11 @@ def failing_together(
         yield
     except kinds as error:
         for mesh in meshes:
-            agree([str(error)], mesh, name, mine=error)
+            try:
+                agree([], mesh, name, mine=error)
+            except kinds as raised:
+                if raised is not error:
+                    raise  # else the ranks of further meshes hear of it too
         raise
 
 

@@ -94,7 +94,7 @@ class Watch(modes.Watching):
     def __init__(
         self, name: str, inputs: Iterable[Tensor], device: torch.device, before: list[Note] | None = None
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.name, self.device, self.before = name, device, before
         self.notes: list[Note] = []
         self.held: dict[int, Tensor] = {}

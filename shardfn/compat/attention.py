@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend
 
 from shardfn.compat import dispatch
 from shardfn.compat.norms import Written
+from shardfn.compat.replacing import replaced
 from shardfn.compat.trusted import trusted
 
 _aten: Any = torch.ops.aten
@@ -31,18 +32,11 @@ class Kernel(NamedTuple):
         name: for messages.
         forward: `(q, k, v, causal, scale) -> (out, lse)`, with shapes as in `attention`.
         backward: `(ct, q, k, v, out, lse, causal, scale) -> (dq, dk, dv)`, with shapes as in `attention_backward`.
-        op: the name of torch's operation; that of its backward is the same and ends with `_backward`.
     """
 
     name: str
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, ...]]
-    op: str = ""
-
-    @property
-    def there(self) -> bool:
-        """Whether this torch has it."""
-        return hasattr(_aten, self.op) and hasattr(_aten, f"{self.op}_backward")
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -66,11 +60,11 @@ def attention_backward(
 def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Kernel:
     kind = q.device.type
     if kind in pretended and min(q.numel(), k.numel()):
-        return FLASH if _fits_flash(q) and FLASH.there else EFFICIENT
+        return FLASH if _fits_flash(q) else EFFICIENT
     if min(q.numel(), k.numel()) == 0 or kind not in ("cpu", "cuda"):
         return PLAIN
     if kind == "cpu":
-        return CPU if CPU.there else PLAIN
+        return CPU
     if torch.compiler.is_compiling():
         return FLASH if _has_flash(q) else PLAIN
     chosen, heads = _chosen(q, k, v, causal, scale), q.shape[1] // k.shape[1]
@@ -84,20 +78,19 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Kern
 
 
 def _chosen(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Kernel:
-    """The kernel that torch chooses for such tensors, of those that it has."""
+    """The kernel that torch chooses for such tensors."""
     q, k, v = map(_even_rows, (q, k, v))
     heads = q.shape[1] // k.shape[1]
-    by_number = {number: kernel for number, kernel in _CUDA.items() if kernel.there}
     choose = functools.partial(torch._fused_sdp_choice, attn_mask=None, dropout_p=0.0, is_causal=causal, scale=scale)
-    kernel = by_number.get(choose(q, k, v, enable_gqa=heads > 1), PLAIN)
+    kernel = _CUDA.get(choose(q, k, v, enable_gqa=heads > 1), PLAIN)
     if kernel is PLAIN and heads > 1:  # some kernels want as many heads of keys as of queries
-        kernel = by_number.get(choose(q, *(x[:, :1].expand(-1, q.shape[1], -1, -1) for x in (k, v))), PLAIN)
+        kernel = _CUDA.get(choose(q, *(x[:, :1].expand(-1, q.shape[1], -1, -1) for x in (k, v))), PLAIN)
     return kernel
 
 
 def _has_flash(q: Tensor) -> bool:
-    """Whether both torch and the device have the flash kernels, for tensors like this."""
-    return _fits_flash(q) and FLASH.there and _flash_on(q.device)
+    """Whether the device has the flash kernels, for tensors like this."""
+    return _fits_flash(q) and _flash_on(q.device)
 
 
 def _fits_flash(q: Tensor) -> bool:
@@ -106,9 +99,7 @@ def _fits_flash(q: Tensor) -> bool:
 
 @functools.cache
 def _flash_on(device: torch.device) -> bool:
-    if not torch.backends.cuda.is_flash_attention_available():
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _differs(kernel: Kernel, like: Tensor, heads: int, causal: bool) -> str:
@@ -144,14 +135,12 @@ pretended: set[str] = set()
 @contextlib.contextmanager
 def pretending(kind: str) -> Iterator[None]:
     """A context in which devices of this kind are taken to have CUDA's kernels, also by torch's own function."""
-    functional: Any = torch.nn.functional
-    before, functional.scaled_dot_product_attention = functional.scaled_dot_product_attention, torchs_own
     pretended.add(kind)
     try:
-        yield
+        with replaced(torch.nn.functional, scaled_dot_product_attention=torchs_own):
+            yield
     finally:
         pretended.discard(kind)
-        functional.scaled_dot_product_attention = before
 
 
 def torchs_own(
@@ -168,27 +157,24 @@ def torchs_own(
     """`scaled_dot_product_attention` as on CUDA, for tensors of pretended devices."""
     kind = Written.active()
     if kind is not None and _sdpa in kind.table:
-        other: Tensor = kind.table[_sdpa](query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        return other
+        return kind.table[_sdpa](query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if query.device.type not in pretended or query.ndim != 4:
         return _sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     width = value.shape[-1]
     query, key, value = map(_even_rows, (query, key, value))
     if attn_mask is None and _fits_flash(query):
-        flash: Tensor = _aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )[0]
-        return flash if flash.shape[-1] == width else flash[..., :width]
-    if enable_gqa:
-        key, value = _repeated(query, key, value)
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
-        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
-    needs = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    out: Tensor = _aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, needs, dropout_p, is_causal, scale=scale
-    )[0]
+        flash = _aten._scaled_dot_product_flash_attention
+        out: Tensor = flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    else:
+        if enable_gqa:
+            key, value = _repeated(query, key, value)
+        if attn_mask is not None:
+            if attn_mask.dtype == torch.bool:
+                attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+            attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+        needs = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        efficient = _aten._scaled_dot_product_efficient_attention
+        out = efficient(query, key, value, attn_mask, needs, dropout_p, is_causal, scale=scale)[0]
     return out if out.shape[-1] == width else out[..., :width]
 
 
@@ -333,10 +319,10 @@ def _even_rows(x: Tensor) -> Tensor:
     return x if even else x.clone(memory_format=torch.contiguous_format)
 
 
-CPU = Kernel("CPU", _cpu, _cpu_backward, "_scaled_dot_product_flash_attention_for_cpu")
-FLASH = Kernel("flash", _flash, _flash_backward, "_scaled_dot_product_flash_attention")
-EFFICIENT = Kernel("efficient", _efficient, _efficient_backward, "_scaled_dot_product_efficient_attention")
-CUDNN = Kernel("cuDNN", _cudnn, _cudnn_backward, "_scaled_dot_product_cudnn_attention")
+CPU = Kernel("CPU", _cpu, _cpu_backward)
+FLASH = Kernel("flash", _flash, _flash_backward)
+EFFICIENT = Kernel("efficient", _efficient, _efficient_backward)
+CUDNN = Kernel("cuDNN", _cudnn, _cudnn_backward)
 _CUDA = {
     SDPBackend.FLASH_ATTENTION.value: FLASH,
     SDPBackend.EFFICIENT_ATTENTION.value: EFFICIENT,

@@ -33,8 +33,7 @@ def saved_tensors_hooks_enabled() -> Iterator[None]:
 
 def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Returns the hooks `(pack, unpack)` that saved tensors go through here, if any."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def inside_backward() -> bool:
@@ -73,9 +72,6 @@ def second_storage(x: torch.Tensor) -> torch.Tensor | None:
     return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x))  # type: ignore[attr-defined]
 
 
-COUNTS_REFERENCES = hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
-
-
 def references(x: torch.Tensor) -> tuple[int, int]:
     """Returns how many references to a tensor there are in C++, and in Python."""
     return x._use_count(), sys.getrefcount(x)  # type: ignore[attr-defined]
@@ -94,15 +90,11 @@ def gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """Returns what `torch.autograd.grad` does, with None for an input that is not used.
 
-    Skips its checks of the arguments, which take a good part of a small stage's time, where the engine is accessible.
+    Skips its checks of the arguments, which take a good part of a small stage's time.
     """
-    run = getattr(torch.autograd.graph, "_engine_run_backward", None)
-    if run is None:
-        return torch.autograd.grad(outputs, inputs, cotangents, create_graph=create_graph, allow_unused=True)
-    grads: tuple[torch.Tensor | None, ...] = run(
+    return torch.autograd.graph._engine_run_backward(
         tuple(outputs), tuple(cotangents), create_graph, create_graph, tuple(inputs), True, accumulate_grad=False
     )
-    return grads
 
 
 def leaves_of(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -131,5 +123,4 @@ def result_of(node: Any, number: int) -> tuple[tuple[int, ...], torch.dtype]:
 
 def backward_pass() -> int:
     """Returns the number of the backward pass that runs on this thread; -1 if there is none."""
-    number: int = torch._C._current_graph_task_id()
-    return number
+    return torch._C._current_graph_task_id()

@@ -54,7 +54,8 @@ def attention(
     )
     if attn_mask is not None:
         fits = _broadcasts(attn_mask, (*q.shape[:-1], k.shape[-2])) and attn_mask.dtype in (torch.bool, q.dtype)
-        plain = plain and fits and not is_causal and not _moves(attn_mask)
+        constant = type(attn_mask) is Tensor and functorch.constant_in(attn_mask)
+        plain = plain and fits and not is_causal and constant
     if not plain or dropout_p:
         return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     batch, factor = q.shape[:-2], 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -74,11 +75,6 @@ def _lowered(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _broadcasts(mask: Tensor, shape: tuple[int, ...]) -> bool:
     sizes = (1,) * (len(shape) - mask.ndim) + mask.shape
     return len(sizes) == len(shape) and all(a in (1, b) for a, b in zip(sizes, shape, strict=True))
-
-
-def _moves(mask: Tensor) -> bool:
-    """Whether a mask may have a derivative."""
-    return type(mask) is not Tensor or not functorch.constant_in(mask)
 
 
 def _wide(x: Tensor) -> Tensor:

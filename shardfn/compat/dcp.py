@@ -35,10 +35,8 @@ def checkpoint_metadata(
         )
         for i, (at, _, *place) in enumerate(parts):
             places[metadata.MetadataIndex(name, at, i)] = filesystem._StorageInfo(*place)
-    version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-    return metadata.Metadata(
-        described, keys, places, metadata.StorageMeta(), **({"version": version} if version else {})
-    )
+    version = filesystem.CURRENT_DCP_VERSION
+    return metadata.Metadata(described, keys, places, metadata.StorageMeta(), version=version)
 
 
 def read_checkpoint_metadata(content: bytes) -> tuple[dict[str, Any], dict[str, tuple[str, int, int]]]:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
+from torch._C._functorch import (
+    get_single_level_autograd_function_allowed,
+    set_single_level_autograd_function_allowed,
+)
+from torch._functorch.eager_transforms import enable_inplace_requires_grad, grad_increment_nesting
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.autograd.function import _SingleLevelFunction
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 Mode = TypeVar("Mode", bound=TorchDispatchMode)
@@ -26,29 +34,7 @@ def untraced() -> Any:
 
 
 WIRE: Any = torch.ops._c10d_functional
-
-
 """Functional collectives as ops, which torch.compile's passes look for in a graph."""
-
-
-try:
-    from torch._C._functorch import (
-        get_single_level_autograd_function_allowed,
-        set_single_level_autograd_function_allowed,
-    )
-    from torch._functorch.eager_transforms import enable_inplace_requires_grad, grad_increment_nesting
-    from torch._functorch.pyfunctorch import (
-        temporarily_pop_interpreter_stack as temporarily_pop_interpreter_stack,
-    )
-    from torch.autograd.forward_ad import _set_fwd_grad_enabled
-    from torch.autograd.function import _SingleLevelFunction
-    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
-
-    _AutoDispatchBelowAutograd = torch._C._AutoDispatchBelowAutograd
-    _after_autograd = torch._C._after_autograd_keyset
-    HAS_NAMES = True
-except (ImportError, AttributeError):  # without these names the public construction is used
-    HAS_NAMES = False
 
 
 def register(
@@ -72,8 +58,8 @@ def register(
         @staticmethod
         def forward(keys: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
             # Outer levels must record this call: without the first two, grad of grad is silently zero.
-            with torch.enable_grad(), _set_fwd_grad_enabled(True), _AutoDispatchBelowAutograd():
-                return op.redispatch(keys & _after_autograd, x, *args)
+            with torch.enable_grad(), _set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
+                return op.redispatch(keys & torch._C._after_autograd_keyset, x, *args)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -180,8 +166,7 @@ def on_cpu(op: Any) -> Any:
 
 def in_parts(op: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Runs a registered op by its kernel, whose own operations a mode sees."""
-    out: torch.Tensor = op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
-    return out
+    return op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
 def _backwards(y: torch.Tensor) -> torch.Tensor:
@@ -243,14 +228,10 @@ def _nesting_works() -> bool:
     return bool((second == 48).all())  # the second derivative of 8 x^3 at 1
 
 
-def _try(test: Callable[[], bool]) -> bool:
-    try:
-        return test()
-    except Exception:
-        return False
-
-
-SINGLE_LEVEL = HAS_NAMES and _try(_nesting_works)
+try:
+    SINGLE_LEVEL = _nesting_works()
+except Exception:  # whatever another torch raises there
+    SINGLE_LEVEL = False
 
 
 @functools.cache
@@ -275,8 +256,7 @@ def plain(x: torch.Tensor) -> bool:
 
 def running(kind: type[Mode]) -> Mode | None:
     """Returns the innermost mode of this class that sees ops here; autograd's threads inherit the caller's modes."""
-    stack = (torch._C._get_dispatch_stack_at(i) for i in reversed(range(torch._C._len_torch_dispatch_stack())))
-    return next((mode for mode in stack if isinstance(mode, kind)), None)
+    return next((mode for mode in reversed(_modes()) if isinstance(mode, kind)), None)
 
 
 def traced() -> bool:
@@ -316,8 +296,8 @@ def in_graph() -> bool:
     return any(getattr(mode, "_mode_key", None) is proxy for mode in _modes())
 
 
-def _modes() -> Iterator[Any]:
-    return (torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack()))
+def _modes() -> list[Any]:
+    return [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
 
 
 def _keyed(mode: Any) -> bool:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+FAKE: Any = FakeTensor
+"""The class of tensors with shapes, dtypes and strides but no data."""
+DEPENDS_ON_NUMBERS = DataDependentOutputException, DynamicOutputShapeException
+"""Errors of operations on fake tensors that would have to look at data."""
 
 
 def constant_when_traced(f: Function) -> Function:
@@ -36,13 +45,11 @@ def trace_dicts() -> None:
 
     Otherwise it would call optree for these, whose result it cannot hold and would confuse with its own.
     """
-    try:
-        from torch._dynamo.polyfills import pytree
-    except ImportError:  # this torch does not trace optree at all
-        return
-    for name in ("dict_flatten", "dict_unflatten"):
-        if hasattr(pytree, name):
-            getattr(pytree, name).__torch_dynamo_can_constant_fold_through__ = False
+    from torch._dynamo.polyfills import pytree
+
+    functions: list[Any] = [pytree.dict_flatten, pytree.dict_unflatten]
+    for function in functions:
+        function.__torch_dynamo_can_constant_fold_through__ = False
 
 
 def free_graphs() -> None:
@@ -63,8 +70,7 @@ _graphs = [0]
 
 def one_graph() -> Any:
     """A context: while torch.compile traces, code inside that it cannot follow is an error instead of a graph break."""
-    strict = getattr(torch._dynamo, "error_on_graph_break", None) if torch.compiler.is_compiling() else None
-    return nullcontext() if strict is None else strict(True)
+    return torch._dynamo.error_on_graph_break(True) if torch.compiler.is_compiling() else nullcontext()
 
 
 @constant_when_traced
@@ -90,7 +96,6 @@ def refuse_compiling(what: str) -> None:
 @functools.cache
 def fake_mode() -> Any:
     """Returns the process's mode under which ops make tensors with shapes, dtypes and strides but no data."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     class OnThreads(FakeTensorMode):
         """Such a mode, which several threads can be in at once: each has its own of what changes meanwhile."""
@@ -115,23 +120,15 @@ def _of_thread(name: str, start: Callable[[], Any]) -> property:
     return property(get, lambda _, value: setattr(local, name, value))
 
 
-@functools.cache
-def fake_tensors() -> Any:
-    """Returns the class of such tensors."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return FakeTensor
-
-
 def fake_of(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Returns a tensor on the device meta as one of such tensors, on this device.
 
     It is made as their class makes it, whose own way takes several times as long, and has the attributes of a first.
     """
     if device not in _first:
-        _first[device] = dict(vars(fake_tensors()(fake_mode(), torch.empty(0, device="meta"), device)))
-    made: torch.Tensor = torch.Tensor._make_subclass(
-        fake_tensors(), x, x.requires_grad, dispatch_device=True, device_for_backend_keys=device
+        _first[device] = dict(vars(FakeTensor(fake_mode(), torch.empty(0, device="meta"), device)))
+    made = torch.Tensor._make_subclass(
+        FakeTensor, x, x.requires_grad, dispatch_device=True, device_for_backend_keys=device
     )
     torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
     vars(made).update(_first[device])
@@ -141,31 +138,6 @@ def fake_of(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 _first: dict[torch.device, dict[str, Any]] = {}
 
 
-@contextlib.contextmanager
-def taken_for_real() -> Iterator[None]:
-    """A context in which transformers takes such tensors for ordinary ones.
-
-    It asks, and then reads no numbers and makes the attention masks that a run leaves out.
-    """
-    module = sys.modules.get("transformers.utils.import_utils")
-    asks = getattr(module, "is_fake_tensor", None)
-    if asks is None:
-        yield
-        return
-    setattr(module, "is_fake_tensor", lambda x: False)  # noqa: B010  # mypy does not know the module
-    try:
-        yield
-    finally:
-        setattr(module, "is_fake_tensor", asks)  # noqa: B010
-
-
 def redraws() -> tuple[Any, str]:
     """Returns where torch draws numbers again until none is too large: a module, and a name in it."""
     return torch.nn.init, "_no_grad_trunc_normal_"
-
-
-def depends_on_numbers() -> tuple[type[Exception], ...]:
-    """Returns the exceptions of ops on such tensors that would have to look at data."""
-    from torch._subclasses import fake_tensor
-
-    return fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
 from torch._functorch.autograd_function import custom_function_call
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch._functorch.vmap import vmap_increment_nesting
 from torch.autograd import forward_ad
-
-from shardfn.compat.dispatch import temporarily_pop_interpreter_stack
 
 
 def inside_transform() -> bool:
@@ -71,16 +70,13 @@ def inside_batching_or_forward() -> bool:
     if forward_ad._current_level >= 0:
         return True
     stack = torch._C._functorch.get_interpreter_stack()
-    return stack is not None and any(level.key() not in _REVERSE for level in stack)
+    return stack is not None and any(level.key() != torch._C._functorch.TransformType.Grad for level in stack)
 
 
 def batching() -> bool:
     """Whether a vmap is running here."""
     stack = torch._C._functorch.get_interpreter_stack()
     return stack is not None and any(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
-
-
-_REVERSE = (torch._C._functorch.TransformType.Grad,)
 
 
 def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -268,8 +264,6 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
     return functorch.get_unwrapped(x).movedim(functorch.maybe_get_bdim(x), 0)
 
 
-@contextlib.contextmanager
-def below() -> Iterator[None]:
+def below() -> Any:
     """A context outside of the innermost transform that is running here."""
-    with temporarily_pop_interpreter_stack():
-        yield
+    return temporarily_pop_interpreter_stack()

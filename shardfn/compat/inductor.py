@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import checkpoint
 
 from shardfn.compat.devices import without_collector
+from shardfn.compat.dynamo import DEPENDS_ON_NUMBERS
+from shardfn.compat.replacing import replaced
 
-NEEDS_NUMBERS = (
-    DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode,
-    UnsupportedFakeTensorException,
-)  # fmt: skip
+NEEDS_NUMBERS = (*DEPENDS_ON_NUMBERS, GuardOnDataDependentSymNode, UnsupportedFakeTensorException)
 """Errors of operations that need numbers, where tensors have none."""
 
 _lock = threading.RLock()
@@ -48,18 +40,10 @@ def traced(f: Callable[..., list[Tensor]], tensors: Sequence[Tensor]) -> fx.Grap
     trace = make_fx(f, tracing_mode="fake", _allow_non_fake_inputs=True)
     # Collecting garbage would look at the whole growing graph again and again.
     # Functions that torch.compile has made are traced like others.
-    with without_collector(), torch._dynamo.config.patch(error_on_nested_fx_trace=False), _recomputing():
+    # In a trace policies of checkpointing would keep all, and leave the choice to torch.compile.
+    chosen = replaced(checkpoint, _is_compiling=lambda *_: False)
+    with without_collector(), torch._dynamo.config.patch(error_on_nested_fx_trace=False), chosen:
         return trace(*tensors)
-
-
-@contextlib.contextmanager
-def _recomputing() -> Iterator[None]:
-    """Lets policies of checkpointing choose: in a trace they would keep all, and leave the choice to torch.compile."""
-    plain, checkpoint._is_compiling = checkpoint._is_compiling, lambda *_: False
-    try:
-        yield
-    finally:
-        checkpoint._is_compiling = plain
 
 
 def keep(op: Any) -> None:

@@ -18,23 +18,17 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 _NOT_THE_USERS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 
 
-def failed(end: StopIteration) -> bool:
-    """Whether a loader's end is really a StopIteration raised by a numbered data set's code or by `collate_fn`."""
-    if isinstance(end.value, str) and "in DataLoader worker process" in end.value:
-        return True
-    return any(
-        frame.f_code.co_qualname == "_MapDatasetFetcher.fetch" for frame, _ in traceback.walk_tb(end.__traceback__)
-    )
-
-
 def refuse_failed(end: StopIteration, name: str) -> None:
-    """Raises RuntimeError if a loader's end is really a failure.
+    """Raises RuntimeError if a loader's end is really a StopIteration of a numbered data set or of `collate_fn`.
 
     Args:
         end: what its iterator raised.
         name: the caller, for the message.
     """
-    if failed(end):
+    frames = [frame for frame, _ in traceback.walk_tb(end.__traceback__)]
+    if (isinstance(end.value, str) and "in DataLoader worker process" in end.value) or any(
+        frame.f_code.co_qualname == "_MapDatasetFetcher.fetch" for frame in frames
+    ):
         raise RuntimeError(
             f"{name}: a row of the loader's data set, or its collate_fn, raised StopIteration"
         ) from without_frames(end)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
-    _disable_current_modes,
     _pop_mode,
     _pop_mode_temporarily,
     _push_mode,
@@ -18,6 +17,9 @@ from torch.utils._python_dispatch import (
 
 class DispatchMode(TorchDispatchMode):
     """A mode that torch.compile does not trace; torch's own class would load all of torch.compile at the first op."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         plain = cls.__dict__.get("__torch_dispatch__")
@@ -46,11 +48,6 @@ class Watching(DispatchMode):
 
     def __exit__(self, *_: Any) -> None:
         _pop_mode()
-
-
-def unseen() -> Any:
-    """Returns a context in which no mode sees an op."""
-    return _disable_current_modes()
 
 
 def innermost_unseen() -> Any:
@@ -94,13 +91,10 @@ def _kept_out(plain: Any, disabled: Any) -> Any:
 
 
 def _compiles() -> bool:
-    """Whether torch.compile may trace here: all of it is loaded, and, if that can be asked, it looks at calls."""
+    """Whether torch.compile may trace here: all of it is loaded, and it looks at calls."""
     if torch.compiler.is_compiling():  # a constant where it traces this itself, after a break in its graph
         return True
     compiler = sys.modules.get("torch._dynamo")
     if compiler is None or getattr(compiler.__spec__, "_initializing", False):
         return False
-    return _looks is None or _looks() is not None
-
-
-_looks = getattr(getattr(torch._C._dynamo, "eval_frame", None), "get_eval_frame_callback", None)
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None

@@ -44,8 +44,7 @@ _resolve: Any = getattr(dist.distributed_c10d, "_resolve_process_group")  # noqa
 
 def group_of(name: str) -> dist.ProcessGroup:
     """Returns the process group of that name."""
-    group: dist.ProcessGroup = _resolve(name)
-    return group
+    return _resolve(name)
 
 
 def backend_of(group: dist.ProcessGroup, device: str) -> str:
@@ -103,7 +102,6 @@ def break_group(group: dist.ProcessGroup) -> bool:
 
 _PrefixStore: Any = dist.distributed_c10d.PrefixStore
 _RENEWABLE = {"gloo", "nccl"}
-_PRIVATE = ("_register_backend", "_set_group_name", "_set_group_desc", "_get_backend")
 _FIRST, _LAST = 100, 255  # numbers of backend types, of which a group has one each; torch's own start at 0
 _renewed: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
@@ -111,8 +109,7 @@ _renewed: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDic
 def renewable(group: dist.ProcessGroup) -> bool:
     """Whether a group can be interrupted and made to work again."""
     names = set(_backends(group).values())
-    supported = all(hasattr(dist.ProcessGroup, name) for name in _PRIVATE)
-    return supported and names <= _RENEWABLE and _renewed.get(group, _FIRST) + len(names) <= _LAST
+    return names <= _RENEWABLE and _renewed.get(group, _FIRST) + len(names) <= _LAST
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
@@ -313,11 +310,15 @@ if hasattr(dist.distributed_c10d, "_hash_ranks_to_str"):
     dist.distributed_c10d._hash_ranks_to_str = lambda ranks: getattr(_names, "next", None) or _torchs_name(ranks)
 
 
-def _missing(what: str, error: Exception) -> RuntimeError:
-    return RuntimeError(
-        f"torch {torch.__version__} does not have {what} where shardfn looks for it ({error}); "
-        'use kind="processes", which needs no private torch names'
-    )
+@contextmanager
+def _looked_for(what: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise RuntimeError(
+            f"torch {torch.__version__} does not have {what} where shardfn looks for it ({error}); "
+            'use kind="processes", which needs no private torch names'
+        ) from error
 
 
 def group_count() -> int:
@@ -331,10 +332,8 @@ def fake_store() -> Any:
     Raises:
         RuntimeError: this torch has no fake process group.
     """
-    try:
+    with _looked_for("the fake process group"):
         from torch.testing._internal.distributed.fake_pg import FakeStore
-    except ImportError as error:
-        raise _missing("the fake process group", error) from error
     return FakeStore()
 
 
@@ -372,18 +371,14 @@ def register_python_device(name: str, module: Any) -> None:
     Raises:
         RuntimeError: this torch cannot do so from Python.
     """
-    try:
+    with _looked_for("a device made in Python"):
         from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-    except ImportError as error:
-        raise _missing("a device made in Python", error) from error
     _setup_privateuseone_for_python_backend(name, module)
 
 
 def _threaded() -> Any:
-    try:
+    with _looked_for("the threaded process group"):
         from torch.testing._internal.distributed import multi_threaded_pg
-    except ImportError as error:
-        raise _missing("the threaded process group", error) from error
     each: Any = multi_threaded_pg.ThreadLocalWorld
     if not hasattr(each, "comms"):  # torch 2.11 forgot it, and cannot end a world without
         each.comms = property(lambda self: self._get_world().__dict__.setdefault("comms", []))

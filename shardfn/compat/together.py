@@ -188,8 +188,7 @@ class _Activation(torch.autograd.Function):
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
         (x,) = ctx.saved_tensors
         formula, kernel = _ACTIVATIONS[ctx.kind][:2]
-        moved: Tensor = kernel(tangent, x) if functorch.untracked(x, tangent) else tangent * formula(x)
-        return moved
+        return kernel(tangent, x) if functorch.untracked(x, tangent) else tangent * formula(x)
 
 
 def _silu_slope(x: Tensor) -> Tensor:

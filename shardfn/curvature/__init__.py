@@ -3,18 +3,15 @@
 Imports `stages`, `transforms`, `optim`, `checkpoint`, `shards`, `collectives` and `compat`.
 """
 
-from shardfn.curvature.estimates import Estimate, diag, trace
-from shardfn.curvature.gradient_store import GradientStore, store_gradients
-from shardfn.curvature.grams import Grams, grams
-from shardfn.curvature.influence import influence
-from shardfn.curvature.kronecker import Kronecker, ekfac
+from shardfn.curvature.influence import GradientStore, influence, store_gradients
+from shardfn.curvature.kronecker import Grams, Kronecker, ekfac, grams
 from shardfn.curvature.labels import Drawn
-from shardfn.curvature.lanczos import Eigenpairs, Spectrum, spectrum, top_eig
 from shardfn.curvature.operators import Operator, empirical_fisher, fisher, ggn, hvp
 from shardfn.curvature.per_example import PerExample, dp_grads, noise_scale, per_example
 from shardfn.curvature.privacy import epsilon, noise_for
 from shardfn.curvature.sharpness import CriticalRate, critical_sharpness, preconditioned, sharpness
 from shardfn.curvature.solving import Solution, solve
+from shardfn.curvature.spectra import Eigenpairs, Estimate, Spectrum, diag, spectrum, top_eig, trace
 from shardfn.curvature.unrolling import implicit, unroll
 
 __all__ = [

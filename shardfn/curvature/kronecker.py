@@ -1,7 +1,9 @@
-"""EK-FAC: the Fisher matrix in a Kronecker-factored eigenbasis, which can be inverted.
+"""Second moments of what meets each matrix, each kept by the rank that owns the matrix.
 
-Each parameter is a block of its own. What is kept of it is on the rank that owns it, which decomposes its factors; a
-product moves a vector there and back, as Muon does with gradients.
+`ekfac` makes of them the Fisher matrix in a Kronecker-factored eigenbasis, which can be inverted: each parameter is a
+block of its own, whose owner decomposes its factors, and a product moves a vector there and back, as Muon does with
+gradients. `grams` hands them out: of inputs, of gradients of outputs, and of a matrix's own gradient. They are what
+pruning, quantising and merging layers need. Each is summed over ranks while the stage runs.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +26,17 @@ from shardfn.curvature.operators import Operator, check_batches, each_of
 from shardfn.curvature.per_example import Losses, checked, compare_once, kind_of, visit
 from shardfn.curvature.resuming import begun, compare, made_of
 from shardfn.curvature.row_axes import refuse_cut
-from shardfn.curvature.row_moments import Kind, Place, Sums, Total, places
+from shardfn.curvature.row_moments import KINDS, Kind, Place, Sums, Total, places, turned
 from shardfn.curvature.row_uses import Key
-from shardfn.curvature.vectors import Space, Vector
+from shardfn.curvature.vectors import Space, Vector, draws_restored
 from shardfn.optim.norms import wide
 from shardfn.optim.owners import Block, as_owner, eigh, on_owner, remembered, work
 from shardfn.quoting import listed
 from shardfn.transforms.autodiff import name_of
 from shardfn.transforms.fitting import together
-from shardfn.transforms.shortage import RandomNumbers
 
 SIDES = ("left", "right")
 KEPT: dict[str, tuple[str, ...]] = {"linear": SIDES, "product": SIDES, "table": ("right",)}  # bases, by kind
-EVERY: dict[Kind, tuple[int, ...]] = {"linear": (0, 1), "product": (0, 1), "table": (0, 1)}
 
 
 class Kronecker(Operator):
@@ -76,17 +77,12 @@ class Kronecker(Operator):
             own = as_owner(self.state[block.name])
             left, right = own.get("left"), own.get("right")
             y = x.to(own["values"].dtype).view(own["values"].shape)
-            y = scaled(_turned(y, left, right), own["values"])
-            back = _turned(y, None if left is None else left.mT, None if right is None else right.mT)
+            y = scaled(turned(y, (left, right)), own["values"])
+            back = turned(y, [None if basis is None else basis.mT for basis in (left, right)])
             return back.reshape(x.shape)
 
         vector: Vector = [x.to(wide(x)) for x in self.space.read(v)]
         return self.space.written(on_owner(self.space.moving, vector, of_block, work))
-
-
-def _turned(x: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
-    x = x if left is None else left.mT @ x
-    return x if right is None else x @ right
 
 
 def ekfac(
@@ -155,9 +151,7 @@ def ekfac(
         )
     also = {"folder": path and str(path), "exists": there, "batches": batches is not None}
     lines = [f"{key}: {value!r}" for key, value in {**asked, **also}.items()]
-    agree([*lines, *([str(error)] if error else [])], together(params), name, mine=error)
-    if error is not None:
-        raise error
+    agree(lines, together(params), name, mine=error)
     check_batches(batches, params, name)
     of = {} if path is None else made_of(space, name, losses, batches)
     if there:
@@ -181,10 +175,10 @@ def _fitted(
     diagonal: Collection[str],
 ) -> Kronecker:
     matrices = [key for key, at in each.items() if len(at.shape) > 1 and at.path not in diagonal]
-    factors = Sums(space, EVERY, matrices, [key for key in each if key not in matrices])
+    factors = Sums(space, dict.fromkeys(KINDS, (0, 1)), matrices, [key for key in each if key not in matrices])
     gather(factors, losses, batches, name)
     kinds = {at.path: factors.totals[key].kind or "diagonal" for key, at in each.items()}
-    state = {at.block.name: _zeros(at, kinds[at.path]) for at in each.values()}
+    state = _zeros(each, kinds)
     used = [key for key in matrices if factors.totals[key].kind is not None]
     for key, at in each.items():
         if at.mine:
@@ -209,8 +203,8 @@ def gather(sums: Sums, losses: Losses | Drawn, batches: Iterable[Any], name: str
     """
     params = sums.params
     refuse_cut(params, name)
-    call, before = losses.losses if isinstance(losses, Drawn) else losses, RandomNumbers(sums.space.like)
-    try:
+    call = losses.losses if isinstance(losses, Drawn) else losses
+    with draws_restored(sums.space.like) as before:
         for number, batch in enumerate(each_of(batches, name, *called(losses))):
             given, rows = checked(params, functools.partial(_labelled, losses, params, batch, number), name)
             if not number:
@@ -224,8 +218,6 @@ def gather(sums: Sums, losses: Losses | Drawn, batches: Iterable[Any], name: str
                     f"products or by lookups, but not by both, and not in parts. Freeze it, or pass its path in "
                     f"diagonal="
                 )
-    finally:
-        before.restore()
     if not sums.rows:
         raise ValueError(f"{name}: no rank has rows")
 
@@ -247,8 +239,11 @@ def _wrong(diagonal: Collection[str], each: dict[Key, Place], name: str) -> Exce
 # --- what is kept ---
 
 
-def _zeros(at: Place, kind: str) -> Any:
-    return remembered(at.unit, at.block, at.owner, _shapes(at, kind) | {"values": at.matrix}, wide(at.unit.values))
+def _zeros(each: dict[Key, Place], kinds: Mapping[str, str]) -> dict[str, Any]:
+    def zeros(at: Place) -> Any:
+        return remembered(at.unit, at.block, at.owner, _shapes(at, kinds[at.path]) | {"values": at.matrix})
+
+    return {at.block.name: zeros(at) for at in each.values()}
 
 
 def _shapes(at: Place, kind: str) -> dict[str, tuple[int, ...]]:
@@ -263,8 +258,7 @@ def _read(
     if told["asked"] != asked:
         raise checkpoint.CheckpointError(f"ekfac: {folder} is of a call with {told['asked']}, not {asked}")
     compare(told["of"], of, f"ekfac: {folder}")
-    state = {at.block.name: _zeros(at, told["kinds"][at.path]) for at in each.values()}
-    found = checkpoint.load(folder, told | {"state": state})
+    found = checkpoint.load(folder, told | {"state": _zeros(each, told["kinds"])})
     return Kronecker(space.params, found["kinds"], found["rows"], found["state"], name)
 
 
@@ -289,3 +283,133 @@ def _bases(at: Place, state: dict[str, Any], kinds: Mapping[str, str]) -> dict[s
         own = as_owner(state[at.block.name])
         return {side: own[side] for side in shapes}
     return {side: like.new_zeros(shape, dtype=wide(like)) for side, shape in shapes.items()}
+
+
+# --- the moments themselves ---
+
+INPUTS: dict[Kind, int] = {"linear": 1, "product": 0}  # the dimension of a matrix along which its inputs are
+
+
+@dataclass(frozen=True, eq=False)
+class Grams:
+    r"""Second moments, over all rows of all ranks.
+
+    Attributes:
+        inputs: by path of each matrix in products or convolutions, the mean of :math:`a a^\top` over the vectors
+            :math:`a` that it met, `[inputs, inputs]`: flat shards, whole on the rank that owns the matrix; `sf.unshard`
+            gives them on all. Those of a convolution are patches.
+        outputs: the same of gradients of rows' losses with respect to its outputs, `[outputs, outputs]`; empty unless
+            asked for.
+        fisher: the mean over rows of squares of the elements of their gradients: a tree like the gradient; None unless
+            asked for.
+        kinds: by path, whether a matrix is `"linear"`, `[outputs, inputs]`, or in a `"product"`, `[inputs, outputs]`.
+        tokens: by path, how many vectors a matrix met.
+        rows: the number of rows.
+        left_out: paths of the other parameters of two or more dimensions: those that no product uses, and those that
+            are used in parts, both as they are and transposed, or in other ways too.
+    """
+
+    inputs: Mapping[str, Any]
+    outputs: Mapping[str, Any]
+    fisher: Any
+    kinds: Mapping[str, Kind]
+    tokens: Mapping[str, float]
+    rows: float
+    left_out: tuple[str, ...]
+    _space: Space = field(repr=False)
+
+    def replaced(self, f: Callable[[str, Tensor, Tensor], Tensor]) -> Any:
+        """The parameters, with another matrix in place of each that has a second moment of inputs.
+
+        The rank that owns a matrix computes it, and returns it to those that hold it.
+
+        Args:
+            f: `(path, weight, gram) -> weight`, with a weight `[outputs, inputs]` and a gram `[inputs, inputs]`.
+
+        Returns:
+            A tree like the parameters; those without such a moment have the same numbers.
+
+        Raises:
+            ValueError: f returns another shape.
+            Exception: what f raises, on its rank, and a ValueError on others.
+        """
+        errors: list[Exception] = []
+
+        def of_block(block: Block, x: Tensor) -> Tensor:
+            if block.name not in self.inputs:
+                return x
+            flip = INPUTS[self.kinds[block.name]] == 0
+            weight, gram = x.view(block.whole[0], -1), as_owner(self.inputs[block.name])
+            given = weight.mT if flip else weight
+            try:
+                new = f(block.path, given, gram)
+                if new.shape != given.shape:
+                    raise ValueError(f"grams: {name_of(f)} returned {tuple(new.shape)} for {block.path}")
+            except Exception as error:  # others wait for this rank
+                errors.append(error)
+                return x
+            return (new.mT if flip else new).reshape(x.shape)
+
+        space = self._space
+        values = on_owner(space.moving, [x.to(wide(x)) for x in space.like], of_block, work)
+        agree([], together(space.params), space.name, mine=next(iter(errors), None))
+        return space.variables.tree(space.tangents(values))
+
+
+def grams(
+    losses: Losses | Drawn, params: Any, batches: Iterable[Any], *, outputs: bool = False, fisher: bool = False
+) -> Grams:
+    r"""The second moments of the inputs of each matrix, over all tokens of all rows of all ranks.
+
+    Batches are read once, and each takes a forward and a backward pass. A rank holds the moments of the matrices that
+    it owns, and while a stage runs those of this stage.
+
+    Args:
+        losses: as for `per_example`, or `Drawn`.
+        params: as for `per_example`.
+        batches: this rank's batches, as for `hvp`.
+        outputs: whether to also find second moments of the gradients of outputs.
+        fisher: whether to also find the diagonal of the mean over rows of :math:`g g^\top`: the empirical Fisher
+            matrix, or with `Drawn` the Fisher matrix.
+
+    Returns:
+        `Grams`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `per_example` and `hvp`.
+
+    Sources: Hassibi and Stork, Second order derivatives for network pruning: optimal brain surgeon (1992); Frantar and
+        Alistarh, SparseGPT (2023); Kirkpatrick et al., Overcoming catastrophic forgetting in neural networks (2017).
+
+    Example:
+        ``pruned = grams(losses, params, batches).replaced(lambda path, weight, gram: prune(weight, gram))``
+    """
+    name = f"grams of {name_of(losses.model if isinstance(losses, Drawn) else losses)}"
+    space = Space(params, name)
+    labels = losses.seed if isinstance(losses, Drawn) else None
+    space.agree("grams", outputs=bool(outputs), fisher=bool(fisher), labels=labels)
+    check_batches(batches, params, name)
+    wanted = {kind: (0, 1) if outputs else (dim,) for kind, dim in INPUTS.items()}
+    each = places(space)
+    sums = Sums(space, wanted, [key for key, at in each.items() if len(at.shape) > 1], list(each) if fisher else ())
+    gather(sums, losses, batches, name, strict=False)
+    found: dict[int, dict[str, Any]] = {0: {}, 1: {}}
+    kinds, tokens, rest = {}, {}, []
+    for key in sums.matrices:
+        at, total = sums.places[key], sums.totals[key]
+        if total.other or total.kind not in INPUTS:
+            rest.append(at.path)
+            continue
+        kinds[at.path], tokens[at.path] = total.kind, total.tokens
+        for dim in wanted[total.kind]:
+            n = at.matrix[dim]
+            kept = remembered(at.unit, at.block, at.owner, (n, n))
+            if at.mine:
+                as_owner(kept).copy_(total.moments[dim]).div_(total.tokens)
+            found[int(dim != INPUTS[total.kind])][at.path] = kept
+    diagonal = None
+    if fisher:
+        squares = {sums.places[key].block.name: total.squares for key, total in sums.totals.items()}
+        scaled = on_owner(space.moving, space.zeros(), lambda block, x: squares[block.name].reshape(x.shape), work)  # type: ignore[union-attr]
+        diagonal = space.written([x / sums.rows for x in scaled])
+    return Grams(found[0], found[1], diagonal, kinds, tokens, sums.rows, tuple(rest), space)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardfn.check.callsites import paused
 from shardfn.collectives.agree import agree
-from shardfn.curvature.vectors import Space, Vector, add_
+from shardfn.curvature.vectors import Space, Vector, add_, draws_restored
 from shardfn.optim.hyperparameters import kind
 from shardfn.optim.norms import wide
 from shardfn.quoting import short
@@ -73,12 +73,8 @@ class Operator:
         if not isinstance(factor, Real) and not (isinstance(factor, Tensor) and factor.ndim == 0):
             return NotImplemented
         number = self.space.factor(float(factor))
-
-        def scaled(v: Any) -> Any:
-            product = self.of(self.space.read(v))
-            return self.space.written([x * number for x in product])
-
-        return Operator(scaled, self.params, self.name)
+        space = self.space
+        return Operator(lambda v: space.written([x * number for x in self.of(space.read(v))]), self.params, self.name)
 
     __rmul__ = __mul__
 
@@ -99,13 +95,15 @@ class Operator:
         return self + -1 * other if isinstance(other, Operator) else NotImplemented
 
 
-def must_be_operator(name: str, A: Any) -> None:
-    """Raises TypeError for what is no operator."""
+def must_be_operator(name: str, A: Any, **settings: Any) -> None:
+    """Raises TypeError for what is no operator, and ValueError on every rank if ranks were given other settings."""
     if not isinstance(A, Operator):
         raise TypeError(
             f"{name}: the first argument is an operator, and this is {kind(A)}: make one by hvp, ggn, fisher or ekfac, "
             f"or Operator(f, params) of a function v -> A v"
         )
+    if settings:
+        A.space.agree(name, **settings)
 
 
 def count_of(queries: Any, space: Space, name: str) -> int:
@@ -258,12 +256,10 @@ def _refuse_kinks(found: Any) -> None:
     while isinstance(inner, torch.distributions.Independent):
         inner = inner.base_dist
     kinds = torch.distributions.Laplace, torch.distributions.Uniform, torch.distributions.Pareto
-    try:
+    with contextlib.suppress(NotImplementedError):
         if not isinstance(inner, kinds):
             torch.distributions.kl_divergence(found, found)
             return
-    except NotImplementedError:
-        pass
     raise NotImplementedError(
         f"fisher: torch has no divergence of two distributions of type {type(inner).__name__} that is smooth: take "
         f"labels='drawn', if its log_prob has a derivative"
@@ -343,18 +339,15 @@ def _summed(
     def apply(tree: Any) -> Any:
         if versions(values) != unchanged:
             raise RuntimeError(f"{name}: the parameters were overwritten since, as by a step: make a new operator")
-        before = RandomNumbers(values)
-        began.restore()
         v, total = space.tangents(space.read(tree)), list[Tensor]()
-        try:
+        with draws_restored(values):
+            began.restore()
             for batch in each_of(batches, name, *given):
                 part = space.read(product(values, v, space, batch))
                 if total:
                     add_(total, part)
                 else:  # not before, as a product needs the memory
                     total = [x.to(wide(z), copy=True) for x, z in zip(part, space.like, strict=True)]
-        finally:
-            before.restore()
         return space.written(total)
 
     return Operator(apply, params, name)
@@ -373,10 +366,8 @@ def check_batches(batches: Iterable[Any] | None, params: Any, name: str) -> None
     else:
         count = len(batches)
     advice = "A product is a sum over all of them: give each rank as many batches, some of them smaller if need be"
-    told = str(error) if error else f"batches: {'none' if batches is None else count}"
+    told = f"batches: {'none' if batches is None else count}"
     agree([told], together(params), name, mine=error, subject=("the numbers of batches", advice))
-    if error is not None:  # a rank alone need not agree
-        raise error
 
 
 def each_of(batches: Iterable[Any] | None, name: str, *given: Function, before: int = 1) -> Iterator[tuple[Any, ...]]:

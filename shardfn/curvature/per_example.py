@@ -18,14 +18,14 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.check.bits import digest_of
 from shardfn.collectives import functional
-from shardfn.collectives.agree import ARGUMENTS, digest_of
+from shardfn.collectives.agree import ARGUMENTS, agree
 from shardfn.compat import autograd, functorch
 from shardfn.curvature.operators import must_take
-from shardfn.curvature.row_axes import Cuts, all_of, all_or_none, cuts, over_ranks, row_axes, same_along
-from shardfn.curvature.row_stages import stages_apart
+from shardfn.curvature.row_axes import Cuts, all_of, cuts, over_ranks, row_axes, same_along
 from shardfn.curvature.row_uses import Key, Norms, Receiver
-from shardfn.curvature.rows import Task, Way, cannot
+from shardfn.curvature.rows import Task, Way, cannot, stages_apart
 from shardfn.curvature.vectors import random
 from shardfn.mesh.axes import axis_of, per_mesh
 from shardfn.mesh.lanes import lane
@@ -39,6 +39,7 @@ from shardfn.shards.random import int_seed
 from shardfn.stages.replay import RngAndAutocast
 from shardfn.transforms.accumulate import accumulate
 from shardfn.transforms.autodiff import Variables, grad, moves, name_of, value_and_grad
+from shardfn.transforms.fitting import together
 from shardfn.transforms.jvp import jvp
 from shardfn.transforms.modules import refuse_module
 
@@ -80,11 +81,8 @@ class PerExample:
         Args:
             limit: above 0, the same on all ranks.
         """
-
-        def right() -> None:
-            in_range("clipped", "limit", float(limit))
-
-        _all_alike(right, self._params, "clipped", [f"limit: {float(limit)!r}"])
+        limits = [f"limit: {float(limit)!r}"]
+        _all_alike(lambda: in_range("clipped", "limit", float(limit)), self._params, "clipped", limits)
         return self._weighted(self._scales(limit))
 
     def _scales(self, limit: float) -> Tensor:
@@ -298,14 +296,17 @@ def noise_scale(norms: Tensor, gradient: Any) -> Tensor:
     return spread / (mean - spread / n)
 
 
-def _all_alike(check: Callable[[], None], params: Any, name: str, told: Sequence[str] = ()) -> None:
-    """Raises an error on all ranks if a check fails on one, or if they do not tell the same."""
-    error: Exception | None = None
+def _all_alike(
+    find: Callable[[], Any], params: Any, name: str, told: Sequence[str] = (), subject: tuple[str, str] = _ALIKE
+) -> Any:
+    """What a rank finds; raises an error on all ranks if one finds an error, or if they do not tell the same."""
+    found, error = None, None
     try:
-        check()
+        found = find()
     except (TypeError, ValueError) as own:
         error = own
-    all_or_none(error, params, name, told, _ALIKE)
+    agree([*told], together(params), name, mine=error, subject=subject)
+    return found
 
 
 # --- the batch ---
@@ -345,9 +346,9 @@ class Batch:
             return self.leaves
         return [x.new_zeros((1, *x.shape[1:])) if yes else x for x, yes in zip(self.leaves, self.mapped, strict=True)]
 
-    def first(self) -> tuple[Any, ...]:
-        """The arguments with the first row alone."""
-        kept = [x[:1] if yes else x for x, yes in zip(self.leaves, self.mapped, strict=True)]
+    def having(self, some: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+        """The arguments with some of the rows."""
+        kept = [some(x) if yes else x for x, yes in zip(self.leaves, self.mapped, strict=True)]
         found: tuple[Any, ...] = optree.tree_unflatten(self.tree, kept)
         return found
 
@@ -383,14 +384,13 @@ def checked(
     subject: tuple[str, str] = ARGUMENTS,
 ) -> tuple[tuple[Any, ...], Batch]:
     """The arguments for a batch, and its rows, after all ranks have found theirs right, and tell the same."""
-    error: Exception | None = None
-    try:
+
+    def right() -> tuple[tuple[Any, ...], Batch]:
         given = batch()
-        rows = batch_of(given, name)
-    except (TypeError, ValueError) as own:
-        error = own
-    all_or_none(error, params, name, told, subject)
-    return given, rows
+        return given, batch_of(given, name)
+
+    found: tuple[tuple[Any, ...], Batch] = _all_alike(right, params, name, told, subject)
+    return found
 
 
 def _counting(batch: tuple[Any, ...], mask: Tensor) -> tuple[Any, ...]:
@@ -400,10 +400,7 @@ def _counting(batch: tuple[Any, ...], mask: Tensor) -> tuple[Any, ...]:
         said = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"dp_grads: mask is {said}; it is bool, [{found.rows}], one for each of this rank's rows")
     at = mask.nonzero()[:, 0]
-    leaves = zip(found.leaves, found.mapped, strict=True)
-    kept = [x.index_select(0, at.to(x.device)) if yes else x for x, yes in leaves]
-    counting: tuple[Any, ...] = optree.tree_unflatten(found.tree, kept)
-    return counting
+    return found.having(lambda x: x.index_select(0, at.to(x.device)))
 
 
 def _not_losses(losses: Losses, result: Any, of: str, name: str) -> str:
@@ -423,12 +420,6 @@ class Found(NamedTuple):
     values: Tensor
     norms: Tensor
     eps: float
-
-
-@functools.lru_cache(maxsize=1024)
-def _way(code: Any, sharded: bool) -> Way:
-    """How losses with this code are run. With shards, ranks call stages equally often, so not for some rows alone."""
-    return Way(1 if sharded else 2, bounded=not sharded)
 
 
 def _code(function: Any, depth: int = 3) -> Any:
@@ -462,7 +453,7 @@ def _norms(losses: Losses, params: Any, batch: Batch, cut: Cuts, name: str) -> F
             f"other gradients of parameters that no axis cuts: end losses in psum, and write pvary where such a "
             f"parameter, or what all ranks have, meets what each rank has"
         )
-        all_or_none(error if apart else None, params, name)
+        agree([], together(params), name, mine=error if apart else None)
     return Found(each, squares.sqrt()[: batch.rows], norms.eps)
 
 
@@ -487,7 +478,8 @@ def visit(losses: Losses, params: Any, batch: Batch, receiver: Receiver, name: s
     rows = [x.detach() if isinstance(x, Tensor) else x for x in batch.filled()]
     rows = [x[:, None] if yes else x for x, yes in zip(rows, batch.mapped, strict=True)]  # each a batch of one row
     wide, device = kind_of(params, batch)
-    way = _way(_code(losses), bool(shards))
+    # With shards, ranks call stages equally often, so not for some rows alone.
+    way = Way.of(_code(losses), 1 if shards else 2, bounded=not shards)
 
     def call(leaves: list[Any]) -> Any:
         receiver.calls.clear()

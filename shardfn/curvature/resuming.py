@@ -16,8 +16,7 @@ from shardfn.curvature.operators import each_of
 from shardfn.curvature.per_example import Losses, batch_of, checked, examples
 from shardfn.curvature.row_axes import row_place
 from shardfn.curvature.row_moments import largest, over_all
-from shardfn.curvature.vectors import Space
-from shardfn.transforms.shortage import RandomNumbers
+from shardfn.curvature.vectors import Space, draws_restored
 
 KEYS = ("values", "norm", "rows", "losses", "sizes", "gradients", "rounding")
 
@@ -40,13 +39,10 @@ def made_of(
     if losses is None or batches is None:
         return found
     params, batch = space.params, next(each_of(batches, name, *called(losses)))
-    before = RandomNumbers(space.like)
-    try:
+    with draws_restored(space.like):
         torch.manual_seed(0)
         given, _ = checked(params, lambda: _given(losses, params, batch), name)
         rows = examples(losses.losses if isinstance(losses, Drawn) else losses, params, given, name)
-    finally:
-        before.restore()
     each, squares = rows.values.double(), rows.norms.double().square()
     own = torch.stack([each.new_tensor(float(len(each))), each.sum(), each.abs().sum(), squares.sum()])
     if isinstance(losses, Drawn):  # other ranks have other draws
@@ -62,7 +58,7 @@ def _given(losses: Losses | Drawn, params: Any, batch: tuple[Any, ...]) -> tuple
     """The first batch; of labels that are drawn only the first row, which has the same ones on any mesh."""
     if not isinstance(losses, Drawn):
         return batch
-    return losses.labelled(params, batch_of(batch).first(), 0)
+    return losses.labelled(params, batch_of(batch).having(lambda x: x[:1]), 0)
 
 
 def compare(found: Mapping[str, float], told: Mapping[str, float], where: str) -> None:

@@ -6,18 +6,17 @@ parts of parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from shardfn.collectives import functional
-from shardfn.collectives.agree import ARGUMENTS, agree
+from shardfn.collectives.agree import agree
 from shardfn.curvature.row_uses import Key
 from shardfn.mesh.axes import axis_of
 from shardfn.mesh.scope import current_mesh, mesh_of, scope
 from shardfn.quoting import short
-from shardfn.shards.layout import Layout
 from shardfn.shards.replicated import checksum
 from shardfn.transforms.autodiff import Variables, layouts_of
 from shardfn.transforms.fitting import together
@@ -82,7 +81,7 @@ def same_along(cut: Cuts, params: Any, rows: Iterable[Any], name: str) -> None:
         agree(lines, row_axes(params)[0], name, subject=("the rows", advice), axes=axes)
     except ValueError as own:
         error = own
-    all_or_none(error, params, name)
+    agree([], together(params), name, mine=error)
 
 
 def all_of(cut: Cuts) -> tuple[str, ...]:
@@ -90,26 +89,9 @@ def all_of(cut: Cuts) -> tuple[str, ...]:
     return tuple(sorted({axis for axes in cut.values() for axis in axes}))
 
 
-def all_or_none(
-    error: Exception | None,
-    params: Any,
-    name: str,
-    told: Sequence[str] = (),
-    subject: tuple[str, str] = ARGUMENTS,
-) -> None:
-    """Raises an error that a rank has on all ranks."""
-    agree([*told] if error is None else [str(error)], together(params), name, mine=error, subject=subject)
-    if error is not None:  # a rank alone need not agree
-        raise error
-
-
-def _layout(tree: Any) -> Layout | None:
-    return next((layout for layout in layouts_of(tree) if layout is not None), None)
-
-
 def row_axes(tree: Any) -> tuple[Any, tuple[str, ...]]:
     """The mesh along which ranks have different rows, and its axes."""
-    layout = _layout(tree)
+    layout = next((layout for layout in layouts_of(tree) if layout is not None), None)
     if layout is None:
         mesh = current_mesh()
         return mesh, tuple(mesh.mesh_dim_names or ()) if mesh is not None else ()
@@ -125,11 +107,10 @@ def row_place(tree: Any) -> tuple[int, int]:
     return axis.index, axis.size
 
 
-def over_ranks(tree: Any, x: Tensor) -> Tensor:
-    """The sum over the ranks that have other rows."""
+def over_ranks(tree: Any, x: Tensor, reduced: Callable[..., Tensor] = functional.psum) -> Tensor:
+    """The sum over the ranks that have other rows, or another reduction."""
     mesh, axes = row_axes(tree)
     if not axes:
         return x
     with scope(mesh):
-        total: Tensor = functional.psum(x, axes)
-    return total
+        return reduced(x, axes)

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shardfn.optim.norms import wide
+
 AT_ONCE = 2**20  # elements of gradients of rows that are in memory at once
 
 
@@ -50,7 +52,7 @@ class Dense:
     def squares(self) -> Tensor:
         """The square of each row's norm, `[rows]`."""
         values = torch.view_as_real(self.values.resolve_conj()) if self.values.is_complex() else self.values
-        return torch.linalg.vector_norm(values[:, None].flatten(1), dim=1, dtype=_wide(values)).square()
+        return torch.linalg.vector_norm(values[:, None].flatten(1), dim=1, dtype=wide(values)).square()
 
     def part(self, rows: slice) -> Tensor:
         """The gradients of some rows."""
@@ -80,14 +82,14 @@ class Outer:
         """The square of each row's norm, `[rows]`."""
         (_, heads, tokens, m), n = self.a.shape, self.b.shape[-1]
         if tokens == 1:
-            a, b = (torch.linalg.vector_norm(x, dim=(2, 3), dtype=_wide(x)).square() for x in (self.a, self.b))
+            a, b = (torch.linalg.vector_norm(x, dim=(2, 3), dtype=wide(x)).square() for x in (self.a, self.b))
             return (a * b).sum(1)
         if tokens * (m + n) <= m * n:
             return torch.cat([self._by_tokens(rows) for rows in parts(self.rows, heads * tokens**2)])
         return torch.cat([Dense(self.part(rows)).squares() for rows in parts(self.rows, heads * m * n)])
 
     def _by_tokens(self, rows: slice) -> Tensor:
-        a, b = (x[rows].to(_wide(x)) for x in (self.a, self.b))
+        a, b = (x[rows].to(wide(x)) for x in (self.a, self.b))
         return (a @ a.mT).mul_(b @ b.mT).sum((1, 2, 3))
 
     def part(self, rows: slice) -> Tensor:
@@ -120,15 +122,18 @@ class Picked:
         """Number of rows."""
         return len(self.at)
 
-    def squares(self) -> Tensor:
-        """The square of each row's norm, `[rows]`."""
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """The places `row * count + at` that rows pick, each once, and the sum of g at each, in float32 or wider."""
         base = torch.arange(self.rows, device=self.at.device)[:, None]
         places, number = (self.at + base * self.shape[0]).flatten().unique(return_inverse=True)
         g = self.g.flatten(0, 1)
-        sums = torch.zeros((len(places), g.shape[1]), dtype=_wide(g), device=g.device)
-        sums.index_add_(0, number, g.to(sums.dtype))
-        squares = torch.zeros(self.rows, dtype=sums.dtype, device=g.device)
-        return squares.index_add_(0, places // self.shape[0], sums.square().sum(1))
+        sums = torch.zeros((len(places), g.shape[1]), dtype=wide(g), device=g.device)
+        return places, sums.index_add_(0, number, g.to(sums.dtype))
+
+    def squares(self) -> Tensor:
+        """The square of each row's norm, `[rows]`."""
+        places, sums = self.sums()
+        return sums.new_zeros(self.rows).index_add_(0, places // self.shape[0], sums.square().sum(1))
 
     def part(self, rows: slice) -> Tensor:
         """The gradients of some rows."""
@@ -140,8 +145,7 @@ class Picked:
     def cross(self, other: Outer) -> Tensor:
         """The inner product of each row's gradient with another of the same table, `[rows]`."""
         a, b = other.a[:, 0], other.b[:, 0]  # [rows, tokens, count], [rows, tokens, n]
-        wide = _wide(a)
-        products = b.to(wide) @ self.g.mT.to(wide)
+        products = b.to(wide(a)) @ self.g.mT.to(wide(a))
         picked = a.gather(2, self.at[:, None].expand(-1, a.shape[1], -1))
         return (products * picked).sum((1, 2))
 
@@ -150,10 +154,6 @@ def parts(rows: int, elements: int) -> list[slice]:
     """Parts of the rows, each of which has at most about `AT_ONCE` elements."""
     step = max(1, AT_ONCE // max(1, elements))
     return [slice(start, min(start + step, rows)) for start in range(0, max(rows, 1), step)]
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 # --- several uses of one parameter ---
@@ -277,17 +277,11 @@ def _sum(forms: Sequence[Any]) -> Form:
 
 @functools.lru_cache(maxsize=1024)
 def _disjoint(numel: int, places: tuple[Place, ...]) -> bool:
-    ends = sorted(
-        (p.offset, p.offset + sum((n - 1) * s for n, s in zip(p.shape, p.strides, strict=True))) for p in places
-    )
+    reach = [sum((n - 1) * s for n, s in zip(p.shape, p.strides, strict=True)) for p in places]
+    ends = sorted((p.offset, p.offset + far) for p, far in zip(places, reach, strict=True))
     if all(stop < start for (_, stop), (start, _) in itertools.pairwise(ends)):
         return True
     counts = torch.zeros((1, numel), dtype=torch.int32, device="cpu")
     for place in places:
         place.of(counts).add_(1)
     return bool((counts <= 1).all())
-
-
-def elements(place: Place) -> int:
-    """Number of elements."""
-    return math.prod(place.shape)

@@ -19,12 +19,11 @@ from torch import Tensor
 from shardfn.check.callsites import paused
 from shardfn.collectives import functional
 from shardfn.compat import process_groups
-from shardfn.curvature.row_axes import over_ranks, row_axes
+from shardfn.curvature.row_axes import over_ranks
 from shardfn.curvature.row_gradients import Outer, Picked, Used, everywhere, parts, single, whole
 from shardfn.curvature.row_rules import Kernel
 from shardfn.curvature.row_uses import Key, Receiver
 from shardfn.curvature.vectors import Space
-from shardfn.mesh.scope import scope
 from shardfn.optim.norms import wide
 from shardfn.optim.owners import Block, as_matrix, blocks, owners, work
 from shardfn.shards.boxes import Ints
@@ -144,12 +143,8 @@ def over_all(params: Any, x: Tensor) -> Tensor:
 
 def largest(params: Any, x: Tensor) -> Tensor:
     """The largest numbers among the ranks that have other rows."""
-    mesh, axes = row_axes(params)
-    if not axes:
-        return x
-    with paused(), torch.no_grad(), scope(mesh):
-        most: Tensor = functional.pmax(x, axes)
-    return most
+    with paused(), torch.no_grad():
+        return over_ranks(params, x, functional.pmax)
 
 
 class Moments(Receiver):
@@ -321,11 +316,12 @@ def squares_in(shape: Ints, numel: int, uses: Sequence[Used], bases: Bases) -> T
     found = [None] if plain or len(shape) != 2 else [factors(shape, use) for use in single(uses)]
     pairs = [pair for pair in found if pair is not None]
     kinds = {kind for kind, _ in pairs}
-    if len(pairs) == len(found) and kinds == {"table"}:
-        at, g = (torch.cat([vectors[i] for _, vectors in pairs], 1) for i in (0, 1))
-        return _of_table(at, g, shape, bases[1])
-    if len(pairs) == len(found) and "table" not in kinds:
+    if len(pairs) == len(found) and not {"table"} < kinds:
         x, y = (torch.cat([vectors[i] for _, vectors in pairs], 1) for i in (0, 1))
+        if kinds == {"table"}:
+            places, sums = Picked(x, y, shape).sums()
+            sums = turned(sums, (None, bases[1]))
+            return sums.new_zeros(shape).index_add_(0, places % shape[0], sums.square_())
         x, y = (v.to(wide(v)) if q is None else v.to(q.dtype) @ q for v, q in zip((x, y), bases, strict=True))
         if x.shape[1] == 1:
             return x[:, 0].square().mT @ y[:, 0].square()
@@ -345,13 +341,3 @@ def turned(g: Tensor, bases: Bases) -> Tensor:
     left, right = bases
     g = g if left is None else left.mT @ g
     return g if right is None else g @ right
-
-
-def _of_table(at: Tensor, g: Tensor, shape: Ints, basis: Tensor | None) -> Tensor:
-    rows = torch.arange(len(at), device=at.device)[:, None]
-    places, number = (at + rows * shape[0]).flatten().unique(return_inverse=True)
-    flat = g.flatten(0, 1)
-    sums = torch.zeros((len(places), shape[1]), dtype=wide(flat), device=g.device)
-    sums.index_add_(0, number, flat.to(sums.dtype))
-    sums = sums if basis is None else sums @ basis
-    return sums.new_zeros(shape).index_add_(0, places % shape[0], sums.square_())

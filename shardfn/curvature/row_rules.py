@@ -10,7 +10,7 @@ import math
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,24 +18,8 @@ from torch import Tensor
 
 from shardfn.curvature.row_gradients import Dense, Form, Outer, Picked, parts
 
-
-class Apart(Protocol):
-    """A function whose rows are apart, as far as rules need it."""
-
-    def row(self, x: Any) -> bool:
-        """Whether x is a row."""
-
-    def shared(self, x: Any) -> bool:
-        """Whether x is computed from parameters alone."""
-
-    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a function of torch, by a rule if there is one."""
-
-    def by(self, op: Any, x: Tensor, tensor: Tensor, order: Any) -> Any:
-        """Applies `op` to a row and a tensor whose dimensions are taken in this order."""
-
-    def together(self, function: Callable[..., Tensor], *rows: Tensor) -> Any:
-        """Calls a function with all rows at once, `[rows, *]`."""
+if TYPE_CHECKING:
+    from shardfn.curvature.rows import Rows
 
 
 # --- products with a matrix ---
@@ -60,7 +44,7 @@ class Product:
         return Outer(a, b, (x.shape[-1], g.shape[-1]))
 
 
-def linear(apart: Apart, input: Any, weight: Any, bias: Any = None) -> Any:
+def linear(apart: Rows, input: Any, weight: Any, bias: Any = None) -> Any:
     """`F.linear`."""
     if not (apart.row(input) and apart.shared(weight) and weight.ndim == 2 and _real(input, weight)):
         return NotImplemented
@@ -68,7 +52,7 @@ def linear(apart: Apart, input: Any, weight: Any, bias: Any = None) -> Any:
     return y if bias is None else apart.call(torch.add, y, bias)
 
 
-def matmul(apart: Apart, input: Any, other: Any) -> Any:
+def matmul(apart: Rows, input: Any, other: Any) -> Any:
     """`x @ w`, and `w @ x` for a vector or a matrix x."""
     if not (isinstance(input, Tensor) and isinstance(other, Tensor) and _real(input, other)):
         return NotImplemented
@@ -86,17 +70,7 @@ def matmul(apart: Apart, input: Any, other: Any) -> Any:
     return NotImplemented
 
 
-def mm(apart: Apart, input: Any, mat2: Any) -> Any:
-    """`torch.mm`."""
-    return matmul(apart, input, mat2)
-
-
-def reversed_matmul(apart: Apart, input: Any, other: Any) -> Any:
-    """`Tensor.__rmatmul__`."""
-    return matmul(apart, other, input)
-
-
-def addmm(apart: Apart, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+def addmm(apart: Rows, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     """`torch.addmm` without factors."""
     if (beta, alpha) != (1, 1):
         return NotImplemented
@@ -149,7 +123,7 @@ class Contraction:
         return Outer(ordered(x, self.x, self.ins), ordered(g, self.y, self.outs), shape)
 
 
-def einsum(apart: Apart, equation: Any, *operands: Any) -> Any:
+def einsum(apart: Rows, equation: Any, *operands: Any) -> Any:
     """`torch.einsum` of a row and a tensor, in which each letter occurs in two places at least."""
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
@@ -202,14 +176,14 @@ class Table:
         return Picked(places, values, (self.count, *g.shape[at.ndim :]), self.padding)
 
 
-def _picked(apart: Apart, table: Tensor, at: Tensor, padding: int | None = None) -> Any:
+def _picked(apart: Rows, table: Tensor, at: Tensor, padding: int | None = None) -> Any:
     if at.dtype not in (torch.int64, torch.int32) or not _real(table) or not at.numel() or not table.numel():
         return NotImplemented
     return apart.by(Table(len(table), padding), at, table, range(table.ndim))
 
 
 def embedding(
-    apart: Apart,
+    apart: Rows,
     input: Any,
     weight: Any,
     padding_idx: int | None = None,
@@ -225,7 +199,7 @@ def embedding(
 
 
 def padded_embedding(
-    apart: Apart, input: Any, weight: Any, padding_idx: int | None = None, *args: Any, **kwargs: Any
+    apart: Rows, input: Any, weight: Any, padding_idx: int | None = None, *args: Any, **kwargs: Any
 ) -> Any:
     """`F.embedding` of a table for each row, of which torch's vmap lets only that of the first row have padding."""
     if padding_idx is None or not apart.row(weight):
@@ -234,7 +208,7 @@ def padded_embedding(
     return torch.where((input == padding_idx % len(weight))[..., None], y.detach(), y)
 
 
-def getitem(apart: Apart, table: Any, index: Any) -> Any:
+def getitem(apart: Rows, table: Any, index: Any) -> Any:
     """`table[tokens]`."""
     at = index[0] if isinstance(index, tuple) and len(index) == 1 else index
     if not (isinstance(at, Tensor) and apart.row(at) and apart.shared(table)):
@@ -242,7 +216,7 @@ def getitem(apart: Apart, table: Any, index: Any) -> Any:
     return _picked(apart, table, at)
 
 
-def index_select(apart: Apart, input: Any, dim: Any, index: Any) -> Any:
+def index_select(apart: Rows, input: Any, dim: Any, index: Any) -> Any:
     """`torch.index_select` in the first dimension."""
     if dim != 0 or not (apart.row(index) and apart.shared(input)) or index.ndim != 1:
         return NotImplemented
@@ -298,11 +272,8 @@ class Convolution:
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
         """The convolution."""
-        return self._of(x.flatten(0, 1), w, self.groups).unflatten(0, x.shape[:2])
-
-    def _of(self, x: Tensor, w: Tensor, groups: int) -> Tensor:
-        zeros = [0] * len(self.stride)
-        return torch.convolution(x, w, None, self.stride, self.padding, self.dilation, False, zeros, groups)
+        settings = self.stride, self.padding, self.dilation, False, [0] * len(self.stride), self.groups
+        return torch.convolution(x.flatten(0, 1), w, None, *settings).unflatten(0, x.shape[:2])
 
     def back(self, x: Tensor, g: Tensor, w: Tensor) -> Tensor:
         """The gradient of x."""
@@ -342,7 +313,7 @@ def convolution(dims: int) -> Callable[..., Any]:
         return (value,) * dims if isinstance(value, int) else tuple(value) * (dims if len(value) == 1 else 1)
 
     def rule(
-        apart: Apart, input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
+        apart: Rows, input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
         groups: int = 1,
     ) -> Any:  # fmt: skip
         if not (apart.row(input) and apart.shared(weight) and _real(input, weight)) or input.ndim != dims + 2:
@@ -363,7 +334,7 @@ def convolution(dims: int) -> Callable[..., Any]:
 
 
 def attention(
-    apart: Apart, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+    apart: Rows, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
     is_causal: bool = False, **kwargs: Any,
 ) -> Any:  # fmt: skip
     """`F.scaled_dot_product_attention` of rows, which are images of one batch to it."""
@@ -390,7 +361,7 @@ def attention(
 
 
 def cross_entropy(
-    apart: Apart, input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
+    apart: Rows, input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
     reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Any:  # fmt: skip
     """`F.cross_entropy` of tokens, each of which has its own loss, summed or not."""
@@ -416,25 +387,17 @@ def _opened(function: Any) -> Callable[..., Any]:
     return opened
 
 
-OPENED: dict[Any, Callable[..., Any]] = {
-    F.multi_head_attention_forward: _opened(F.multi_head_attention_forward),
-}
-
+OPENED: dict[Any, Callable[..., Any]] = {F.multi_head_attention_forward: _opened(F.multi_head_attention_forward)}
 RULES: dict[Any, Callable[..., Any]] = {
     F.linear: linear,
-    torch.matmul: matmul,
-    Tensor.matmul: matmul,
-    Tensor.__matmul__: matmul,
-    Tensor.__rmatmul__: reversed_matmul,
-    torch.mm: mm,
-    Tensor.mm: mm,
-    torch.addmm: addmm,
-    Tensor.addmm: addmm,
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), matmul),
+    Tensor.__rmatmul__: lambda apart, input, other: matmul(apart, other, input),
+    **dict.fromkeys((torch.mm, Tensor.mm), lambda apart, input, mat2: matmul(apart, input, mat2)),
+    **dict.fromkeys((torch.addmm, Tensor.addmm), addmm),
     torch.einsum: einsum,
     F.embedding: embedding,
     Tensor.__getitem__: getitem,
-    torch.index_select: index_select,
-    Tensor.index_select: index_select,
+    **dict.fromkeys((torch.index_select, Tensor.index_select), index_select),
     torch.conv1d: convolution(1),
     torch.conv2d: convolution(2),
     torch.conv3d: convolution(3),

@@ -242,6 +242,20 @@ class Collector:
             parameter.simple = parameter.simple and use.place is not None
         return use
 
+    def expanded(self, tensor: Tensor, anchor: Tensor, use: Use) -> Tensor:
+        """A tensor once for each row, `[rows, *shape]`."""
+        rows = tensor.detach().expand(self.count, *tensor.shape)
+        return Met.apply(rows, anchor, lambda g: self.hand_over(use, Dense(g), g.dtype))  # type: ignore[no-untyped-call]
+
+    def exported(self, tensor: Tensor, anchor: Tensor, use: Use, ticket: Ticket) -> Tensor:
+        """A tensor that a stage returns; in its backward all uses outside of the stage have been handed over."""
+
+        def take(g: Tensor) -> None:
+            if uses := ticket.taken():
+                self.hand_over(use, Several(tuple(uses), tuple(g.shape)), g.dtype)
+
+        return Met.apply(tensor.detach(), anchor, take)  # type: ignore[no-untyped-call]
+
     def hand_over(self, use: Use, form: Form, dtype: torch.dtype) -> None:
         """Takes the gradients of a use, which come from numbers of this dtype."""
         use.form = form
@@ -283,35 +297,19 @@ class Collector:
 
 
 class Begin(torch.autograd.Function):
-    """The anchor of one run, whose backward comes after that of every use."""
+    """The anchor of one run, or of a whole stage, whose backward comes after that of every use or run: calls `end`."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, collector: Collector) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, end: Callable[[], object]) -> Tensor:
         """The anchor."""
-        ctx.collector = collector
+        ctx.end = end
         return anchor.clone()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        """Finishes the run."""
-        ctx.collector.finish()
+        """Ends the run."""
+        ctx.end()
         return g, None
-
-
-class Settle(torch.autograd.Function):
-    """The anchor of a whole stage, whose backward comes after that of every run of its function."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, receiver: Receiver, keys: Sequence[Key]) -> Tensor:
-        """The anchor."""
-        ctx.receiver, ctx.keys = receiver, keys
-        return anchor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        """Says that the stage has handed over all."""
-        ctx.receiver.settle(ctx.keys)
-        return g, None, None
 
 
 class Link(torch.autograd.Function):
@@ -330,38 +328,20 @@ class Link(torch.autograd.Function):
         return (g, *zeros)
 
 
-class Export(torch.autograd.Function):
-    """A tensor that a stage returns; in its backward all uses outside of the stage have been handed over."""
+class Met(torch.autograd.Function):
+    """A tensor whose gradient is taken by a function."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, anchor: Tensor, collector: Collector, use: Use, ticket: Ticket) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, anchor: Tensor, take: Callable[[Tensor], object]) -> Tensor:
         """The tensor."""
-        ctx.collector, ctx.use, ctx.ticket, ctx.anchor = collector, use, ticket, anchor
+        ctx.anchor, ctx.take = anchor, take
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        """Hands over the uses outside as one."""
-        uses = ctx.ticket.taken()
-        if uses:
-            ctx.collector.hand_over(ctx.use, Several(tuple(uses), tuple(g.shape)), g.dtype)
-        return None, torch.zeros_like(ctx.anchor), None, None, None
-
-
-class Expand(torch.autograd.Function):
-    """A tensor once for each row, `[rows, *shape]`."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, anchor: Tensor, collector: Collector, use: Use) -> Tensor:
-        """A view."""
-        ctx.collector, ctx.use, ctx.anchor = collector, use, anchor
-        return tensor.expand(collector.count, *tensor.shape)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        """Hands over the gradients of rows with respect to the tensor."""
-        ctx.collector.hand_over(ctx.use, Dense(g), g.dtype)
-        return None, torch.zeros_like(ctx.anchor), None, None
+        """Hands over the gradient."""
+        ctx.take(g)
+        return None, torch.zeros_like(ctx.anchor), None
 
 
 class Shared(torch.autograd.Function):

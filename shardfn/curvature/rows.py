@@ -1,16 +1,20 @@
-"""Runs a function with its rows apart, so that each row's gradient can be told from the others'.
+"""Runs a function, and the stages in it, with its rows apart, so that each row's gradient can be told from the others'.
 
 The function runs under a vmap over rows, as if it were called with one row alone. Ops that take parameters and rows do
 so by rules, which leave whole products whole. What no rule knows gets every parameter once for each row; and a function
 that vmap cannot run is called for one row after another.
+
+A call of a stage is one of another stage, on the same schedule, whose function keeps the rows apart. No gradient of its
+parameters is asked for, so none is reduced; its backward hands over its rows' gradients.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import optree
@@ -21,19 +25,12 @@ from torch.overrides import TorchFunctionMode
 from shardfn.compat import autograd, functorch
 from shardfn.curvature.row_gradients import parts
 from shardfn.curvature.row_rules import OPENED, RULES, WITHOUT_PARAMETERS
-from shardfn.curvature.row_uses import (
-    Begin,
-    Collector,
-    Expand,
-    Export,
-    Key,
-    Link,
-    Receiver,
-    Shared,
-    Ticket,
-    Undecided,
-    Use,
-)
+from shardfn.curvature.row_uses import Begin, Collector, Key, Link, Receiver, Shared, Ticket, Undecided, Use
+from shardfn.quant.packed import is_packed
+from shardfn.shards.layout import assemble
+from shardfn.stages.forward_mode import nodes_of
+from shardfn.stages.signature import Signature
+from shardfn.stages.stage import instead, made
 
 MOST_EXPANDED = 4  # times the elements of a row that an op takes, which its parameters may have in the general way
 
@@ -131,21 +128,18 @@ class Rows(TorchFunctionMode):
             x, plain = x.to(dtype), plain.to(dtype)
         return self.together(lambda rows: Shared.apply(rows, plain, self._anchor(use), self.collector, use, op), x)  # type: ignore[no-untyped-call]
 
-    def all_of(self, tensor: Tensor) -> Tensor | None:
-        """A shared tensor once for each row, `[rows, *shape]`; None if it depends on no parameter."""
-        use = self.collector.use(tensor)
-        if use is None:
-            return None
-        with functorch.below():
-            return Expand.apply(tensor.detach(), self._anchor(use), self.collector, use)  # type: ignore[no-untyped-call]
+    def all_of(self, tensor: Tensor, ticket: Ticket | None = None) -> Tensor | None:
+        """A shared tensor once for each row, `[rows, *shape]`, or with a ticket as a stage returns it.
 
-    def exported(self, tensor: Tensor, ticket: Ticket) -> Tensor | None:
-        """A shared tensor that a stage returns; None if it depends on no parameter."""
+        None if it depends on no parameter.
+        """
         use = self.collector.use(tensor)
         if use is None:
             return None
         with functorch.below():
-            return Export.apply(tensor.detach(), self._anchor(use), self.collector, use, ticket)  # type: ignore[no-untyped-call]
+            if ticket is None:
+                return self.collector.expanded(tensor, self._anchor(use), use)
+            return self.collector.exported(tensor, self._anchor(use), use, ticket)
 
     def _anchor(self, use: Use) -> Tensor:
         sources = [parameter.source for parameter in use.parameters if parameter.source is not None]
@@ -217,6 +211,12 @@ class Way:
     def __init__(self, most: int, bounded: bool) -> None:
         self.at, self.most, self.bounded = 0, most, bounded
 
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def of(code: Any, most: int, bounded: bool) -> Way:
+        """How functions with this code are run; they may be made anew at each step."""
+        return Way(most, bounded)
+
     def run(self, task: Task) -> Result:
         """Runs a function with its rows apart."""
         while True:
@@ -245,25 +245,23 @@ def _by_rules(task: Task, bounded: bool) -> Result:
     collector = Collector(task.receiver, slice(0, task.receiver.rows))
     pairs = zip(task.leaves, task.keys, strict=True)
     leaves = [x if key is None else collector.parameter(x, key) for x, key in pairs]
-    begin = Begin.apply(task.anchor, collector)  # type: ignore[no-untyped-call]
-    return _under_vmap(task.call, leaves, task.mapped, begin, collector, bounded, task.tickets)
+    begin = Begin.apply(task.anchor, collector.finish)  # type: ignore[no-untyped-call]
+    return _under_vmap(task, leaves, task.mapped, begin, collector, bounded)
 
 
 def _expanded(task: Task, bounded: bool) -> Result:
     numel = sum(x.numel() for x, key in zip(task.leaves, task.keys, strict=True) if key is not None)
-    mapped = [yes or key is not None for yes, key in zip(task.mapped, task.keys, strict=True)]
     results = []
     for rows in parts(task.receiver.rows, numel if bounded else 0):
-        leaves, begin, collector = _of_rows(task, rows)
-        results.append(_under_vmap(task.call, leaves, mapped, begin, collector, bounded, None))
+        leaves, mapped, begin, collector = _of_rows(task, rows)
+        results.append(_under_vmap(replace(task, tickets=None), leaves, mapped, begin, collector, bounded))
     return _joined(results, torch.cat)
 
 
 def _one_by_one(task: Task, bounded: bool) -> Result:
-    mapped = [yes or key is not None for yes, key in zip(task.mapped, task.keys, strict=True)]
     results: list[Result] = []
     for i in range(task.receiver.rows):
-        leaves, _, _ = _of_rows(task, slice(i, i + 1))
+        leaves, mapped, *_ = _of_rows(task, slice(i, i + 1))
         result = task.call([x[0] if yes else x for x, yes in zip(leaves, mapped, strict=True)])
         results.append((result, [isinstance(y, Tensor) for y in optree.tree_leaves(result)]))
     return _joined(results, torch.stack)
@@ -272,32 +270,28 @@ def _one_by_one(task: Task, bounded: bool) -> Result:
 _WAYS = (_by_rules, _expanded, _one_by_one)
 
 
-def _of_rows(task: Task, rows: slice) -> tuple[list[Any], Tensor, Collector]:
-    """The arguments for some rows, with every parameter once for each; the anchor, and what collects."""
+def _of_rows(task: Task, rows: slice) -> tuple[list[Any], list[bool], Tensor, Collector]:
+    """The arguments for some rows, every parameter once for each, and which are mapped; the anchor; what collects."""
     collector = Collector(task.receiver, rows)
-    begin = Begin.apply(task.anchor, collector)  # type: ignore[no-untyped-call]
+    begin = Begin.apply(task.anchor, collector.finish)  # type: ignore[no-untyped-call]
     leaves = []
     for x, yes, key in zip(task.leaves, task.mapped, task.keys, strict=True):
         if key is not None:
             leaf = collector.parameter(x, key)
-            leaves.append(Expand.apply(leaf.detach(), begin, collector, collector.use(leaf)))  # type: ignore[no-untyped-call]
+            use = collector.use(leaf)
+            assert use is not None, "it is a parameter of the run"
+            leaves.append(collector.expanded(leaf, begin, use))
         else:
             leaves.append(x[rows] if yes else x)
-    return leaves, begin, collector
+    return leaves, [yes or key is not None for yes, key in zip(task.mapped, task.keys, strict=True)], begin, collector
 
 
 def _under_vmap(
-    call: Callable[[list[Any]], Any],
-    leaves: Sequence[Any],
-    mapped: Sequence[bool],
-    begin: Tensor,
-    collector: Collector,
-    bounded: bool,
-    tickets: dict[int, Ticket] | None,
+    task: Task, leaves: Sequence[Any], mapped: Sequence[bool], begin: Tensor, collector: Collector, bounded: bool
 ) -> Result:
-    count = collector.count
+    count, tickets = collector.count, task.tickets
     with functorch.mapping(count) as level, Rows(collector, level, begin, bounded) as rows, _no_hooks():
-        result = call([functorch.mapped(x, level) if yes else x for x, yes in zip(leaves, mapped, strict=True)])
+        result = task.call([functorch.mapped(x, level) if yes else x for x, yes in zip(leaves, mapped, strict=True)])
         ys, tree = optree.tree_flatten(result)
         made: list[Any] = []
         which: list[bool | None] = []
@@ -308,7 +302,7 @@ def _under_vmap(
                     y = functorch.rows_of(y)
             elif rows.shared(y):
                 ticket = None if tickets is None else tickets.setdefault(number, Ticket())
-                shared = rows.all_of(y) if ticket is None else rows.exported(y, ticket)
+                shared = rows.all_of(y, ticket)
                 y, yes = (y, False) if shared is None else (shared, True if ticket is None else None)
             which.append(yes)
             made.append(y)
@@ -338,3 +332,156 @@ def _joined(results: Sequence[Result], join: Callable[..., Tensor]) -> Result:
     columns = zip(*(optree.tree_leaves(result) for result, _ in results), strict=True)
     ys = [join(column) if yes else column[0] for column, yes in zip(columns, which, strict=True)]
     return optree.tree_unflatten(optree.tree_structure(first), ys), which
+
+
+# --- stages ---
+
+Variables = Mapping[int, tuple[int, Tensor]]
+
+
+class Plan:
+    """What a call needs besides tensors; no pytree node.
+
+    Attributes:
+        mapped: which arguments are `[rows, *]`.
+        keys: for each argument, what identifies its parameters, None for one that is not trained; None for an argument
+            that is no stage's.
+        receiver: what takes the gradients of rows.
+        tickets: those of results that are computed from parameters alone, by number; the same if the stage runs again.
+    """
+
+    def __init__(self, mapped: Sequence[bool], keys: Sequence[list[Key | None] | None], receiver: Receiver) -> None:
+        self.mapped, self.keys, self.receiver = mapped, keys, receiver
+        self.tickets: dict[int, Ticket] = {}
+
+
+@contextlib.contextmanager
+def stages_apart(receiver: Receiver, variables: Variables) -> Iterator[None]:
+    """A context in which stages are called by one row.
+
+    Args:
+        receiver: what takes their rows' gradients.
+        variables: the shards of which they are gradients, and the indices of their leaves, by id.
+    """
+    before, instead.call = instead.call, functools.partial(_called, receiver, variables)
+    try:
+        yield
+    finally:
+        instead.call = before
+
+
+def _called(receiver: Receiver, variables: Variables, signature: Signature, leaves: list[Any]) -> Any:
+    """Calls a stage."""
+    mode = now.mode
+    if mode is None or functorch.level() != mode.level:
+        raise RuntimeError(f"{signature} is called inside a transform of its own, in losses of per_example")
+    given, mapped = list(leaves), [False] * len(leaves)
+    shards = set(signature.shards)
+    for i, x in enumerate(leaves):
+        if i not in shards and isinstance(x, Tensor):
+            all_of = None
+            if mode.row(x):
+                with functorch.below():
+                    all_of = functorch.rows_of(x)
+            elif mode.shared(x):
+                all_of = mode.all_of(x)
+            given[i], mapped[i] = (x, False) if all_of is None else (all_of, True)
+    pairs, wholes = zip(signature.sources, nodes_of(signature, given), strict=True), signature.wholes
+    nodes = [wholes[at[0]].having(x) if at[0] in wholes else x for at, x in pairs]
+    plan = Plan([mapped[at[0]] for at in signature.sources], _keys(signature, leaves, receiver, variables), receiver)
+    args, kwargs = optree.tree_unflatten(signature.outer, nodes)
+    with functorch.below(), _aside(variables):
+        result, which = _stage(signature)(args, kwargs, mode.anchor, plan)
+    ys, tree = optree.tree_flatten(result)
+    for i, (y, kind) in enumerate(zip(ys, which, strict=True)):
+        if kind == "rows":
+            ys[i] = functorch.mapped(y, mode.level)
+        elif kind == "shared":
+            with functorch.below():
+                ys[i] = mode.collector.returned(y, plan.tickets[i])
+    return optree.tree_unflatten(tree, ys)
+
+
+@contextlib.contextmanager
+def _aside(variables: Variables) -> Iterator[None]:
+    """A context in which stages are ordinary ones, and shards need no gradient."""
+    before = instead.call, now.mode
+    instead.call = now.mode = None
+    for _, x in variables.values():
+        x.requires_grad_(False)
+    try:
+        with autograd.saved_tensors_hooks_enabled():
+            yield
+    finally:
+        instead.call, now.mode = before
+        for _, x in variables.values():
+            x.requires_grad_()
+
+
+def _keys(
+    signature: Signature, leaves: Sequence[Any], receiver: Receiver, variables: Variables
+) -> list[list[Key | None] | None]:
+    """What identifies the parameters among the arguments; counts the calls that use each shard."""
+    layouts, shards = iter(signature.layouts), set(signature.shards)
+    found: list[list[Key | None] | None] = []
+    for at in signature.sources:
+        if at[0] not in shards:
+            found.append(None)
+            continue
+        own, keys = [], []
+        for i in at:
+            layout, shard = next(layouts), leaves[i]
+            trains = layout.trainable and torch.is_grad_enabled() and shard.requires_grad
+            if trains and id(shard) not in variables:
+                raise RuntimeError(
+                    f"{signature} gets shards that losses of per_example computed from params: pass those of params, "
+                    f"and compute inside the stage"
+                )
+            if trains:
+                receiver.calls[variables[id(shard)][0]] = receiver.calls.get(variables[id(shard)][0], 0) + 1
+            own.append(layout)
+            numbers = range(len(layout.entries))
+            keys.append([Key(variables[id(shard)][0], number) if trains else None for number in numbers])
+        tree = assemble(own, keys)
+        flat = optree.tree_leaves(tree, is_leaf=lambda x: x is None or is_packed(x))
+        found.append([key if isinstance(key, Key) else None for key in flat])
+    return found
+
+
+def _stage(signature: Signature) -> Any:
+    """The stage whose function keeps rows apart: `(args, kwargs, anchor, plan) -> (result, which)`."""
+    if signature.apart is None:
+
+        @functools.wraps(signature.function)
+        def function(args: Any, kwargs: Any, anchor: Tensor, plan: Plan) -> Any:
+            return _run(signature, args, kwargs, anchor, plan)
+
+        signature.apart = made(signature.name, function, signature.options, signature.computes)
+    return signature.apart
+
+
+def _run(signature: Signature, args: Any, kwargs: Any, anchor: Tensor, plan: Plan) -> Any:
+    leaves: list[Any] = []
+    mapped: list[bool] = []
+    keys: list[Key | None] = []
+    trees: list[tuple[int, Any]] = []
+    for node, yes, own in zip(signature.outer.flatten_up_to((args, kwargs)), plan.mapped, plan.keys, strict=True):
+        parts, tree = ([node], None) if own is None else optree.tree_flatten(node)
+        leaves += parts
+        mapped += [yes] * len(parts)
+        keys += [None] if own is None else own
+        trees.append((len(parts), tree))
+
+    def call(leaves: list[Any]) -> Any:
+        nodes, at = [], 0
+        for n, tree in trees:
+            nodes.append(leaves[at] if tree is None else optree.tree_unflatten(tree, leaves[at : at + n]))
+            at += n
+        args, kwargs = optree.tree_unflatten(signature.outer, nodes)
+        return signature.function(*args, **kwargs)
+
+    trained = [key for key in keys if key is not None]
+    anchor = Begin.apply(anchor, functools.partial(plan.receiver.settle, trained))  # type: ignore[no-untyped-call]
+    task = Task(call, leaves, mapped, keys, anchor, plan.receiver, plan.tickets)
+    result, which = Way.of(signature.code, 2, bounded=True).run(task)
+    return result, tuple("shared" if yes is None else "rows" if yes else "other" for yes in which)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardfn.curvature.lanczos import top_eig
 from shardfn.curvature.operators import Operator, check_batches, each_of, hvp, must_be_operator
-from shardfn.curvature.vectors import Space, Vector
+from shardfn.curvature.spectra import top_eig
+from shardfn.curvature.vectors import Space, Vector, draws_restored
 from shardfn.optim.hyperparameters import in_range, whole
 from shardfn.transforms.autodiff import name_of
 from shardfn.transforms.shortage import RandomNumbers
@@ -183,13 +183,9 @@ def critical_sharpness(
 
     def loss(rate: float) -> float:
         moved = [x - rate * u for x, u in zip(values, direction, strict=True)] if rate else values
-        before = RandomNumbers(values)
-        random.restore()
-        try:
-            with torch.no_grad():
-                return sum(space.same(f(space.variables.tree(moved), *batch)) for batch in each_of(batches, name, f))
-        finally:
-            before.restore()
+        with draws_restored(values), torch.no_grad():
+            random.restore()
+            return sum(space.same(f(space.variables.tree(moved), *batch)) for batch in each_of(batches, name, f))
 
     start = loss(0.0)
     if not math.isfinite(start):

@@ -69,8 +69,7 @@ def solve(
     Example:
         The natural gradient: ``solve(fisher(model, likelihood, params, batches) / rows, gradient, damping=1e-3).x``
     """
-    must_be_operator("solve", A)
-    A.space.agree("solve", by=by, damping=damping, tolerance=tolerance, products=products, scale=scale)
+    must_be_operator("solve", A, by=by, damping=damping, tolerance=tolerance, products=products, scale=scale)
     if by not in get_args(Method):
         raise ValueError(f"solve: by={by!r}; it is one of {', '.join(map(repr, get_args(Method)))}")
     if (scale is None) is (by == "neumann"):

@@ -15,16 +15,14 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn.curvature.operators import check_batches, each_of, hvp
+from shardfn.curvature.operators import Function, check_batches, each_of, hvp
 from shardfn.curvature.solving import Method, solve
-from shardfn.curvature.vectors import Space, Vector, add_, refuse_derivative
+from shardfn.curvature.vectors import Space, Vector, add_, draws_restored, refuse_derivative
 from shardfn.optim.hyperparameters import whole
 from shardfn.optim.optimizer import Optimizer
 from shardfn.transforms.autodiff import Variables, differentiating, grad, name_of, value_and_grad
 from shardfn.transforms.jvp import jvp
 from shardfn.transforms.shortage import RandomNumbers, versions
-
-Function = Callable[..., Any]
 
 
 def unroll(
@@ -77,8 +75,7 @@ def unroll(
         for begin in begins:
             kept.append(now)
             now = training.steps(now, begin, min(begin + length, count))[-1][0]
-        after = RandomNumbers(_tensors(now))
-        try:
+        with draws_restored(_tensors(now)):
             value, (over, slope) = value_and_grad(outer, (0, 1))(now[0], hyper)
             back = _Back(training, now, over, slope)
             for begin in reversed(begins):
@@ -86,8 +83,6 @@ def unroll(
                 for number in reversed(range(begin, begin + len(each) - 1)):
                     del each[-1]
                     back.over(number, *each[-1])
-        finally:
-            after.restore()
         return value, back.gradients(params, state)
 
     return run
@@ -105,10 +100,7 @@ class _Training:
 
     def draw(self, number: int, now: Any) -> None:
         """Random numbers of a step are the same each time."""
-        if number in self.random:
-            self.random[number].restore()
-        else:
-            self.random[number] = RandomNumbers(_tensors(now))
+        self.random.setdefault(number, RandomNumbers(_tensors(now))).restore()
 
     def first(self, *given: Any) -> Any:
         """The first step, on copies: raises RuntimeError for an optimizer that overwrites."""
@@ -165,9 +157,8 @@ class _Back:
         by_params, by_gradient, self.state = ([next(split) for _ in part.values] for part in parts)
         space = Space(now[0], "unroll")
         training.draw(number, now)
-        product, mixed = _along(
-            training.loss, space, training.hyper, space.tangents(by_gradient), training.batches[number]
-        )
+        v, batch = space.tangents(by_gradient), training.batches[number]
+        product, mixed = _along(training.loss, space, training.hyper, v, batch)
         self.params = add_([x.clone() for x in by_params], space.tangents(space.read(product)))
         self.slope = optree.tree_map(torch.add, self.slope, mixed)
 
@@ -229,8 +220,7 @@ def implicit(
     name = f"implicit of {name_of(loss)}"
     refuse_derivative(_tensors((params, hyper)), name)
     next(each_of(batches, name, loss, before=2))
-    began = RandomNumbers(_tensors(params))
-    try:
+    with draws_restored(_tensors(params)) as began:
         over, slope = grad(outer, (0, 1))(params, hyper)
         began.restore()  # so that all that follows is of one function
         solution = solve(hvp(lambda p, *batch: loss(p, hyper, *batch), params, batches), over, by, **options)
@@ -239,6 +229,4 @@ def implicit(
         for batch in each_of(batches, name):
             _, mixed = _along(loss, space, hyper, v, batch)
             slope = optree.tree_map(torch.sub, slope, mixed)
-    finally:
-        began.restore()
     return slope, solution

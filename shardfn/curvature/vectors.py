@@ -33,6 +33,7 @@ from shardfn.shards.layout import Layout, is_flat
 from shardfn.shards.pieces import Segment, Unit, refuse_complex, units
 from shardfn.transforms.autodiff import Variables, layouts_of, moves
 from shardfn.transforms.fitting import together
+from shardfn.transforms.shortage import RandomNumbers
 
 Vector = list[Tensor]
 Kind = Literal["normal", "signs"]
@@ -53,17 +54,13 @@ class Space:
             raise ValueError(f"{name}: the parameters have no leaf with a gradient: all are frozen, or no numbers")
         nodes, self._tree = _flat(params)
         self._moving = [moves(*(x.values, x.layout) if is_flat(x) else (x, None)) for x in nodes]
-        places = [None if layout is None else layout.placement.tiers for layout in layouts_of(params)]
-        if any(place is not None and place.params != "device" for place in places):
+        if any(layout is not None and layout.placement.tiers.params != "device" for layout in layouts_of(params)):
             raise NotImplementedError(
                 f"{name}: parameters on the host or on disk; its products need them on the device"
             )
-        self.units = units(self.variables.gradient([_own(x, at) for x, at in self._each()]))
+        pairs = zip(self.variables.values, self.variables.layouts, strict=True)
+        self.units = units(self.variables.gradient([_own(x, layout) for x, layout in pairs]))
         refuse_complex(self.units, name)
-
-    def _each(self) -> Iterator[tuple[Tensor, Layout | None]]:
-        values = [x.detach() for x in self.variables.values]
-        return zip(values, self.variables.layouts, strict=True)
 
     @property
     def like(self) -> Vector:
@@ -222,9 +219,8 @@ class Space:
 
     def _units(self, vector: Vector) -> Any:
         values = iter(vector)
-        return self.units._replace(
-            each=[u._replace(values=next(values)) if u.trainable else u for u in self.units.each]
-        )
+        each = [u._replace(values=next(values)) if u.trainable else u for u in self.units.each]
+        return self.units._replace(each=each)
 
     def drawn(self, kind: Kind, seed: int, number: int) -> Vector:
         """A random vector: standard normal numbers, or 1 and -1 alike.
@@ -248,6 +244,16 @@ def refuse_derivative(tensors: Sequence[Tensor], name: str) -> None:
             f"wrong, as both are constants. If that is meant, detach them, or call it under torch.no_grad() and "
             f"outside of transforms; else write sf.jvp(sf.grad(loss), ...)"
         )
+
+
+@contextlib.contextmanager
+def draws_restored(tensors: Sequence[Tensor]) -> Iterator[RandomNumbers]:
+    """A context that leaves torch's generators, of these tensors' devices too, as they were; gives their state."""
+    before = RandomNumbers(tensors)
+    try:
+        yield before
+    finally:
+        before.restore()
 
 
 def _flat(tree: Any) -> tuple[list[Any], Any]:

@@ -6,10 +6,9 @@ All private parts of `transformers` that this package uses are used here: the ru
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from shardfn.checkpoint.team import CheckpointError
+from shardfn.compat.replacing import replaced
 from shardfn.interop.lazy_tensors import Assembled, Computed, lazy
 
 
@@ -127,23 +127,12 @@ def write_settings(module: Any, folder: Path) -> None:
             f"{type(module).__name__} has adapters or quantized weights of transformers' own, which are saved by its "
             f"own save_pretrained"
         )
-    with _no_bar():
+    from transformers.utils import logging
+
+    with replaced(logging, _tqdm_active=False):  # no bar; the public switch would also hide those of the hub
         module.save_pretrained(folder, state_dict={})
     for file in folder.glob("*.safetensors"):
         file.unlink()
-
-
-@contextlib.contextmanager
-def _no_bar() -> Iterator[None]:
-    """Hides the progress bar of writing no tensors; the public switch would also hide those of the hub."""
-    from transformers.utils import logging
-
-    theirs: Any = logging
-    shown, theirs._tqdm_active = theirs._tqdm_active, False
-    try:
-        yield
-    finally:
-        theirs._tqdm_active = shown
 
 
 def _single(x: Any) -> Assembled:

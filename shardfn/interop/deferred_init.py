@@ -81,7 +81,7 @@ def meta() -> Iterator[None]:
     thread, replacements = threading.get_ident(), WeakTensorKeyDictionary()
 
     def without_values(module: nn.Module, name: str, p: nn.Parameter) -> nn.Parameter | None:
-        plain = type(p) is nn.Parameter or type(p) is dynamo.fake_tensors()
+        plain = type(p) is nn.Parameter or type(p) is dynamo.FAKE
         if threading.get_ident() != thread or p.is_meta or not plain:
             return None  # lazy parameters, whose shapes are not known yet, are among these
         if p not in replacements:  # two names for one parameter stay one

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardfn.compat import functorch, parametrize
+from shardfn.compat import functorch, replacing
 from shardfn.compat.autograd import storage_of
 from shardfn.interop.placeholder import Part, Slot, left_in, placed
 from shardfn.interop.tensor_checks import Following, Region
@@ -166,7 +166,7 @@ def uncached(module: nn.Module) -> Callable[[], Any]:
     """
     kind = nn.utils.parametrize.ParametrizationList
     parametrised = any(isinstance(m, kind) or hasattr(m, "_activate_lora") for m in module.modules())
-    return parametrize.lent if parametrised else contextlib.nullcontext
+    return replacing.lent if parametrised else contextlib.nullcontext
 
 
 # --- adapters ---

@@ -6,11 +6,12 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardfn.compat import autograd, dynamo
+from shardfn.compat.replacing import replaced
 from shardfn.debugging import debugging
 from shardfn.mesh import callsites, lanes
 from shardfn.mesh.axes import Axes, axis_of, device_of, grid_of, known_axes, mesh_numbered
@@ -180,14 +181,9 @@ def mesh_of(grid: Grid, where: str) -> DeviceMesh:
     return mesh
 
 
-@contextlib.contextmanager
-def independent_along(names: tuple[str, ...]) -> Iterator[None]:
+def independent_along(names: tuple[str, ...]) -> Any:
     """A context in which ranks along these axes run their own part of a program, as pipeline stages do."""
-    before, _scope.independent = _scope.independent, (*_scope.independent, *names)
-    try:
-        yield
-    finally:
-        _scope.independent = before
+    return replaced(_scope, independent=(*_scope.independent, *names))
 
 
 def independent_axes() -> tuple[str, ...]:

@@ -4,15 +4,14 @@ Imports `shards`, `collectives`, `quant`, `mesh` and `compat`.
 """
 
 from shardfn.optim.adafactor import adafactor
-from shardfn.optim.elementwise import adam, adamw, adamw8bit, lion, lion8bit, sgd
+from shardfn.optim.elementwise import Sophia, adam, adamw, adamw8bit, lion, lion8bit, sgd, sophia
+from shardfn.optim.hyperparameters import linear, warmup_cosine, wsd
 from shardfn.optim.kfac import Kfac, kfac
 from shardfn.optim.muon import muon
 from shardfn.optim.norms import Norms, clip_by_global_norm, clip_by_value, global_norm, norms, vdot
 from shardfn.optim.optimizer import Optimizer, Transform, chain, shard_state
 from shardfn.optim.precision import loss_scaled, master, stochastic_rounding
-from shardfn.optim.schedules import linear, warmup_cosine, wsd
 from shardfn.optim.shampoo import kl_shampoo, shampoo, soap
-from shardfn.optim.sophia import Sophia, sophia
 from shardfn.optim.torch import from_torch
 from shardfn.optim.wrappers import accumulate, ema, finite, masked, skip_nonfinite
 from shardfn.shards.pieces import Piece

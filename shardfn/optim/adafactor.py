@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from shardfn.optim.differentiable import filled, lent, numbered, refuse_overwriting
-from shardfn.optim.elementwise import Schedule
-from shardfn.optim.hyperparameters import at_step, check, constants
+from shardfn.optim.hyperparameters import Schedule, begun, check, constants
 from shardfn.optim.norms import squares, totals, wide
 from shardfn.optim.optimizer import Optimizer, Rule, of_rule
 from shardfn.optim.state_offload import on_whole
@@ -119,9 +118,8 @@ def _optimizer(moments: Any, numbers: dict[str, Any], eps: float | None, donate:
         return {"step": 0, "numbers": constants(numbers), "square": moments.init(leaves)}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        count, leaves = state["step"] + 1, units(params)
-        now = numbers | state["numbers"]
-        now["lr"] = at_step(now["lr"], count)
+        count, now = begun(numbers, state)
+        leaves = units(params)
         gs = [grad for _, grad in pairs(leaves, grads)]
         if donate:
             refuse_overwriting("adafactor", params, grads, state)

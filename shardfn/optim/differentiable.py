@@ -104,10 +104,14 @@ def _taped(x: Tensor) -> bool:
     return any(kind in ("gradient", "tangent") for _, kind in functorch.followed(x))
 
 
-def lerped(xs: list[Tensor], ys: list[Tensor], weight: float) -> list[Tensor]:
-    """`x + weight * (y - x)` of each pair."""
+def lerped(xs: list[Tensor], ys: list[Tensor], weight: float, donate: bool = False) -> list[Tensor]:
+    """`x + weight * (y - x)` of each pair; overwrites x with `donate`."""
     if functorch.inside_transform():  # where torch has no such operation on several tensors
-        return [torch.lerp(x, y, weight) for x, y in zip(xs, ys, strict=True)]
+        new = [(x, torch.lerp(x, y, weight)) for x, y in zip(xs, ys, strict=True)]
+        return [x.copy_(z) if donate else z for x, z in new]
+    if donate:
+        torch._foreach_lerp_(xs, ys, weight)
+        return xs
     return list(torch._foreach_lerp(xs, ys, weight))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardfn.compat.trusted import trusted
-from shardfn.optim.state_dtype import Coded, Opened, Stored
+from shardfn.optim.state_dtype import Coded, Opened
 from shardfn.quant import codes
 from shardfn.quant.fused import DTYPES, difference, fits, tables
 from shardfn.shards.blocks import BLOCK, Run, Runs
@@ -18,7 +18,6 @@ from shardfn.shards.pieces import units
 
 SLOTS = "mean", "square"
 ULPS = 8  # of float32: each of the two ways rounds at most eight times by half of one
-InPlace = Callable[..., None]
 
 
 class AdamW:
@@ -31,7 +30,7 @@ class AdamW:
     other; but one may be inf, and the other nan.
     """
 
-    def __init__(self, in_place: InPlace) -> None:
+    def __init__(self, in_place: Callable[..., None]) -> None:
         self._in_place = in_place
 
     def takes(self, columns: Sequence[Tensor]) -> bool:
@@ -65,20 +64,15 @@ class AdamW:
             else:
                 rate = torch.full((), float(rate), dtype=torch.float32, device=p.device)
             biases = 1 - n["b1"] ** step, math.sqrt(1 - n["b2"] ** step)
-            numbers = rate, n["b1"], 1 - n["b1"], n["b2"], 1 - n["b2"], *biases, n["eps"], n["weight_decay"]
+            given = rate, n["b1"], 1 - n["b1"], n["b2"], 1 - n["b2"], *biases, n["eps"], n["weight_decay"]
+            numbers = [x if isinstance(x, Tensor) else float(x) for x in given]
             both = [tables(code, p.device) for code in (codes.dynamic, codes.positive)]
             for run in part:
                 at = slice(run.start - part[0].start, run.stop - part[0].start)
                 of = slice(run.at - part[0].at, run.at - part[0].at + run.blocks)
                 each = [x[of if i in (3, 5) else at] for i, x in enumerate(columns)]
                 known = [x for table in both for x in (table.numbers, table.bounds)]
-                kernels.adamw(
-                    each,
-                    [x[at] for x in out],
-                    known,
-                    [x if isinstance(x, Tensor) else float(x) for x in numbers],
-                    BLOCK,
-                )
+                kernels.adamw(each, [x[at] for x in out], known, numbers, BLOCK)
         torch.autograd.graph.increment_version([p, *([] if out else columns[2:])])
         return out
 
@@ -91,7 +85,7 @@ class AdamW:
         self._twin(theirs, part, 3, numbers)
         said = _far(old, ours[0], theirs[0])
         for i, slot in enumerate(SLOTS):
-            pairs = [_decoded(slot, x[2 + 2 * i], x[3 + 2 * i], part) for x in (ours, theirs)]
+            pairs = [Coded().opened(slot, (x[2 + 2 * i], x[3 + 2 * i]), part) for x in (ours, theirs)]
             finite = pairs[1].isfinite()
             said = said or difference(f"the {slot}", *map(_one_nan, pairs))
             said = said or difference(f"the code of the {slot}", *(x[2 + 2 * i][finite] for x in (ours, theirs)))
@@ -100,7 +94,7 @@ class AdamW:
 
     def _twin(self, columns: Sequence[Tensor], part: Runs, step: int, numbers: dict[str, Any]) -> None:
         p, g, *stored = columns
-        slots = [_decoded(slot, stored[2 * i], stored[2 * i + 1], part) for i, slot in enumerate(SLOTS)]
+        slots = [Coded().opened(slot, (stored[2 * i], stored[2 * i + 1]), part) for i, slot in enumerate(SLOTS)]
         moving = p.float()
         self._in_place([moving], [g.float()], [[x] for x in slots], step, numbers)
         p.copy_(moving)
@@ -112,11 +106,6 @@ class AdamW:
 def _one_nan(x: Tensor) -> Tensor:
     """The numbers, with nan for any that is not finite: of an infinite gradient, some of torch's kernels make nan."""
     return torch.where(x.isfinite(), x, torch.nan)
-
-
-def _decoded(slot: str, of_codes: Tensor, scales: Tensor, part: Runs) -> Tensor:
-    stored: Stored = of_codes, scales
-    return Coded().opened(slot, stored, part)
 
 
 def _samples(dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], Runs]:

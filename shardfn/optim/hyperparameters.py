@@ -1,40 +1,31 @@
-"""Checks of the numbers that an optimizer is given."""
+"""The numbers that an optimizer is given: how they are checked, and learning rates as functions of the step number.
+
+The step number begins at 1. It may be a 0-d tensor, as in a captured step; then the rate is one.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import math
-from collections.abc import Container
+from collections.abc import Callable, Container
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+Schedule = Callable[[Any], Any]
 # Lower bound, upper bound, and whether each bound is included, as interval brackets.
+NOT_NEGATIVE = "lr", "eps", "weight_decay", "least", "peak", "end", "tolerance"
+POSITIVE = "gamma", "ridge", "exponent", "damping", "initial", "clip", "limit", "scale", "rate"
 RANGES: dict[str, tuple[float, float, str]] = {
-    "lr": (0, math.inf, "[)"),
+    **dict.fromkeys(NOT_NEGATIVE, (0, math.inf, "[)")),
+    **dict.fromkeys(POSITIVE, (0, math.inf, "()")),
+    **dict.fromkeys(("b1", "b2"), (0, 1, "[)")),
     "momentum": (0, 1, "[]"),
-    "b1": (0, 1, "[)"),
-    "b2": (0, 1, "[)"),
-    "eps": (0, math.inf, "[)"),
-    "gamma": (0, math.inf, "()"),
-    "ridge": (0, math.inf, "()"),
-    "exponent": (0, math.inf, "()"),
-    "damping": (0, math.inf, "()"),
-    "initial": (0, math.inf, "()"),
-    "weight_decay": (0, math.inf, "[)"),
-    "clip": (0, math.inf, "()"),
-    "least": (0, math.inf, "[)"),
-    "limit": (0, math.inf, "()"),
-    "peak": (0, math.inf, "[)"),
-    "end": (0, math.inf, "[)"),
-    "scale": (0, math.inf, "()"),
     "growth": (1, math.inf, "[)"),
     "backoff": (0, 1, "(]"),
-    "tolerance": (0, math.inf, "[)"),
-    "rate": (0, math.inf, "()"),
 }
 DECAYS = {"adafactor": (-math.inf, 0.0, "(]"), "ema": (0.0, 1.0, "[]")}
 
@@ -92,6 +83,12 @@ def constants(numbers: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in numbers.items() if not callable(value)}
 
 
+def begun(numbers: dict[str, Any], state: Any) -> tuple[Any, dict[str, Any]]:
+    """The number of the step that begins, and its numbers: rules, what the state keeps, and this step's rate."""
+    count, now = state["step"] + 1, numbers | state["numbers"]
+    return count, now | {"lr": at_step(now["lr"], count)}
+
+
 def at_step(value: Any, step: Any) -> Any:
     """A learning rate, or what a schedule returns for a step; one that is a tensor it gets as float64.
 
@@ -137,3 +134,99 @@ def kind(value: Any) -> str:
 
 def _short(value: Any) -> str:
     return repr(value) if isinstance(value, (str, bool, bytes, complex, float)) or value is None else "..."
+
+
+# --- learning rates as functions of the step number ---
+
+
+def warmup_cosine(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> Schedule:
+    """A schedule: linear from 0 to `peak` over `warmup` steps, then half a cosine down to `end`.
+
+    Args:
+        peak: the learning rate at step `warmup`, 0 or more.
+        warmup: steps, 0 or more.
+        steps: steps of the whole run, at least `warmup`; after them the rate stays at `end`.
+        end: the learning rate at step `steps`, 0 or more.
+
+    Returns:
+        A function of the step number.
+
+    Raises:
+        TypeError, ValueError: an argument is not a number, or out of its range.
+
+    Sources: Loshchilov and Hutter, SGDR: stochastic gradient descent with warm restarts (2017), equation 5.
+
+    Example:
+        ``adamw(warmup_cosine(3e-4, warmup=100, steps=10_000))``
+    """
+    _check_schedule("warmup_cosine", peak, end, {"warmup": warmup, "steps": steps})
+
+    def rate(step: Any) -> Any:
+        if isinstance(step, Tensor):
+            progress_there = ((step - warmup) / max(steps - warmup, 1)).clamp(max=1.0)
+            falling = end + (peak - end) * (1 + torch.cos(math.pi * progress_there)) / 2
+            return torch.where(step < warmup, peak * step / max(warmup, 1), falling)
+        if step < warmup:
+            return peak * step / warmup
+        progress = min((step - warmup) / max(steps - warmup, 1), 1.0)
+        return end + (peak - end) * (1 + math.cos(math.pi * progress)) / 2
+
+    return rate
+
+
+def linear(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> Schedule:
+    """A schedule: linear from 0 to `peak` over `warmup` steps, then linear down to `end` at step `steps`.
+
+    Also called `warmup_linear`. Arguments, result and errors are those of `warmup_cosine`.
+
+    Example:
+        ``adamw(warmup_linear(3e-4, warmup=100, steps=10_000, end=3e-5))``
+    """
+    _check_schedule("linear", peak, end, {"warmup": warmup, "steps": steps})
+    return wsd(peak, warmup=warmup, decay=steps - warmup, steps=steps, end=end)
+
+
+def wsd(peak: float, *, warmup: int, decay: int, steps: int, end: float = 0.0) -> Schedule:
+    """A warmup-stable-decay schedule: linear to `peak`, constant, linear to `end` over the last `decay` steps.
+
+    Args:
+        peak: the learning rate between warmup and decay, 0 or more.
+        warmup: steps, 0 or more.
+        decay: steps, 0 or more.
+        steps: steps of the whole run, at least `warmup + decay`; after them the rate stays at `end`.
+        end: the last learning rate, 0 or more.
+
+    Returns:
+        A function of the step number.
+
+    Raises:
+        TypeError, ValueError: an argument is not a number, or out of its range.
+
+    Sources: Hu et al., MiniCPM (2024), section 4.2.
+
+    Example:
+        ``adamw(wsd(3e-4, warmup=100, decay=2000, steps=10_000))``
+    """
+    _check_schedule("wsd", peak, end, {"warmup": warmup, "decay": decay, "steps": steps})
+
+    def rate(step: Any) -> Any:
+        if isinstance(step, Tensor):
+            rest = (steps - step).clamp(min=0)
+            falling = torch.where(rest >= decay, peak, end + (peak - end) * rest / max(decay, 1))
+            return torch.where(step < warmup, peak * step / max(warmup, 1), falling)
+        if step < warmup:
+            return peak * step / warmup
+        left = max(steps - step, 0)
+        return peak if left >= decay else end + (peak - end) * left / decay
+
+    return rate
+
+
+def _check_schedule(name: str, peak: float, end: float, counts: dict[str, int]) -> None:
+    check(name, {"peak": peak, "end": end})
+    for key, value in counts.items():
+        whole(name, key, value, 0)
+    *parts, steps = counts.values()
+    if sum(parts) > steps:
+        kinds = " and ".join(list(counts)[:-1])
+        raise ValueError(f"{name}: {sum(parts)} steps of {kinds} do not fit into steps={steps}")

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from shardfn.collectives.agree import agree
 from shardfn.mesh.selectors import Which
-from shardfn.optim.elementwise import Schedule, adamw
-from shardfn.optim.hyperparameters import at_step, check, constants, kind, whole
-from shardfn.optim.norms import dots, wide
+from shardfn.optim.elementwise import adamw
+from shardfn.optim.hyperparameters import Schedule, begun, check, constants, kind, whole
+from shardfn.optim.norms import dots
 from shardfn.optim.optimizer import Optimizer, Rule
 from shardfn.optim.owners import (
     Block,
+    all_remembered,
     as_matrix,
     as_owner,
     blocks,
@@ -30,8 +31,6 @@ from shardfn.optim.owners import (
     moved,
     on_owner,
     owned,
-    owners,
-    remembered,
     work,
 )
 from shardfn.optim.shampoo import inverse_power, refuse_derivative
@@ -165,11 +164,9 @@ def kfac(
         leaves = units(params)
         refuse_complex(leaves, "kfac")
         each = [unit for unit in leaves.each if unit.trainable]
-        owner = owners(each, work)
-        rows = [(unit, block) for unit in each for block in blocks(unit)]
-        if flat := [block.path for _, block in rows if len(block.whole) < 2]:
+        if flat := [block.path for unit in each for block in blocks(unit) if len(block.whole) < 2]:
             raise ValueError(f"kfac: which= chose {listed(flat)}, of fewer than two dimensions: matrices have factors")
-        kept = {b.name: remembered(unit, b, owner[b], _kept(b), wide(unit.values)) for unit, b in rows}
+        kept = all_remembered(each, _kept, work)
         counts = {"step": 0, "estimates": 0}
         return counts | {"numbers": constants(numbers), "momentum": zeros_like(params), "blocks": kept}
 
@@ -190,15 +187,14 @@ def kfac(
         return state | {"chosen": own | {"estimates": count, "blocks": placed(kept)}}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        count, leaves = state["step"] + 1, units(params)
+        count, now = begun(numbers, state)
+        leaves = units(params)
         refuse_derivative("kfac", count, params, grads, state)
         if not state["estimates"]:
             raise RuntimeError(
                 "kfac: there are no factors before the first estimate: state = optimizer.estimate(curvature.grams("
                 "losses, params, [batch], outputs=True), state)"
             )
-        now = numbers | state["numbers"]
-        now["lr"] = at_step(now["lr"], count)
         momenta, values = leaves.beside(state["momentum"]), [unit.values for unit in leaves.each]
         each = {i: g for i, (unit, g) in enumerate(pairs(leaves, grads)) if unit.trainable}
         present = {i: g for i, g in each.items() if g is not None}

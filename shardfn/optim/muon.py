@@ -8,15 +8,12 @@ import torch
 from torch import Tensor
 
 from shardfn.optim.differentiable import lerped, refuse_overwriting
-from shardfn.optim.elementwise import Schedule
-from shardfn.optim.hyperparameters import at_step, check, constants, whole
+from shardfn.optim.hyperparameters import Schedule, begun, check, constants, whole
 from shardfn.optim.optimizer import Optimizer, Rule
-from shardfn.optim.owners import Block, moved, on_everyone, on_owner
+from shardfn.optim.owners import moved, on_everyone, on_owner
 from shardfn.optim.state_offload import on_whole
 from shardfn.shards.boxes import Ints
 from shardfn.shards.pieces import Unit, pairs, refuse_complex, units, zeros_like
-
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def muon(
@@ -66,9 +63,6 @@ def muon(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"muon: dtype={dtype!r}; it is a floating dtype, or None for the gradient's")
 
-    def orthogonalize(_: Block, x: Tensor) -> Tensor:
-        return orthogonalised(x, iterations, dtype)
-
     def init(params: Any) -> Any:
         refuse_complex(units(params), "muon")
         for unit in units(params).each:
@@ -76,9 +70,8 @@ def muon(
         return {"step": 0, "numbers": constants(numbers), "momentum": zeros_like(params)}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        count, leaves = state["step"] + 1, units(params)
-        now = numbers | state["numbers"]
-        now["lr"] = at_step(now["lr"], count)
+        count, now = begun(numbers, state)
+        leaves = units(params)
         momenta = leaves.beside(state["momentum"])
         present = {i: grad for i, (_, grad) in enumerate(pairs(leaves, grads)) if grad is not None}
         moving, gs = list(present), list(present.values())
@@ -88,15 +81,14 @@ def muon(
             refuse_overwriting("muon", params, grads, state)
         with torch.set_grad_enabled(not donate and torch.is_grad_enabled()):
             ms = [momenta[i] for i in moving]
-            averages = ms if donate else lerped(ms, gs, 1 - now["momentum"])
-            if donate:
-                torch._foreach_lerp_(ms, gs, 1 - now["momentum"])
+            averages = lerped(ms, gs, 1 - now["momentum"], donate)
             updates = lerped(gs, averages, now["momentum"]) if nesterov else list(averages)
             chosen = [leaves.each[i] for i in moving]
-            orthogonal = (on_owner if donate else on_everyone)(chosen, updates, orthogonalize, cost, dtype)
+            with_whole = on_owner if donate else on_everyone
+            orthogonal = with_whole(chosen, updates, lambda _, x: orthogonalised(x, iterations, dtype), cost, dtype)
             values = [unit.values for unit in leaves.each]
             for i, unit, o, m in zip(moving, chosen, orthogonal, averages, strict=True):
-                values[i], momenta[i] = moved(unit, o, now, donate, _scale), m
+                values[i], momenta[i] = moved(unit, o, now, donate, lambda s: max(1.0, s[0] / s[1]) ** 0.5), m
         new_params = params if donate else leaves.like(values)
         return new_params, state | {"step": count, "momentum": leaves.like(momenta)}
 
@@ -114,13 +106,9 @@ def _refuse(unit: Unit) -> None:
             )
 
 
-def _scale(shape: Ints) -> float:
-    return max(1.0, shape[0] / shape[1]) ** 0.5
-
-
 def orthogonalised(x: Tensor, iterations: int, dtype: torch.dtype | None) -> Tensor:
     """`[..., r, c]` matrices with the same singular vectors, and singular values of about 1."""
-    a, b, c = COEFFICIENTS
+    a, b, c = 3.4445, -4.7750, 2.0315
     y = x.to(dtype or x.dtype)
     tall = y.shape[-2] > y.shape[-1]
     y = y.mT if tall else y

@@ -6,6 +6,7 @@ ranks that hold the same parameter whole. There is one reduction for each set of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,11 +63,8 @@ def norms(tree: Any) -> Norms:
     parameters, stages = dict(zip(stage_of, values, strict=True)), dict.fromkeys(stage_of.values(), 0.0)
     for name, stage in stage_of.items():
         stages[stage] += parameters[name]
-    return Norms(
-        sum(values) ** 0.5,
-        {name: value**0.5 for name, value in stages.items()},
-        {name: value**0.5 for name, value in parameters.items()},
-    )
+    by_name = [{name: value**0.5 for name, value in each.items()} for each in (stages, parameters)]
+    return Norms(sum(values) ** 0.5, *by_name)
 
 
 def global_norm(tree: Any) -> Tensor:
@@ -222,12 +220,7 @@ def clip_by_value(limit: float, *, donate: bool = True) -> Transform:
 
 def scaled(name: str, tree: Any, factor: Tensor | float, donate: bool) -> Any:
     """A tree times a number or a 0-d tensor; each tensor keeps its dtype."""
-    moved: dict[torch.device, Tensor | float] = {}
-
-    def at(device: torch.device) -> Any:
-        if device not in moved:
-            moved[device] = factor.to(device) if isinstance(factor, Tensor) else factor
-        return moved[device]
+    at = functools.cache(lambda device: factor.to(device) if isinstance(factor, Tensor) else factor)
 
     def scale(xs: list[Tensor]) -> None:
         if functorch.inside_transform():  # vmap has no rule for lists

@@ -30,6 +30,7 @@ from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import mesh_of, scope_of
 from shardfn.mesh.spec import P, dotted, joined
 from shardfn.optim.differentiable import filled, numbered, tied
+from shardfn.optim.norms import wide
 from shardfn.optim.optimizer import of_rule
 from shardfn.shards.boxes import Box, Ints, boxes, whole
 from shardfn.shards.layout import FlatShard, Layout, Range, is_flat, lay
@@ -133,7 +134,7 @@ def on_everyone(
             if matrix.path in segments:
                 segment = segments[matrix.path]
                 part = None if matrix.layout is None else matrix.held(process_groups.global_rank())
-                own = result if part is None else _block(result, part)
+                own = result if part is None else result[Box(part.corner, part.shape).within(matrix.box)]
                 rows[matrix.path] = own.reshape(-1)[segment.first : segment.first + segment.stop - segment.start]
         results.append(filled(torch.zeros_like(tensor), unit, (rows[segment.path] for segment in unit.filled), ties))
     return results
@@ -274,11 +275,20 @@ def as_matrix(shape: Ints) -> Ints:
     return (shape[0], math.prod(shape[1:])) if len(shape) > 2 else shape
 
 
-def remembered(unit: Unit, block: Block, owner: int, shapes: Any, dtype: torch.dtype) -> Any:
-    """Zeros of these shapes, a tree of tuples, that only the owner of a block holds: a flat shard.
+def all_remembered(
+    units: Sequence[Unit], shapes: Callable[[Block], Any], cost: Cost, most: int | None = None
+) -> dict[str, Any]:
+    """What `remembered` gives for each block of these units, by its name."""
+    owner = owners(units, cost, most)
+    return {b.name: remembered(unit, b, owner[b], shapes(b)) for unit in units for b in blocks(unit, most)}
+
+
+def remembered(unit: Unit, block: Block, owner: int, shapes: Any) -> Any:
+    """Zeros of these shapes, a tree of tuples, in float32 or wider, that only the owner of a block holds: a flat shard.
 
     With a block of a plain tensor, a tree of tensors, which every rank holds.
     """
+    dtype = wide(unit.values)
     if block.layout is None:
         return optree.tree_map(lambda shape: unit.values.new_zeros(shape, dtype=dtype), shapes, is_leaf=_ints)
     accessors, sizes, tree = optree.tree_flatten_with_accessor(shapes, is_leaf=_ints)
@@ -345,9 +355,8 @@ def _on_owner(
     (grid, axes), layout = block.among, block.layout
     assert grid is not None, "what has an owner lies on a mesh"
     assert layout is not None, "what has an owner lies on a mesh"
-    parts = [
-        (joined(block.name, path), (i,), shape, P()) for i, (path, shape) in enumerate(zip(paths, shapes, strict=True))
-    ]
+    rows = enumerate(zip(paths, shapes, strict=True))
+    parts = [(joined(block.name, path), (i,), shape, P()) for i, (path, shape) in rows]
     at = tuple((axis, grid.index(owner, axis)) for axis in axes)
     return lay(block.name, tree, parts, dtype, True, Placement(only_at=at, tiers=layout.placement.tiers), grid)
 
@@ -483,20 +492,12 @@ def _exchanged(
     """Exchanges elements; returns what the peers sent: index of a block, part, and its elements in their shape."""
     sizes = [sum(x.numel() for x in to) for to in outgoing]
     expected = [sum(part.common.numel for _, part in shares) for shares in incoming]
-    flat, exchange = (
-        torch.cat([like, *(x.reshape(-1) for to in outgoing for x in to)]),
-        _Exchange(sizes, expected, peers),
-    )
+    flat = torch.cat([like, *(x.reshape(-1) for to in outgoing for x in to)])
+    exchange = _Exchange(sizes, expected, peers)
     (received,) = run(exchange, [flat]) if dispatch.in_graph() else exchange.finish(exchange.start([flat]))
     parts = [share for shares in incoming for share in shares]
     pieces = received.split([part.common.numel for _, part in parts])
     return [(n, part, x.view(part.common.sizes)) for (n, part), x in zip(parts, pieces, strict=True)]
-
-
-def _block(whole: Tensor, part: Range) -> Tensor:
-    """The block of a matrix in which the range `part` lies: the value that a rank computes with."""
-    (row, column), (rows, columns) = part.corner, part.shape
-    return whole[row : row + rows, column : column + columns]
 
 
 def _whole(matrix: Block, segments: dict[str, Any], update: Tensor) -> Tensor:
@@ -506,13 +507,11 @@ def _whole(matrix: Block, segments: dict[str, Any], update: Tensor) -> Tensor:
     part = matrix.held(process_groups.global_rank())
     if part is not None and matrix.path in segments:
         segment = segments[matrix.path]
-        block = torch.nn.functional.pad(
-            update.reshape(-1)[segment.start : segment.stop], (part.start, part.shape[0] * part.shape[1] - part.stop)
-        ).view(part.shape)
+        own, rest = update.reshape(-1)[segment.start : segment.stop], math.prod(part.shape) - part.stop
+        block = torch.nn.functional.pad(own, (part.start, rest)).view(part.shape)
         (row, column), (rows, columns) = part.corner, part.shape
-        full = torch.nn.functional.pad(
-            block, (column, matrix.whole[1] - column - columns, row, matrix.whole[0] - row - rows)
-        )
+        below, beside = matrix.whole[0] - row - rows, matrix.whole[1] - column - columns
+        full = torch.nn.functional.pad(block, (column, beside, row, below))
     cut = matrix.layout.cut_axes(matrix.entry)
     if not cut:
         return full

@@ -43,11 +43,8 @@ def closed(
         return [refusing(x, x.detach().to(dtype)) for x in numbers]
     first = numbers[0]
     said = f"shardfn's kernel to round {first.dtype} at random"
-    if (
-        first.dtype in DTYPES
-        and fits(*numbers)
-        and trusted(said, first.device, lambda: _check(first.dtype, first.device))
-    ):
+    runs = first.dtype in DTYPES and fits(*numbers)
+    if runs and trusted(said, first.device, lambda: _check(first.dtype, first.device)):
         return [_by_kernel(unit, start, stop, x, i, salt) for i, x in enumerate(numbers)]
     draws = drawn(unit, start, stop, len(numbers), salt)
     return [refusing(x, rounded(x.detach(), dtype, draw)) for x, draw in zip(numbers, draws, strict=True)]
@@ -177,21 +174,15 @@ class _Refusing(torch.autograd.Function):
         pass
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        _refuse()
+    def backward(ctx: Any, *given: Any) -> Any:
+        raise NotImplementedError(REFUSED)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        _refuse()
+    jvp = backward
 
     @staticmethod
     def vmap(info: Any, dims: Any, x: Tensor, kept: Tensor) -> Any:
         """One call for the whole batch."""
         return _Refusing.apply(x if dims[0] is None else x.movedim(dims[0], 0), kept), dims[1]  # type: ignore[no-untyped-call]
-
-
-def _refuse() -> None:
-    raise NotImplementedError(REFUSED)
 
 
 REFUSED = (

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from shardfn.optim.differentiable import refuse_overwriting
-from shardfn.optim.elementwise import Schedule, adamw
-from shardfn.optim.hyperparameters import at_step, check, check_rule, constants, whole
-from shardfn.optim.norms import wide
+from shardfn.optim.elementwise import adamw
+from shardfn.optim.hyperparameters import Schedule, begun, check, check_rule, constants, whole
 from shardfn.optim.optimizer import Optimizer, Rule
-from shardfn.optim.owners import Block, as_owner, blocks, eigh, moved, on_owner, owners, remembered
+from shardfn.optim.owners import Block, all_remembered, as_owner, eigh, moved, on_owner
 from shardfn.optim.state_offload import on_whole
 from shardfn.optim.wrappers import masked
 from shardfn.shards.boxes import Ints
@@ -261,17 +260,14 @@ def _optimizer(
     def init(params: Any) -> Any:
         refuse_complex(units(params), name)
         each = _trained(units(params))
-        owner = owners(each, cost, most)
-        pairs_of = [(unit, block) for unit in each for block in blocks(unit, most)]
-        kept = {b.name: remembered(unit, b, owner[b], _kept(b, squares), wide(unit.values)) for unit, b in pairs_of}
+        kept = all_remembered(each, lambda block: _kept(block, squares), cost, most)
         counts = {path: 0 for unit in each for _, path, _ in spread(unit)}
         return {"step": 0, "numbers": constants(numbers), "counts": counts, "blocks": kept}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        count, leaves = state["step"] + 1, units(params)
+        count, now = begun(numbers, state)
+        leaves = units(params)
         refuse_derivative(name, count, params, grads, state)
-        now = numbers | state["numbers"]
-        now["lr"] = at_step(now["lr"], count)
         each = _trained(leaves)
         gs = [grad for unit, grad in pairs(leaves, grads) if unit.trainable]
         counts, rates = dict(state["counts"]), {}

@@ -23,6 +23,7 @@ from shardfn.compat import dispatch, process_groups
 from shardfn.mesh import waiting
 from shardfn.mesh.scope import mesh_of, scope, scope_of
 from shardfn.optim.differentiable import differentiable, share_memory
+from shardfn.optim.state_offload import Init, Step
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.tiers import copying, placing
 from shardfn.tiers.placing import brought
@@ -30,8 +31,6 @@ from shardfn.tiers.placing import brought
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Init = Callable[[Any], Any]
-Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 Finer = Callable[[Layout], Layout]
 
 
@@ -45,7 +44,7 @@ def divides_init(init: Init, finer: Finer = divided) -> Init:
 
     @functools.wraps(init)
     def wrapped(params: Any) -> Any:
-        return init(_parts(params, finer) if _any(params, finer) else params)
+        return init(_parts(params, finer))
 
     return wrapped
 
@@ -55,7 +54,8 @@ def divides_step(step: Step, finer: Finer = divided) -> Step:
 
     @functools.wraps(step)
     def wrapped(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        if not _any(params, finer):
+        nodes = optree.tree_leaves(params, is_leaf=is_flat)
+        if not any(is_flat(node) and finer(node.layout) != node.layout for node in nodes):
             return step(params, grads, state)
         parts = _parts(params, finer)
         before = [_version(node) for node in optree.tree_leaves(parts, is_leaf=is_flat)]
@@ -63,12 +63,6 @@ def divides_step(step: Step, finer: Finer = divided) -> Step:
         return _gathered(params, parts, before, new_parts, finer), state
 
     return wrapped
-
-
-def _any(params: Any, finer: Finer) -> bool:
-    return any(
-        is_flat(node) and finer(node.layout) != node.layout for node in optree.tree_leaves(params, is_leaf=is_flat)
-    )
 
 
 def _parts(params: Any, finer: Finer) -> Any:
@@ -85,13 +79,9 @@ def _gradients(params: Any, grads: Any, finer: Finer) -> Any:
             return grad
         values = grad.values if is_flat(grad) else grad
         fine = finer(node.layout)
-        if (
-            isinstance(values, Tensor)
-            and values.shape == node.values.shape
-            and not (is_flat(grad) and grad.layout == fine)
-        ):
-            return _part(FlatShard(values, node.layout), fine)
-        return grad
+        whole = isinstance(values, Tensor) and values.shape == node.values.shape
+        cut = is_flat(grad) and grad.layout == fine
+        return _part(FlatShard(values, node.layout), fine) if whole and not cut else grad
 
     leaves, tree = optree.tree_flatten(params, is_leaf=is_flat)
     return optree.tree_unflatten(tree, [part(p, g) for p, g in zip(leaves, tree.flatten_up_to(grads), strict=True)])

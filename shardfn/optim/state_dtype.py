@@ -63,9 +63,8 @@ class Coded:
             zero = 0 if slot in POSITIVE else 127
             return slot_of(unit, dtype=torch.uint8, fill=zero), slot_of(unit, (blocks.count(unit),), torch.float32)
 
-        return self.entries(
-            leaves, {slot: [zeros(u, slot) if u.trainable else None for u in leaves.each] for slot in slots}
-        )
+        stored = {slot: [zeros(u, slot) if u.trainable else None for u in leaves.each] for slot in slots}
+        return self.entries(leaves, stored)
 
     def stored(self, leaves: Units, state: Any, slot: str) -> list[Stored | None]:
         """The tensors that store a slot of each unit: codes and scales."""

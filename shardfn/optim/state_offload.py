@@ -20,6 +20,7 @@ from shardfn.shards.placement import Tiers
 from shardfn.tiers import placing, tensors
 
 NOWHERE = Tiers()
+Init = Callable[[Any], Any]
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 

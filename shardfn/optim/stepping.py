@@ -18,7 +18,7 @@ from shardfn.compat import dispatch
 from shardfn.compat.devices import elements_at_a_time
 from shardfn.optim.differentiable import refuse_overwriting, tied, varied
 from shardfn.optim.fused import AdamW
-from shardfn.optim.hyperparameters import at_step, check, check_rule, constants
+from shardfn.optim.hyperparameters import begun, check, check_rule, constants
 from shardfn.optim.norms import wide
 from shardfn.optim.optimizer import Optimizer, Rule, of_rule
 from shardfn.optim.state_dtype import Coded, Kept, Opened, Stored
@@ -92,10 +92,8 @@ def optimizer(
         return state | kept.init(leaves, rule.slots)
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        count, leaves = state["step"] + 1, units(params)
-        now = dict(state["numbers"])
-        if callable(numbers["lr"]):
-            now["lr"] = at_step(numbers["lr"], count)
+        count, now = begun(numbers, state)
+        leaves = units(params)
         slots = [leaves.beside(state[s]) if kept is None else kept.stored(leaves, state, s) for s in rule.slots]
         rows = enumerate(pairs(leaves, grads))
         work = [_Work(i, unit, grad, [slot[i] for slot in slots]) for i, (unit, grad) in rows]
@@ -155,7 +153,7 @@ def _overwrite(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:
         streamed = [item for item in work if streams(item[0].columns)]
         if streamed:
             for item, _ in streamed:
-                _refuse_dtypes(item)
+                _refuse_dtypes(item, this.kept)
             stream(_windows(this, streamed))
             for item, _ in streamed:  # as below
                 torch.autograd.graph.increment_version([item.values, *item.slots])
@@ -166,7 +164,7 @@ def _overwrite(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:
                 ps, gs, slots = groups.setdefault(kind, ([], [], [[] for _ in this.rule.slots]))
                 whole = (start, stop) == (0, item.unit.values.numel())
                 row = [_real(x if whole else x[start:stop]) for x in (item.unit.values, item.grad, *item.slots)]
-                _refuse_dtypes(item)
+                _refuse_dtypes(item, this.kept)
                 for into, x in zip((ps, gs, *slots), _in_order(row, moved), strict=True):
                     into.append(x)
         for (key, *_), (ps, gs, slots) in groups.items():
@@ -207,22 +205,26 @@ def _in_order(row: list[Tensor], moved: list[tuple[Tensor, Tensor]]) -> list[Ten
     return copies
 
 
-def _refuse_dtypes(item: _Work) -> None:
-    """Raises ValueError for a slot of another dtype than the parameter."""
-    dtype = item.values.dtype
+def _refuse_dtypes(item: _Work, kept: Kept | None) -> None:
+    """Raises ValueError for a slot of another dtype than the parameter, or than it is kept as."""
     for slot in item.slots:
-        if slot.dtype != dtype:
+        if kept is None and slot.dtype != item.values.dtype:
             raise ValueError(
-                f"{item.unit.name}: the parameter is {dtype}, but the state {slot.dtype}: cast both, or "
+                f"{item.unit.name}: the parameter is {item.values.dtype}, but the state {slot.dtype}: cast both, or "
                 f"make a new state by init(params)"
+            )
+        if kept is not None and (dtypes := tuple(x.dtype for x in slot)) != kept.dtypes:
+            raise ValueError(
+                f"{item.unit.name}: the state is kept as {listed(kept.dtypes)}, but this one is "
+                f"{listed(dtypes)}: make a new state by init(params)"
             )
 
 
 def _copied_back(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:
     """Overwrites parameters and slots by what the pure rule makes of them."""
     with torch.no_grad():
-        for item, _ in work if this.kept is None else ():
-            _refuse_dtypes(item)
+        for item, _ in work:
+            _refuse_dtypes(item, this.kept)
         columns = [[item.values, *item.stored] for item, _ in work]
         (_replace_all if this.kept is None else _replace_kept)(this, work)
         for before, (item, _) in zip(columns, work, strict=True):
@@ -270,7 +272,7 @@ def _overwrite_kept(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:
     with torch.no_grad():
         ordered = []
         for item, spans in work:
-            _refuse_other_dtypes(item, kept)
+            _refuse_dtypes(item, kept)
             assert item.grad is not None
             # Slots follow the order of elements, but a parameter's memory may have another order.
             ordered.append((item, spans, item.values.contiguous().view(-1), item.grad.contiguous().view(-1)))
@@ -364,7 +366,7 @@ def _replace_kept(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:
     assert kept is not None
     pending: list[tuple[_Work, Opened]] = []
     for item, spans in work:
-        _refuse_other_dtypes(item, kept)
+        _refuse_dtypes(item, kept)
         assert item.grad is not None
         part, values = kept.whole(item.unit), item.values
         start, stop = (part[0].start, part[-1].stop) if part else (0, 0)
@@ -393,17 +395,6 @@ def _with(x: Tensor, place: slice, new: Tensor) -> Tensor:
     """A tensor with some elements replaced."""
     flat = x.reshape(-1)
     return torch.cat((flat[: place.start], new, flat[place.stop :])).view(x.shape)
-
-
-def _refuse_other_dtypes(item: _Work, kept: Kept) -> None:
-    """Raises ValueError for a state that is stored in other dtypes."""
-    for stored in item.slots:
-        dtypes = tuple(x.dtype for x in stored)
-        if dtypes != kept.dtypes:
-            raise ValueError(
-                f"{item.unit.name}: the state is kept as {listed(kept.dtypes)}, but this one is "
-                f"{listed(dtypes)}: make a new state by init(params)"
-            )
 
 
 def _real(x: Tensor) -> Tensor:

@@ -116,8 +116,7 @@ def _numbers_on_host() -> Any:
 
 def comes_later(state: Any) -> bool:
     """Whether a state has one of this module's in it whose memory is still empty; the first step fills it."""
-    leaves = optree.tree_leaves(state, is_leaf=_without_memory)
-    return any(map(_without_memory, leaves))
+    return any(map(_without_memory, optree.tree_leaves(state, is_leaf=_without_memory)))
 
 
 def _without_memory(node: Any) -> bool:

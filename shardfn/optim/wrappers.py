@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import functional
-from shardfn.compat import dynamo, functorch
+from shardfn.compat import dynamo
 from shardfn.mesh.axes import device_of
 from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import mesh_of, scope
@@ -162,13 +162,7 @@ def ema(optimizer: Optimizer, decay: float, *, donate: bool = True) -> Optimizer
         with torch.set_grad_enabled(not donate and torch.is_grad_enabled()):
             old = [averages[i] for i in moving]
             now = [leaves.each[i].values.to(average.dtype) for i, average in zip(moving, old, strict=True)]
-            new = old if donate else lerped(old, now, 1 - state["decay"])
-            if donate:
-                if functorch.inside_transform():  # where torch has no such operation on several tensors
-                    for average, value in zip(old, now, strict=True):
-                        average.copy_(torch.lerp(average, value, 1 - state["decay"]))
-                else:
-                    torch._foreach_lerp_(old, now, 1 - state["decay"])
+            new = lerped(old, now, 1 - state["decay"], donate)
         for i, average in zip(moving, new, strict=True):
             averages[i] = average
         return params, state | {"optimizer": inner, "average": leaves.like(averages)}

@@ -9,10 +9,9 @@ Imports `transforms` and what is below, not `stages`.
 """
 
 from shardfn.parallel.attention import attention, positions, ring_attention, ulysses_attention
-from shardfn.parallel.linear import embedding, from_parallel, to_parallel
+from shardfn.parallel.linear import embedding, from_parallel, rms_norm, to_parallel
 from shardfn.parallel.losses import cross_entropy
 from shardfn.parallel.moe import Routing, balance_loss, dropped, mixture, route, router_loss
-from shardfn.parallel.norms import rms_norm
 from shardfn.parallel.pipeline import passes, pipeline, split_layers
 
 __all__ = [

@@ -19,6 +19,7 @@ from shardfn.collectives.functional import all_gather, all_to_all, axis_index, a
 from shardfn.compat import attention as kernels
 from shardfn.mesh.grid import AxisName, as_names
 from shardfn.mesh.scope import bound_axis
+from shardfn.parallel.linear import wide
 from shardfn.transforms.custom_vjp import custom_vjp
 
 Block = tuple[slice, slice, bool]  # queries, the keys that they attend to, and whether causally
@@ -118,14 +119,6 @@ def positions(length: int, axis: AxisName, *, balanced: bool = True, device: tor
         ValueError: the length does not divide into these pieces.
     """
     size = axis_size(axis)
-    _divides(length, size, balanced, axis)
-    own = _places(length // size, axis_index(axis), size, balanced, device)
-    if not torch.compiler.is_compiling() and (recorder := recording.current()) is not None:
-        recorder.declared(own, recorder.trace.mask(as_names(axis)), (), "positions")
-    return own
-
-
-def _divides(length: int, size: int, balanced: bool, axis: AxisName) -> None:
     pieces = 2 * size if balanced and size > 1 else size
     if length % pieces:
         raise ValueError(
@@ -133,15 +126,18 @@ def _divides(length: int, size: int, balanced: bool, axis: AxisName) -> None:
             + (f" (two for each of the {size} ranks along {axis!r})" if pieces > size else f" along {axis!r}")
             + f": pad it to {-(-length // pieces) * pieces}"
         )
+    own = _places(length // size, axis_index(axis), size, balanced, device)
+    if not torch.compiler.is_compiling() and (recorder := recording.current()) is not None:
+        recorder.declared(own, recorder.trace.mask(as_names(axis)), (), "positions")
+    return own
 
 
 def _places(own: int, index: int, size: int, balanced: bool, device: torch.device | None) -> Tensor:
     if not balanced or size == 1:
         return torch.arange(index * own, (index + 1) * own, device=device)
     half = own // 2
-    return torch.cat(
-        [torch.arange(piece * half, (piece + 1) * half, device=device) for piece in (index, 2 * size - 1 - index)]
-    )
+    pieces = index, 2 * size - 1 - index
+    return torch.cat([torch.arange(piece * half, (piece + 1) * half, device=device) for piece in pieces])
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
@@ -174,8 +170,8 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> custom_
         if size == 1:
             out, lse = kernels.attention(q, k, v, causal, scale)
             return (out,), (q, k, v, out, lse)
-        out = torch.zeros_like(q, dtype=_wide(q))
-        lse = torch.full(q.shape[:3], -torch.inf, dtype=_wide(q), device=q.device)
+        out = torch.zeros_like(q, dtype=wide(q))
+        lse = torch.full(q.shape[:3], -torch.inf, dtype=wide(q), device=q.device)
         travelling = torch.stack((k, v))
         for step in range(size):
             coming = _sent(travelling, axis) if step + 1 < size else None
@@ -196,12 +192,12 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> custom_
         ct = torch.zeros_like(out) if ct is None else ct  # the ring needs every rank, with a cotangent or not
         if size == 1:
             return list(kernels.attention_backward(ct, q, out, lse, k, v, causal, scale))
-        dq = torch.zeros_like(q, dtype=_wide(q))
+        dq = torch.zeros_like(q, dtype=wide(q))
         travelling = torch.stack((k, v))
         arriving: Callable[[], Tensor] = lambda: travelling  # noqa: E731
         for step in range(size):
             coming = _sent(travelling, axis) if step + 1 < size else None
-            own = torch.zeros_like(travelling, dtype=_wide(q))
+            own = torch.zeros_like(travelling, dtype=wide(q))
             for rows, columns, masked in _parts(index, (index - step) % size, q.shape[2], causal, balanced):
                 keys, values = (x[:, :, columns] for x in travelling)
                 own_ct, own_q, own_out, own_lse = (x[:, :, rows] for x in (ct, q, out, lse))
@@ -251,7 +247,3 @@ def _merge(out: Tensor, lse: Tensor, new: Tensor, logs: Tensor) -> None:
     merged = torch.logaddexp(lse, logs)
     out.mul_((lse - merged).exp()[..., None].to(out.dtype)).add_(new * (logs - merged).exp()[..., None].to(out.dtype))
     lse.copy_(merged)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardfn.collectives.functional import axis_index, axis_size, pmax, psum
 from shardfn.compat.devices import elements_at_a_time
 from shardfn.mesh.grid import AxisName
-from shardfn.parallel.linear import as_indices, check_range, to_parallel
+from shardfn.parallel.linear import as_indices, check_range, to_parallel, wide
 from shardfn.transforms.custom_vjp import custom_vjp
 
 LOGITS = 2**23, 2**26  # computed at a time by default: on a CPU, and elsewhere
@@ -80,14 +80,13 @@ def _added(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """`total + a @ b`; may overwrite `total`. A sum is at least in float32: its error must not grow with its terms."""
     if total is None:
         return a @ b
-    wide = torch.promote_types(total.dtype, torch.float32)
-    return total.addmm_(a, b) if total.dtype == b.dtype == wide else total.to(wide).add_(a @ b)
+    return total.addmm_(a, b) if total.dtype == b.dtype == wide(total) else total.to(wide(total)).add_(a @ b)
 
 
 @functools.lru_cache(maxsize=256)
 def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> custom_vjp:
     def logits(x: Tensor, w: Tensor) -> Tensor:
-        logits = (x @ w).to(torch.promote_types(x.dtype, torch.float32))
+        logits = (x @ w).to(wide(x))
         first = axis_index(axis) * w.shape[1]
         if columns < first + w.shape[1]:
             padding = torch.arange(first, first + w.shape[1], device=w.device) >= columns

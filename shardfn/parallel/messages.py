@@ -40,6 +40,7 @@ from shardfn.mesh.groups import connected, group_over
 from shardfn.mesh.lanes import lane
 from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import current_mesh
+from shardfn.transforms.shortage import versions
 
 ROOM = 1024  # bytes of a note; a longer one continues in a second message
 _LENGTH = struct.Struct("<q")
@@ -86,9 +87,8 @@ class Message:
 _GONE = End(wrong=("does not answer", ""))
 _Sent = tuple[Any, Tensor, list[int]]  # the work, the bytes, and their versions
 _left: deque[Any] = deque(maxlen=16)  # keeps what the last runs sent alive: other ranks may still read it
-_cut_short: weakref.WeakKeyDictionary[Any, str] = (
-    weakref.WeakKeyDictionary()
-)  # by group: why messages may still be under way on it that no run will read
+# By group: why messages may still be under way on it that no run will read.
+_cut_short: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 class Stopped(Exception):
@@ -339,13 +339,9 @@ class Team:
         with self._reaching(to):
             while len(self.sent[to]) > left:
                 for work, row, version in self.sent[to].popleft():
-                    self._waited(work, to)
+                    _tried(self.lines[to]._arrived, work)
                     refuse_changed([row], version)
             self.lines[to].arrived(2 * left + 1)
-
-    def _waited(self, work: Any, other: int) -> None:
-        """Waits until a tensor from or to a rank has arrived."""
-        _tried(self.lines[other]._arrived, work)
 
     def receive(self, source: int) -> Message:
         """Returns the next message from a rank.
@@ -406,9 +402,8 @@ class Team:
         line.here = places[-1]
         line.expect()
         if any(sizes) and not tags:  # the tensors came with the note
-            return [
-                _within(data, ROOM + at, shape, dtype) for at, (shape, dtype, _) in zip(places, kinds, strict=False)
-            ]
+            each = zip(places, kinds, strict=False)
+            return [_within(data, ROOM + at, shape, dtype) for at, (shape, dtype, _) in each]
         return self._taken(source, group, tags, kinds)
 
     def _taken(self, source: int, group: Any, tags: Iterable[int], kinds: tuple[Kind, ...]) -> list[Tensor]:
@@ -416,7 +411,7 @@ class Team:
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in kinds]
         rows = [self._row(x) for x in tensors if x.nbytes]
         for work in [_tried(group.recv, [row], source, tag) for row, tag in zip(rows, tags, strict=True)]:
-            self._waited(work, source)
+            _tried(self.lines[source]._arrived, work)
         return tensors
 
     def _row(self, x: Any) -> Tensor:
@@ -478,11 +473,9 @@ class PlannedTeam(Team):
 def _within(data: bytearray, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor in memory that it shares with others, with a version counter of its own."""
     count = math.prod(shape)
-    return (
-        torch.frombuffer(data, dtype=dtype, count=count, offset=at).view(shape)
-        if count
-        else torch.empty(shape, dtype=dtype, device="cpu")
-    )
+    if not count:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=at).view(shape)
 
 
 def team_of(axis: AxisName) -> Team:
@@ -493,11 +486,6 @@ def team_of(axis: AxisName) -> Team:
     return per_mesh(
         mesh, ("team", lane(), axis), lambda: kind(axis, communicator_of(mesh, as_names(axis)), device_of(mesh))
     )
-
-
-def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """The tensors' version counters, which grow with every write; 0 for inference tensors, which have none."""
-    return [0 if x.is_inference() else x._version for x in tensors]
 
 
 def refuse_changed(tensors: Sequence[Tensor], before: list[int]) -> None:

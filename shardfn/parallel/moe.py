@@ -22,7 +22,7 @@ from shardfn.collectives.functional import all_to_all, axis_index, axis_size, ps
 from shardfn.compat import functorch
 from shardfn.mesh.grid import AxisName, as_names
 from shardfn.mesh.planned import notes, planned
-from shardfn.parallel.linear import as_indices, check_range
+from shardfn.parallel.linear import as_indices, check_range, wide
 from shardfn.transforms.custom_vjp import custom_vjp
 
 Expert = Callable[[Any, Tensor], Tensor]
@@ -71,7 +71,7 @@ def route(x: Tensor, gate: Tensor, k: int, *, normalize: bool = True) -> Routing
         raise ValueError(f"route: x {tuple(x.shape)}, gate {tuple(gate.shape)}; they are [g, t, d] and [d, e]")
     if not 1 <= k <= gate.shape[1]:
         raise ValueError(f"route: k={k}, but there are {gate.shape[1]} experts")
-    logits = (x @ gate).to(torch.promote_types(x.dtype, torch.float32))
+    logits = (x @ gate).to(wide(x))
     weights, experts = logits.softmax(-1).topk(k)
     if normalize:
         weights = weights / weights.sum(-1, keepdim=True)

@@ -25,22 +25,13 @@ from shardfn.compat import autograd, functorch
 from shardfn.mesh.grid import AxisName, as_names
 from shardfn.mesh.planned import notes, planned
 from shardfn.mesh.scope import as_if_at, independent_along, refuse_independent
-from shardfn.parallel.messages import (
-    Kind,
-    Message,
-    PlannedTeam,
-    Team,
-    packed,
-    refuse_changed,
-    team_of,
-    unpacked,
-    versions,
-)
+from shardfn.parallel.messages import Kind, Message, PlannedTeam, Team, packed, refuse_changed, team_of, unpacked
 from shardfn.quoting import listed
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.partition import with_leaves
 from shardfn.transforms.autodiff import follow, layouts_of, moves
 from shardfn.transforms.custom_vjp import custom_vjp
+from shardfn.transforms.shortage import versions
 from shardfn.transforms.step import Step
 
 Part = Callable[[Any, Any, Any], Any]
@@ -191,9 +182,8 @@ class _Job:
     def fwd(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The loss, and its gradients if any leaf needs one."""
         variables = [x.detach().requires_grad_(need) for x, need in zip(tensors, self.needs, strict=True)]
-        steps = [
-            v for v, i, need in zip(variables, self.moving, self.needs, strict=True) if i in self.collected and need
-        ]
+        rows = zip(variables, self.moving, self.needs, strict=True)
+        steps = [v for v, i, need in rows if i in self.collected and need]
         with Step(steps, "replicas", ordered=False) as step:
             work = _Work(self, variables, step)
             dtypes = self.team.run(work.run)
@@ -321,9 +311,8 @@ class _Work:
             rest = iter(message.tensors)
             cotangents = [next(rest) if given else None for given in message.said]
         refuse_changed(outs, out_versions)
-        pairs = [
-            (y, ct) for y, ct in zip(outs, cotangents, strict=True) if y.requires_grad and (self.last or ct is not None)
-        ]
+        both = zip(outs, cotangents, strict=True)
+        pairs = [(y, ct) for y, ct in both if y.requires_grad and (self.last or ct is not None)]
         leaves = [x for x in (*inputs, *self.variables) if x.requires_grad]
         grads: Sequence[Tensor | None] = [None] * len(leaves)
         with self.step.differentiating(), _without_autocast(self.team.device):
@@ -361,8 +350,9 @@ class _Lockstep:
         self.job, self.team = job, job.team
         self.params, self.batches = job.rebuilt(tensors)
         self.loss = torch.zeros((), device=self.team.device)
-        given = [x for x in (*tensors, *job.leaves) if isinstance(x, Tensor)]
-        self.zero = _zero([torch.zeros(0, device=self.team.device), *given])
+        given = [torch.zeros(0, device=self.team.device), *filter(torch.is_tensor, (*tensors, *job.leaves))]
+        # So that it is batched or has a tangent if one of them is or has.
+        self.zero = torch.stack([(x.real if x.is_complex() else x).reshape(-1)[:0].double().sum() for x in given]).sum()
         self.chain: list[Tensor] = []
         self.supposed = _Supposed(job, self.params, self.batches) if planned() else None
 
@@ -445,11 +435,6 @@ def _layout_alone(layout: Layout, places: tuple[tuple[str, int], ...]) -> Layout
     has_axes = names <= {name for name, _ in layout.grid.sizes}
     cut = names.intersection(layout.placement.axes)  # a stage that uses such a shard raises
     return layout if not has_axes or cut or names <= set(layout.placement.only_at_axes) else layout.alone(places)
-
-
-def _zero(tensors: Sequence[Tensor]) -> Tensor:
-    """0, computed from all of these, so that it is batched or has a tangent if one of them is or has."""
-    return torch.stack([(x.real if x.is_complex() else x).reshape(-1)[:0].double().sum() for x in tensors]).sum()
 
 
 def _tied_to(x: Tensor, others: Sequence[Tensor], zero: Tensor) -> Tensor:

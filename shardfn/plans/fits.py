@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardfn.quoting import short, short_errors
+from shardfn.quoting import byte_count, short, short_errors
 
 if TYPE_CHECKING:
     from shardfn.plans.plan import Plan
@@ -65,15 +65,22 @@ class Fit:
     @property
     def reason(self) -> str:
         """A sentence that says by how much it fits or not, what is largest, and the nearest change that fits."""
-        room = f"{_size(self.needed)} of {_size(self.memory)}, of which {_size(self.reserve)} are left free"
+        needs, memory, reserve = map(byte_count, (self.needed, self.memory, self.reserve))
+        if self.reserve > self.memory:
+            return (
+                f"it does not fit: {reserve} of the device are to be left free, and it has {memory}: pass a smaller "
+                f"reserve; the plan needs {needs}"
+            )
+        room = f"it needs {needs} of {memory}, of which {reserve} are left free"
         if self:
-            return f"it fits: {room}; {_size(self.spare)} are spare"
-        kinds = ", ".join(f"{kind} {_size(count)}" for kind, count in self.largest[:3])
-        advice = next((f"; nearest: {each.what} (saves about {_size(each.saves)})" for each in self.changes), "")
+            return f"it fits: {room}; {byte_count(self.spare)} are spare"
+        kinds = ", ".join(f"{kind} {byte_count(count)}" for kind, count in self.largest[:3])
+        advice = next((f"; nearest: {each.what} (saves about {byte_count(each.saves)})" for each in self.changes), "")
         if self.changes and not self.changes[0].enough:
-            advice = f"; no one change is enough; most saves: {self.changes[0].what} ({_size(self.changes[0].saves)})"
+            first = self.changes[0]
+            advice = f"; no one change is enough; most saves: {first.what} ({byte_count(first.saves)})"
         at = f" (at {self.where})" if self.where else ""
-        return f"it does not fit: {room}; {_size(-self.spare)} are missing. Largest are {kinds}{at}{advice}"
+        return f"it does not fit: {room}; {byte_count(-self.spare)} are missing. Largest are {kinds}{at}{advice}"
 
     def __str__(self) -> str:
         return self.reason
@@ -147,7 +154,3 @@ def size_of(text: str | int) -> int:
             f"'80GiB' or '80 GB'"
         )
     return int(float(match[1]) * _UNITS[unit.lower()])
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:.2f} MiB"

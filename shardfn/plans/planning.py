@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn.compat import attention, devices, dynamo, process_groups
+from shardfn.compat import attention, devices, process_groups, replacing
 from shardfn.mesh.axes import sizes
 from shardfn.mesh.planned import planning_on
 from shardfn.mesh.scope import current_mesh, mesh_of
@@ -163,7 +163,7 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
         sizes(mesh)  # which refuses what is no mesh
     given = named(step, args, kwargs)
     parameters = mark(recorder, given)
-    with devices.without_collector(), dynamo.taken_for_real(), _explained(recorder):
+    with devices.without_collector(), replacing.taken_for_real(), _explained(recorder):
         step(*args, **kwargs)
         gc.collect()
         before = {block: block.nbytes for block in recorder.blocks.values()}

@@ -234,7 +234,7 @@ class _Seen(modes.Watching):
     """Tells a timer of each operation that runs."""
 
     def __init__(self, timer: _Timer) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.timer = timer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -18,6 +18,7 @@ from torch import Tensor
 from shardfn.collectives.ledger import Record, attribution, ledger
 from shardfn.compat import autograd, process_groups
 from shardfn.compat.flops import flops_of, traffic_of
+from shardfn.compat.replacing import replaced
 from shardfn.plans.places import Place, Places
 from shardfn.plans.schedule import Work
 from shardfn.simulated.clocks import HOST
@@ -132,14 +133,9 @@ class Recorder(Listener):
                 self._on = False
                 self.works += self._announced
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> Any:
         """A context: what is launched inside is not noted."""
-        on, self._on = self._on, False
-        try:
-            yield
-        finally:
-            self._on = on
+        return replaced(self, _on=False)
 
     def _begin(self) -> None:
         self.works, self.events, self.assumed, self.places = [], [], {}, Places()

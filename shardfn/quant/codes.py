@@ -66,7 +66,27 @@ def _paired(codes: Tensor) -> Tensor:
     return even[..., ::2] << 4 | even[..., 1::2]
 
 
-_ByDevice = dict[torch.device, tuple[Tensor, ...]]
+def _cached(make: Callable[[], tuple[Tensor, ...]]) -> Callable[[torch.device], tuple[Tensor, ...]]:
+    """Tables on each device that asks for them, cached unless a mode made its own, such as fake tensors.
+
+    They are usable on every stream.
+    """
+    cache: dict[torch.device, tuple[Tensor, ...]] = {}
+    devices.clears.append(cache.clear)
+
+    def on(device: torch.device) -> tuple[Tensor, ...]:
+        if device in cache:
+            return cache[device]
+        with _apart():
+            tables = make()
+        if device.type != "cpu":
+            with torch.inference_mode(False), torch.no_grad(), functorch.outside_transforms():
+                tables = tuple(table.to(device) for table in tables)
+        if dispatch.pretended() or all(type(table) is Tensor for table in tables):
+            cache[device] = tables
+        return tables
+
+    return on
 
 
 class _Table:
@@ -74,10 +94,9 @@ class _Table:
 
     def __init__(self, values: Callable[[], Tensor]) -> None:
         self._values = values
-        self._on: _ByDevice = {}
-        self._bounds: _ByDevice = {}
-        self._jumps: _ByDevice = {}
-        devices.clears += [self._on.clear, self._bounds.clear, self._jumps.clear]
+        self._on = _cached(lambda: (values(),))
+        self.bounds = _cached(self._between)
+        self.jumps = _cached(self._by_halves)
 
         @dynamo.constant_when_traced
         def listed() -> tuple[tuple[float, ...], ...]:
@@ -87,54 +106,29 @@ class _Table:
 
         self.listed = listed  # numbers, bounds and, if unsorted, order
 
-    def on(self, device: torch.device) -> Tensor:
-        """The table on a device."""
-        if device not in self._on:
-            with _apart():
-                values = self._values()
-            return _cached(self._on, device, (values,))[0]
-        return self._on[device][0]
-
     def at(self, codes: Tensor) -> Tensor:
         """The numbers of codes."""
-        table = _constants(self.listed()[:1], codes)[0] if _traced() else self.on(codes.device)
+        table = _constants(self.listed()[:1], codes)[0] if _traced() else self._on(codes.device)[0]
         return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
-    def bounds(self, device: torch.device) -> tuple[Tensor, ...]:
+    def _between(self) -> tuple[Tensor, ...]:
         """The midpoints between neighbouring numbers; and, if the table is unsorted, the codes sorted by number."""
-        if device not in self._bounds:
-            with _apart():
-                values = self._values()
-                order = torch.argsort(values)
-                between = (values[order[:-1]] + values[order[1:]]) / 2
-                tables = (between,) if bool((order.diff() == 1).all()) else (between, order.to(torch.uint8))
-            return _cached(self._bounds, device, tables)
-        return self._bounds[device]
+        values = self._values()
+        order = torch.argsort(values)
+        between = (values[order[:-1]] + values[order[1:]]) / 2
+        return (between,) if bool((order.diff() == 1).all()) else (between, order.to(torch.uint8))
 
-    def jumps(self, device: torch.device) -> tuple[Tensor, ...]:
+    def _by_halves(self) -> tuple[Tensor, ...]:
         """For each upper half of a float32: the smallest code of such numbers, and the bound among them, or inf.
 
         It requires that the table is sorted and so coarse that there is at most one such bound.
         """
-        if device not in self._jumps:
-            with _apart():
-                bounds = self.bounds(torch.device("cpu"))[0]
-                halves = torch.arange(2**16, dtype=torch.int32, device="cpu") << 16
-                ends = (torch.bucketize(x.view(torch.float32), bounds) for x in (halves, halves | 0xFFFF))
-                least, most = torch.stack(tuple(ends)).aminmax(dim=0)
-                bound = bounds[least.clamp(max=len(bounds) - 1)].masked_fill(least == most, torch.inf)
-            return _cached(self._jumps, device, (least.to(torch.uint8), bound))
-        return self._jumps[device]
-
-
-def _cached(cache: _ByDevice, device: torch.device, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The tables on a device, cached unless a mode made its own, such as fake tensors; usable on every stream."""
-    if device.type != "cpu":
-        with torch.inference_mode(False), torch.no_grad(), functorch.outside_transforms():
-            tables = tuple(table.to(device) for table in tables)
-    if dispatch.pretended() or all(type(table) is Tensor for table in tables):
-        cache[device] = tables
-    return tables
+        bounds = self.bounds(torch.device("cpu"))[0]
+        halves = torch.arange(2**16, dtype=torch.int32, device="cpu") << 16
+        ends = (torch.bucketize(x.view(torch.float32), bounds) for x in (halves, halves | 0xFFFF))
+        least, most = torch.stack(tuple(ends)).aminmax(dim=0)
+        bound = bounds[least.clamp(max=len(bounds) - 1)].masked_fill(least == most, torch.inf)
+        return least.to(torch.uint8), bound
 
 
 def _traced() -> bool:

@@ -118,9 +118,8 @@ class Format:
             self._decoded(self.codes(row, numel), self.scales(row, numel), numel, torch.float32)
             for row in (self._encoded_at_once(wild), self._encoded_in_steps(wild))
         ]  # codes of nan are not the same everywhere, but what they stand for is
-        return fused.difference(
-            "byte", self._encoded_at_once(finite), self._encoded_in_steps(finite)
-        ) or fused.difference("number", *decoded)
+        said = fused.difference("byte", self._encoded_at_once(finite), self._encoded_in_steps(finite))
+        return said or fused.difference("number", *decoded)
 
     def _check_decode(self, dtype: torch.dtype, device: torch.device) -> str:
         """How the kernel that decodes differs from `_decoded`."""

@@ -144,9 +144,8 @@ def decode(of_codes: Tensor, scales: Tensor, numel: int, dtype: torch.dtype, cod
     """The numbers of bytes, times `scales [..., blocks]`: `[..., numel]` in a dtype."""
     out = scales.new_empty(*scales.shape[:-1], numel, dtype=dtype)
     with torch.accelerator.device_index(scales.device.index):
-        _kernels().decode(
-            _matrix(of_codes), _matrix(scales.contiguous()), _matrix(out), tables(code, out.device), block
-        )
+        rows = [_matrix(x) for x in (of_codes, scales.contiguous(), out)]
+        _kernels().decode(*rows, tables(code, out.device), block)
     return out
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from shardfn.quoting import listed
-from shardfn.transforms.cutting import written
+from shardfn.transforms.fitting import written
 
 SIZES = 64  # at most so many dimensions of a batch are compared between ranks
 KNOWN = {"attention_mask": 0, "labels": -100, "token_type_ids": 0}  # as tokenizers of transformers pad

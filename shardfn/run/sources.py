@@ -23,7 +23,7 @@ from shardfn.run.feeding import owned
 from shardfn.run.order import Numbers, Order, Part, Sample
 from shardfn.run.randomness import lent_generators, seed_host
 from shardfn.shards.random import mixed
-from shardfn.transforms.cutting import written
+from shardfn.transforms.fitting import written
 
 NAME = "sf.run.batches"
 

@@ -82,7 +82,7 @@ class Drawing(modes.DispatchMode):
     """
 
     def __init__(self, generator: torch.Generator, what: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.seed, self.what = generator.initial_seed(), what
         self.generators = {"cpu": generator}
 

@@ -297,7 +297,7 @@ def _patched(device: Device) -> Iterator[None]:
 
 
 def _patches(device: Device) -> Iterator[tuple[Any, str, Any]]:
-    fake: Any = dynamo.fake_tensors()
+    fake: Any = dynamo.FAKE
     answer, resize, run = fake.__torch_dispatch__, torch.UntypedStorage.resize_, threading.Thread.run
     make: Any = torch.autocast.__init__
     clear: Any = torch.clear_autocast_cache

@@ -50,13 +50,10 @@ class Operations(modes.DispatchMode):
 
     pretends = True
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
     @staticmethod
     def owns(x: Any) -> bool:
         """Whether a tensor is one of the device's."""
-        return type(x) is dynamo.fake_tensors() and x.device.type == NAME
+        return type(x) is dynamo.FAKE and x.device.type == NAME
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not opened:  # a thread from the block outlives it
@@ -217,7 +214,7 @@ def _found(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         with mode, dispatch.outside_autocast():
             plain = getattr(func.overloadpacket, _PLAIN.get(func._overloadname, func._overloadname))
             return (cells.FORMULAS.get(func) or plain)(*args, **kwargs)
-    except dynamo.depends_on_numbers() as error:
+    except dynamo.DEPENDS_ON_NUMBERS as error:
         device._waited(func.name())
         raise NotImplementedError(
             f"{func.name()} at {users_line()}: what it returns depends on numbers, and the simulated device has none"
@@ -301,7 +298,7 @@ def twin(x: Tensor) -> Tensor | None:
     device = module.simulation()
     if device is None or device.clocks.watches:
         return None
-    with modes.unseen(), device.fake_mode:  # it is no memory of its own
+    with dispatch.outside_modes(), device.fake_mode:  # it is no memory of its own
         made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
     second[made] = True
     if device.values:

@@ -53,7 +53,7 @@ def _described(value: Any) -> Any:
     if kind in _PLAIN:
         return kind, value
     if isinstance(value, Tensor):
-        if kind is not dynamo.fake_tensors() or value.is_conj() or value.is_neg():
+        if kind is not dynamo.FAKE or value.is_conj() or value.is_neg():
             raise TypeError
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, (list, tuple)):

@@ -352,9 +352,7 @@ class Offloading:
     def _movable(self, x: Tensor) -> bool:
         """Whether a tensor is ordinary memory of the device: strided, without subclass or transform, not on disk."""
         plain = x.layout is torch.strided and not functorch.wrapped(x)
-        plain = plain and (
-            type(x) in (Tensor, torch.nn.Parameter) or (self.file is None and type(x) is dynamo.fake_tensors())
-        )
+        plain = plain and (type(x) in (Tensor, torch.nn.Parameter) or (self.file is None and type(x) is dynamo.FAKE))
         return plain and x.device == self.away.device and not x.is_neg() and tensors.place_of(x.detach()) is None
 
 

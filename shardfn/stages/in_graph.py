@@ -451,7 +451,7 @@ class _Drawing(DispatchMode):
     """
 
     def __init__(self, drawn: list[Any], again: bool, policy: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.drawn, self.again, self.at, self.policy = drawn, again, 0, policy
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

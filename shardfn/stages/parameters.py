@@ -165,10 +165,8 @@ class Reads:
             return None
         if not any(call.needs[: len(run.shards)]):  # for a frozen stage, ranks may differ in whether backward runs
             return None
-        base = None
-        if autograd.COUNTS_REFERENCES:
-            with ordinary_tensors():
-                base = autograd.second_storage(run.slot.write)
+        with ordinary_tensors():
+            base = autograd.second_storage(run.slot.write)
         if base is None:  # references cannot be counted, for fake tensors say
             self.saw(run, True)
             return None

@@ -58,22 +58,13 @@ def differentiating(
     f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, unread: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
     """`value_and_grad`; with `unread`, the gradient's tangents are right alone, and it may be anything itself."""
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     called = module_told("value_and_grad", f)
 
     @functools.wraps(f)
     def differentiated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if torch.compiler.is_compiling():
             dynamo.trace_dicts()
-        for number in numbers:
-            if not -len(args) <= number < len(args):
-                raise TypeError(
-                    f"value_and_grad: argnums={argnums}, but {name_of(f)} was called with {len(args)} positional "
-                    f"arguments (arguments to differentiate are passed by position)"
-                )
-        chosen = [number % len(args) for number in numbers]
-        if len(set(chosen)) < len(chosen):
-            raise ValueError(f"value_and_grad: argnums={argnums} names an argument of {name_of(f)} twice")
+        chosen = positions("value_and_grad", f, argnums, args)
         variables = Variables(tuple(args[i] for i in chosen))
 
         def loss(*values: Tensor) -> tuple[Tensor, Any]:
@@ -120,6 +111,21 @@ def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bo
         return (gradient, value[1]) if has_aux else gradient
 
     return differentiated
+
+
+def positions(where: str, f: Callable[..., Any], argnums: int | Sequence[int], args: Sequence[Any]) -> list[int]:
+    """The arguments to differentiate, counted from the first; raises TypeError or ValueError if one is not there."""
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    for number in numbers:
+        if not -len(args) <= number < len(args):
+            raise TypeError(
+                f"{where}: argnums={argnums}, but {name_of(f)} was called with {len(args)} positional arguments "
+                f"(arguments to differentiate are passed by position)"
+            )
+    chosen = [number % len(args) for number in numbers]
+    if len(set(chosen)) < len(chosen):
+        raise ValueError(f"{where}: argnums={argnums} names an argument of {name_of(f)} twice")
+    return chosen
 
 
 def _by_torch_func(

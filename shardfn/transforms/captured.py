@@ -126,17 +126,23 @@ class Program:
         shared = {autograd.storage_of(leaves[i]) for i in self.roles.carried}
         for i, version in versions.items():
             if single[i]._version != version and autograd.storage_of(single[i]) not in shared:
-                raise RuntimeError(
-                    f"{self.name}: the step overwrites {self.labels(i)}, and the program does not pass back what it "
-                    f"returned for it: write params, state, loss = step(params, state, batch)"
-                )
-        self.refuse_results(leaves, found)
-        if self.form is not None and (difference := self.form.difference(Form.of(found, tree))):
-            raise RuntimeError(f"{self.name}: the step returns {difference}: a program always returns the same")
+                raise self.overwrites(i)
+        self.refuse_results(leaves, found, tree)
         return found, tree
 
-    def refuse_results(self, leaves: list[Any], found: list[Any]) -> None:
-        """Raises RuntimeError for results that cannot stay in the memory of an argument, or that are not in a graph."""
+    def overwrites(self, i: int) -> RuntimeError:
+        """The error for a step that overwrites an argument whose result does not become the argument again."""
+        return RuntimeError(
+            f"{self.name}: the step overwrites {self.labels(i)}, and the program does not pass back what it returned "
+            f"for it: write params, state, loss = step(params, state, batch)"
+        )
+
+    def refuse_results(self, leaves: list[Any], found: list[Any], tree: optree.PyTreeSpec) -> None:
+        """Raises RuntimeError for results that differ from earlier ones, cannot stay in the memory of an argument, or
+        are not in a graph.
+        """
+        if self.form is not None and (difference := self.form.difference(Form.of(found, tree))):
+            raise RuntimeError(f"{self.name}: the step returns {difference}: a program always returns the same")
         for i, j in self.roles.carried.items():
             x, y = leaves[i], found[j] if j < len(found) else None
             if not isinstance(y, Tensor) or (x.shape, x.dtype, x.device) != (y.shape, y.dtype, y.device):

@@ -10,11 +10,12 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.check.bits import bits, constant, whole
 from shardfn.check.callsites import paused
@@ -38,9 +39,6 @@ from shardfn.shards.layout import FlatShard, Layout, is_flat, local_parameters
 from shardfn.shards.pieces import is_unit
 from shardfn.transforms.autodiff import follow_parts, name_of
 from shardfn.transforms.exchange import Exchange, digest, keys, numbers
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger("shardfn")
 _WORDS = ("always", "first", "off")
@@ -140,9 +138,8 @@ class Checked:
         layout, trace = flat.layout, self.recorder.trace
         whole = self.recorder.input(flat.values, path, trace.mask(flat_axes(layout)))
         trace.flat[whole] = trace.mask(layout.placement.axes)
-        everywhere = (1 << len(trace.axes)) - 1
-        if trace.nodes[whole].axes == everywhere and all(
-            trace.mask(layout.cut_axes(k)) == everywhere for k in range(len(layout.entries))
+        if trace.nodes[whole].axes == trace.everywhere and all(
+            trace.mask(layout.cut_axes(k)) == trace.everywhere for k in range(len(layout.entries))
         ):
             return
         values = functorch.unwrapped(flat.values)
@@ -200,7 +197,6 @@ class Checked:
         some axis.
         """
         trace, results = self.recorder.trace, []
-        everywhere = (1 << len(trace.axes)) - 1
         trace.prefix = self.recorder.ended()
         for leaf in leaves:
             x: Any = leaf.value.values if is_unit(leaf.value) else leaf.value
@@ -218,7 +214,7 @@ class Checked:
             outer = trace.outer and (x.requires_grad or functorch.wrapped(x)) and plain.is_floating_point()
             outer = outer and not trace.prefix
             trace.events.append(Output(leaf.path, self._node_of(plain, allowed), allowed, outer))
-            if allowed is not None and allowed != everywhere:
+            if allowed is not None and allowed != trace.everywhere:
                 results.append((leaf.path, plain, allowed))
         for path, number in self.recorder.stated:
             trace.events.append(Output(path, self.recorder.number(number, path), 0))
@@ -229,7 +225,7 @@ class Checked:
                 value = trace.nodes[self.recorder.values.node_of(x)]
                 allowed = value.axes if value.effect == "exactly" else None
                 trace.events.append(Output(path, self.recorder.values.node_of(x.grad), allowed))
-                results.append((path, x.grad, everywhere if allowed is None else allowed))
+                results.append((path, x.grad, trace.everywhere if allowed is None else allowed))
         return results
 
     def _node_of(self, x: Tensor, allowed: Mask | None) -> int:
@@ -248,14 +244,8 @@ class Checked:
         # Arguments and results may be different trees on each rank; only if they are not, ranks compare by position.
         paths = keys([*(a.path for a in self.arguments), *(path for path, _, _ in results)])
         trace = self.recorder.trace
-        digests = [
-            digest(evidence),
-            digest(counts),
-            digest(watched),
-            len(shown),
-            hash((*paths, *(allowed for *_, allowed in results))),
-            trace.prefix,
-        ]
+        meant = hash((*paths, *(allowed for *_, allowed in results)))
+        digests = [*map(digest, (evidence, counts, watched)), len(shown), meant, trace.prefix]
         rows = ranks.gathered(torch.tensor(digests, device="cpu"))
         apart, trace.prefix = ranks.along(rows), bool(rows[:, -1].any())
         # Records that break off end at different places, so what is absent from one says nothing.

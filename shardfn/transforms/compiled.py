@@ -7,12 +7,13 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives import late_checks
 from shardfn.collectives.agree import agree, failing_together
@@ -25,9 +26,6 @@ from shardfn.transforms import regions
 from shardfn.transforms.captured import Form, Program, donate
 from shardfn.transforms.graphed import Graphs, host_checks
 from shardfn.transforms.tracing import TENSOR, Trace
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 F = TypeVar("F", bound=Callable[..., Any])
 _log = logging.getLogger("shardfn")
@@ -111,9 +109,10 @@ class Programs(Graphs):
         callsites.reached(f"{self.name} began to compile, which takes minutes")
         # One process of a host compiles, and the others find what it made on disk. What is for a GPU is for that alone.
         apart = bool(meshes) and program.device.type == "cpu"
+        leads = int(os.environ.get("LOCAL_RANK", process_groups.global_rank())) == 0
         for first in (True, False) if apart else (True,):
             with failing_together(meshes, self.name):
-                if not apart or first is _first_of_host():
+                if not apart or first is leads:
                     made.compile()
             for mesh in meshes:
                 agree(["compiled"], mesh, self.name)
@@ -124,10 +123,6 @@ _ALIKE = (
     "the collectives of the step",
     "All ranks run the same stages and collectives in the same order: what they do must not depend on the rank",
 )
-
-
-def _first_of_host() -> bool:
-    return int(os.environ.get("LOCAL_RANK", dist.get_rank() if dist.is_initialized() else 0)) == 0
 
 
 @dataclass(eq=False)

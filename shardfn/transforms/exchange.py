@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn.check.bits import pieces, whole
+from shardfn.check.bits import digest_of, pieces, whole
 from shardfn.check.findings import Finding
 from shardfn.check.trace import Mask
 from shardfn.check.values import Evidence, like_of
 from shardfn.collectives import agree, kernels
 from shardfn.mesh.axes import axis_of, grid_of, sizes
 from shardfn.mesh.grid import Axis
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _LONGEST = 2000  # most characters of an error that a rank sends
 
@@ -54,11 +51,8 @@ class Exchange:
         if not axes:
             return axes
         kind = keys([f"{like_of(x)} {x.layout} {x.is_nested} {x.device.type}"])
-        if (
-            any(self.along(self.gathered(torch.tensor(kind, device="cpu"))))
-            or x.is_nested
-            or x.layout is not torch.strided
-        ):
+        unlike = any(self.along(self.gathered(torch.tensor(kind, device="cpu"))))
+        if unlike or x.is_nested or x.layout is not torch.strided:
             return axes  # tensors of different kinds cannot be compared, and all ranks must decide alike
         if not (x.is_floating_point() or x.is_complex()) or not x.numel():
             return axes
@@ -156,13 +150,10 @@ def numbers(evidence: list[Evidence]) -> list[tuple[int, int, int]]:
 
 def keys(paths: Iterable[str]) -> list[int]:
     """A hash of each path, the same on every rank."""
-    return [int.from_bytes(hashlib.blake2b(path.encode(), digest_size=7).digest(), "big") for path in paths]
+    return [digest_of(path.encode()) for path in paths]
 
 
 def digest(evidence: list[tuple[int, int, int]]) -> int:
     """One hash for all, whatever their order."""
-    total = 0
-    for key, _, seen in evidence:  # order does not matter: branches may do the same in a different order
-        text = f"{key},{seen}".encode()
-        total += int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
-    return total % 2**62
+    # A sum: branches may do the same in a different order.
+    return sum(digest_of(f"{key},{seen}".encode()) for key, _, seen in evidence) % 2**62

@@ -6,12 +6,13 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives.agree import agree, failing_together
 from shardfn.collectives.capturing import capturing
@@ -25,9 +26,6 @@ from shardfn.transforms.autodiff import name_of
 from shardfn.transforms.captured import Captured, Donated, Program, Roles, captured
 from shardfn.transforms.checking import asked
 from shardfn.transforms.surroundings import changed, kept, surroundings
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -123,7 +121,8 @@ class Graphs:
         leaves, tree = optree.tree_flatten((args, kwargs))
         self._refuse(leaves, tree)
         roles = self._roles(leaves, tree, [*args, *kwargs.values()])
-        device = _device(leaves)
+        devices = [x.device for x in leaves if isinstance(x, Tensor)]
+        device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
         leaves = [_lifted(x, roles.lifted.get(i), device) for i, x in enumerate(leaves)]
         program = self._program(leaves, tree, roles, device)
         self._refuse_numbers(program, leaves)
@@ -138,7 +137,7 @@ class Graphs:
         else:
             result = self._warm_up(program, leaves)
         if tree not in self.roles and program.calls <= WARM_UP:
-            self.first[tree] = [_number(x) for x in leaves], result
+            self.first[tree] = [x if type(x) in _NUMBERS else None for x in leaves], result
         return result
 
     # --- arguments ---
@@ -194,7 +193,8 @@ class Graphs:
         return (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else type(x) if type(x) in _NUMBERS else (x,)
 
     def _program(self, leaves: list[Any], tree: optree.PyTreeSpec, roles: Roles, device: torch.device) -> Program:
-        key = tree, tuple(map(self._kind, leaves)), _modes(device)
+        autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+        key = tree, tuple(map(self._kind, leaves)), torch.is_grad_enabled(), autocast
         program = self.programs.get(key)
         if program is None:
             if len(self.programs) >= MOST:
@@ -243,8 +243,9 @@ class Graphs:
             program.around = kept(program.around, surroundings(self.step))
         elif what := changed(program.around, self.step):
             raise RuntimeError(
-                f"{self.name}: {what}: a program keeps what the step read when it was made. Pass it as a 0-d tensor "
-                f"among the arguments, or write into the tensor that was there"
+                f"{self.name}: {what}: a program keeps what the step read when it was made. Pass a number as a 0-d "
+                f"tensor among the arguments, write into the tensor that was there, or make the program anew, by "
+                f"shardfn.{self.name.partition('(')[0]}(step)"
             )
 
     # --- calls ---
@@ -269,7 +270,9 @@ class Graphs:
             for x in found:
                 if isinstance(x, Tensor) and x.device.type == program.device.type:
                     x.record_stream(current)
-        return optree.tree_unflatten(tree, [x.detach() if _taped(x) else x for x in found])
+        return optree.tree_unflatten(
+            tree, [x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in found]
+        )
 
     def _captured(self, program: Program, leaves: list[Any], args: Any, kwargs: Any) -> Captured:
         """Captures a call on all ranks, or raises on all."""
@@ -280,8 +283,9 @@ class Graphs:
         ]
         with failing_together(meshes, self.name):
             self._refuse_unfit(program, leaves)
+        number = 1 + sum(other.captured is not None for other in self.programs.values())
         for mesh in meshes:
-            agree([f"graph {self._graphs() + 1}", *described], mesh, self.name)
+            agree([f"graph {number}", *described], mesh, self.name)
         if self.pool is None and program.device.type != "cpu":
             self.pool = torch.get_device_module(program.device).graph_pool_handle()
         with failing_together(meshes, self.name):
@@ -289,9 +293,6 @@ class Graphs:
         for mesh in meshes:
             agree(["captured"], mesh, self.name)
         return made
-
-    def _graphs(self) -> int:
-        return sum(program.captured is not None for program in self.programs.values())
 
     def _meshes(self, args: Any, kwargs: Any) -> Iterator[DeviceMesh]:
         """The meshes whose ranks capture together."""
@@ -336,10 +337,7 @@ def host_checks(kinds: Iterable[str] = KINDS) -> list[str]:
     return [*on, *(["torch.autograd.detect_anomaly"] if torch.is_anomaly_enabled() else [])]
 
 
-Subtree = tuple[int, Any, optree.PyTreeSpec]
-
-
-def _subtrees(tree: Any, structure: optree.PyTreeSpec, at: int = 0) -> Iterator[Subtree]:
+def _subtrees(tree: Any, structure: optree.PyTreeSpec, at: int = 0) -> Iterator[tuple[int, Any, optree.PyTreeSpec]]:
     """A tree and those in it, with the number of the first leaf, from the top."""
     yield at, tree, structure
     if not structure.is_leaf():
@@ -388,28 +386,8 @@ def _tensors(leaves: list[Any]) -> tuple[tuple[int, int], ...]:
     return tuple((i, id(x)) for i, x in enumerate(leaves) if isinstance(x, Tensor))
 
 
-def _device(leaves: list[Any]) -> torch.device:
-    """The device of the first tensor that is not on the CPU."""
-    devices = [x.device for x in leaves if isinstance(x, Tensor)]
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-
-
 def _lifted(x: Any, dtype: torch.dtype | None, device: torch.device) -> Any:
     return x if dtype is None or isinstance(x, Tensor) else torch.full((), x, dtype=dtype, device=device)
-
-
-def _number(x: Any) -> Any:
-    return x if type(x) in _NUMBERS else None
-
-
-def _taped(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad
-
-
-def _modes(device: torch.device) -> tuple[Any, ...]:
-    """What changes operations without being among the arguments."""
-    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-    return torch.is_grad_enabled(), autocast
 
 
 @contextlib.contextmanager

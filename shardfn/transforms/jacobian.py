@@ -24,7 +24,7 @@ from shardfn.mesh.scope import scope_of
 from shardfn.shards.layout import Layout, is_flat
 from shardfn.shards.partition import with_leaves
 from shardfn.shards.unsharding import unshard
-from shardfn.transforms.autodiff import Variables, name_of
+from shardfn.transforms.autodiff import Variables, name_of, positions
 from shardfn.transforms.jvp import by_transposes, followed
 
 Argnums = int | Sequence[int]
@@ -115,14 +115,12 @@ def _jacobian(
     f: Callable[..., Any], argnums: Argnums, has_aux: bool, chunk_size: int | None, name: str, by: Callable[..., Any]
 ) -> Callable[..., Any]:
     """A function that returns the Jacobian of `f`, computed by `_by_rows` or `_by_columns`."""
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     @functools.wraps(f)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        if not all(-len(args) <= number < len(args) for number in numbers):
-            raise TypeError(f"{name}: argnums={argnums}, but {name_of(f)} was called with {len(args)} by position")
-        chosen = [number % len(args) for number in numbers]
+        chosen = positions(name, f, argnums, args)
         variables = Variables(tuple(args[i] for i in chosen))
+        layouts = variables.layouts
         place = f"{name} of {name_of(f)}"
         trees: list[Any] = []
 
@@ -131,20 +129,19 @@ def _jacobian(
             if has_aux and not (isinstance(result, tuple) and len(result) == 2):
                 raise TypeError(f"{place}: with has_aux=True it returns (outputs, aux), not {type(result).__name__}")
             out, aux = result if has_aux else (result, ())
-            leaves, tree = optree.tree_flatten(_whole(out))
+            flat = any(map(is_flat, optree.tree_leaves(out, is_leaf=is_flat)))
+            leaves, tree = optree.tree_flatten(unshard(out) if flat else out)
             trees[:] = [tree]
             return tuple(_floating(y, place) for y in leaves), aux
 
-        _refuse_apart(variables.values, variables.layouts, variables.layouts, f"{place}: an argument that is no shard")
+        _refuse_apart(variables.values, layouts, layouts, f"{place}: an argument that is no shard")
         values, aux = outputs(*variables.values)
-        _refuse_apart(values, [None] * len(values), variables.layouts, f"{place}: its result")
+        _refuse_apart(values, [None] * len(values), layouts, f"{place}: its result")
         again = followed((values, variables.values))
         with WrittenOut() if again else contextlib.nullcontext():
             by_output = by(outputs, variables, values, chunk_size, again)
         for gs in by_output:
-            _refuse_apart(
-                gs, variables.layouts, variables.layouts, f"{place}: the part of an argument that is no shard"
-            )
+            _refuse_apart(gs, layouts, layouts, f"{place}: the part of an argument that is no shard")
         filled = [variables.like(gs) for gs in by_output]
         jacobian = optree.tree_unflatten(trees[0], [t[0] if isinstance(argnums, int) else t for t in filled])
         return (jacobian, aux) if has_aux else jacobian
@@ -159,9 +156,8 @@ def _by_rows(
     indices = tuple(range(len(variables.values)))
     if not indices or not values:
         return [() for _ in values]
-    jacobian = torch.func.jacrev(lambda *xs: outputs(*xs)[0], argnums=indices, chunk_size=chunk_size)(*variables.values)
-    rows: Sequence[Sequence[Tensor]] = jacobian
-    return rows
+    by_reverse: Any = torch.func.jacrev(lambda *xs: outputs(*xs)[0], argnums=indices, chunk_size=chunk_size)
+    return by_reverse(*variables.values)
 
 
 def _by_columns(
@@ -207,10 +203,6 @@ def _columns(
         torch.cat(columns) if columns else y.new_zeros(0, *y.shape) for columns, y in zip(kept, values, strict=True)
     ]
     return [s.movedim(0, -1).reshape(*y.shape, *x.shape) for s, y in zip(stacked, values, strict=True)]
-
-
-def _whole(tree: Any) -> Any:
-    return unshard(tree) if any(is_flat(node) for node in optree.tree_leaves(tree, is_leaf=is_flat)) else tree
 
 
 def _floating(y: Any, where: str) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
@@ -17,7 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shardfn.compat import functorch, together
 from shardfn.compat.blockwise_attention import attention
 from shardfn.compat.norms import Padded, WrittenOut
+from shardfn.compat.replacing import replaced
 from shardfn.quoting import short
+from shardfn.shards.partition import with_leaves
 from shardfn.transforms.autodiff import moves, name_of
 from shardfn.transforms.step import OutsideGradient, escaped, pushing
 
@@ -75,7 +77,8 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], 
 
 def _pushed(f: Callable[..., Any], tree: Any, pairs: Sequence[tuple[Any, Tensor | None]], has_aux: bool) -> Any:
     """The result and its tangent, with stages on the schedule."""
-    with forward_ad.dual_level(), pushing(), sdpa_kernel(SDPBackend.MATH), Watched(), _functions_watched():
+    seen = functorch.applications_seen(_refuse_applied)
+    with forward_ad.dual_level(), pushing(), sdpa_kernel(SDPBackend.MATH), Watched(), seen:
         duals = [x if t is None else functorch.dual(x, t) for x, t in pairs]
         result = f(*optree.tree_unflatten(tree, duals))
         result, aux = result if has_aux else (result, None)
@@ -127,12 +130,9 @@ def _refuse_leaks(given: Any) -> None:
                 raise escaped(stages[0])
 
 
-def _functions_watched() -> Any:
-    def look(function: Any, args: Sequence[Any]) -> None:
-        _refuse_leaks(args)
-        _refuse_once(function, args)
-
-    return functorch.applications_seen(look)
+def _refuse_applied(function: Any, args: Sequence[Any]) -> None:
+    _refuse_leaks(args)
+    _refuse_once(function, args)
 
 
 def _refuse_once(function: Any, args: Sequence[Any]) -> None:
@@ -164,15 +164,9 @@ class _Running(threading.local):
 _running = _Running()
 
 
-@contextlib.contextmanager
-def running(stage: str, lent: Sequence[tuple[int, int]]) -> Iterator[None]:
+def running(stage: str, lent: Sequence[tuple[int, int]]) -> Any:
     """A context for the function of a stage, whose tensors belong to it, and which writes to nothing that is lent."""
-    before = _running.stage, _running.lent
-    _running.stage, _running.lent = stage, lent
-    try:
-        yield
-    finally:
-        _running.stage, _running.lent = before
+    return replaced(_running, stage=stage, lent=lent)
 
 
 def _writes(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -219,10 +213,7 @@ def _by_torch_func(f: Callable[..., Any], tree: Any, pairs: Sequence[tuple[Any, 
     leaves = [x for x, _ in pairs]
 
     def of_moving(*values: Tensor) -> Any:
-        full = list(leaves)
-        for i, value in zip(at, values, strict=True):
-            full[i] = value
-        return f(*optree.tree_unflatten(tree, full))
+        return f(*optree.tree_unflatten(tree, with_leaves(leaves, at, values)))
 
     values, tangents = tuple(leaves[i] for i in at), tuple(pairs[i][1] for i in at)
     with sdpa_kernel(SDPBackend.MATH), WrittenOut():

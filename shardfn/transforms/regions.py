@@ -105,11 +105,8 @@ _functions: dict[str, Callable[[list[Tensor]], Sequence[Tensor]]] = {}
 
 def _numel(node: fx.Node) -> int:
     value = node.meta.get("val")
-    return (
-        value.numel()
-        if isinstance(value, Tensor)
-        else max((x.numel() for x in value or () if isinstance(x, Tensor)), default=0)
-    )
+    values = [value] if isinstance(value, Tensor) else value or ()
+    return max((x.numel() for x in values if isinstance(x, Tensor)), default=0)
 
 
 def origin(node: fx.Node) -> fx.Node:

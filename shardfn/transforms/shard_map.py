@@ -6,11 +6,12 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast, overload
+from typing import Any, Literal, NamedTuple, TypeVar, cast, overload
 
 import optree
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.check import recording
 from shardfn.collectives import kernels, ops
@@ -28,9 +29,6 @@ from shardfn.shards.replicated import checksum
 from shardfn.transforms.autodiff import name_of
 from shardfn.transforms.checking import Checked, asked, claim
 from shardfn.transforms.given import given
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Function = Callable[..., Any]
 F = TypeVar("F", bound=Function)
@@ -245,13 +243,6 @@ def _enter(
     )
 
 
-def _is_whole(leaf: Leaf) -> bool:
-    """Whether all ranks pass the same tensor."""
-    return (
-        isinstance(leaf.spec, P) and isinstance(leaf.value, Tensor) and not is_dtensor(leaf.value) and plain(leaf.value)
-    )
-
-
 def _leave(f: Function, result: Any, out_specs: Any, mesh: DeviceMesh, seen: set[Any], look: bool) -> list[Leaf]:
     """Validates a result whose signature is new; returns its leaves with their specs if it did, or `look` is set."""
     _, signature = _signature("out", result, mesh)
@@ -286,13 +277,11 @@ def _arguments(
         unknown = sorted(set(in_specs) - set(parameters))
         missing = [label for label in labels if label.split("[")[0] not in in_specs]
         if unknown or missing:
+            wrong = [f"no parameter {listed(unknown)}"] if unknown else []
+            wrong += [f"none for {listed(missing)}"] if missing else []
             raise ValueError(
-                f"{name} in_specs by name: "
-                + "; ".join(
-                    [f"no parameter {listed(unknown)}"] * bool(unknown)
-                    + [f"none for {listed(missing)}"] * bool(missing)
-                )
-                + f"; the parameters are {listed(parameters)} (specs of one dict argument go in a tuple)"
+                f"{name} in_specs by name: {'; '.join(wrong)}; the parameters are {listed(parameters)} (specs of one "
+                f"dict argument go in a tuple)"
             )
         return [(label, in_specs[label.split("[")[0]]) for label in labels]
     if not isinstance(in_specs, (tuple, list)):
@@ -395,5 +384,6 @@ def _compared(leaf: Leaf, value: Any, whole: bool) -> str:
     if not isinstance(value, Tensor):
         return f"{leaf.path}: {type(value).__name__}{f' placed as {value.spec}' if places_itself(value) else ''}"
     shape = "" if isinstance(leaf.spec, EllipsisType) else f" {tuple(value.shape)}"
-    numbers = f", numbers with checksum {checksum(leaf.value)}" if whole and _is_whole(leaf) else ""
+    same = whole and isinstance(leaf.spec, P) and not is_dtensor(leaf.value) and plain(leaf.value)
+    numbers = f", numbers with checksum {checksum(leaf.value)}" if same else ""
     return f"{leaf.path}: {value.dtype}{shape}{numbers}"

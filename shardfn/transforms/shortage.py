@@ -35,14 +35,12 @@ SPOKEN = re.compile(f"OutOfMemoryError|MemoryError|out of memory|{_WORDS.pattern
 
 
 def handled() -> set[int]:
-    """Ids of the exceptions that callers are handling: they become the context of any exception raised now."""
-    return _ids(sys.exception())
+    """Ids of the exceptions that callers are handling, and of all in their chains of causes and contexts.
 
-
-def _ids(error: BaseException | None) -> set[int]:
-    """Ids of an exception and of all in its chains of causes and contexts."""
+    They become the context of any exception raised now.
+    """
     seen: set[int] = set()
-    queue = [error]
+    queue = [sys.exception()]
     while queue:
         current = queue.pop()
         if current is not None and id(current) not in seen:

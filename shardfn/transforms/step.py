@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from shardfn.compat import autograd
+from shardfn.compat.replacing import replaced
 from shardfn.debugging import debugging
 from shardfn.mesh import callsites
 from shardfn.transforms.given import given
@@ -62,14 +63,9 @@ class _Pushing(threading.local):
 _pushing = _Pushing()
 
 
-@contextlib.contextmanager
-def pushing() -> Iterator[None]:
+def pushing() -> Any:
     """A context in which tangents are pushed forward of which nobody takes the gradient."""
-    before, _pushing.on = _pushing.on, True
-    try:
-        yield
-    finally:
-        _pushing.on = before
+    return replaced(_pushing, on=True)
 
 
 def pushes() -> bool:

@@ -9,12 +9,16 @@ import contextlib
 import functools
 import inspect
 import operator
+import os
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from enum import Enum
 from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,12 +26,30 @@ from shardfn.quoting import short
 
 _OURS = ("shardfn", "torch", "optree", "einops", "functools", "contextlib", "builtins")
 """Packages whose functions are passed through: what these keep for themselves is not the step's."""
-_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, CodeType)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, CodeType)
 _MOST = 256
-"""Longer lists and dicts are not looked through, nor more functions."""
+"""Longer lists and dicts are not looked through, nor more functions, nor more things inside of one."""
+_LIBRARIES = (os.path.dirname(os.__file__), "site-packages", "dist-packages")
+"""Parts of paths of code that a person who writes a step does not change: what it names is not looked for."""
+_MODULES: dict[str, Any] = vars(nn.modules.module)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_INSIDE = {"parameter or buffer": ("_parameters", "_buffers"), "module": ("_modules",), "hook": _HOOKS}
+_INSIDE = {"parameters and buffers": ("_parameters", "_buffers"), "modules": ("_modules",)}
 """What a module holds, and the attributes in which it does."""
+_NOT_CALLED = {
+    "__init__",
+    "__new__",
+    "__post_init__",
+    "__repr__",
+    "__str__",
+    "__setattr__",
+    "__getstate__",
+    "__setstate__",
+}
+"""Special methods of an object that a step does not run; it may run the others without naming them."""
+_OF_TORCH = vars(nn.Module()).keys() - {"training"}
+"""What torch keeps on a module; of this, what matters is in `_INSIDE`."""
+_FUNCTIONS = (FunctionType, BuiltinFunctionType)
+_LARGEST = 2**12  # bytes of an array that are compared
 _NOTING = "transformers.utils.output_capturing"
 """A module of hooks that only note what passes, and are made by the first call that asks for hidden states."""
 _GONE: Any = object()
@@ -36,10 +58,11 @@ Read = Callable[[], Any]
 
 
 class Seen(NamedTuple):
-    """A value, a weak reference of a tensor or module, and what reads it again."""
+    """A value as it is kept, what reads it again, and what its parts are called if it is a tuple of several."""
 
     value: Any
     read: Read
+    parts: tuple[str, ...] = ()
 
     def now(self) -> Any:
         """The value at present, or a mark if its place is gone."""
@@ -50,15 +73,35 @@ class Seen(NamedTuple):
 
     def same(self, now: Any) -> bool:
         """Whether this is the same object, an equal number or string, or a function of the same code."""
-        if now is self.value:
-            return True
         if isinstance(self.value, weakref.ref):
-            return now is not None and now is self.value()
-        if isinstance(self.value, FunctionType):
-            return isinstance(now, FunctionType) and now.__code__ is self.value.__code__
-        if type(now) is tuple and len(now) == len(self.value) and all(map(operator.is_, now, self.value)):
-            return True
-        return type(self.value) is type(now) and repr(self.value) == repr(now)
+            return now is self.value or (now is not None and now is self.value())
+        return _same(self.value, now)
+
+    def told(self, where: str, now: Any) -> str:
+        """How the value differs, as a message: of several, the first that does."""
+        value, inside = self.value, where.partition(" in ")[2]
+        if self.parts and type(now) is tuple and len(now) == len(value) == len(self.parts):
+            i = next(i for i, pair in enumerate(zip(value, now, strict=True)) if not _same(*pair))
+            where, value, now = f"{self.parts[i]} in {inside}", value[i], now[i]
+        while type(now) is type(value) is tuple and len(now) == len(value) and not _is_plain((*value, *now)):
+            value, now = next(pair for pair in zip(value, now, strict=True) if not _same(*pair))
+        if type(now) is type(value) is tuple and not _is_plain((*value, *now)):
+            return f"{where}: there are more or fewer now"
+        if isinstance(value, weakref.ref) and isinstance(now, (weakref.ref, Tensor, nn.Module)):
+            return f"{where} is another {_kind(now)} now"
+        return f"{where} is {_shown(now)} now, and was {_shown(value)}"
+
+
+def _same(x: Any, y: Any) -> bool:
+    if x is y:
+        return True
+    if isinstance(x, FunctionType):
+        return isinstance(y, FunctionType) and x.__code__ is y.__code__
+    if type(x) is not type(y):
+        return False
+    if type(x) is tuple:
+        return len(x) == len(y) and (all(map(operator.is_, x, y)) or all(map(_same, x, y)))
+    return isinstance(x, _PLAIN) and repr(x) == repr(y)
 
 
 Around = dict[str, Seen]
@@ -67,18 +110,19 @@ Around = dict[str, Seen]
 def surroundings(step: Callable[..., Any]) -> Around:
     """Numbers, strings, tensors and modules that the functions of a step name, by where they are named.
 
-    Of a module, these are its mode, parameters, buffers, modules, hooks and the numbers, tensors and functions that its
-    methods name, and those of the modules in it.
+    Of a module, these are its mode, parameters, buffers, modules, hooks and the attributes that its methods name, and
+    those of the modules in it.
 
     They are looked for in closures, globals, defaults and bound objects of the step and of the functions that are found
-    there; in objects, those attributes that one of these functions names. So are these functions.
+    there, such as the `forward` of a module; in objects, those attributes that one of these functions names. So are
+    these functions. Code of installed packages is not looked through for more.
     """
     functions = list(_functions(step))
     named = {name for f, _ in functions for code in _codes(f.__code__) for name in code.co_names}
     return {
-        f"{where} in {f.__qualname__}": Seen(value, again)
+        f"{where} in {f.__qualname__}": Seen(*seen)
         for f, bound in functions if not _ours(f)
-        for name, read in (*_reads(f), *bound) for where, value, again in _looked(name, read, named)
+        for name, read in (*_reads(f), *bound) for where, *seen in _looked(name, read, named)
     }  # fmt: skip
 
 
@@ -104,20 +148,34 @@ def changed(around: Around, step: Callable[..., Any]) -> str:
 def _differs(around: Around, found: Around) -> str:
     for where, seen in around.items():
         if where in found and not seen.same(now := found[where].now()):
-            return f"{where} is {_shown(now)} now, and was {_shown(seen.value)}"
+            return seen.told(where, now)
     return ""
 
 
 def _shown(x: Any) -> str:
-    if seen := [y() for y in (x if type(x) is tuple else (x,)) if isinstance(y, weakref.ref)]:
-        return f"another {'module' if any(isinstance(y, nn.Module) for y in seen) else 'tensor'}"
-    if x is _GONE or isinstance(x, FunctionType):
-        return "gone" if x is _GONE else f"the function at line {x.__code__.co_firstlineno}"
-    return f"a {type(x).__name__}" if isinstance(x, (Tensor, nn.Module)) else short(repr(x), 40)
+    if isinstance(x, weakref.ref):
+        return f"a {_kind(x)}"
+    if isinstance(x, _FUNCTIONS):
+        return f"the function {f'at line {x.__code__.co_firstlineno}' if isinstance(x, FunctionType) else x.__name__}"
+    if x is _GONE or isinstance(x, (Tensor, nn.Module)):
+        return "not there" if x is _GONE else f"a {type(x).__name__}"
+    return short(repr(x), 40)
+
+
+def _kind(x: Any) -> str:
+    x = x() if isinstance(x, weakref.ref) else x
+    return "module" if isinstance(x, nn.Module) else "tensor" if x is None or isinstance(x, Tensor) else "thing"
+
+
+def _installed(kind: type) -> bool:
+    """Whether a class is of an installed package, whose functions nobody changes."""
+    path = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return any(part in path for part in _LIBRARIES)
 
 
 def _ours(x: Any) -> bool:
     name = x.__globals__.get("__name__") if isinstance(x, FunctionType) else getattr(type(x), "__module__", "")
+    name = x.__module__ if isinstance(x, type) else name
     name = vars(x).get("__name__") if isinstance(x, ModuleType) else name
     return str(name).partition(".")[0] in _OURS
 
@@ -140,13 +198,9 @@ def _reads(f: FunctionType) -> Iterator[tuple[str, Read]]:
     yield from ((name, functools.partial(operator.getitem, f.__globals__, name)) for name in names)
     parameters, count = f.__code__.co_varnames[: f.__code__.co_argcount], len(f.__defaults__ or ())
     for i, name in enumerate(parameters[len(parameters) - count :]):
-        yield name, functools.partial(_item, functools.partial(getattr, f, "__defaults__"), i)
+        yield name, functools.partial(_then, operator.itemgetter(i), functools.partial(getattr, f, "__defaults__"))
     for name in f.__kwdefaults__ or ():
-        yield name, functools.partial(_item, functools.partial(getattr, f, "__kwdefaults__"), name)
-
-
-def _itself(x: Any) -> Any:
-    return x
+        yield name, functools.partial(_then, operator.itemgetter(name), functools.partial(getattr, f, "__kwdefaults__"))
 
 
 def _values(reads: Iterator[tuple[str, Read]]) -> Iterator[Any]:
@@ -156,57 +210,83 @@ def _values(reads: Iterator[tuple[str, Read]]) -> Iterator[Any]:
             yield read()
 
 
-def _looked(name: str, read: Read, named: set[str], inside: bool = False) -> Iterator[tuple[str, Any, Read]]:
+def _looked(name: str, read: Read, named: set[str], inside: bool = False) -> Iterator[tuple[Any, ...]]:
     """The values in one thing that a function names."""
     try:
         x = read()
     except (ValueError, KeyError, AttributeError):
         return
-    if type(x) in _PLAIN or (inside and _is_plain(x)) or (type(x) is FunctionType and not _ours(x)):
+    if isinstance(x, (*_PLAIN, *_FUNCTIONS)) or (inside and _is_plain(x)):
         yield name, x, read
     elif isinstance(x, Tensor):
         yield name, weakref.ref(x), read
     elif isinstance(x, nn.Module) or isinstance(_attributes(x).get("module"), nn.Module):
         module = x if isinstance(x, nn.Module) else _attributes(x)["module"]
         yield name, weakref.ref(x), read
-        with contextlib.suppress(AttributeError, KeyError):  # not initialised
-            yield from _in_module(name, module)
+        for where, again, *parts in _in_module(name, module) if _ready(module) else ():
+            with contextlib.suppress(Exception):  # of an object that cannot be looked at
+                yield where, again(), again, *parts
     elif inside:
-        return
+        again = functools.partial(_then, functools.partial(_noted, named=frozenset(named)), read)
+        yield name, again(), again
     elif isinstance(x, (list, tuple, dict)) and len(x) <= _MOST:
         for key in list(x) if isinstance(x, dict) else range(len(x)):
-            again = functools.partial(_item, read, key)
+            again = functools.partial(_then, operator.itemgetter(key), read)
             yield from _looked(f"{name}[{key!r}]", again, named, inside=True)
         if isinstance(x, list):
-            yield f"len({name})", len(x), functools.partial(_length, read)
+            yield f"len({name})", len(x), functools.partial(_then, len, read)
     elif isinstance(x, functools.partial):
         for part in ("func", "args", "keywords"):
-            yield from _looked(f"{name}.{part}", functools.partial(_part, read, part), named)
+            yield from _looked(f"{name}.{part}", functools.partial(_then, operator.attrgetter(part), read), named)
     elif not isinstance(x, (type, FunctionType)) and not _ours(x):
-        for key in sorted(named & set(_attributes(x)).union(*map(vars, type(x).__mro__))):
-            again = functools.partial(_own, read, key)
+        kind: Any = type(x)
+        for key in sorted(named & (_attributes(x).keys() | _names_of(kind))):
+            again = functools.partial(_then, functools.partial(_own, key), read)
             yield from _looked(f"{name}.{key}", again, named, inside=True)
 
 
-def _in_module(name: str, module: nn.Module) -> Iterator[tuple[str, Any, Read]]:
+def _in_module(name: str, module: nn.Module) -> Iterator[tuple[Any, ...]]:
     """What a module and those in it hold: each attribute by one reader for all that have it."""
-    parts = list(module.modules())
-    named: dict[str, list[dict[str, Any]]] = {}
-    for part in parts:
+    parts = {f"{name}.{path}" if path else name: part for path, part in module.named_modules()}
+    kinds: list[Any] = list(dict.fromkeys(map(type, parts.values())))
+    of_class = {kind: _of_class(kind) for kind in kinds}
+    having: dict[str, list[str]] = {}
+    for where, part in parts.items():
         kind: Any = type(part)
-        for key in sorted(vars(part).keys() & _read_by(kind)):
-            if key != "forward" and _held(vars(part)[key]):
-                named.setdefault(key, []).append(vars(part))
-    for key, owners in named.items():
-        plain = all(_is_plain(own[key]) for own in owners)
-        read = functools.partial(_each if plain else _each_noted, owners, key)
-        yield f"{name}.{key}", read(), read
-    read = functools.partial(_forwards, [vars(part) for part in parts])
-    yield f"{name}.forward", read(), read
+        for key in sorted((vars(part).keys() & _read_by(kind) - _OF_TORCH).union(of_class[kind])):
+            having.setdefault(key, []).append(where)
+    named = frozenset[str]().union(*map(_read_by, kinds))
+    for key, owners in having.items():
+        each = [vars(parts[where]) for where in owners]
+        plain = all(_is_plain(own.get(key)) for own in each)
+        read: Read = functools.partial(_each, each, key) if plain else functools.partial(_each_noted, each, key, named)
+        yield f"{name}.{key}", read, tuple([f"{where}.{key}" for where in owners])
+    for kind, found in of_class.items():
+        for key in found:
+            yield f"{kind.__qualname__}.{key} of {name}", functools.partial(inspect.getattr_static, kind, key)
     for what, keys in _INSIDE.items():
-        held = [vars(part)[key] for part in parts for key in keys]
-        read = functools.partial(_hooks if keys is _HOOKS else _references, held)
-        yield f"a {what} of {name}", read(), read
+        held = [(where, vars(part)[key]) for where, part in parts.items() for key in keys]
+        read = functools.partial(_references, [own for _, own in held])
+        yield f"the {what} of {name}", read, tuple([f"{where}.{key}" for where, own in held for key in own])
+    hooks = [vars(part)[key] for part in parts.values() for key in _HOOKS]
+    read = functools.partial(_hooks, hooks + [_MODULES.get(f"_global{key}", {}) for key in _HOOKS])
+    yield f"the hooks of {name}", read
+
+
+def _of_class(kind: Any) -> list[str]:
+    """The functions and numbers of a module's class that its `forward` may use; of a library's class, itself alone."""
+    own = not (_ours(kind) or _installed(kind))
+    keys = {"forward", *(_read_by(kind) & {*dir(kind)} - {*dir(nn.Module)} if own else ())}
+    found = {key: inspect.getattr_static(kind, key, None) for key in sorted(keys)}
+    return [key for key, x in found.items() if isinstance(x, _FUNCTIONS) or _is_plain(x)]
+
+
+def _ready(x: Any) -> bool:
+    """Whether this is a module of modules that are initialised."""
+    try:
+        return isinstance(x, nn.Module) and len(list(x.modules())) > 0
+    except AttributeError:
+        return False
 
 
 def _is_plain(x: Any) -> bool:
@@ -214,72 +294,109 @@ def _is_plain(x: Any) -> bool:
     return type(x) in _PLAIN or (type(x) is tuple and all(type(y) in _PLAIN for y in x))
 
 
-def _held(x: Any) -> bool:
-    """Whether an attribute of a module is compared: a number, tensor or function, or a list, tuple or dict of these."""
-    values = list(x.values()) if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else (x,)
-    kinds = (Tensor, FunctionType, BuiltinFunctionType, MethodType)
-    return 0 < len(values) <= _MOST and all(type(y) in _PLAIN or isinstance(y, kinds) for y in values)
-
-
 @functools.lru_cache(maxsize=1024)
-def _read_by(kind: Any) -> frozenset[str]:
-    """The attributes that the methods of a module's class name."""
-    methods = [x for c in kind.__mro__ if c not in nn.Module.__mro__ for x in vars(c).values()]
-    codes = [code for x in methods if isinstance(x, FunctionType) for code in _codes(x.__code__)]
-    return frozenset({"training"}.union(*(code.co_names for code in codes)))
+def _read_by(kind: Any, methods: frozenset[str] = frozenset({"forward"})) -> frozenset[str]:
+    """The names of attributes in an object's methods that are called, in its special ones, and in those they name."""
+    named, own = {"training", "forward"}, kind.__mro__[:-1]
+    special = {name for c in own if c is not nn.Module for name in vars(c) if name.startswith("__")}
+    todo = [*methods, *(("__call__",) if _installed(kind) else special - _NOT_CALLED)]
+    while todo:
+        name = todo.pop()
+        found = next((vars(c)[name] for c in own if c is not nn.Module and name in vars(c)), None)
+        f = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+        if isinstance(f, FunctionType):
+            names = {x for code in _codes(f.__code__) for x in code.co_names}
+            todo += names - named
+            named |= names
+    return frozenset(named)
 
 
 def _each(owners: list[dict[str, Any]], key: str) -> tuple[Any, ...]:
     return tuple([own.get(key, _GONE) for own in owners])
 
 
-def _forwards(owners: list[dict[str, Any]]) -> tuple[Any, ...]:
-    """Functions that replace those of the modules' classes."""
-    return tuple([own["forward"] for own in owners if "forward" in own])
+def _each_noted(owners: list[dict[str, Any]], key: str, named: frozenset[str]) -> tuple[Any, ...]:
+    """As `_each`; what several have, such as a configuration, is looked through once."""
+    notes: dict[int, Any] = {}
+    return tuple(
+        [notes[id(x)] if id(x) in notes else notes.setdefault(id(x), _noted(x, named)) for x in _each(owners, key)]
+    )
 
 
-def _each_noted(owners: list[dict[str, Any]], key: str) -> tuple[Any, ...]:
-    return tuple(map(_noted, _each(owners, key)))
-
-
-def _references(owners: list[dict[str, Any]], to: Any = weakref.ref) -> tuple[Any, ...]:
+def _references(owners: list[dict[str, Any]]) -> tuple[Any, ...]:
     """The tensors or modules in these dicts, of which most may be empty."""
-    return tuple([None if x is None else to(x) for own in filter(None, owners) for x in own.values()])
+    return tuple([None if x is None else weakref.ref(x) for own in filter(None, owners) for x in own.values()])
 
 
 def _hooks(owners: list[dict[str, Any]]) -> tuple[Any, ...]:
     found = [x for own in filter(None, owners) for x in own.values()]
-    return tuple([_noted(x) for x in found if getattr(x, "__module__", "") != _NOTING])
+    return tuple([_noted(x, frozenset()) for x in found if getattr(x, "__module__", "") != _NOTING])
 
 
-def _noted(x: Any) -> Any:
-    """A value as it is kept: a weak reference of a tensor or module, a copy of a container."""
-    if isinstance(x, (Tensor, nn.Module)):
+def _noted(x: Any, named: frozenset[str]) -> Any:
+    """A value as it is kept: weak references of tensors and modules, tuples for containers and objects.
+
+    Of an object, these are the attributes that some function names, or a method of its own that is called.
+    """
+    left = [_MOST]
+
+    def note(x: Any, named: frozenset[str]) -> Any:
+        left[0] -= 1
+        kind: Any = type(x)
+        if kind in _PLAIN or isinstance(x, (*_FUNCTIONS, type, ModuleType, Enum)):
+            return x
+        if isinstance(x, (list, tuple, set, frozenset, dict, deque)):
+            if len(x) > left[0]:
+                return kind, len(x)
+            items = x.items() if isinstance(x, dict) else sorted(x, key=repr) if isinstance(x, (set, frozenset)) else x
+            return (kind, *[note(y, named) for y in items])
+        if isinstance(x, np.ndarray) and x.nbytes <= _LARGEST:
+            return x.shape, str(x.dtype), x.tobytes()
+        if isinstance(x, functools.partial):
+            return (kind, *[note(y, named) for y in (x.func, x.args, x.keywords)])
+        if isinstance(x, MethodType):
+            return x.__func__, note(x.__self__, named | {x.__func__.__name__})
+        if isinstance(x, (Tensor, nn.Module, np.ndarray)) or _ours(x):
+            return _reference(x)
+        if left[0] <= 0:
+            return kind
+        named = named | _read_by(kind, named)
+        names = sorted(named & (_attributes(x).keys() | _names_of(kind)))
+        return (kind, *[(name, note(_own_if_set(name, x), named)) for name in names])
+
+    return note(x, named)
+
+
+def _reference(x: Any) -> Any:
+    try:
         return weakref.ref(x)
-    if isinstance(x, dict):
-        return tuple(map(_noted, x.items()))
-    return tuple(map(_noted, x)) if isinstance(x, (list, tuple)) else x
+    except TypeError:
+        return x
 
 
-def _item(read: Read, key: Any) -> Any:
-    return read()[key]
+@functools.lru_cache(maxsize=1024)
+def _names_of(kind: Any) -> frozenset[str]:
+    """The names of what a class and those that it comes from have."""
+    return frozenset[str]().union(*map(vars, kind.__mro__[:-1]))
 
 
-def _length(read: Read) -> int:
-    return len(read())
+def _then(get: Callable[[Any], Any], read: Read) -> Any:
+    return get(read())
 
 
-def _part(read: Read, name: str) -> Any:
-    return getattr(read(), name)
-
-
-def _own(read: Read, key: str) -> Any:
+def _own(key: str, x: Any) -> Any:
     """An attribute of an object or its class; no property is run."""
-    x = read()
     for names in (_attributes(x), *map(vars, type(x).__mro__)):
         if key in names:
             return names[key].__get__(x) if isinstance(names[key], MemberDescriptorType) else names[key]
     raise AttributeError(key)
+
+
+def _own_if_set(key: str, x: Any) -> Any:
+    try:
+        return _own(key, x)
+    except AttributeError:
+        return _GONE
 
 
 def _attributes(x: Any) -> dict[str, Any]:
@@ -293,23 +410,36 @@ def _attributes(x: Any) -> dict[str, Any]:
 
 def _functions(step: Any) -> Iterator[tuple[FunctionType, list[tuple[str, Read]]]]:
     """The functions that a step may call, as far as they can be seen, and the objects to which they are bound."""
-    todo, seen = deque([step]), dict[int, Any]()
+    todo, seen = deque([step]), dict[Any, Any]()
     while todo and len(seen) < _MOST:
         x = todo.popleft()
-        if id(x) in seen:
-            continue
-        seen[id(x)] = x
         called = inspect.getattr_static(type(x), "__call__", None)
         method = MethodType(called, x) if isinstance(called, FunctionType) and not _ours(x) else x
-        bound = [method.__self__] if isinstance(method, MethodType) else []
-        f = method.__func__ if isinstance(method, MethodType) else method
+        f, owner = (method.__func__, method.__self__) if isinstance(method, MethodType) else (method, None)
+        module = isinstance(owner, nn.Module)
+        key = (id(f), type(owner) if module else id(owner)) if isinstance(f, FunctionType) else id(x)
+        if key in seen:
+            continue
+        seen[key] = x, f, owner
         if isinstance(x, functools.partial):
             todo += [x.func, *x.args, *x.keywords.values()]
         elif isinstance(x, (list, tuple)) and len(x) <= _MOST:
             todo += filter(callable, x)
         elif isinstance(f, FunctionType):
             code = f.__name__ + ".__code__", functools.partial(getattr, f, "__code__")
-            yield f, [*(("self", functools.partial(_itself, y)) for y in bound), code]
-            methods = [inspect.getattr_static(type(y), name, None) for y in bound for name in f.__code__.co_names]
-            todo += [*_values(_reads(f)), *(m.fget if isinstance(m, property) else m for m in methods)]
-        todo += filter(callable, [_attributes(x).get("__wrapped__")])
+            bound = [] if owner is None or module else [("self", functools.partial(getattr, method, "__self__"))]
+            yield f, [*bound, code]
+            names = f.__code__.co_names if owner is not None else ()
+            methods = [inspect.getattr_static(type(owner), name, None) for name in names]
+            methods = [m.fget if isinstance(m, property) else m for m in methods]
+            todo += [*_values(_reads(f)), *(MethodType(m, owner) for m in methods if isinstance(m, FunctionType))]
+        todo += [*_forwards(x), *filter(callable, [_attributes(x).get("__wrapped__")])]
+
+
+def _forwards(x: Any) -> list[MethodType]:
+    """The functions that compute a module and those in it, one for each class that is of no library."""
+    module: Any = x if isinstance(x, nn.Module) else _attributes(x).get("module")
+    each = {type(part): part for part in module.modules()} if _ready(module) else {}
+    found = [(inspect.getattr_static(kind, "forward", None), part) for kind, part in each.items()]
+    own = [(f, part) for f, part in found if not (_ours(type(part)) or _installed(type(part)))]
+    return [MethodType(f, part) for f, part in own if isinstance(f, FunctionType)]

@@ -17,11 +17,13 @@ from shardfn.collectives.capturing import Watch, capturing, written
 from shardfn.collectives.ledger import attribution, unrecorded
 from shardfn.collectives.ops import LIBRARY
 from shardfn.collectives.scheduled import SCHEDULED, Scheduled, known
-from shardfn.compat import autograd, dispatch, inductor, modes
+from shardfn.compat import autograd, dispatch, inductor
+from shardfn.compat.replacing import replaced
 from shardfn.mesh import callsites
 from shardfn.quoting import listed, short
+from shardfn.shards.partition import with_leaves
 from shardfn.transforms import regions
-from shardfn.transforms.captured import Form, Program, same_elements
+from shardfn.transforms.captured import Program, same_elements
 from shardfn.transforms.pure import pure
 
 _aten: Any = torch.ops.aten
@@ -80,26 +82,15 @@ class Trace:
     def _of(cls, program: Program, leaves: list[Any], outside: list[Tensor]) -> tuple[Trace, list[Tensor]]:
         """One trace with these tensors from elsewhere as inputs, and those that it overwrites besides."""
         at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        more: list[Tensor] = []
-        works: list[Scheduled] = []
-        sent: list[tuple[str, bool]] = []
-        found: list[Any] = []
-        trees: list[optree.PyTreeSpec] = []
+        runs: list[tuple[_TraceWatch, list[Any], optree.PyTreeSpec]] = []
 
         def flat(*tensors: Tensor) -> list[Tensor]:
-            own = list(leaves)
-            for i, x in zip(at, tensors, strict=False):
-                own[i] = x
             watch = _TraceWatch(program.name, tensors, program.device)
             watch.known = {id(x): traced for x, traced in zip(outside, tensors[len(at) :], strict=True)}
             with watch, _random_state(watch), _memory(program.name):
-                results, tree = program.step(own)
+                results, tree = program.step(with_leaves(leaves, at, tensors[: len(at)]))
             results = [watch.known.get(id(x), x) for x in results]
-            works.extend(watch.works)
-            sent.extend(watch.sent)
-            more.extend(watch.overwritten)
-            found.extend(results)
-            trees.append(tree)
+            runs.append((watch, results, tree))
             return [x for x in results if isinstance(x, Tensor)]
 
         try:
@@ -110,15 +101,14 @@ class Trace:
                 f"{program.name}: the step does what needs numbers on the host, and a step that is traced has none: "
                 f"{short(str(error), 300)}"
             ) from error
-        form = Form.of(found, trees[0])
-        if program.form is not None and (difference := program.form.difference(form)):
-            raise RuntimeError(f"{program.name}: the step returns {difference}: a program always returns the same")
-        program.refuse_results(leaves, found)
+        ((watch, found, tree),) = runs
+        program.refuse_results(leaves, found, tree)
         results = [TENSOR if isinstance(x, Tensor) else x for x in found]
         constants = [*outside, *_lift(graph)]
         regions.unaliased(graph.graph)
         traced = regions.described(graph.graph)
-        return cls(program, at, graph, list(outside), constants, works, sent, trees[0], results, traced), more
+        parts = program, at, graph, list(outside), constants, watch.works, watch.sent, tree, results, traced
+        return cls(*parts), watch.overwritten
 
     def schedule(self) -> None:
         """Orders the operations, and writes results that become arguments into these.
@@ -146,10 +136,7 @@ class Trace:
         written = {node.args[0]: node for node in graph.nodes if node.target is _aten.copy_.default}
         for i, node in zip(self.at, inputs, strict=False):
             if node in written and i not in carried:
-                raise RuntimeError(
-                    f"{program.name}: the step overwrites {program.labels(i)}, and the program does not pass back what "
-                    f"it returned for it: write params, state, loss = step(params, state, batch)"
-                )
+                raise program.overwrites(i)
         self.overwritten = [
             x for x, node in zip(self.constants, inputs[len(self.at) :], strict=True) if node in written
         ]
@@ -224,7 +211,7 @@ class _TraceWatch(Watch):
         if not dispatch.is_op(func):
             raise RuntimeError(f"{self.name}: a compiled step cannot hold {func} (at {callsites.caller()})")
         if func.namespace == "profiler":
-            with modes.unseen():
+            with dispatch.outside_modes():
                 return func(*args, **kwargs)
         if self.known:
             args, kwargs = optree.tree_map(lambda x: self.known.get(id(x), x), (args, kwargs))
@@ -311,7 +298,6 @@ def _random_state(watch: _TraceWatch) -> Iterator[None]:
     names = ("set_rng_state", "set_rng_state_all", "manual_seed", "manual_seed_all", "seed", "seed_all")
     module = torch.get_device_module(watch.device)
     places = torch, torch.random, module, getattr(module, "random", module)
-    before = {(place, name): getattr(place, name) for place in places for name in names if hasattr(place, name)}
 
     def noting(plain: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -320,13 +306,11 @@ def _random_state(watch: _TraceWatch) -> Iterator[None]:
 
         return run
 
-    for (place, name), plain in before.items():
-        setattr(place, name, noting(plain))
-    try:
+    with contextlib.ExitStack() as stack:
+        for place in places:
+            those = {name: noting(getattr(place, name)) for name in names if hasattr(place, name)}
+            stack.enter_context(replaced(place, **those))
         yield
-    finally:
-        for (place, name), plain in before.items():
-            setattr(place, name, plain)
 
 
 @contextlib.contextmanager

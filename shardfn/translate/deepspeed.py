@@ -161,16 +161,16 @@ OPTIMIZERS = {
 }
 
 
-def _typed(draft: Draft, key: str, value: Any, example: str) -> tuple[str, dict[str, Any]]:
-    """The type and the arguments of an optimizer or a scheduler."""
+def _typed(draft: Draft, key: str, value: Any, example: str, others: Section) -> tuple[str, dict[str, Any]]:
+    """The type and the arguments of an optimizer or a scheduler, whose other keys it reads."""
     kind = optimizers.named(key, value, "type", example)
+    read(draft, key, {name: x for name, x in value.items() if name not in ("type", "params")}, others)
     return kind, draft.settings(f"{key}.params", value.get("params")) or {}
 
 
 def _optimizer(draft: Draft, key: str, value: Any) -> None:
-    name, given = _typed(draft, key, value, "AdamW")
-    rest = {name: x for name, x in value.items() if name not in ("type", "params")}
-    read(draft, key, rest, Section({"legacy_fusion": always("one implementation")}, "an optimizer"))
+    others = Section({"legacy_fusion": always("one implementation")}, "an optimizer")
+    name, given = _typed(draft, key, value, "AdamW", others)
     kind, where = OPTIMIZERS.get(name.lower()), f"{key}.params."
     if kind is None:
         optimizers.unread(draft, f"{key}.type", name, where, given)
@@ -187,10 +187,7 @@ def _optimizer(draft: Draft, key: str, value: Any) -> None:
 
 
 def _scheduler(draft: Draft, key: str, value: Any) -> None:
-    kind, given = _typed(draft, key, value, "WarmupLR")
-    for name, argument in value.items():
-        if name not in ("type", "params"):
-            draft.row(f"{key}.{name}", argument, "unknown", "no key of a scheduler that is known here")
+    kind, given = _typed(draft, key, value, "WarmupLR", Section({}, "a scheduler"))
     optimizers.schedule_of_deepspeed(draft, key, kind, given)
 
 

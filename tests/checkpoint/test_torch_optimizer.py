@@ -31,6 +31,7 @@ import shardfn.optim as so
 from shardfn import checkpoint
 from shardfn.testing import World
 from tests.models import distance, mesh_of
+from tests.reference import worst
 from tests.refusals import told
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -222,7 +223,7 @@ def goes_on(name: str, groups: bool, want: Any, weights: tuple[Path, str], momen
 def test_a_run_of_fsdp2_goes_on_here(world: World, groups: bool, tmp_path: Path) -> None:
     for found in world.run(from_torch, tmp_path, groups):
         assert len(found) == 4
-        assert max(found.values()) < 1e-13, found
+        assert worst(found.values()) < 1e-13, found
 
 
 # --- to torch ---
@@ -259,7 +260,7 @@ def to_torch(folder: Path, groups: bool) -> dict[str, float]:
 def test_a_run_here_goes_on_with_fsdp2(world: World, groups: bool, tmp_path: Path) -> None:
     for found in world.run(to_torch, tmp_path, groups):
         assert len(found) == 4
-        assert max(found.values()) < 1e-13, found
+        assert worst(found.values()) < 1e-13, found
 
 
 # --- Accelerate ---
@@ -305,7 +306,7 @@ def test_a_run_of_accelerate_goes_on_here_and_a_run_here_with_accelerate(world: 
     pytest.importorskip("accelerate")
     for found in world.run(with_accelerate, tmp_path):
         assert len(found) == 5
-        assert max(found.values()) < 1e-13, found
+        assert worst(found.values()) < 1e-13, found
 
 
 # --- any placement ---

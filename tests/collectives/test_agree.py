@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 import shardfn as sf
-from shardfn.collectives.agree import agree
+from shardfn.collectives.agree import agree, failing_together
+from shardfn.mesh.axes import axis_of
 from shardfn.testing import World
 from tests.refusals import told
 
@@ -73,7 +74,7 @@ def of_some_ranks() -> tuple[str, str]:
     error = ValueError("it is odd") if rank == 3 else None
     return (
         told(lambda: agree([f"n={rank}"], mesh, "caller", axes=("b",))),
-        told(lambda: agree([str(error)], mesh, "caller", error, axes=("b",))),
+        told(lambda: agree([], mesh, "caller", error, axes=("b",))),
     )
 
 
@@ -85,6 +86,36 @@ def test_ranks_are_named_by_their_numbers_in_the_world(world: World) -> None:
         assert f"rank {first} has n={first}; rank {first + 1} has n={first + 1}. " in differs
         own = {2: "ValueError: caller: rank 3 failed: it is odd", 3: "ValueError: it is odd"}
         assert fails == own.get(rank, "it was done")
+
+
+def on_two_meshes() -> str:
+    mesh, rank = sf.make_mesh(a=2, b=2, device="cpu"), dist.get_rank()
+    along = [axis_of(mesh, (name,)) for name in ("b", "a")]
+
+    def run() -> None:
+        with failing_together(along, "caller"):
+            if rank == 0:
+                raise ValueError("it is odd")
+        if 0 < rank < 3:  # rank 1 is along one of them, and rank 2 along the other
+            agree([], along[rank - 1], "caller")
+
+    return told(run)
+
+
+@pytest.mark.world(4, "threads")
+def test_the_ranks_of_each_mesh_hear_of_an_error(world: World) -> None:
+    heard = "ValueError: caller: rank 0 failed: it is odd"
+    assert world.run(on_two_meshes) == ["ValueError: it is odd", heard, heard, "it was done"]
+
+
+def all_fail() -> str:
+    mesh = sf.make_mesh(a=2, device="cpu")
+    return told(lambda: agree(["n=1"], mesh, "caller", ValueError("it is odd")))
+
+
+@pytest.mark.world(2, "threads")
+def test_an_error_on_all_ranks_is_raised_as_it_is(world: World) -> None:
+    assert world.run(all_fail) == ["ValueError: it is odd"] * 2
 
 
 def one_fails_alone() -> str:

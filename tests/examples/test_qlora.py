@@ -16,6 +16,7 @@ from examples import qlora as example
 from examples.finetune_hf import DATA, IGNORED
 from examples.run import bytes_tokenizer, joined
 from tests.interop.zoo import losses_in_float64, norms_in_float64
+from tests.reference import worst
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error::shardfn.VaryingWarning")
 
@@ -58,7 +59,7 @@ def test_adapters_on_four_bits_learn_alike_on_every_mesh_and_are_in_their_files(
             name: [abs(a / b - 1) for a, b in zip(row[1:3], alone[name][1:3], strict=True)]
             for name, row in rows.items()
         }
-        assert max(map(max, off.values())) < 1e-12, off
+        assert worst(map(worst, off.values())) < 1e-12, off
         assert abs(rows["merged, by transformers"].cpp / rows["adapters on 4 bits"].cpp - 1) < 1e-12
         assert abs(again / rows["adapters on 4 bits"].cpp - 1) < 1e-12
         costs = [rows[name] for name in ("adapters on 4 bits", "adapters on all bits", "all parameters")]

@@ -25,6 +25,7 @@ from shardfn.quant import bitsandbytes
 from shardfn.testing import World
 from tests.interop import zoo
 from tests.models import distance, mesh_of
+from tests.reference import worst
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -286,7 +287,7 @@ def through_functional(config: Kind, folder: str) -> list[float]:
 @pytest.mark.world(2, "processes")
 def test_modules_that_peft_changed_are_modules(world: World, tmp_path: Path) -> None:
     for config in ({"target_modules": ["q_proj", "v_proj"], "use_dora": True}, {"target_modules": "all-linear"}):
-        assert max(max(found) for found in world.run(through_functional, config, str(tmp_path))) < 1e-9
+        assert worst(worst(found) for found in world.run(through_functional, config, str(tmp_path))) < 1e-9
 
 
 # --- the whole recipe, beside transformers, bitsandbytes and peft ---
@@ -380,7 +381,7 @@ def test_four_bits_and_adapters_train_as_bitsandbytes_and_peft_do(world: World, 
     quiet(pytest.importorskip, "bitsandbytes")
     for double in (False, True):
         for found in world.run(tuned_in_four_bits, double, str(tmp_path)):
-            assert max(found) < 1e-5, found
+            assert worst(found) < 1e-5, found
 
 
 class Experts(torch.nn.Module):

@@ -17,6 +17,7 @@ import shardfn.optim as so
 from shardfn.shards.pieces import units
 from shardfn.testing import world
 from tests.models import distance
+from tests.reference import worst
 
 OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
     "sgd": lambda: so.sgd(0.1, momentum=0.9),
@@ -89,7 +90,7 @@ def stepped(name: str, shapes: str, strategy: str) -> float:
 def test_steps_on_several_models_are_those_on_each(name: str, shapes: str, strategy: str) -> None:
     if name == "shard_state" and strategy != "hybrid":
         strategy = "hybrid"  # the others have no replicas
-    assert max(world(4).run(stepped, name, shapes, strategy)) < 1e-12
+    assert worst(world(4).run(stepped, name, shapes, strategy)) < 1e-12
 
 
 def measured(shapes: str, strategy: str, nesting: str) -> tuple[list[float], list[float]]:

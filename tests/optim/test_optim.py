@@ -891,11 +891,11 @@ def by_owners(strategy: Any, everyone: bool) -> tuple[float, int]:
 def test_a_function_of_whole_matrices_is_done_once_by_their_owners(world: World) -> None:
     for strategy in (sf.hybrid_shard(shard="shard", replica="replica"), sf.full_shard(("replica", "shard"))):
         found = world.run(by_owners, strategy, False)
-        assert max(error for error, _ in found) < 1e-12
+        assert worst(error for error, _ in found) < 1e-12
         assert sum(calls for _, calls in found) == 3
         assert max(calls for _, calls in found) == 1
         found = world.run(by_owners, strategy, True)
-        assert max(error for error, _ in found) < 1e-12
+        assert worst(error for error, _ in found) < 1e-12
         assert [calls for _, calls in found] == [3] * 4
 
 

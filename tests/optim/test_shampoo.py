@@ -20,6 +20,7 @@ from shardfn.optim.shampoo import cost
 from shardfn.shards.pieces import units
 from shardfn.testing import World, world
 from tests.models import DATA, STRATEGIES, data_mesh, distance, normal
+from tests.reference import worst
 from tests.refusals import refused
 
 STEPS, PARTS = 5, 8
@@ -513,7 +514,7 @@ def elsewhere(name: str, sizes: dict[str, int]) -> float:
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("name", MAKE)
 def test_parameters_may_be_cut_and_placed_along_other_axes(world: World, name: str, sizes: dict[str, int]) -> None:
-    assert max(world.run(elsewhere, name, sizes)) < 1e-10
+    assert worst(world.run(elsewhere, name, sizes)) < 1e-10
 
 
 def uncut(name: str) -> float:
@@ -529,4 +530,4 @@ def uncut(name: str) -> float:
 @pytest.mark.world(4)
 @pytest.mark.parametrize("name", MAKE)
 def test_strategies_may_be_mixed(world: World, name: str) -> None:
-    assert max(world.run(uncut, name)) < 1e-10
+    assert worst(world.run(uncut, name)) < 1e-10

@@ -321,7 +321,6 @@ WRONG: dict[str, Any] = {
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_torch_has_kernels_with_these_arguments_and_shapes(kernel: str) -> None:
-    assert KERNELS[kernel].there
     q, k, v = (torch.empty(2, 4, n, 20, dtype=torch.bfloat16, device="meta") for n in (33, 50, 50))
     out, lse = KERNELS[kernel].forward(q, k, v, False, 0.5)
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, q.shape[:3], torch.float32)

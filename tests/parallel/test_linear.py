@@ -13,6 +13,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import P, parallel
 from shardfn.testing import World, simulated, world
+from tests.reference import worst
 
 WIDTH, HIDDEN, VOCABULARY, REAL, LENGTH = 6, 8, 16, 11, 8
 CUT = {
@@ -365,7 +366,7 @@ def norms_on_a_device() -> list[float]:
 def test_a_norm_on_a_device_is_the_one_on_the_cpu() -> None:
     (found,) = world(1, "alone").run(norms_on_a_device)
     assert len(found) == 4
-    assert max(found) < 1e-12, found
+    assert worst(found) < 1e-12, found
 
 
 BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {

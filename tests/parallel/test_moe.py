@@ -11,6 +11,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import P, parallel
 from shardfn.testing import World
+from tests.reference import worst
 
 EXPERTS, GROUPS, TOKENS, WIDTH, K = 4, 4, 6, 5, 2
 either = pytest.mark.parametrize("world", [(2, "processes"), (4, "processes")], indirect=True, ids=["2", "4"])
@@ -176,7 +177,7 @@ def in_parts() -> dict[str, float]:
 def test_a_rank_with_fewer_rows_has_an_empty_part(world: World) -> None:
     for found in world.within(60).run(in_parts):
         assert len(found) == 4
-        assert max(found.values()) < 1e-12, found
+        assert worst(found.values()) < 1e-12, found
 
 
 @pytest.mark.parametrize("shape", [(0, TOKENS, WIDTH), (GROUPS, 0, WIDTH), (0, 0, WIDTH)], ids=str)
@@ -222,7 +223,7 @@ def each_sample() -> float:
 
 @pytest.mark.world(2)
 def test_gradients_of_each_sample(world: World) -> None:
-    assert max(world.run(each_sample)) < 1e-12
+    assert worst(world.run(each_sample)) < 1e-12
 
 
 def ragged() -> dict[str, float]:

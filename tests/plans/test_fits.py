@@ -49,19 +49,30 @@ def test_a_plan_that_fits_is_true() -> None:
     assert fit
     assert (fit.needed, fit.spare, fit.changes) == (70 * GIB, 6 * GIB, ())
     assert fit.largest == (("activations", 60 * GIB), ("parameters", 10 * GIB))
-    assert "it fits: 70.00 GiB of 80.00 GiB" in fit.reason
+    assert fit.reason == "it fits: it needs 75.16 GB of 85.9 GB, of which 4.295 GB are left free; 6.442 GB are spare"
 
 
 def test_the_nearest_change_that_is_enough_comes_first() -> None:
     fit = plan(GATHER, parameters=10, optimizer=20, activations=60).fits("80GiB", reserve=0)
     assert not fit
     assert (fit.spare, fit.where) == (-10 * GIB, "model.py:7")
-    assert "10.00 GiB are missing. Largest are activations 60.00 GiB, optimizer 20.00 GiB" in fit.reason
+    assert "it needs 96.64 GB of 85.9 GB, of which 0 B are left free; 10.74 GB are missing" in fit.reason
+    assert "Largest are activations 64.42 GB, optimizer 21.47 GB" in fit.reason
     assert "(at model.py:7)" in fit.reason
     enough = [change for change in fit.changes if change.enough]
     assert [change.saves // GIB for change in enough] == [15, 20, 30, 30, 60]
     assert "twice as many ranks along 'shard'" in enough[0].what
-    assert "nearest: twice as many ranks along 'shard' (saves about 15.00 GiB)" in str(fit)
+    assert "nearest: twice as many ranks along 'shard' (saves about 16.11 GB)" in str(fit)
+
+
+def test_a_reserve_above_the_memory_is_named_and_not_the_plan() -> None:
+    fit = plan(parameters=1).fits("1GiB")
+    assert not fit
+    assert fit.reason == (
+        "it does not fit: 2.147 GB of the device are to be left free, and it has 1.074 GB: pass a smaller reserve; "
+        "the plan needs 1.074 GB"
+    )
+    assert "it does not fit: it needs 1.074 GB of" in plan(parameters=1).fits("2GiB").reason  # nothing is left for it
 
 
 def test_what_is_computed_again_already_is_not_advised() -> None:

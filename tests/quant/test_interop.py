@@ -19,6 +19,7 @@ from shardfn.quant import bitsandbytes
 from shardfn.testing import World
 from tests.interop import zoo
 from tests.models import data_mesh, distance, mesh_of
+from tests.reference import worst
 
 NAMES = r"model\.layers\.\d+\..*_proj\.weight"
 
@@ -248,7 +249,7 @@ def called_in_4_bits(folder: Path) -> list[float]:
 def test_layers_of_bitsandbytes_compute_the_same_at_every_call(world: World, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     for found in world.run(called_in_4_bits, tmp_path):
-        assert max(found) < 1e-6
+        assert worst(found) < 1e-6
 
 
 def other_formats_on_ranks() -> dict[str, str]:

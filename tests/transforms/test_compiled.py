@@ -7,10 +7,15 @@ from __future__ import annotations
 import functools
 import re
 import tempfile
-from collections import Counter
+import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import optree
 import pytest
 import torch
@@ -584,9 +589,9 @@ LATE: dict[str, tuple[Callable[[], Callable[[], Any]], str]] = {
     ),
     "global": (late_global, r"settings\['rate'\] in late_global\.<locals>\.<lambda> is 0\.5 now, and was 1\.0"),
     "attribute": (late_attribute, r"more\.rate in toy.* is 0\.5 now"),
-    "tensor": (late_tensor, r"teachers\['new'\] in late_tensor.* is a Tensor now, and was another tensor"),
-    "module": (late_module, r"nets\[0\] in late_module.* is a Linear now, and was another module"),
-    "mode": (late_mode, r"net\.training in late_mode.* is \(False, False, False\) now, and was \(True, True, True\)"),
+    "tensor": (late_tensor, r"teachers\['new'\] in late_tensor.* is another tensor now"),
+    "module": (late_module, r"nets\[0\] in late_module.* is another module now"),
+    "mode": (late_mode, r"net\.training in late_mode.* is False now, and was True"),
 }
 
 
@@ -616,6 +621,133 @@ class Acting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.act(x * self.by * self.scale[0] + sum(self.shifts)) * self.named["rate"]
+
+
+@dataclass
+class Rates:
+    rate: float = 1.0
+    inner: Any = None
+
+
+class Way(Enum):
+    one, two = 1, 2
+
+
+class Scaling:
+    """Its methods name what its users do not."""
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return self(x)
+
+
+class Configured(nn.Module):
+    """Its forward reads what objects of many kinds hold, its class, and what its methods and functions name."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.fields = Rates(inner=Rates()), SimpleNamespace(rate=1.0)
+        self.lists, self.kinds, self.numbers = OrderedDict(rates=[1.0]), {"one"}, np.ones(2)
+        self.part, self.bound = functools.partial(torch.mul, 1.0), Halved().__call__
+        self.way, self.kind, self.format = Way.one, nn.ReLU, torch.contiguous_format
+        self.called, self.asked, self.number = Scaling(1.0), Scaling(1.0), np.float64(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.config.rate * self.config.inner.rate * self.fields.rate * self.lists["rates"][0] * self.factor
+        x = self.called(self.asked.scaled(x)).contiguous(memory_format=self.format) * self.number
+        x = self.kind()(x) if self.way is Way.one else x
+        return self.bound(self.part(x)) * float(self.numbers[0]) * len(self.kinds) * self.more()
+
+    def more(self) -> float:
+        return self.yet_more()
+
+    def yet_more(self) -> float:
+        return sum(RATES)
+
+
+RATES = [1.0]
+
+
+def cases_of_modules() -> dict[str, tuple[Callable[..., Any], Callable[[], Any], str]]:
+    """As `cases_of_places`, of a module."""
+    kind: Any = type("Own", (Configured,), {})
+    net = nn.Sequential(kind(), nn.Linear(2, 2))
+    own: Any = net[0]
+    changes: dict[str, tuple[Callable[[], Any], str]] = {
+        "a field of its configuration": (
+            lambda: setattr(own.config, "rate", 2.0),
+            r"0\.config in .* is \('rate', 2\.0\) now",
+        ),
+        "a field in a field": (
+            lambda: setattr(own.config.inner, "rate", 2.0),
+            r"0\.config in .* is \('rate', 2\.0\) now",
+        ),
+        "another configuration": (
+            lambda: setattr(own, "config", Rates(2.0, Rates())),
+            r"config in .* is \('rate', 2\.0\) now",
+        ),
+        "a namespace": (lambda: setattr(own.fields, "rate", 2.0), r"0\.fields in .* is .*2\.0.* now"),
+        "a list in a dict": (lambda: own.lists["rates"].__setitem__(0, 2.0), r"0\.lists in .* is 2\.0 now"),
+        "a set": (lambda: own.kinds.add("two"), r"0\.kinds in .*: there are more or fewer now"),
+        "an array": (lambda: own.numbers.__setitem__(0, 2.0), r"0\.numbers in .* is b'"),
+        "a partial": (lambda: setattr(own, "part", functools.partial(torch.mul, 2.0)), r"0\.part in .* is 2\.0 now"),
+        "what a method is bound to": (
+            lambda: setattr(own.bound.__self__, "own", 2.0),
+            r"0\.bound in .* is .*2\.0.* now",
+        ),
+        "a member of an enumeration": (lambda: setattr(own, "way", Way.two), r"0\.way in .* is <Way\.two: 2> now"),
+        "a class that it has": (lambda: setattr(own, "kind", nn.GELU), r"0\.kind in .* is <class .*GELU'> now"),
+        "an object of torch": (
+            lambda: setattr(own, "format", torch.channels_last),
+            r"0\.format in .* is torch\.channels_last now",
+        ),
+        "an object that it calls": (lambda: setattr(own, "called", Scaling(2.0)), r"0\.called in .* is .*2\.0.* now"),
+        "an object that it asks": (lambda: setattr(own.asked, "by", 2.0), r"0\.asked in .* is .*2\.0.* now"),
+        "its class": (lambda: setattr(kind, "factor", 2.0), r"Own\.factor of net in .* is 2\.0 now"),
+        "an attribute in place of its class's": (lambda: setattr(own, "factor", 2.0), r"0\.factor in .* is 2\.0 now"),
+        "its class's function": (
+            lambda: setattr(kind, "forward", lambda self, x: x),
+            r"Own\.forward of net in .* is the function at line",
+        ),
+        "its class's method": (lambda: setattr(kind, "yet_more", lambda self: 2.0), r"Own\.yet_more of net in"),
+        "what its method names": (lambda: RATES.__setitem__(0, 2.0), r"RATES\[0\] in Configured\.yet_more is 2\.0 now"),
+        "a hook of all modules": (
+            lambda: hooks.append(nn.modules.module.register_module_forward_hook(lambda *given: None)),
+            "the hooks of net in .*: there are more or fewer now",
+        ),
+    }
+    hooks: list[Any] = []
+    return {name: (lambda w: net(w), change, told) for name, (change, told) in changes.items()}
+
+
+@pytest.mark.parametrize("name", cases_of_modules())
+def test_a_change_is_noticed_wherever_a_module_has_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "RATES", [1.0])
+    step, change, told = cases_of_modules()[name]
+    around = surroundings.kept(surroundings.surroundings(step), surroundings.surroundings(step))
+    assert surroundings.changed(around, step) == ""
+    change()
+    try:
+        assert re.search(told, surroundings.changed(around, step)), surroundings.changed(around, step)
+    finally:
+        nn.modules.module._global_forward_hooks.clear()
+
+
+def test_what_is_equal_or_too_much_to_look_through_is_the_same() -> None:
+    net: Any = Configured()
+    net.lists = {"rates": [1.0], "many": [[[0.0] * 200] * 200] * 200}
+    around = surroundings.surroundings(lambda w: net(w))
+    net.number, net.config, net.fields = np.float64(1.0), Rates(inner=Rates()), SimpleNamespace(rate=1.0)
+    began = time.perf_counter()
+    assert surroundings.changed(around, lambda w: net(w)) == ""
+    assert time.perf_counter() - began < 1
 
 
 def scaled(rate: float) -> Callable[[Tensor], Tensor]:
@@ -658,75 +790,87 @@ def cases_of_places() -> dict[str, tuple[Callable[..., Any], Callable[[], Any], 
     model = interop.functional(nn.Sequential(nn.Linear(2, 2), of_model))
 
     return {
-        "a module's number": (lambda w: net(w), lambda: setattr(dropout, "p", 0.5), r"net\.p in .* is \(0\.5,\) now"),
+        "a module's number": (
+            lambda w: net(w),
+            lambda: setattr(dropout, "p", 0.5),
+            r"net\.1\.0\.p in .* is 0\.5 now, and was 0\.1",
+        ),
         "a module's parameter": (
             lambda w: net(w),
             lambda: setattr(linear, "weight", nn.Parameter(torch.ones(2, 2))),
-            "a parameter or buffer of net in .* is another tensor now",
+            r"net\.0\.weight in .* is another tensor now",
         ),
         "a module's buffer": (
             lambda w: net(w),
             lambda: setattr(norm, "running_mean", torch.zeros(2)),
-            "a parameter or buffer of net in",
+            r"net\.1\.1\.running_mean in .* is another tensor now",
         ),
         "a number of a model": (
             lambda w: model(w, w),
             lambda: setattr(of_model, "p", 0.5),
-            r"model\.p in .* is \(0\.5,\) now",
+            r"model\.1\.p in .* is 0\.5 now",
         ),
         "a mode": (
             lambda w: net(w),
             lambda: net[1].eval(),
-            r"net\.training in .* \(True, True, Fals",
+            r"net\.1\.training in .* is False now, and was True",
         ),
-        "another module": (lambda w: net(w), lambda: setattr(net, "0", nn.Linear(2, 2)), "a module of net in"),
+        "another module": (
+            lambda w: net(w),
+            lambda: setattr(net, "0", nn.Linear(2, 2)),
+            r"net\.0 in .* is another module now",
+        ),
         "a module more": (
             lambda w: net(w),
             lambda: inner.append(nn.Tanh()),
-            "a module of net in .* another module now",
+            "the modules of net in .*: there are more or fewer now",
         ),
         "a hook": (
             lambda w: net(w),
             lambda: linear.register_forward_hook(lambda *given: given[2] * 2),
-            r"a hook of net in .* is \(<function .* now, and was \(\)",
+            "the hooks of net in .*: there are more or fewer now",
         ),
         "a forward": (
             lambda w: net(w),
             lambda: setattr(linear, "forward", torch.tanh),
-            r"net\.forward in .* \(<built-in .* was \(\)",
+            r"net\.0\.forward in .* is the function tanh now, and was not there",
         ),
         "a module's function": (
             lambda w: net(w),
             lambda: setattr(acting, "act", torch.tanh),
-            r"net\.act in .* \(<built-in",
+            r"net\.3\.act in .* is the function tanh now, and was the function at line",
         ),
         "a tensor of a module": (
             lambda w: net(w),
             lambda: setattr(acting, "by", torch.zeros(2)),
-            r"net\.by in .* is another tensor now",
+            r"net\.3\.by in .* is another tensor now",
         ),
         "a module's tuple": (
             lambda w: net(w),
             lambda: setattr(acting, "scale", (2.0,)),
-            r"scale in .* is \(\(2\.0,\),\) now",
+            r"net\.3\.scale in .* is \(2\.0,\) now, and was \(1\.0,\)",
         ),
         "in a module's list": (
             lambda w: net(w),
             lambda: acting.shifts.append(2.0),
-            r"shifts in .* is \(\(1\.0, 2\.0\),\)",
+            r"net\.3\.shifts in .*: there are more or fewer now",
         ),
         "in a module's dict": (
             lambda w: net(w),
             lambda: acting.named.update(rate=2.0),
-            r"named in .* \(\(\('rate', 2",
+            r"net\.3\.named in .* is 2\.0 now, and was 1\.0",
         ),
         "a closure made again": (lambda w: f(w), set_f, r"rate in scaled.* is 0\.5 now, and was 1\.0"),
         "another function": (lambda w: swapped(w), set_other, "swapped in .* is the function at line "),
         "its code": (lambda w: optional(w), lambda: setattr(optional, "__code__", plain.__code__), "__code__ in"),
         "a default": (lambda w: optional(w), lambda: setattr(optional, "__defaults__", (0.5,)), r"rate in .* is 0\.5"),
-        "no tensor": (lambda w: w if x is None else w * x, set_x, "x in .* is None now, and was another tensor"),
+        "no tensor": (lambda w: w if x is None else w * x, set_x, "x in .* is None now, and was a tensor"),
         "a dtype": (lambda w: w.to(dtype), set_dtype, r"dtype in .* is torch\.float64 now"),
-        "a key less": (lambda w: w * settings.get("rate", 2), settings.clear, r"\['rate'\] in .* is gone now"),
+        "a key less": (
+            lambda w: w * settings.get("rate", 2),
+            settings.clear,
+            r"\['rate'\] in .* is not there now, and was 1\.0",
+        ),
         "an item more": (lambda w: w * sum(several), lambda: several.append(3), r"len\(several\) in .* is 3 now"),
         "a tuple": (lambda w: w.view(held["shape"]), lambda: held.update(shape=(3, 2)), r"is \(3, 2\) now"),
         "of a class": (lambda w: w * of_class.rate, lambda: setattr(kind, "rate", 0.5), r"of_class\.rate in .* is 0"),
