@@ -10,6 +10,7 @@ from shardfn.quoting import findings
 
 SHOWN = 6  # most ranks that a message lists
 _ADVICE = "All ranks make the same calls in the same order: a branch around one goes the same way on every rank"
+BARRIER = "torch.distributed.barrier"
 CALL = re.compile(r" in (sf\.[\w.]*\w)")
 
 Vain = dict[str, list[Any]]
@@ -26,7 +27,8 @@ threads     None while no thread waits; else the live threads that have waited b
     thread, main, used      its identifier, whether it is the main thread, the groups it has used
     wait                    None while it does not wait; else a description made by `watchdog`, in which
         place               is None, or the comparison that it is at: [group, number there, number in its call]
-counts      group -> key -> how often the rank has arrived at it; None if it was killed, and nobody knows
+counts      group -> key -> how often the rank has arrived at it; None if it was killed, and nobody knows. For a barrier
+            of the program's own 1 while the rank is in it, as nobody counts these
 """
 Thread = tuple[int, int]  # rank, thread identifier
 
@@ -91,8 +93,8 @@ def _lost(rank: int, wait: dict[str, Any], states: dict[int, State], suspects: d
         return False
     if left(state, wait):
         return True
-    if state["ended"]:
-        return state["counts"] is not None
+    if state["ended"]:  # a program may still come to its own barrier after an error in a run
+        return state["counts"] is not None and not wait["key"].startswith(BARRIER)
     if not state["threads"]:
         return False
     users = [thread for thread in state["threads"] if wait["group"] in thread["used"]]
@@ -166,7 +168,10 @@ def advised(message: str) -> str:
     """Appends advice to a message about a wait."""
     if " has failed: " in message:
         return f"{message}. Look at the output of that rank first"
+    return f"{message}{advice(message) or f'. {_ADVICE}'}"
+
+
+def advice(message: str) -> str:
+    """Returns what to append to a message about a wait in one of the user's calls; empty for any other wait."""
     call = CALL.search(message)
-    if call is None:
-        return f"{message}. {_ADVICE}"
-    return f"{message}. All ranks call {call[1]}, whatever they do with it: only write files or print on rank 0"
+    return f". All ranks call {call[1]}, whatever they do with it: only write files or print on rank 0" if call else ""

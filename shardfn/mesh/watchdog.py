@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import inspect
 import json
 import logging
 import os
@@ -35,9 +36,11 @@ from shardfn.compat import process_groups
 from shardfn.debugging import debugging
 from shardfn.mesh import callsites, liveness
 from shardfn.mesh.deadlock import (
+    BARRIER,
     State,
     Thread,
     Vain,
+    advice,
     advised,
     came,
     given_up,
@@ -59,6 +62,7 @@ TICK = 1.0  # seconds between two checks
 PATIENCE_COMPARING, TICK_COMPARING = 1.0, 0.25  # the same while ranks compare what they are about to do
 
 _log = logging.getLogger("shardfn")
+_IN_BARRIER = inspect.unwrap(dist.barrier).__code__
 _KEY = "shardfn/waiting/{}"
 _ADDRESSES = "shardfn/addresses/{}"
 _PROCESS = "shardfn/process/{}"
@@ -168,6 +172,8 @@ def state_of(beat: int, stuck: dict[int, on], vain: Vain | None = None, ended: s
         {"thread": thread, "main": thread == main, "used": groups, "wait": _wait(thread, stuck.get(thread))}
         for thread, groups in used.items()
     ]
+    for wait in stuck.values():
+        counts.setdefault(wait.group, {}).setdefault(wait.key, wait.count)  # a barrier is not among the arrivals
     return {**state, "threads": threads, "counts": counts}
 
 
@@ -257,6 +263,7 @@ class Watcher:
         server: rank 0's process, if it serves the store.
         processes: the processes of ranks that this one has waited for, see `liveness.own_process`.
         dead: the ranks whose processes have ended.
+        barrier: the main thread's wait in a barrier of the program's own; None if it is in none.
         given: the waits for a dead rank that were given up, by thread: where it was then, and the checks since.
         looks: held during a check.
     """
@@ -276,6 +283,7 @@ class Watcher:
     server: str = ""
     processes: dict[int, bytes] = field(default_factory=dict)
     dead: set[int] = field(default_factory=set)
+    barrier: on | None = None
     given: dict[int, tuple[on, Any, int]] = field(default_factory=dict)
     looks: threading.Lock = field(default_factory=threading.Lock)
 
@@ -294,7 +302,7 @@ class Watcher:
         """Publishes what this rank waits for, and checks what the others do."""
         for callback in list(looking.values()):
             callback(self.reach())
-        now, current_waits = time.monotonic(), dict(waits)
+        now, current_waits = time.monotonic(), waits | self.in_barrier()
         since = {}
         for thread, wait in current_waits.items():
             seen = self.since.get(thread)
@@ -313,6 +321,22 @@ class Watcher:
         # More rarely in a large world, all of whose ranks read from one store.
         if stuck and self.beat % (1 + dist.get_world_size() // 64) == 0:
             self.think(stuck, now)
+
+    def in_barrier(self) -> dict[int, on]:
+        """Returns the main thread's wait in a barrier of the program's own, if it is in one."""
+        from shardfn.mesh.waiting import on  # which imports this module
+
+        main = threading.main_thread().ident or 0
+        frame = sys._current_frames().get(main)
+        if frame is None or frame.f_code is not _IN_BARRIER or main in waits:
+            self.barrier = None
+            return {}
+        members: Any = frame.f_locals["group"] or dist.group.WORLD
+        group = members.group_name
+        if self.barrier is None or self.barrier.group != group:
+            self.barrier = on(BARRIER, group)
+            self.barrier.count, self.barrier.verdict = 1, ""  # not a real count: see `State`
+        return {main: self.barrier}
 
     def vanished(self, stuck: dict[int, on]) -> bool:
         """Gives up waits for hosts that have vanished; returns whether the store is out of reach now."""
@@ -396,18 +420,21 @@ class Watcher:
                 for state in states.values()
                 if wait.ranks is None and wait.group in state["broken"]
             ]
-            if verdicts and not wait.verdict and waits.get(thread) is wait:
+            if verdicts and not wait.verdict and (waits | self.in_barrier()).get(thread) is wait:
                 wait.verdict = verdicts[0]
                 self.give_up(wait, stuck)
                 continue
-            waited, begins = now - self.since[thread][1], wait.group.startswith("meeting ")
-            if now >= self.spoke.get(thread, 0) and waited >= _pace()[0] * (STARTING if begins else 1):
+            waited, begins = now - self.since[thread][1], wait.note == STARTS and thread not in calls
+            patience = _pace()[0] * (STARTING if begins else 1)
+            concerns = wait is not self.barrier or (self.rank, thread) in hopeless
+            if now >= self.spoke.get(thread, 0) and waited >= patience and concerns:
                 self.spoke[thread] = now + 2 * waited
                 late = [r for r in ranks_of(wait) if r != self.rank and not (r in states and came(states[r], *key))]
                 why = standing(late, states, _wait(thread, wait)) if late else "all have come, and it has not arrived"
-                note = f". {wait.note}" if wait.note else ""
-                text = text_of(wait, thread)
-                _log.warning("rank %d has waited %.1f s for %s: %s%s", self.rank, waited, text, why, note)
+                said = f"rank {self.rank} has waited {waited:.1f} s for {text_of(wait, thread)}: {why}"
+                note = advice(said) if late else ""
+                note += f". {wait.note}" if wait.note and (begins or wait.note != STARTS) else ""
+                _log.warning("%s%s", said, note)
 
     def bury(self, ranks: set[int]) -> None:
         """Publishes that ranks have ended whose processes on this host have done so without a word."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import shardfn as sf
 from shardfn.compat import process_groups
 from shardfn.mesh import waiting, watchdog
-from shardfn.mesh.deadlock import State, waits_in_vain
+from shardfn.mesh.deadlock import BARRIER, State, waits_in_vain
 from shardfn.mesh.groups import group_over
 from shardfn.mesh.scope import mesh_of
 from shardfn.testing import World, WorldError, errors, world
@@ -222,6 +222,54 @@ def test_a_rank_that_waits_for_one_that_has_gone_says_so(name: str) -> None:
     assert "pad it" not in said
 
 
+def in_a_barrier(call: str) -> tuple[list[str], str]:
+    """Rank 1 waits in a barrier of the program's own for rank 0, which waits for it; the log, and the error."""
+    watchdog.PATIENCE, watchdog.TICK = 0.3, 0.05
+    params = sf.shard({"a": torch.ones(40)}, sf.make_mesh(shard=-1, device="cpu"), sf.full_shard("shard"))
+    calls: dict[str, Any] = {"sf.unshard": sf.unshard, "sf.checkpoint.save": save}
+    does = calls[call] if dist.get_rank() == 0 else lambda _: dist.barrier()
+    with heard() as said, pytest.raises(RuntimeError) as caught:
+        does(params)
+    return said, str(caught.value)
+
+
+@pytest.mark.parametrize("call", ["sf.unshard", "sf.checkpoint.save"])
+def test_a_rank_in_a_barrier_of_the_programs_own_does_not_come(call: str) -> None:
+    with World(2, deadline=30) as own:
+        (_, error), (said, _) = own.run(in_a_barrier, call)
+    assert f"in {call}: rank 1 waits for torch.distributed.barrier" in error
+    assert CALLED.format(call) in error
+    line = next(line for line in said if "rank 1 has waited" in line)  # its error is torch's own
+    assert "s for torch.distributed.barrier over shard: rank 0 waits for " in line
+    assert CALLED.format(call) in line
+
+
+def late_in_calls(late: float) -> list[str]:
+    """What the log of rank 0 says while rank 1 is late to calls that all ranks make."""
+    watchdog.PATIENCE, watchdog.TICK = 0.1, 0.02
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    params = sf.shard({"a": torch.ones(40)}, mesh, sf.full_shard("shard"))
+    try:
+        with heard() as said:
+            time.sleep(late * dist.get_rank())
+            sf.unshard(params)
+            time.sleep(late * dist.get_rank())
+            with waiting.during("sf.checkpoint.save"):
+                group_over([0, 1], "a call's own")
+    finally:
+        watchdog.PATIENCE, watchdog.TICK = 5.0, 1.0
+    return said
+
+
+def test_a_wait_in_a_call_soon_says_that_all_ranks_make_it() -> None:
+    with World(2, deadline=30) as own:  # whose watcher no later test meets asleep
+        said = own.run(late_in_calls, 0.4)[0]
+    for call in ("sf.unshard", "sf.checkpoint.save"):
+        line = next(line for line in said if f"in {call}: " in line)
+        assert CALLED.format(call) in line
+        assert watchdog.STARTS not in line
+
+
 def only_slow() -> list[str]:
     """Each rank is late in turn, by many times the patience; what the log said."""
     watchdog.PATIENCE, watchdog.TICK = 0.1, 0.02
@@ -316,6 +364,7 @@ def told(*threads: Any, ended: str = "", **counts: int) -> State:
 
 
 KILLED: State = told(ended="was killed") | {"counts": None}
+IN_BARRIER = told(waits(BARRIER), **{BARRIER: 1})
 IDLE = {"thread": 2, "main": False, "used": ["g"], "wait": None}
 
 
@@ -339,6 +388,12 @@ IDLE = {"thread": 2, "main": False, "used": ["g"], "wait": None}
         ({0: told(waits("a"), a=1), 1: KILLED, 2: KILLED}, {0}),
         ({0: told(waits("a"), a=1), 1: KILLED, 2: told(ended="has ended", a=1)}, {0}),
         ({0: told(waits("a"), a=1), 1: KILLED, 2: told(waits("b", ranks=(0, 2)), b=1)}, {0, 2}),
+        ({0: told(waits("a"), a=1), 1: IN_BARRIER, 2: told(waits("a"), a=1)}, {0, 1, 2}),
+        ({0: told(waits("a", ranks=(0, 1)), a=1), 1: IN_BARRIER, 2: told()}, {0, 1}),
+        ({0: IN_BARRIER, 1: IN_BARRIER, 2: told()}, set()),
+        ({0: IN_BARRIER, 1: told(ended="has failed"), 2: IN_BARRIER}, set()),
+        ({0: IN_BARRIER, 1: KILLED, 2: IN_BARRIER}, {0, 2}),
+        ({0: told(waits("m", ranks=(1,), sided=True), m=1), 1: IN_BARRIER, 2: told()}, set()),
         ({0: told(waits("m", ranks=(1,), sided=True), m=1), 1: told()}, set()),
         ({0: told(waits("m", ranks=(1,), sided=True), m=1), 1: KILLED}, {0}),
         ({0: told(waits("m", ranks=(1,), sided=True), m=1), 1: told(ended="has ended")}, {0}),
@@ -361,6 +416,12 @@ IDLE = {"thread": 2, "main": False, "used": ["g"], "wait": None}
         "two were killed",
         "one was killed, and another ended after it had come",
         "one was killed, and the third waits for this one elsewhere",
+        "one is in a barrier of its own, for which the others wait",
+        "so is one, and the third computes",
+        "two are in a barrier, and the third computes",
+        "two are in a barrier, and the third had an error, after which it may come",
+        "two are in a barrier, and the third was killed",
+        "one is in a barrier, for another that waits for its message",
         "a message from one that computes",
         "a message from one that was killed",
         "a message from one that has ended",
