@@ -264,6 +264,7 @@ class Watcher:
         processes: the processes of ranks that this one has waited for, see `liveness.own_process`.
         dead: the ranks whose processes have ended.
         barrier: the main thread's wait in a barrier of the program's own; None if it is in none.
+        came: how often the main thread had arrived at any wait, when last looked.
         given: the waits for a dead rank that were given up, by thread: where it was then, and the checks since.
         looks: held during a check.
     """
@@ -284,6 +285,7 @@ class Watcher:
     processes: dict[int, bytes] = field(default_factory=dict)
     dead: set[int] = field(default_factory=set)
     barrier: on | None = None
+    came: int = -1
     given: dict[int, tuple[on, Any, int]] = field(default_factory=dict)
     looks: threading.Lock = field(default_factory=threading.Lock)
 
@@ -327,8 +329,11 @@ class Watcher:
         from shardfn.mesh.waiting import on  # which imports this module
 
         main = threading.main_thread().ident or 0
-        frame = sys._current_frames().get(main)
-        if frame is None or frame.f_code is not _IN_BARRIER or main in waits:
+        before = self.came
+        self.came = sum(sum(kinds.values()) for (thread, _), kinds in list(arrivals.items()) if thread == main)
+        # Frames are looked at only while nothing happens: who looks at one keeps its locals alive for that long.
+        frame = None if self.came != before or main in waits else sys._current_frames().get(main)
+        if frame is None or frame.f_code is not _IN_BARRIER:
             self.barrier = None
             return {}
         members: Any = frame.f_locals["group"] or dist.group.WORLD

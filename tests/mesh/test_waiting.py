@@ -364,7 +364,7 @@ def told(*threads: Any, ended: str = "", **counts: int) -> State:
 
 
 KILLED: State = told(ended="was killed") | {"counts": None}
-IN_BARRIER = told(waits(BARRIER), **{BARRIER: 1})
+IN_BARRIER: State = told(waits(BARRIER)) | {"counts": {"g": {BARRIER: 1}}}
 IDLE = {"thread": 2, "main": False, "used": ["g"], "wait": None}
 
 
