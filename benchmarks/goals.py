@@ -65,6 +65,7 @@ TIMED = [
     Command("train_step --ranks 2", 600, NOISE),
     Command("train_step --ranks 4 --rounds 5", 900, NOISE),
     Command("stage_overhead", 200, NOISE),
+    Command("stage_overhead --compiled", 500, NOISE),
     Command("collectives", 300, NOISE),
     Command("collectives --gloo 2 --repeats 7", 300, NOISE),
     Command("optimizer", 600, NOISE),

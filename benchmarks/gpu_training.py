@@ -3,8 +3,9 @@
 Shards, gradients and AdamW's state are in float32 (108 GB for 7 billion parameters on one rank). Parameters are
 gathered in bfloat16, and gradients are summed in float32. Blocks are recomputed in backward; where they are compiled,
 as the head is then, the compiler is told to recompute, and chooses what. FSDP2 reduces gradients in a group of their
-own, where this torch has that. Larger worlds are fake groups: a rank has its part of the shards, and copies of what it
-sends stand for what others would send, so losses mean nothing. Each row has its own process.
+own, where this torch has that. "sf.compile" is the gradient and the optimizer as one program. Larger worlds are fake
+groups: a rank has its part of the shards, and copies of what it sends stand for what others would send, so losses mean
+nothing. Each row has its own process.
 
 Causal attention counts as half a square. "MFU" is the model's FLOP, divided by the step's time and the chip's
 989 TFLOP/s; "executed" also counts the second forward of the blocks.
@@ -33,12 +34,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._autograd import DeviceType
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
+import shardfn.optim as so
 from benchmarks import stage_overhead
 from benchmarks.gpu_setting import Answer, Missing, Where, pretended
 from benchmarks.model import SEED, Config, Params, Whole, block, embed, head, makers, rope_table, tokens
@@ -82,7 +84,8 @@ def recomputed(p: Params, x: Tensor, heads: int, rope: Tensor) -> Tensor:
     return out
 
 
-def shardfn_step(config: Config, compiled: bool = False) -> Callable[[], Tensor]:
+def differentiable(config: Config, compiled: bool) -> tuple[DeviceMesh, Params, Callable[..., Tensor]]:
+    """A mesh, sharded parameters, and the loss of both and rows of tokens."""
     mesh = sf.make_mesh(data=-1, device=config.device)
     params = sf.init_sharded(makers(config), SEED, mesh, sf.full_shard("data"))
     lower = functools.partial(sf.stage, gather_dtype=torch.bfloat16)
@@ -90,8 +93,7 @@ def shardfn_step(config: Config, compiled: bool = False) -> Callable[[], Tensor]
         middle, last = (lower(torch.compile(f, backend=compiler(config))) for f in (recomputed, head))
     else:
         middle, last = lower(block, remat=True), lower(head)
-    first = lower(embed)
-    rope, rows = rope_table(config, torch.bfloat16), tokens(config, 0)
+    first, rope = lower(embed), rope_table(config, torch.bfloat16)
 
     def loss_fn(params: Params, rows: Tensor) -> Tensor:
         x = first(params["embed"], rows[:, :-1])
@@ -99,6 +101,12 @@ def shardfn_step(config: Config, compiled: bool = False) -> Callable[[], Tensor]
             x = middle(p, x, config.heads, rope)
         return last(params["head"], x, rows[:, 1:]) / sf.axis_size("data")
 
+    return mesh, params, loss_fn
+
+
+def shardfn_step(config: Config, compiled: bool = False) -> Callable[[], Tensor]:
+    mesh, params, loss_fn = differentiable(config, compiled)
+    rows = tokens(config, 0)
     differentiated = sf.shard_map(
         sf.value_and_grad(loss_fn), mesh=mesh, in_specs=(..., P("data")), out_specs=(..., ...)
     )
@@ -111,6 +119,26 @@ def shardfn_step(config: Config, compiled: bool = False) -> Callable[[], Tensor]
             leaf.grad = gradient
         optimizer.step()
         optimizer.zero_grad()
+        return loss * dist.get_world_size()
+
+    return step
+
+
+def program_step(config: Config, compiled: bool = True) -> Callable[[], Tensor]:
+    """The gradient and the optimizer's step as one program."""
+    mesh, params, loss_fn = differentiable(config, False)
+    optimizer, rows = so.adamw(RATE), tokens(config, 0)
+    state = optimizer.init(params)
+
+    @sf.compile
+    @sf.shard_map(mesh=mesh, in_specs=(..., ..., P("data")), out_specs=...)
+    def trained(params: Params, state: Any, rows: Tensor) -> Any:
+        loss, gradients = sf.value_and_grad(loss_fn)(params, rows)
+        return *optimizer.step(params, gradients, state), loss
+
+    def step() -> Tensor:
+        nonlocal params, state
+        params, state, loss = trained(params, state, rows)
         return loss * dist.get_world_size()
 
     return step
@@ -179,7 +207,8 @@ def copies(world: int) -> Iterator[None]:
         yield
 
 
-STEP_OF = {"shardfn": shardfn_step, "FSDP2": fsdp2_step}
+STEP_OF = {"shardfn": shardfn_step, "FSDP2": fsdp2_step, "sf.compile": program_step}
+SYSTEMS = ("shardfn", "FSDP2")
 
 
 def fresh(f: Callable[[Any], Any], case: Any) -> Any:
@@ -199,7 +228,8 @@ def measured(case: Case) -> dict[str, Any]:
     with pretended(case.world, config.device), copies(case.world):
         step = STEP_OF[case.system](config, case.compiled)
         first = float(step())
-        step()
+        for _ in range(2):  # sf.compile traces in the second call and in the third
+            step()
         seconds = []
         for _ in range(STEPS):
             began = time.perf_counter()
@@ -212,7 +242,7 @@ def measured(case: Case) -> dict[str, Any]:
         return {
             "model": case.model,
             "world": case.world,
-            "system": f"{case.system}, compiled" if case.compiled else case.system,
+            "system": f"{case.system}, compiled" if case.compiled and case.system in SYSTEMS else case.system,
             "step ms": took * 1e3,
             "tokens/s": round(config.batch * config.context / took),
             "MFU": needed / took / PEAK,
@@ -232,15 +262,18 @@ def flops(config: Config) -> tuple[float, float]:
     return count * 3.0 * (blocks + last), count * (4.0 * blocks + 3.0 * last)
 
 
-def compared(model: str, world: int, where: Where, answer: Answer, compiled: bool = False) -> dict[str, Any]:
+def compared(
+    model: str, world: int, where: Where, answer: Answer, compiled: bool = False, systems: tuple[str, str] = SYSTEMS
+) -> dict[str, Any]:
     """Enters both systems, and the goals of their ratios; returns our row."""
     config = replace(MODELS["tiny" if where.tiny else model], device=where.device)
-    by_system: dict[str, list[dict[str, Any]]] = {system: [] for system in STEP_OF}
-    for system in [*STEP_OF] * (2 if world == 1 else 1):  # where there is no doubt about values, in turn, twice
+    by_system: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
+    for system in systems * (2 if world == 1 else 1):  # where there is no doubt about values, in turn, twice
         by_system[system].append(fresh(measured, Case(system, model, config, world, compiled)))
     ours, theirs = rows = [min(found, key=lambda row: row["step ms"]) for found in by_system.values()]
     answer.rows += rows
-    label = f"{model}{', compiled' if compiled else ''}, world {world}"
+    how = ", sf.compile" if systems[0] == "sf.compile" else ", compiled" if compiled else ""
+    label = f"{model}{how}, world {world}"
     answer.goal(f"{label}: step / FSDP2", ours["step ms"] / theirs["step ms"], 0.95)
     for column, name in (("peak GiB", "peak memory"), ("reserved GiB", "reserved memory")):
         if where.cuda:
@@ -258,6 +291,7 @@ def worlds(where: Where) -> Answer:
     for world in (1, 8, 64):
         compared("1B", world, where, answer)
     compared("1B", 1, where, answer, compiled=True)
+    compared("1B", 1, where, answer, compiled=True, systems=("sf.compile", "FSDP2"))
     return answer
 
 
@@ -332,7 +366,7 @@ def _short(name: str) -> str:
 def gaps(where: Where) -> Answer:
     answer, model = Answer(), "tiny" if where.tiny else "1B"
     config, counts, share, found = replace(MODELS[model], device=where.device), {}, {}, {}
-    for system, world in itertools.product(STEP_OF, (1, 8)):
+    for system, world in itertools.product(SYSTEMS, (1, 8)):
         kernels = found[system, world] = fresh(spans, Case(system, model, config, world))
         between, whole = gaps_between(kernels), max(end for *_, end in kernels) - kernels[0][1]
         idle = sum(gap for gap, *_ in between)
@@ -360,6 +394,12 @@ def gaps(where: Where) -> Answer:
 
 def host(where: Where) -> Answer:
     """What the host does for a stage, where it launches kernels and need not wait for them."""
-    with pretended(stage_overhead.RANKS, where.device):
-        rows, goals = stage_overhead.told(stage_overhead.measure(2 if where.tiny else 11, 3, where.device), False)
-    return Answer(rows, [replace(goal, name=f"host time of a stage: {goal.name}") for goal in goals])
+    answer = Answer()
+    for compiled in (False, True):
+        with pretended(stage_overhead.RANKS, where.device):
+            took = stage_overhead.measure(2 if where.tiny else 11, 3, where.device, compiled)
+        rows, goals = stage_overhead.told(took, False, compiled)
+        how = ", compiled" if compiled else ""
+        answer.rows += [{**row, "system": f"{row['system']}{how}"} for row in rows]
+        answer.goals += [replace(goal, name=f"host time of a stage{how}: {goal.name}") for goal in goals]
+    return answer
