@@ -81,7 +81,12 @@ class Team:
             mine = run()
         except Exception as error:
             cause = error
-        outcomes = self.gathered((mine if share else None, None if cause is None else _worded(cause)), what)
+        try:
+            outcomes = self.gathered((mine if share else None, None if cause is None else _worded(cause)), what)
+        except CheckpointError as lost:
+            if cause is None:
+                raise
+            raise CheckpointError(f"{what}: {_worded(cause)}. Then {lost}") from cause
         failed: dict[str, list[int]] = {}
         for rank, (_, problem) in enumerate(outcomes):
             if problem is not None:

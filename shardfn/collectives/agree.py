@@ -47,10 +47,9 @@ def at_once() -> Iterator[None]:
         yield
 
 
-@at_once()
 def agree(
     described: list[str],
-    mesh: DeviceMesh | Axis,
+    mesh: DeviceMesh | Axis | Sequence[DeviceMesh | Axis],
     name: str,
     mine: Exception | None = None,
     subject: tuple[str, str] = ARGUMENTS,
@@ -63,7 +62,8 @@ def agree(
 
     Args:
         described: what this rank was given, one line for each argument; with `mine`, that is told in its place.
-        mesh: the mesh whose ranks compare, or an axis whose ranks do.
+        mesh: the mesh whose ranks compare, or an axis whose ranks do; of several, the ranks of each hear of an error on
+            the ones before.
         name: the caller, for messages.
         mine: the error in this rank's own arguments, which it raises in any case; the other ranks hear of it.
         subject: what is compared, and advice about a difference.
@@ -74,7 +74,27 @@ def agree(
         ValueError: the ranks differ, and the message says which ranks and how; or another rank reports an error.
         RuntimeError: a rank did not come to compare before the process group's timeout.
     """
-    axis = _along(mesh, axes)
+    for member in mesh if isinstance(mesh, Sequence) else [mesh]:
+        try:
+            _agree(described, _along(member, axes), name, mine, subject, before)
+        except Exception as error:
+            if not isinstance(error, ValueError) and error is not mine:
+                raise
+            mine = error
+    if mine is not None:
+        raise mine
+
+
+@at_once()
+def _agree(
+    described: list[str],
+    axis: Axis,
+    name: str,
+    mine: Exception | None,
+    subject: tuple[str, str],
+    before: Iterable[str],
+) -> None:
+    """Compares as `agree` does, on one axis."""
     if axis.size == 1 or planned():
         if mine is not None:
             raise mine
@@ -240,13 +260,8 @@ def failing_together(
     try:
         yield
     except kinds as error:
-        for mesh in meshes:
-            try:
-                agree([], mesh, name, mine=error)
-            except kinds as raised:
-                if raised is not error:
-                    raise  # else the ranks of further meshes hear of it too
-        raise
+        agree([], meshes, name, mine=error)
+        raise  # where no mesh was given
 
 
 def gathered(

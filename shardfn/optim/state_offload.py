@@ -32,8 +32,7 @@ def placed_together(name: str, init: Callable[[Any], Any], params: Any) -> Any:
     meshes = dict.fromkeys(map(_mesh, on_disk))
     with failing_together(list(meshes), name, (OSError, ValueError)):
         state = placed(init(params))
-    for mesh in meshes:
-        agree([], mesh, name, subject=_STATE)
+    agree([], list(meshes), name, subject=_STATE)
     return state
 
 

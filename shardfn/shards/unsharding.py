@@ -107,8 +107,7 @@ def _request(tree: Any, mesh: DeviceMesh | None, ranks: Any, only: Which | None,
             None if ranks is None else targets(ranks, grids),
             None if only is None else _named(list(map(dotted, accessors)), leaves, chosen(only, "only")),
         )
-    for member in meshes:
-        agree([f"ranks={request.ranks}", f"only={sorted(request.names or ())}"], member, "unshard", subject=_ARGUMENTS)
+    agree([f"ranks={request.ranks}", f"only={sorted(request.names or ())}"], meshes, "unshard", subject=_ARGUMENTS)
     return request
 
 

@@ -99,8 +99,7 @@ class Programs(Graphs):
             self._refuse_unfit(program, leaves)
             trace = Trace.of(program, leaves)
             trace.schedule()
-        for mesh in meshes:
-            agree(trace.collectives, mesh, self.name, subject=_ALIKE)
+        agree(trace.collectives, meshes, self.name, subject=_ALIKE)
         shapes = [
             list(x.shape) for i, x in enumerate(leaves) if isinstance(x, Tensor) and i not in program.roles.carried
         ]
@@ -114,8 +113,7 @@ class Programs(Graphs):
             with failing_together(meshes, self.name):
                 if not apart or first is leads:
                     made.compile()
-            for mesh in meshes:
-                agree(["compiled"], mesh, self.name)
+            agree(["compiled"], meshes, self.name)
         return made
 
 
@@ -157,8 +155,7 @@ class _Compiled:
         if self.times == 1:
             with failing_together(self.meshes, program.name):
                 self._compare(leaves)
-            for mesh in self.meshes:
-                agree(["compared"], mesh, program.name)
+            agree(["compared"], self.meshes, program.name)
         self.times += 1
         late_checks.look(program.device)
         inputs = [leaves[i].detach() for i in trace.at]

@@ -284,14 +284,12 @@ class Graphs:
         with failing_together(meshes, self.name):
             self._refuse_unfit(program, leaves)
         number = 1 + sum(other.captured is not None for other in self.programs.values())
-        for mesh in meshes:
-            agree([f"graph {number}", *described], mesh, self.name)
+        agree([f"graph {number}", *described], meshes, self.name)
         if self.pool is None and program.device.type != "cpu":
             self.pool = torch.get_device_module(program.device).graph_pool_handle()
         with failing_together(meshes, self.name):
             made = captured(program, leaves, self.stream, self.pool)
-        for mesh in meshes:
-            agree(["captured"], mesh, self.name)
+        agree(["captured"], meshes, self.name)
         return made
 
     def _meshes(self, args: Any, kwargs: Any) -> Iterator[DeviceMesh]:

@@ -36,10 +36,11 @@ import shardfn.optim as so
 from shardfn import P, checkpoint
 from shardfn.checkpoint import contents, folders, manifest, writing
 from shardfn.checkpoint.folders import source_of
+from shardfn.checkpoint.team import team_of
 from shardfn.checkpoint.verifying import verify
 from shardfn.shards import boxes
 from shardfn.shards.boxes import Box
-from shardfn.testing import World, world
+from shardfn.testing import World, WorldError, world
 from shardfn.testing.strategies import mesh_sizes, pytrees, shapes, tensor_of
 from tests.models import drawn, mesh_of
 from tests.refusals import refused
@@ -402,6 +403,23 @@ def test_what_cannot_be_saved_or_loaded_is_told_on_every_rank(world: World, tmp_
             assert found[name][0] == kind, (name, found[name])
             assert all(word in found[name][1] for word in words), (name, found[name])
         assert found["left"] == ["file", "folder", "there"]
+
+
+def fails_as_another_ends() -> None:
+    ours = team_of(())
+    if ours.rank == 1:
+        os._exit(0)
+
+    def run() -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    ours.each("writing", run)
+
+
+def test_an_own_error_is_not_lost_where_another_rank_has_ended() -> None:
+    with World(2, deadline=40) as own, pytest.raises(WorldError) as caught:
+        own.run(fails_as_another_ends)
+    assert "CheckpointError: writing: OSError: [Errno 28] no room. Then a rank has ended" in str(caught.value)
 
 
 # --- whole or absent ---

@@ -108,6 +108,22 @@ def test_the_ranks_of_each_mesh_hear_of_an_error(world: World) -> None:
     assert world.run(on_two_meshes) == ["ValueError: it is odd", heard, heard, "it was done"]
 
 
+def differing_on_one_of_two_meshes() -> str:
+    mesh, rank = sf.make_mesh(a=2, b=2, device="cpu"), dist.get_rank()
+    along = [axis_of(mesh, (name,)) for name in ("b", "a")]
+    return told(lambda: agree([f"n={rank == 1}"], along, "caller"))
+
+
+@pytest.mark.world(4, "threads")
+def test_a_difference_on_one_mesh_is_told_to_the_ranks_of_the_next(world: World) -> None:
+    ours, *others = world.run(differing_on_one_of_two_meshes)
+    differ = "ValueError: caller: the arguments differ between ranks: rank 0 has n=False; rank 1 has n=True. "
+    assert ours.startswith(differ)
+    assert others[0].startswith(differ)
+    for rank, heard in enumerate(others[1:]):
+        assert heard.startswith(f"ValueError: caller: rank {rank} failed: the arguments differ between ranks: rank 0")
+
+
 def all_fail() -> str:
     mesh = sf.make_mesh(a=2, device="cpu")
     return told(lambda: agree(["n=1"], mesh, "caller", ValueError("it is odd")))
