@@ -1242,6 +1242,20 @@ MUTANTS = [
         "tests/interop/test_self_mutating.py::test_what_would_be_lost_is_an_error_however_it_is_written",
     ),
     Mutant(
+        "a compiled step loses what is written into a part of a tensor",
+        "transforms/tracing.py",
+        "            if regions.is_free(user):\n                aliases.append(user)",
+        "",
+        "tests/transforms/test_compiled.py::test_what_overwrites_a_tensor_from_elsewhere_in_any_way_does_so_when_compiled",
+    ),
+    Mutant(
+        "a compiled step loses running statistics",
+        "transforms/tracing.py",
+        "if func in _UPDATES and args[3] is not None",
+        "if func is None",
+        "tests/transforms/test_compiled.py::test_what_overwrites_a_tensor_from_elsewhere_in_any_way_does_so_when_compiled",
+    ),
+    Mutant(
         "numbers of modules are not watched",
         "transforms/surroundings.py",
         "            having.setdefault(key, []).append(where)",

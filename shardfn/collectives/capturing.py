@@ -13,7 +13,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import optree
 import torch
@@ -33,6 +33,7 @@ _INDEXES = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_imp
 _MASKS = (torch.bool, torch.uint8)
 _GENERATOR = torch.Generator  # as it is now: a simulated device puts another in its place
 
+T = TypeVar("T")
 Late = tuple[Tensor, Callable[[Tensor], str | None]]
 Note = tuple[Any, tuple[Any, ...]]
 
@@ -129,7 +130,7 @@ class Watch(modes.Watching):
                 self._hold(x)
         result = func(*args, **kwargs)
         if watched and not func.is_view and self.device.type == "cpu":
-            for x in written(func, args, kwargs):
+            for x in written(func, args, kwargs, Tensor):
                 self._mark(x)
         known = {autograd.storage_of(x) for x in tensors}
         for x in optree.tree_leaves(result):
@@ -255,11 +256,11 @@ def _device_of(kwargs: dict[str, Any]) -> str | None:
     return None if device is None else torch.device(device).type
 
 
-def written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors among the arguments into which an operation writes."""
-    found: list[Tensor] = []
+def written(func: Any, args: Any, kwargs: dict[str, Any], kind: type[T]) -> list[T]:
+    """The tensors among the arguments into which an operation writes, or what stands for them."""
+    found: list[T] = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
-            found += [x for x in optree.tree_leaves(value) if isinstance(x, Tensor)]
+            found += [x for x in optree.tree_leaves(value) if isinstance(x, kind)]
     return found

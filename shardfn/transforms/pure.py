@@ -48,6 +48,12 @@ def _filled(x: Any, value: Callable[[fx.Node], Any]) -> Any:
     return value(x) if isinstance(x, fx.Node) else x
 
 
+def overwrites(node: fx.Node) -> list[fx.Node]:
+    """The arguments into which an operation writes."""
+    args, kwargs = _filled((node.args, node.kwargs), lambda x: x)
+    return written(node.target, args, kwargs, fx.Node)
+
+
 def _chained(nodes: list[fx.Node]) -> set[fx.Node]:
     """The operations that read, make or write memory that any of them overwrites."""
     calls = [node for node in nodes if node.op == "call_function"]
@@ -58,8 +64,7 @@ def _chained(nodes: list[fx.Node]) -> set[fx.Node]:
     overwritten: set[int] = set()
     for node in calls:
         if node.target is not operator.getitem and node.target._schema.is_mutable:  # type: ignore[union-attr]
-            args, kwargs = _filled((node.args, node.kwargs), lambda x: x.meta["val"])
-            overwritten |= {autograd.storage_of(x) for x in written(node.target, args, kwargs)}
+            overwritten |= {storage for x in overwrites(node) for storage in storages[x]}
     chained: set[fx.Node] = set()
     for node in calls:
         if node.target is operator.getitem:  # stays with the operation

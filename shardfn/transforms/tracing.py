@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,9 +25,10 @@ from shardfn.quoting import listed, short
 from shardfn.shards.partition import with_leaves
 from shardfn.transforms import regions
 from shardfn.transforms.captured import Program, same_elements
-from shardfn.transforms.pure import pure
+from shardfn.transforms.pure import overwrites, pure
 
 _aten: Any = torch.ops.aten
+_UPDATES = _aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default
 TENSOR: Any = object()
 """The mark of a tensor among the leaves of a result."""
 
@@ -39,7 +41,7 @@ class Trace:
         program: what is known of the step.
         at: which leaves of the arguments are tensors, the first inputs of the graph.
         graph: its operations.
-        outside: tensors from elsewhere that the step overwrites without other tensors.
+        outside: tensors from elsewhere that the step overwrites.
         constants: these and all others from elsewhere, which the graph takes as its last inputs.
         overwritten: those of the constants that the step overwrites.
         works: the collectives of stages, which the graph knows by number.
@@ -76,7 +78,7 @@ class Trace:
             traced, more = cls._of(program, leaves, outside)
             if not more:
                 return traced
-            outside += more  # what is overwritten elsewhere becomes an input
+            outside += {id(x): x for x in more}.values()  # what is overwritten elsewhere becomes an input
 
     @classmethod
     def _of(cls, program: Program, leaves: list[Any], outside: list[Tensor]) -> tuple[Trace, list[Tensor]]:
@@ -86,10 +88,10 @@ class Trace:
 
         def flat(*tensors: Tensor) -> list[Tensor]:
             watch = _TraceWatch(program.name, tensors, program.device)
-            watch.known = {id(x): traced for x, traced in zip(outside, tensors[len(at) :], strict=True)}
+            watch.known = list(zip(outside, tensors[len(at) :], strict=True))
             with watch, _random_state(watch), _memory(program.name):
                 results, tree = program.step(with_leaves(leaves, at, tensors[: len(at)]))
-            results = [watch.known.get(id(x), x) for x in results]
+            results = [watch.given(x) for x in results]
             runs.append((watch, results, tree))
             return [x for x in results if isinstance(x, Tensor)]
 
@@ -104,7 +106,10 @@ class Trace:
         ((watch, found, tree),) = runs
         program.refuse_results(leaves, found, tree)
         results = [TENSOR if isinstance(x, Tensor) else x for x in found]
-        constants = [*outside, *_lift(graph)]
+        lifted = _lift(graph)
+        constants = [*outside, *lifted]
+        places = [node for node in graph.graph.nodes if node.op == "placeholder"][len(at) + len(outside) :]
+        watch.overwritten += [x for x, place in zip(lifted, places, strict=True) if _overwritten(place)]
         regions.unaliased(graph.graph)
         traced = regions.described(graph.graph)
         parts = program, at, graph, list(outside), constants, watch.works, watch.sent, tree, results, traced
@@ -192,7 +197,7 @@ class _TraceWatch(Watch):
 
     Attributes:
         sent: the stage of each collective that is none of a stage's own, and whether it belongs to a backward pass.
-        known: inputs of the graph for tensors from elsewhere, by the ids of these.
+        known: tensors from elsewhere that are inputs of the graph, with what is traced for them.
         overwritten: other tensors from elsewhere that the step overwrites.
         reset: whether the state of random numbers was set.
     """
@@ -202,7 +207,7 @@ class _TraceWatch(Watch):
     def __init__(self, name: str, inputs: Iterable[Tensor], device: torch.device) -> None:
         super().__init__(name, inputs, device)
         self.sent: list[tuple[str, bool]] = []
-        self.known: dict[int, Tensor] = {}
+        self.known: list[tuple[Tensor, Tensor]] = []
         self.overwritten: list[Tensor] = []
         self.reset = False
 
@@ -214,7 +219,13 @@ class _TraceWatch(Watch):
             with dispatch.outside_modes():
                 return func(*args, **kwargs)
         if self.known:
-            args, kwargs = optree.tree_map(lambda x: self.known.get(id(x), x), (args, kwargs))
+            args, kwargs = optree.tree_map(self.given, (args, kwargs))
+        if func in _UPDATES and args[3] is not None and args[5]:  # batch norm, which trains and has running statistics
+            # Inductor runs this one in their place, and its schema says what it overwrites.
+            found = self.__torch_dispatch__(_aten._native_batch_norm_legit.default, types, args)
+            return (
+                (*found, args[0].new_empty(0, dtype=torch.uint8)) if func is _aten.cudnn_batch_norm.default else found
+            )
         tensors = [x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if func._schema.is_mutable and tensors and not any(map(dispatch.fake, tensors)):
             return self._elsewhere(func, args, kwargs)
@@ -247,16 +258,23 @@ class _TraceWatch(Watch):
             self.sent.append((attribution.stage, backward))
         return func(*args, **kwargs)
 
+    def given(self, x: Any) -> Any:
+        """What is traced for a tensor from elsewhere, or another name of it such as `x.data`, if it is an input."""
+        if isinstance(x, Tensor) and not dispatch.fake(x) and x.layout is torch.strided:
+            for tensor, traced in self.known:
+                if x is tensor or (x.dtype == tensor.dtype and same_elements(x, tensor)):
+                    return traced
+        return x
+
     def _elsewhere(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Notes which tensors from elsewhere an operation would overwrite now; the step is traced again with them."""
-        for x in written(func, args, kwargs):
+        for x in written(func, args, kwargs, Tensor):
             if x._base is not None:
                 raise RuntimeError(
                     f"{self.name}: {func.name()} at {callsites.caller()} overwrites a part of a tensor of shape "
                     f"{list(x._base.shape)} from elsewhere: pass that tensor as an argument, and return it"
                 )
-            if all(x is not other for other in self.overwritten):
-                self.overwritten.append(x)
+            self.overwritten.append(x)
         return args[0] if func._schema.returns else None
 
     def finish(self, results: Any) -> None:
@@ -353,6 +371,18 @@ def _lift(graph: fx.GraphModule) -> list[Tensor]:
         graph.graph.erase_node(node)
     graph.recompile()
     return constants
+
+
+def _overwritten(place: fx.Node) -> bool:
+    """Whether a graph overwrites one of its inputs, or a part of it by a view."""
+    aliases = [place]
+    for alias in aliases:
+        for user in alias.users:
+            if user.op == "call_function" and user.target is not operator.getitem and alias in overwrites(user):
+                return True
+            if regions.is_free(user):
+                aliases.append(user)
+    return False
 
 
 def _like(node: fx.Node, other: fx.Node) -> fx.Node:

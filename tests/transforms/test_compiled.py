@@ -1373,6 +1373,79 @@ def counted() -> Any:
     return [every for every, _ in found], counts
 
 
+WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "an operation": lambda b, x: b.add_(x),
+    "two operations": lambda b, x: (b.add_(x), b.mul_(0.5)),
+    "a copy": lambda b, x: b.copy_(b * 2 + x),
+    "a rotation": lambda b, x: b.copy_(torch.cat([b[1:], x[:1]])),
+    "what is read in between": lambda b, x: (b.add_(x), x.mul(b), b.add_(b * x)),
+    "an output": lambda b, x: torch.add(b, x, out=b),
+    "a list": lambda b, x: torch._foreach_add_([b[:2], b[2:]], [x[:2], x[2:]]),
+    "another name": lambda b, x: b.data.add_(x),
+    "no history": lambda b, x: b.detach().lerp_(x, 0.3),
+    "an alias": lambda b, x: torch.ops.aten.alias(b).copy_(x + b),
+    "a view": lambda b, x: b.view(-1).add_(x),
+    "a view of the same shape": lambda b, x: b.view_as(b).copy_(x + b),
+    "a shape with one more": lambda b, x: b.unsqueeze(0).mul_(x).squeeze(0).add_(1),
+    "rows and columns": lambda b, x: b.view(2, -1).t().copy_(x.view(2, -1).t()),
+    "all": lambda b, x: b[:].copy_(x + b),
+    "a slice": lambda b, x: b[:2].copy_(x[:2]),
+    "an element": lambda b, x: b.__setitem__(0, x[1]),
+    "every second element": lambda b, x: b[::2].mul_(x[::2]),
+    "elements by number": lambda b, x: b.index_put_((torch.tensor([0, 1]),), x[:2]),
+    "elements where": lambda b, x: b.masked_fill_(x > 0.25, 3.0),
+    "parts": lambda b, x: [part.add_(x[0]) for part in b.unbind()],
+    "halves": lambda b, x: [part.add_(x[: len(part)]) for part in b.split(2)],
+    "complex numbers": lambda b, x: torch.view_as_complex(b.view(-1, 2)).mul_(2.0),
+    "bits": lambda b, x: b.view(torch.int64).bitwise_xor_(1),
+    "running statistics": lambda b, x: F.batch_norm(torch.stack([x, x * 2]), b, b.abs().clone(), training=True),
+    "running statistics, twice": lambda b, x: [
+        F.batch_norm(torch.stack([x, x * k]), b, b.abs().clone(), training=True) for k in (2, 3)
+    ],
+    "statistics of each row": lambda b, x: F.instance_norm(
+        torch.stack([x, x * 2]).view(2, -1, 1) * torch.arange(1.0, 4.0, dtype=x.dtype), b, b.abs().clone()
+    ),
+}
+
+
+def written_elsewhere(write: Callable[[Tensor, Tensor], Any]) -> Any:
+    """A tensor from elsewhere that is read, overwritten in some way, and read again."""
+    found = []
+    for compiles in (False, True):
+        held = torch.arange(1, 1 + WIDTH, dtype=torch.float64)
+
+        def step(w: Tensor, x: Tensor, held: Tensor = held) -> Any:
+            before = held * 1
+            write(held, x)
+            return w / 2 + x + held + before, (w * held).sum()
+
+        stepping = sf.compile(step, mesh=sf.make_mesh(shard=1, device="cpu")) if compiles else step
+        w, every = data(1), []
+        for i in range(4):
+            w, last = stepping(w, data(i))
+            every.append([w.clone(), last, held.clone()])
+        found.append(every)
+    return found
+
+
+def all_written_elsewhere() -> dict[str, float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(regions.Region, "function", lambda region: lambda xs: region.graph(*xs))
+        found = {name: written_elsewhere(write) for name, write in WRITES.items()}
+    return {name: distance(compiled, plain) for name, (plain, compiled) in found.items()}
+
+
+def test_what_overwrites_a_tensor_from_elsewhere_in_any_way_does_so_when_compiled() -> None:
+    for name, apart in on_one_rank(all_written_elsewhere).items():
+        assert apart < 1e-12, name
+
+
+@pytest.mark.parametrize("name", ["a slice", "running statistics, twice", "statistics of each row"])
+def test_inductor_overwrites_a_tensor_from_elsewhere(name: str) -> None:
+    plain, compiled = world(1).within(120).run(written_elsewhere, WRITES[name])[0]
+    assert distance(compiled, plain) < 1e-12
+
+
 def lists_from_elsewhere() -> Any:
     """Tensors from elsewhere, which operations on lists overwrite and return nothing of, as optimizers on GPUs do."""
     found = []
