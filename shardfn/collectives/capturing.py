@@ -212,7 +212,8 @@ class Watch(modes.Watching):
     # --- what is refused ---
 
     def _refuse(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
-        """Raises RuntimeError for what needs the host, and for random numbers that would not be new in each run."""
+        """Raises RuntimeError for what needs the host, for random numbers that would not be new in each run, and for
+        what means something else for a number that has become a tensor."""
         packet = func.overloadpacket
         if packet in _READS or self._counts(packet, args, kwargs):
             self._refuse_host(f"the host reads a result, by {func.name()},", "keep it on the device, as by torch.where")
@@ -223,6 +224,16 @@ class Watch(modes.Watching):
                 f"the step copies between {' and '.join(sorted(kinds))}",
                 "move what goes in before the step, and what comes out after it; parameters, state and activations "
                 "stay on the device",
+            )
+        if (
+            func is _aten.pow.Scalar
+            and isinstance(args[0], int)
+            and args[1].ndim == 0
+            and not args[1].is_floating_point()
+        ):
+            raise RuntimeError(
+                f"{self.name}: {func.name()} at {callsites.caller()} raises an integer to a power that has become a "
+                f"tensor of integers, where negative powers are 0: write {float(args[0])} ** n"
             )
         if kwargs.get("pin_memory") or packet is _aten._pin_memory:
             self._refuse_host("the step pins memory", "keep it on the device")

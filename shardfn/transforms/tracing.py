@@ -235,11 +235,6 @@ class _TraceWatch(Watch):
                 f"as by torch.manual_seed or in torch.utils.checkpoint, which a compiled step does not do again: use "
                 f"stage(..., remat=True), or checkpoint(..., preserve_rng_state=False) around what draws none"
             )
-        if func is _aten.pow.Scalar and isinstance(args[0], int) and not args[1].is_floating_point():
-            raise RuntimeError(
-                f"{self.name}: {func.name()} at {callsites.caller()} raises an integer to a power that has become a "
-                f"tensor of integers, where negative powers are 0: write {float(args[0])} ** n"
-            )
         for x in tensors:
             if inductor.traced_elsewhere(x):
                 raise RuntimeError(

@@ -240,6 +240,13 @@ def alternating(device: str) -> Any:
     return repeated(device, more)
 
 
+def powers(device: str) -> Any:
+    run = sf.graphed(lambda w, n: (w * 2**-n, n + 1), mesh=sf.make_mesh(shard=1, device=device))
+    w, n = data(device), 1
+    for _ in range(5):
+        w, n = run(w, n)
+
+
 def listed(device: str) -> Any:
     kept: list[Tensor] = []
     return repeated(device, lambda w, x: kept.append(w * 2) or 0)  # type: ignore[func-returns-value]
@@ -361,6 +368,7 @@ REFUSED: dict[str, tuple[Run, str]] = {
         lambda d: repeated(d, lambda w, x: 0, optimizer=so.sgd(lambda step: 0.1)),
         "the schedule was given the step number as a tensor",
     ),
+    "a power of a count": (powers, r"aten::pow.Scalar at .*:\d+ raises an integer to a power that has become a tensor"),
     "a number from outside": (frozen, r"aten::mul.Tensor at .*test_graphed.py:\d+ gets the number 0.4\d*, and .* 0.3"),
     "another operation than before": (
         alternating,
