@@ -1742,7 +1742,7 @@ def programs(draw: st.DrawFn, ranks: int, kind: str = "processes") -> Program:
         kinds, outs = [*kinds, *ILLEGAL * 3], list(OUTS)
         caller += ["box"]
     if not apart:
-        acts = [act for act in acts if act not in ("hvp", "jvp")]
+        acts = [act for act in acts if act not in ("hvp", "jvp", "compiled")]
     low = hostile and draw(often(False, False, True))
     least = draw(st.sampled_from([1, 3]))  # 3: more stages than the engine has buffers
     parameters = draw(st.lists(trees(hostile), min_size=least, max_size=5).map(tuple))

@@ -105,6 +105,9 @@ class on:
         return f"{self.what}{of}{f' over {axes}' if axes else ''}"
 
 
+watchdog.wait_of = on
+
+
 @contextlib.contextmanager
 def during(call: str) -> Iterator[None]:
     """A context: messages say that waits inside belong to this call by the user, such as `"sf.unshard"`."""

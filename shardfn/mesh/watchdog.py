@@ -77,6 +77,8 @@ broken_groups: dict[str, str] = {}
 """Group -> the failed wait that broke it."""
 watcher: Watcher | None = None
 """The watcher of this process's world; None in a world of one process."""
+wait_of: type[on] | None = None
+"""`waiting.on`, which that module puts here, as it imports this one."""
 looking: dict[int, Callable[[Any], None]] = {}
 """Callbacks that the watching thread runs every tick with its own store client, by the id of who registered them."""
 
@@ -326,8 +328,6 @@ class Watcher:
 
     def in_barrier(self) -> dict[int, on]:
         """Returns the main thread's wait in a barrier of the program's own, if it is in one."""
-        from shardfn.mesh.waiting import on  # which imports this module
-
         main = threading.main_thread().ident or 0
         before = self.came
         self.came = sum(sum(kinds.values()) for (thread, _), kinds in list(arrivals.items()) if thread == main)
@@ -339,7 +339,8 @@ class Watcher:
         members: Any = frame.f_locals["group"] or dist.group.WORLD
         group = members.group_name
         if self.barrier is None or self.barrier.group != group:
-            self.barrier = on(BARRIER, group)
+            assert wait_of is not None, "`waiting` is imported by the package"
+            self.barrier = wait_of(BARRIER, group)
             self.barrier.count, self.barrier.verdict = 1, ""  # not a real count: see `State`
         return {main: self.barrier}
 

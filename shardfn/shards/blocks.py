@@ -181,8 +181,8 @@ def _between(run: Run, start: int, stop: int) -> Run | None:
 
 
 def _parts(run: Run, most: int) -> Iterator[Run]:
-    """Splits a run into parts of at most this many elements."""
-    rows = most // BLOCK
+    """Splits a run into parts of at most this many elements, or of one block."""
+    rows = max(1, most // BLOCK)
     for n in range(0, run.blocks, rows):
         stop = min(run.start + (n + rows) * BLOCK, run.stop)
         yield Run(run.start + n * BLOCK, stop, run.at + n, min(rows, run.blocks - n), run.shared)

@@ -73,9 +73,9 @@ def test_what_is_kept_on_the_host_is_there_after_steps(name: str, kinds: tuple[s
 
 WAITS = {
     "params": {"transfers.py", "streaming.py"},  # copies of what the step overwrites; new parameters
-    "grads": {"passing.py", "streaming.py"},
+    "grads": {"offload.py", "streaming.py"},
     "state": {"streaming.py"},
-    "params+grads+state": {"transfers.py", "passing.py"},  # the step is the host's own
+    "params+grads+state": {"transfers.py", "offload.py"},  # the step is the host's own
 }
 
 
