@@ -36,11 +36,6 @@ class _Page:
             self.rows = torch.empty(_ROWS, ROOM, dtype=torch.uint8, pin_memory=True, device="cpu")
         self.checks: list[tuple[Tensor, Wrong]] = []
 
-    def add(self, x: Tensor, wrong: Wrong) -> None:
-        row = self.rows[len(self.checks)][: x.nbytes].view(x.dtype).view(x.shape)
-        row.copy_(x, non_blocking=True)
-        self.checks.append((row, wrong))
-
     def close(self) -> None:
         self.event = self.stream.record_event()
 
@@ -58,7 +53,9 @@ class LateChecks:
         page = self.open.get(stream)
         if page is None:
             page = self.open[stream] = _Page(stream)
-        page.add(x, wrong)
+        row = page.rows[len(page.checks)][: x.nbytes].view(x.dtype).view(x.shape)
+        row.copy_(x, non_blocking=True)
+        page.checks.append((row, wrong))
         if len(page.checks) == _ROWS:
             self._close(stream)
 

@@ -24,7 +24,7 @@ from shardfn.collectives.into_buffers import (
     arrived,
     reduce_scatter,
     scatter_pieces,
-    sends_pieces,
+    transport,
 )
 from shardfn.collectives.late_checks import check
 from shardfn.collectives.ledger import attributed_to
@@ -111,7 +111,7 @@ class Reduction:
         return (
             shard is not None
             and self.format is None
-            and sends_pieces(shard, "reduce_scatter")
+            and transport("reduce_scatter", shard) == "direct"
             and self.layout.coarse
             and self.dtypes.function == summed == self.dtypes.shard
             and (summed.itemsize >= 4 or shard.axis.size == 2)  # else partial sums would be rounded

@@ -27,7 +27,7 @@ from shardfn.collectives.into_buffers import (
     arrived,
     gather_by_hops,
     gather_pieces,
-    sends_pieces,
+    transport,
 )
 from shardfn.collectives.late_checks import check
 from shardfn.compat import devices, functorch, process_groups
@@ -219,7 +219,7 @@ class Slot:
         if wire is None:
             in_place = not gather.whole and placement.tiers.params == "device"
             unchanged = in_place and values.dtype == gather.dtype and values.is_contiguous()
-            part.in_pieces = bool(axis and unchanged and sends_pieces(axis, "all_gather"))
+            part.in_pieces = bool(axis and unchanged and transport("all_gather", axis) == "direct")
             if part.in_pieces:
                 batches.setdefault(placement.axes, []).append((gather, values))
                 for start, stop in part.shared:
