@@ -204,6 +204,8 @@ def told(axis: Axis, said: Sequence[str]) -> str:
 
 def ranks_along(axis: Axis) -> list[int]:
     """Returns the global ranks along an axis of a process group, in the order of `gathered`."""
+    if axis.size == 1:
+        return [process_groups.global_rank()]
     return sorted(dist.get_process_group_ranks(process_groups.group_of(axis.group)))
 
 

@@ -352,8 +352,9 @@ def exchanged(
 ) -> Handle:
     """Sends `out[i]` to each other rank `i`, and receives into `into[i]` what that rank has for this one.
 
-    By the group that moves gradients, or with `gathers` by the one that moves parameters. gloo ends the process if a message's length differs from the expected one; so the tag contains the length, and a
-    message of another length only waits.
+    By the group that moves gradients, or with `gathers` by the one that moves parameters. gloo ends the process if a
+    message's length differs from the expected one; so the tag contains the length, and a message of another length only
+    waits.
     """
     if current.watch is not None:
         refuse_traced("messages into memory that is filled again")

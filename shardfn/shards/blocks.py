@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 from shardfn.collectives import functional
 from shardfn.compat import process_groups
 from shardfn.mesh.scope import mesh_of, scope
-from shardfn.mesh.spec import P
 from shardfn.shards.layout import Layout
 from shardfn.shards.pieces import Piece, Unit, Units, cuts_within, home, is_unit, node
 
@@ -63,11 +62,6 @@ class Blocks(Piece):
 
     __slots__ = ()
 
-    @property
-    def spec(self) -> P:
-        """The spec for `shard_map`: they differ between ranks along these axes."""
-        return P(self.layout.placement.axes)
-
     def __repr__(self) -> str:
         return f"Blocks({self.values!r}, of {self.layout})"
 
@@ -93,9 +87,7 @@ def beside(units: Units, tree: Any) -> list[Any]:
 
 def runs(unit: Unit) -> Runs:
     """The blocks of a unit, in order; padding between parameters belongs to no block."""
-    if unit.layout is None:
-        return _plain(unit.stop)
-    return _in_layout(unit.layout, unit.entries, unit.start, unit.stop, process_groups.global_rank())
+    return _runs(unit.layout, unit.entries, unit.start, unit.stop, process_groups.global_rank())
 
 
 def count(unit: Unit) -> int:
@@ -105,21 +97,12 @@ def count(unit: Unit) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _plain(numel: int) -> Runs:
-    return tuple(_cut_up([(0, 0, numel, 0)], {}))
-
-
-@functools.lru_cache(maxsize=4096)
-def _in_layout(layout: Layout, entries: tuple[int, ...], start: int, stop: int, rank: int) -> Runs:
-    cuts = cuts_within(layout, rank, entries, start, stop)
-    return tuple(_cut_up(cuts, _shared(layout, entries)))
-
-
-def _cut_up(stretches: Iterable[tuple[int, int, int, int]], shared: dict[tuple[int, int], int]) -> list[Run]:
-    """Cuts ranges `(parameter, low, high, at)` into runs: elements `low` to `high`, which stand at `at`."""
+def _runs(layout: Layout | None, entries: tuple[int, ...], start: int, stop: int, rank: int) -> Runs:
+    cuts = [(0, 0, stop, 0)] if layout is None else cuts_within(layout, rank, entries, start, stop)
+    shared = {} if layout is None else _shared(layout, entries)
     runs: list[Run] = []
     blocks = 0
-    for number, low, high, at in stretches:
+    for number, low, high, at in cuts:
         while low < high:
             n = (high - low) // BLOCK if low % BLOCK == 0 else 0
             length = n * BLOCK or min(high - low, BLOCK - low % BLOCK)
@@ -129,7 +112,7 @@ def _cut_up(stretches: Iterable[tuple[int, int, int, int]], shared: dict[tuple[i
                 runs.pop()
             runs.append(run)
             low, at, blocks = low + length, at + length, blocks + (n or 1)
-    return runs
+    return tuple(runs)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -153,10 +136,9 @@ def chunks(unit: Unit, start: int, stop: int, most: int) -> list[Runs]:
 def _chunks(
     layout: Layout | None, entries: Any, first: int, last: int, rank: int, start: int, stop: int, most: int
 ) -> list[Runs]:
-    runs = _plain(last) if layout is None else _in_layout(layout, entries, first, last, rank)
     chunks: list[list[Run]] = []
     room = 0
-    for whole in runs:
+    for whole in _runs(layout, entries, first, last, rank):
         run = _between(whole, start, stop)
         if run is None:
             continue

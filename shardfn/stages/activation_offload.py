@@ -276,10 +276,8 @@ class Away:
             return activation.here
         self._start(activation)
         if activation.coming is not None:
-            coming, activation.coming = (
-                activation.coming,
-                None,
-            )  # cleared first: after a failure the range is read again, not waited for
+            # Cleared first: after a failure the range is read again, not waited for.
+            coming, activation.coming = activation.coming, None
             coming.wait()
             activation.back = coming.values.to(self.device, non_blocking=True)
         assert activation.back is not None, "it has been started"

@@ -90,12 +90,12 @@ class Call:
         pairs: in forward mode, how its tensors and their tangents belong together.
     """
 
-    __slots__ = (  # noqa: RUF023  # in the order in which they come to be
-        "signature", "mesh", "leaves", "at", "needs", "step", "collected", "tape", "run", "residuals",
-        "surroundings", "contexts", "transformed", "reverse", "differentiable", "form",
-        "sample", "pairs",
-        "__weakref__",
-    )  # fmt: skip
+    tape: Tape | None = None
+    run: StageRun | None = None
+    residuals: Residuals | None = None
+    form: Form | None = None
+    sample: Sample | None = None
+    pairs: Pairs | None = None
 
     def __init__(
         self,
@@ -109,9 +109,6 @@ class Call:
         self.signature, self.mesh, self.leaves, self.at, self.needs = signature, mesh, leaves, at, needs
         self.step = current_step()
         self.collected: list[Tensor | None] = []
-        self.tape: Tape | None = None
-        self.run: StageRun | None = None
-        self.residuals: Residuals | None = None
         generators = [x for x in (*leaves, *signature.closed_over()) if type(x) is torch.Generator]
         remat = signature.options.remat
         self.contexts: list[Any] = list(remat()) if callable(remat) and any(needs) else []
@@ -119,9 +116,6 @@ class Call:
         self.surroundings = RngAndAutocast(device, generators, again=any(needs) or self.transformed)
         self.reverse = self.transformed and not functorch.inside_batching_or_forward()
         self.differentiable: list[bool] = []
-        self.form: Form | None = None
-        self.sample: Sample | None = None
-        self.pairs: Pairs | None = None
 
     def rebuilt(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """The function's result, with these tensors."""

@@ -35,7 +35,7 @@ from shardfn.shards.placement import Keep
 from shardfn.stages import nonfinite
 from shardfn.stages.activation_offload import Away, offloading
 from shardfn.stages.call import Call, Residuals, detached, differentiated, evaluate
-from shardfn.stages.consistency import alone, compare, lane_state
+from shardfn.stages.consistency import compare, lane_state
 from shardfn.stages.decoding import Decoding, Memories
 from shardfn.stages.options import Offload
 from shardfn.stages.parameters import (
@@ -69,7 +69,7 @@ class Engine:
         self._mesh = weakref.ref(mesh)
         self.device, self.lane = device_of(mesh), lane()
         self.lane_state = lane_state()
-        self.alone = alone(mesh, self.lane_state)
+        self.alone = self.lane_state if mesh.size() > 1 else contextlib.nullcontext()
         self.met: set[tuple[GatherPlan, str]] = set()
         self.tape = Tape(None)
         self.residency = Residency(self.device, self.communicator)

@@ -45,10 +45,17 @@ def whole_parameters(
     """
     if anew and slot is not None:
         slot.views.clear()
-    return [
-        _of_slot(slot, gather, values, need) if slot and gather.moves else _leaves(gather.layout, values, need)
-        for gather, values, need in zip(plan.each, shards, needs, strict=False)
-    ]
+    found = []
+    for gather, values, need in zip(plan.each, shards, needs, strict=False):
+        if slot is None or not gather.moves:
+            found.append(_leaves(gather.layout, values, need))
+            continue
+        cached: Known | None = slot.views.get((gather, need))
+        if cached is None or not cached.untouched(need):
+            views = _views(slot.buffer, gather, need)
+            cached = slot.views[(gather, need)] = Known(views, [p.data_ptr() for p in views])
+        found.append(_with_own(cached.parameters, slot, gather, values, need))
+    return found
 
 
 def _leaves(layout: Layout, whole: Tensor, need: bool) -> list[Tensor]:
@@ -70,14 +77,6 @@ class Known(NamedTuple):
             if p.requires_grad is not need or p._backward_hooks or p.grad is not None or len(p.__dict__) != own:
                 return False
         return self.at == [p.data_ptr() for p in self.parameters]
-
-
-def _of_slot(slot: Slot, gather: Gather, values: Tensor, need: bool) -> list[Tensor]:
-    cached: Known | None = slot.views.get((gather, need))
-    if cached is None or not cached.untouched(need):
-        views = _views(slot.buffer, gather, need)
-        cached = slot.views[(gather, need)] = Known(views, [p.data_ptr() for p in views])
-    return _with_own(cached.parameters, slot, gather, values, need)
 
 
 def _views(buffer: Tensor, gather: Gather, need: bool) -> list[Tensor]:

@@ -32,8 +32,7 @@ from shardfn.compat import devices
 from shardfn.debugging import debugging
 from shardfn.mesh import waiting
 from shardfn.quant.formats import Format
-from shardfn.shards.buffer import ALIGNMENT
-from shardfn.shards.layout import Layout
+from shardfn.shards.layout import ALIGNMENT, Layout
 from shardfn.shards.placement import Tier
 from shardfn.stages import compressed
 from shardfn.stages.scratch import Scratch
@@ -143,10 +142,13 @@ class PendingReduction:
         marks: dtype of the marks there, for the hop under way; None if they are not checked.
     """
 
-    __slots__ = (
-        "along", "ends", "held", "hops", "into", "landed", "left", "lent", "levels", "marks", "out", "reduction",
-        "total", "under_way",
-    )  # fmt: skip
+    under_way: Handle | None = None
+    along: tuple[str, Communicator] | None = None
+    into: Tensor | None = None
+    marks: torch.dtype | None = None
+    lent = False
+    left: Any = None
+    landed: Any = None
 
     def __init__(
         self, reduction: Reduction, out: Tensor, total: GradientSum | None, deferred: bool, scattered: bool = False
@@ -158,12 +160,7 @@ class PendingReduction:
         self.hops = [("reduce_scatter", level.along) for level in self.levels[1:]]
         self.hops += [(op, along) for op, along in hops if along is not None]
         self.ends = shard is None or shard.axis.index == shard.axis.size - 1
-        self.lent, self.left, self.landed = False, None, None
         self.held: list[Tensor] = []
-        self.under_way: Handle | None = None
-        self.along: tuple[str, Communicator] | None = None
-        self.into: Tensor | None = None
-        self.marks: torch.dtype | None = None
 
     def scattering(self, handle: Handle, shard: Communicator, marks: torch.dtype) -> PendingReduction:
         """Notes that the first hop is under way, from scratch memory with marks of this dtype at its end."""

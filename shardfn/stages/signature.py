@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from shardfn.compat import process_groups
-from shardfn.mesh.grid import Grid
 from shardfn.quant.formats import Format
 from shardfn.quant.packed import Packed, is_packed
-from shardfn.shards.buffer import ALIGNMENT
-from shardfn.shards.layout import Layout, assemble, is_stage, stage_shards
+from shardfn.shards.layout import ALIGNMENT, Layout, assemble, is_stage, stage_shards
 from shardfn.shards.placement import Keep, keep_of
 from shardfn.stages.compressed import Wire
 from shardfn.stages.options import Offload, Options
@@ -66,7 +64,14 @@ class GatherPlan:
         """The same slot, filled from copies that are cut less; None if there are no such copies."""
         if all(gather.layout.secondary is None for gather in self.each):
             return None
-        return GatherPlan(tuple(_secondary(gather) for gather in self.each), self.nbytes)
+        finer = []
+        for gather in self.each:
+            layout = gather.layout.secondary
+            if layout is not None:
+                tag = _tag(layout, gather.wire or gather.dtype, len(gather.tag))
+                gather = replace(gather, layout=layout, tag=tag, whole=True)
+            finer.append(gather)
+        return GatherPlan(tuple(finer), self.nbytes)
 
     @functools.cached_property
     def copying(self) -> GatherPlan:
@@ -156,11 +161,6 @@ class Signature:
     def only_at_axes(self) -> tuple[str, ...]:
         """Axes along which some ranks hold none of the parameters, and do not call the stage."""
         return tuple(dict.fromkeys(name for layout in self.layouts for name in layout.placement.only_at_axes))
-
-    @property
-    def grid(self) -> Grid:
-        """The mesh of the shards."""
-        return self.layouts[0].grid
 
     def refuse_elsewhere(self) -> None:
         """Raises ValueError on a rank that holds nothing of the parameters."""
@@ -331,14 +331,6 @@ def wire_of(layout: Layout, dtype: torch.dtype, format: Format | None) -> Wire |
     if chosen is None or not dtype.is_floating_point or layout.size == 1:
         return None
     return Wire(chosen, layout.piece, ALIGNMENT)
-
-
-def _secondary(gather: Gather) -> Gather:
-    layout = gather.layout.secondary
-    if layout is None:
-        return gather
-    tag = _tag(layout, gather.wire or gather.dtype, len(gather.tag))
-    return replace(gather, layout=layout, tag=tag, whole=True)
 
 
 def _tag(layout: Layout, sent_as: torch.dtype | Wire, length: int) -> Tensor:
