@@ -383,7 +383,11 @@ def _over(x: T, axis: AxisName, name: str, f: Callable[[Tensor, Axis], Call]) ->
     pieces = {} if recorder is None or isinstance(x, Tensor) else recording.pieces(x)
 
     def on(leaf: Any) -> Any:
-        tensor = _tensor(leaf, name)
+        tensor = leaf
+        if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
+            tensor = torch.full((), leaf, device=current_device())  # a copy would make the host wait
+        elif not isinstance(leaf, Tensor):
+            raise TypeError(f"{name} takes tensors and numbers, or pytrees of them; got {type(leaf).__name__}")
         if recorder is not None:
             recorder.called(name, as_names(axis), tensor, tensor is not leaf, axis, pieces.get(id(leaf), ()))
         op, *statics = f(tensor, bound)
@@ -403,14 +407,6 @@ def _over(x: T, axis: AxisName, name: str, f: Callable[[Tensor, Axis], Call]) ->
     finally:
         attribution.leaf = ""
     return optree.tree_unflatten(tree, results)
-
-
-def _tensor(leaf: Any, name: str) -> Tensor:
-    if isinstance(leaf, Tensor):
-        return leaf
-    if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
-        return torch.full((), leaf, device=current_device())  # a copy would make the host wait
-    raise TypeError(f"{name} takes tensors and numbers, or pytrees of them; got {type(leaf).__name__}")
 
 
 def _dim(x: Tensor, dim: int, name: str, argument: str) -> int:
@@ -442,4 +438,3 @@ def _ordered(x: Tensor, axis: Axis, name: str) -> tuple[str]:
     if x.is_complex():
         raise TypeError(f"{name}: complex numbers have no order; got {x.dtype}")
     return (axis.group,) if x.dtype == torch.bool else _summable(x, axis, name)
-

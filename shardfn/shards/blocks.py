@@ -139,9 +139,13 @@ def _chunks(
     chunks: list[list[Run]] = []
     room = 0
     for whole in _runs(layout, entries, first, last, rank):
-        run = _between(whole, start, stop)
-        if run is None:
+        low, high = max(whole.start, start), min(whole.stop, stop)
+        if low >= high:
             continue
+        run = whole
+        if (low, high) != (whole.start, whole.stop):  # blocks of several parameters may be one run
+            first_block = whole.at + (low - whole.start) // BLOCK
+            run = Run(low, high, first_block, (high - low) // BLOCK, whole.shared)
         for part in _parts(run, most):
             length = part.stop - part.start
             if part.shared >= 0 or room < length:
@@ -150,16 +154,6 @@ def _chunks(
             chunks[-1].append(part)
             room = 0 if part.shared >= 0 else room - length
     return [tuple(parts) for parts in chunks]
-
-
-def _between(run: Run, start: int, stop: int) -> Run | None:
-    """The part of a run between two elements where parameters begin: blocks of several parameters may be one run."""
-    low, high = max(run.start, start), min(run.stop, stop)
-    if low >= high:
-        return None
-    if (low, high) == (run.start, run.stop):
-        return run
-    return Run(low, high, run.at + (low - run.start) // BLOCK, (high - low) // BLOCK, run.shared)
 
 
 def _parts(run: Run, most: int) -> Iterator[Run]:

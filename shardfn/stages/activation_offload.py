@@ -11,7 +11,7 @@ import functools
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -354,7 +354,7 @@ class Offloading:
         return plain and x.device == self.away.device and not x.is_neg() and tensors.place_of(x.detach()) is None
 
 
-def offloading(away: Away, mesh: Callable[[], DeviceMesh], run: StageRun) -> Offloading | None:
+def offloading(away: Away, mesh: DeviceMesh, run: StageRun) -> Offloading | None:
     """What decides about a run's activations; None if the run offloads nothing.
 
     Raises:
@@ -369,7 +369,7 @@ def offloading(away: Away, mesh: Callable[[], DeviceMesh], run: StageRun) -> Off
     if options.to == "host":
         return Offloading(away, options, None, run)
     try:
-        return Offloading(away, options, placing.file_of(mesh(), "activations"), run)
+        return Offloading(away, options, placing.file_of(mesh, "activations"), run)
     except ValueError as error:
         raise ValueError(
             f'{run.signature}: remat=offload(to="disk"), but nobody has said where: pass a '

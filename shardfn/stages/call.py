@@ -109,7 +109,7 @@ class Call:
         self.signature, self.mesh, self.leaves, self.at, self.needs = signature, mesh, leaves, at, needs
         self.step = current_step()
         self.collected: list[Tensor | None] = []
-        generators = [x for x in (*leaves, *signature.closed_over()) if type(x) is torch.Generator]
+        generators = [x for x in (*leaves, *signature.closed_over().values()) if type(x) is torch.Generator]
         remat = signature.options.remat
         self.contexts: list[Any] = list(remat()) if callable(remat) and any(needs) else []
         self.transformed = functorch.inside_transform()
@@ -119,7 +119,8 @@ class Call:
 
     def rebuilt(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """The function's result, with these tensors."""
-        tree, leaves, _, order = self._form()
+        assert self.form is not None, "the function has run"
+        tree, leaves, _, order = self.form
         tensors = iter([outputs[k] if k >= 0 else inputs[~k] for k in order])
         return optree.tree_unflatten(tree, [next(tensors) if leaf is TENSOR else leaf for leaf in leaves])
 
@@ -160,22 +161,18 @@ class Call:
 
     def leaves_returned(self) -> list[Any]:
         """The leaves of the result that are not tensors."""
-        return self._form().leaves
-
-    def _form(self) -> Form:
         assert self.form is not None, "the function has run"
-        return self.form
+        return self.form.leaves
 
 
 def evaluate(
     call: Call,
-    mesh: DeviceMesh,
     parameters: list[list[Tensor]],
     inputs: Sequence[Tensor],
     records: bool,
-    saving: Any,
-    decoding: Decoding | None,
-    offloader: Offloading | None,
+    saving: Any = None,
+    decoding: Decoding | None = None,
+    offloader: Offloading | None = None,
 ) -> Residuals:
     """Runs the function on its arguments; with `records` under autograd, with `saving` as context for what that saves.
 
@@ -196,7 +193,7 @@ def evaluate(
         ]
     begins = [owned(x, records and need, name, checked) for x, need in zip(begins, needs, strict=True)]
     leaves = list(call.leaves)
-    contexts = [scope(mesh, known_axes(mesh))] if current_mesh() is not mesh else []
+    contexts = [scope(call.mesh, known_axes(call.mesh))] if current_mesh() is not call.mesh else []
     if call.surroundings.autocast:
         contexts.append(call.surroundings.uncached())
     if call.transformed:

@@ -76,7 +76,7 @@ class Engine:
         self.prefetch = Prefetch(self.residency)
         self.memories = Memories(self.device)
         self.away = Away(self.device)
-        self.reads = Reads(mesh, lambda: self.mesh)
+        self.reads = Reads(mesh)
         self.reductions = Reductions(self.device, GradOffload(lambda: self.mesh))
         self._held: dict[Any, list[Any]] = {}  # the form of the parameters, by kind of run
         self.looked: set[Any] = set()  # kinds of runs whose parameters were compared byte by byte
@@ -140,8 +140,9 @@ class Engine:
         calls = weakref.ref(call)  # transfers that start inside keep the hooks, as a part of their thread's state
 
         def leave(x: Tensor) -> Any:
-            run = None if (alive := calls()) is None else alive.run
-            away = None if run is None else offloading(self.away, lambda: self.mesh, run)
+            alive = calls()
+            run = None if alive is None else alive.run
+            away = None if alive is None or run is None else offloading(self.away, alive.mesh, run)
             return None if away is None else away(x)
 
         return argument_hooks(call.signature, {autograd.storage_of(x) for x in shards}, leave)
@@ -329,7 +330,7 @@ class Engine:
             parameters = loan.parameters
             own.add(loan.storage)
         records_once = records and not again
-        offloader = offloading(self.away, lambda: self.mesh, run) if records_once else None
+        offloader = offloading(self.away, call.mesh, run) if records_once else None
         saving = saved_tensor_hooks(signature, own, offloader, call.transformed) if records_once else None
         decoding = self.memories.take(signature)
         if decoding is not None:
@@ -346,7 +347,7 @@ class Engine:
         changed = False
         with _in_use(run, decoding):
             try:
-                residuals = evaluate(call, call.mesh, parameters, inputs, records, saving, decoding, offloader)
+                residuals = evaluate(call, parameters, inputs, records, saving, decoding, offloader)
             finally:
                 written = _versions(watched, loan) != versions
                 changed = returned is not None and returned.changed()
@@ -365,7 +366,7 @@ class Engine:
         if not again and (records or any(y.requires_grad for y in residuals.outputs)):
             refuse_closure(signature, (*residuals.parameters, residuals.inputs), residuals.outputs)
         if loan is not None:
-            self.reads.saw(run, loan.kept())
+            self.reads.saw(call.mesh, run, loan.kept())
         if debugging.nan and not again:
             nonfinite.after_forward(call.mesh, run, parameters, inputs, residuals)
         return residuals, storages
@@ -417,8 +418,7 @@ class Engine:
             if recorder is not None:
                 record_gradients(recorder, gather.layout, of_parameters[k])
             variable = run.collected[k] if collect else None
-            summed = run.signature.options.sum_dtype(shard.dtype)
-            reduction = self._reduction(run.signature, gather, (k, turn), summed, shard.dtype, variable is not None)
+            reduction = self._reduction(run.signature, gather, (k, turn), shard.dtype, variable is not None)
             total = step.sum_of(variable, reduction, self.reductions) if step and variable is not None else None
             defer = step.defer if step and total else "nothing"
             pending = self.reductions.start(reduction, of_parameters[k], total, defer)
@@ -433,15 +433,10 @@ class Engine:
         return arrived
 
     def _reduction(
-        self,
-        signature: Signature,
-        gather: Gather,
-        memory: tuple[int, int],
-        summed: torch.dtype,
-        dtype: torch.dtype,
-        divides: bool,
+        self, signature: Signature, gather: Gather, memory: tuple[int, int], dtype: torch.dtype, divides: bool
     ) -> Reduction:
         """How a buffer's gradient is reduced; with `divides`, to the layout of the shard's optimizer state."""
+        summed = signature.options.sum_dtype(dtype)
         format = (signature.options.reduce or gather.layout.placement.reduce) if dtype.is_floating_point else None
         key = (gather, memory, summed, dtype, divides, format)
         reduction = self._known_reductions.get(key)

@@ -112,28 +112,21 @@ class Pairs:
         """What is needed, and the gradients; those of tangents of parameters are the tangents of gradients."""
         lent = _ranges(p for ps in parameters for p in ps)
         (of_parameters, of_inputs), needs = gradients, list(needs)
+
+        def apart(x: Any) -> Any:
+            """A gradient in memory of its own: what is lent has aliases with other storages in pairs."""
+            own = None if x is None else x.detach()
+            shares = type(own) is Tensor and any(start <= own.data_ptr() < stop for start, stop in lent)
+            return own.clone() if shares else own
+
         for k, t in self.tangent_of.items():
             pairs = [(None, None) if g is None else functorch.unpacked(g) for g in of_parameters[k]]
-            of_parameters[k] = [None if g is None or k in self.unread else _own(g.detach(), lent) for g, _ in pairs]
-            of_parameters[t] = [None if dg is None else _own(dg.detach(), lent) for _, dg in pairs]
-            needs[t] = needs[k]
-            if k in self.unread:
-                of_parameters[k], needs[k] = [None] * len(pairs), False
+            of_parameters[t], needs[t] = [apart(dg) for _, dg in pairs], needs[k]
+            of_parameters[k] = [None if k in self.unread else apart(g) for g, _ in pairs]
+            needs[k] = needs[k] and k not in self.unread
         pairs = [(None, None) if g is None else functorch.unpacked(g) for g in of_inputs]
-        of_inputs = [
-            None
-            if g is None
-            else _own(g.detach(), lent)
-            if dg is None
-            else functorch.dual(_own(g.detach(), lent), _own(dg.detach(), lent))
-            for g, dg in pairs
-        ]
+        of_inputs = [apart(g) if dg is None else functorch.dual(apart(g), apart(dg)) for g, dg in pairs]
         return needs, (of_parameters, of_inputs)
-
-
-def _own(x: Tensor, lent: Sequence[tuple[int, int]]) -> Tensor:
-    """A gradient in memory of its own, and not in what is lent, of which pairs are aliases with other storages."""
-    return x.clone() if type(x) is Tensor and any(start <= x.data_ptr() < stop for start, stop in lent) else x
 
 
 def nodes_of(signature: Signature, leaves: Sequence[Any]) -> list[Any]:
@@ -164,8 +157,8 @@ def _on_pairs(
             try:
                 return transposed()
             except Exception as error:
-                if not _refused(error):
-                    raise
+                if not (_REFUSALS.search(str(error)) or type(error).__module__.startswith("torch._dynamo")):
+                    raise  # a graph of pairs would fail, too
                 if log.records:
                     raise RuntimeError(
                         f"{signature}: in shardfn.jvp it runs inside of torch.func.vjp, which refused it after a "
@@ -181,7 +174,7 @@ class _Random:
 
     def __init__(self, values: Sequence[Any], signature: Signature) -> None:
         self.torch = RandomNumbers([x for x in values if isinstance(x, Tensor)])
-        own = [x for x in (*values, *signature.closed_over()) if type(x) is torch.Generator]
+        own = [x for x in (*values, *signature.closed_over().values()) if type(x) is torch.Generator]
         self.own = [(x, x.get_state()) for x in own]
         self.others = random.getstate(), np.random.get_state()
 
@@ -193,15 +186,11 @@ class _Random:
         np.random.set_state(self.others[1])
 
 
+# What torch.func refuses, and a graph of pairs may allow.
 _REFUSALS = re.compile(
     f"{WRITES}|setup_context|functorch|torch\\.func|saved tensor hooks|Nested forward mode|data pointer|captured Tensor"
     "|TensorWrapper"
 )
-
-
-def _refused(error: Exception) -> bool:
-    """Whether it is not for torch.func, and for a graph of pairs it may be."""
-    return bool(_REFUSALS.search(str(error))) or type(error).__module__.startswith("torch._dynamo")
 
 
 def _recorded(signature: Signature, has: Sequence[bool], nodes: list[Any], moving: list[Any], refused: bool) -> Any:

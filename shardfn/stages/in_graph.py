@@ -27,7 +27,7 @@ from shardfn.compat.modes import DispatchMode, innermost_unseen
 from shardfn.mesh.lanes import in_lane
 from shardfn.shards.placement import Keep
 from shardfn.stages.call import Call, Residuals, differentiated, evaluate
-from shardfn.stages.engine import Engine, engine_of
+from shardfn.stages.engine import Engine
 from shardfn.stages.options import Offload
 from shardfn.stages.reduction import PendingReduction, Reduction
 from shardfn.stages.refusals import refuse_closure, refuse_returned
@@ -227,18 +227,14 @@ class Tracing:
 _tracings: weakref.WeakKeyDictionary[Watch, dict[Engine, Tracing]] = weakref.WeakKeyDictionary()
 
 
-def tracing(engine: Engine) -> Tracing:
-    """What the traced step of this thread knows of an engine."""
-    watch = capturing()
-    assert watch is not None, "a step is traced under a watch"
-    return _tracings.setdefault(watch, {}).setdefault(engine, Tracing(engine))
-
-
 class Traced:
     """A call of a stage in a traced step, in place of the engine."""
 
-    def __init__(self, call: Call) -> None:
-        self.tracing, self.call = tracing(engine_of(call.mesh)), call
+    def __init__(self, engine: Engine, call: Call) -> None:
+        watch = capturing()
+        assert watch is not None, "a step is traced under a watch"
+        self.tracing = _tracings.setdefault(watch, {}).setdefault(engine, Tracing(engine))
+        self.call = call
         self.shards: tuple[Tensor, ...] = ()
         self.inputs: tuple[Tensor, ...] = ()
         self.residuals: Residuals | None = None
@@ -271,14 +267,14 @@ class Traced:
         ]
         with attributed_to(signature.stage):
             try:
-                residuals = evaluate(call, call.mesh, parameters, inputs, records, hooks, None, None)
+                residuals = evaluate(call, parameters, inputs, records, hooks)
             except RuntimeError as error:
                 if hooks is None or "support saved tensor hooks" not in str(error):
                     raise
                 # A transform of torch.func inside: then the graph keeps gathered parameters.
                 self.drawn.clear()
                 call.contexts = [_Drawing(self.drawn, False), *call.contexts]
-                residuals = evaluate(call, call.mesh, parameters, inputs, records, None, None, None)
+                residuals = evaluate(call, parameters, inputs, records)
         storages = refuse_returned(signature, residuals.outputs, {autograd.storage_of(x) for x in (*wholes, *shards)})
         if records or any(y.requires_grad for y in residuals.outputs):
             refuse_closure(signature, (*residuals.parameters, residuals.inputs), residuals.outputs)
@@ -350,7 +346,7 @@ class Traced:
                 wholes = self._gathered(self.keep, backward=True)
                 with call.surroundings.autocast_again():
                     parameters = self._parameters(wholes)
-                    residuals = evaluate(call, call.mesh, parameters, self.inputs, True, None, None, None)
+                    residuals = evaluate(call, parameters, self.inputs, True)
             of_parameters, of_inputs = differentiated(residuals, needs, cotangents)
             if self.keep is True:
                 self.tracing.users[self.key] -= 1
@@ -372,9 +368,8 @@ class Traced:
             if not needs[k]:
                 continue
             shard, variable = self.shards[k], call.collected[k] if collects else None
-            summed = call.signature.options.sum_dtype(shard.dtype)
             place, divides = (k, tracing.turns % 2), variable is not None
-            reduction = tracing.engine._reduction(call.signature, gather, place, summed, shard.dtype, divides)
+            reduction = tracing.engine._reduction(call.signature, gather, place, shard.dtype, divides)
             if step is None or variable is None:
                 found[k] = tracing.reduce(reduction, of_parameters[k], stage, "all", begins)
             else:

@@ -8,7 +8,7 @@ to the views are counted before and after the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -150,9 +150,8 @@ class Reads:
         known: by kind of call, whether backward of such a call was seen to read parameters.
     """
 
-    def __init__(self, mesh: DeviceMesh, mesh_of: Callable[[], DeviceMesh]) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
         self.known = per_mesh(mesh, ("reads", lane()), dict[Any, bool])
-        self.mesh_of = mesh_of
 
     def watch(self, call: Call, run: StageRun) -> Loan | None:
         """A loan that shows whether backward reads parameters; None if that is known, or makes no difference.
@@ -167,11 +166,11 @@ class Reads:
         with ordinary_tensors():
             base = autograd.second_storage(run.slot.write)
         if base is None:  # references cannot be counted, for fake tensors say
-            self.saw(run, True)
+            self.saw(call.mesh, run, True)
             return None
         return Loan(base, run.slot, run.plan, run.shards, call.needs)
 
-    def saw(self, run: StageRun, reads: bool) -> None:
+    def saw(self, mesh: DeviceMesh, run: StageRun, reads: bool) -> None:
         """Decides whether a call's backward gathers, which all ranks must do or none: they agree once per kind.
 
         If no rank has computed the stage, this says nothing of later calls, and is not remembered.
@@ -180,7 +179,7 @@ class Reads:
         if kind not in self.known and planned():  # no other rank says anything
             self.known[kind] = reads or not run.signature.computes
         if kind not in self.known:
-            mesh, signature = self.mesh_of(), run.signature
+            signature = run.signature
             with unscheduled(), scope(mesh), torch.no_grad():
                 flags = torch.tensor([float(reads), float(signature.computes)], device=run.shards[0].device)
                 reading, computing = functional.psum(flags, callers(mesh, signature)).tolist()

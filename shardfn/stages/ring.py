@@ -64,8 +64,7 @@ def ordinary_tensors() -> Iterator[None]:
 class Saved:
     """The contents of a slot for a call that will read them; copied when the slot is filled with something else."""
 
-    def __init__(self) -> None:
-        self.copy: Tensor | None = None
+    copy: Tensor | None = None
 
 
 _left: deque[tuple[GatherStream, list[Handle], tuple[Tensor, ...]]] = deque()

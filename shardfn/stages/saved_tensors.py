@@ -64,15 +64,6 @@ class SavedTensorHooks:
         return tensor
 
 
-def discarding(stage: str) -> Any:
-    """A context in which autograd saves nothing: its graph only shows what depends on what."""
-
-    def gone(_: Any) -> Tensor:
-        raise escaped(stage)
-
-    return torch.autograd.graph.saved_tensors_hooks(lambda x: None, gone)
-
-
 def saved_tensor_hooks(signature: Signature, own: set[int], leave: Offloading | None, transformed: bool) -> Any:
     """A context for what autograd saves of a stage; None if nothing leaves and there are no hooks around."""
     allowed = autograd.saved_tensors_hooks_allowed()
@@ -80,7 +71,12 @@ def saved_tensor_hooks(signature: Signature, own: set[int], leave: Offloading | 
         return None
     around = _around() if allowed else None
     if not signature.keeps_graph:
-        return None if around is None else discarding(signature.stage)
+
+        def gone(_: Any) -> Tensor:
+            raise escaped(signature.stage)
+
+        # Autograd saves nothing: its graph only shows what depends on what.
+        return None if around is None else torch.autograd.graph.saved_tensors_hooks(lambda x: None, gone)
     if leave is None and around is None:
         return None
     hooks = SavedTensorHooks(signature.name, own, around, leave).context()

@@ -222,29 +222,27 @@ class Signature:
                 f"run again in backward, and what it writes would be lost: return it"
             )
 
-    def closed_over(self) -> list[Any]:
-        """The values over which the function itself closes."""
-        contents = []
-        for cell in self._cells:
+    def closed_over(self) -> dict[str, Any]:
+        """The values over which the function itself closes, by name."""
+        contents = {}
+        for name, cell in self._cells:
             with contextlib.suppress(ValueError):  # an empty cell
-                contents.append(cell.cell_contents)
+                contents[name] = cell.cell_contents
         return contents
 
     def named(self) -> list[tuple[str, Tensor]]:
         """Tensors that the function's code names and does not get, from closures and globals; for messages."""
-        function = inspect.unwrap(self.function)
-        code = getattr(function, "__code__", None)
-        values: dict[str, Any] = {}
-        for name, cell in zip(code.co_freevars if code else (), self._cells, strict=False):
-            with contextlib.suppress(ValueError):  # an empty cell
-                values[name] = cell.cell_contents
+        function, values = inspect.unwrap(self.function), self.closed_over()
         globals_ = getattr(function, "__globals__", {})
+        code = getattr(function, "__code__", None)
         values |= {name: globals_[name] for name in (code.co_names if code else ()) if name in globals_}
         return [(name, x) for name, value in values.items() for x in optree.tree_leaves(value) if isinstance(x, Tensor)]
 
     @functools.cached_property
-    def _cells(self) -> tuple[Any, ...]:
-        return getattr(inspect.unwrap(self.function), "__closure__", None) or ()
+    def _cells(self) -> tuple[tuple[str, Any], ...]:
+        function = inspect.unwrap(self.function)
+        closure = getattr(function, "__closure__", None)
+        return tuple(zip(function.__code__.co_freevars, closure, strict=True)) if closure else ()
 
 
 def signature_of(name: str, function: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> Signature:

@@ -301,7 +301,7 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
         return composed(signature, leaves, mesh)
     engine = engine_of(mesh)
     call, shards, inputs = _begun(signature, leaves, mesh, engine.device)
-    schedule = Traced(call) if in_graph else engine  # a graph cannot hold memory that is filled again
+    schedule = Traced(engine, call) if in_graph else engine  # a graph cannot hold memory that is filled again
     if not any(call.needs) and not call.transformed:
         if call.step is not None and not torch.is_grad_enabled():
             refuse_reentrant(signature, [id(shard) in call.step.variables for shard in shards])
@@ -352,7 +352,13 @@ def _begun(
     static = list(leaves)
     for i in (*signature.shards, *at):
         static[i] = None
-    needed = _needs(signature, shards, inputs) if needs is None else [needs[i] for i in (*signature.shards, *at)]
+    if needs is not None:
+        needed = [needs[i] for i in (*signature.shards, *at)]
+    elif functorch.inside_transform():  # in which each may be differentiated
+        needed = [*map(moves, shards, signature.layouts), *map(moves, inputs)]
+    else:
+        records = torch.is_grad_enabled()
+        needed = [records and x.requires_grad for x in (*shards, *inputs)]
     return Call(signature, mesh, device, static, at, needed), shards, inputs
 
 
@@ -392,15 +398,6 @@ class _Staged:
     ) -> list[Tensor | None]:
         """Gradients of shards and inputs; None also for gradients that the step collects."""
         return self.engine.backward(self.call, needs, cotangents, tuple(residuals), self.collects)
-
-
-def _needs(signature: Signature, shards: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[bool]:
-    """Which tensors are differentiated, or may be inside a transform."""
-    if not functorch.inside_transform():
-        if not torch.is_grad_enabled():
-            return [False] * (len(shards) + len(inputs))
-        return [x.requires_grad for x in (*shards, *inputs)]
-    return [*map(moves, shards, signature.layouts), *map(moves, inputs)]
 
 
 def _checked(signature: Signature, leaves: Sequence[Any]) -> tuple[Tensor, ...]:
