@@ -505,6 +505,6 @@ def _layout(stage: str, example: Any, *rest: Any) -> Layout:
 pytrees.register(
     FlatShard,
     lambda flat: ((flat.values,), flat.layout, ("values",)),
-    lambda layout, children: FlatShard(*children, layout),
+    lambda layout, children: FlatShard(children[0], layout),
     optree.GetAttrEntry,
 )

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import optree
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from shardfn.collectives.ledger import unscheduled
 from shardfn.compat import autograd, functorch
@@ -41,7 +40,8 @@ class Residuals:
     Attributes:
         parameters: each shard's parameters, leaves of the graph.
         inputs: the other tensors, leaves of the graph.
-        outputs: the ends of the graph; after `let_go`, edges instead of tensors, and None where there is no gradient.
+        outputs: the ends of the graph; where activations are offloaded, edges in place of the tensors, and None where
+            there is no gradient.
         decoding: of quantized parameters, which the graph reads decoded.
     """
 
@@ -49,10 +49,6 @@ class Residuals:
     inputs: list[Tensor]
     outputs: list[Any]
     decoding: Decoding | None = None
-
-    def let_go(self) -> None:
-        """Keeps the edges at which the graph ends, and drops the output tensors."""
-        self.outputs = [get_gradient_edge(y) if y.requires_grad else None for y in self.outputs]
 
 
 class _Argument(torch.autograd.Function):
@@ -148,9 +144,7 @@ class Call:
     def remember(self, outputs: Sequence[Tensor]) -> None:
         """Keeps some of the numbers that the first run returned, to compare a second run with them."""
         assert self.form is not None, "the function has run"
-        remaining = iter(outputs)
-        numbers = {k: next(remaining) for k in sorted(set(self.form.order)) if k >= 0}
-        self.sample = Sample([numbers.get(k) for k in self.form.order])
+        self.sample = Sample([outputs[k] if k >= 0 else None for k in self.form.order])
 
     def refuse_constant(self, outputs: Sequence[Tensor]) -> None:
         """Raises RuntimeError if an output has a gradient in one of two runs and none in the other."""
@@ -158,11 +152,6 @@ class Call:
             if y.requires_grad is not had_gradient:
                 first, now = ("with a gradient", "without") if had_gradient else ("without a gradient", "with one")
                 raise RuntimeError(other_result(self.signature, f"output {i} {first}", now))
-
-    def leaves_returned(self) -> list[Any]:
-        """The leaves of the result that are not tensors."""
-        assert self.form is not None, "the function has run"
-        return self.form.leaves
 
 
 def evaluate(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from shardfn.check import recording
 from shardfn.collectives.capturing import capturing
@@ -128,7 +129,8 @@ class Engine:
                 call.remember(outputs)
                 call.signature.compared = keeps  # such calls may never run again, so one sample is enough
             if keeps and isinstance(call.signature.options.remat, Offload):
-                residuals.let_go()
+                # The edges at which the graph ends hold no output tensors.
+                residuals.outputs = [get_gradient_edge(y) if y.requires_grad else None for y in residuals.outputs]
             return outputs
 
     def saving_arguments(self, call: Call, shards: Sequence[Tensor]) -> Any:
@@ -170,7 +172,7 @@ class Engine:
             tape.closed = True
         residuals, call.residuals = call.residuals, None
         with in_lane(self.lane), self.alone, attributed_to(call.signature.stage, backward=True):
-            self._reclaim()
+            self.residency.reclaim(None if self.tape.closed else self.tape)
             self.away.ahead(tape, run)
             if residuals is None or run.reads:
                 if run.slot is None and run.plan.nbytes:  # backward runs a second time, after the slot was given back
@@ -251,11 +253,15 @@ class Engine:
             self._meet(signature, plan)
         shard_ids = identities(shards)
         tape = call.tape = self._tape(call, plan, shard_ids) if any(call.needs) else None
-        keep = self._keep(call)
+        keep: Keep = signature.keep
+        if keep == "step" and call.step is not None:
+            call.step.meet(self)
+        else:
+            keep = tape is not None and keep in (True, "step")
         key = key_of(tape, call.step, keep, plan, shard_ids)
         run = StageRun(signature, plan, shards, key, keep, ready=ready_since(shards))
         call.run = run
-        self._reclaim()
+        self.residency.reclaim(None if self.tape.closed else self.tape)
         if tape is not None:
             run.collected, run.trains = call.collected, any(call.needs[: len(shards)])
             run.secondary = self.residency.secondary.get(run.key)
@@ -264,14 +270,6 @@ class Engine:
             self.residency.take(tape, run, signature.options.prefetch + 1)
         self.residency.claim(run, call)
         return run
-
-    def _keep(self, call: Call) -> Keep:
-        """How long a call keeps its slot."""
-        keep = call.signature.keep
-        if keep == "step" and call.step is not None:
-            call.step.meet(self)
-            return keep
-        return call.tape is not None and keep in (True, "step")
 
     def _tape(self, call: Call, plan: GatherPlan, now: Identities) -> Tape:
         """The tape of a new call: a new one after a backward, for another step, or for other parameters."""
@@ -286,10 +284,6 @@ class Engine:
                 call.step.join(self, self.tape)
         self.tape.shards[plan] = now
         return self.tape
-
-    def _reclaim(self) -> None:
-        """Takes back slots kept by calls that no longer exist."""
-        self.residency.reclaim(None if self.tape.closed else self.tape)
 
     def _done(self, tape: Tape | None, run: StageRun) -> None:
         """Notes that a run's backward is done, and ends the step after the last one if no `Step` does."""
@@ -362,7 +356,8 @@ class Engine:
                     self._touches(call, run, returned)
                 returned.check(changed, lambda: whole_parameters(slot, run.plan, run.shards, call.needs, anew=True))
         storages = refuse_returned(signature, residuals.outputs, own)
-        refuse_opaque(signature, call.leaves_returned())
+        assert call.form is not None, "the function has run"
+        refuse_opaque(signature, call.form.leaves)
         if not again and (records or any(y.requires_grad for y in residuals.outputs)):
             refuse_closure(signature, (*residuals.parameters, residuals.inputs), residuals.outputs)
         if loan is not None:

@@ -46,7 +46,7 @@ def scheduled(signature: Signature, leaves: Sequence[Any]) -> bool:
     where activations leave the device: aliases of parameters would go with them.
     """
     options = signature.options
-    rounding = [options, *(layout.placement for layout in signature.layouts)]
+    rounding: list[Any] = [options, *(layout.placement for layout in signature.layouts)]
     if any(each.gather or each.reduce for each in rounding) or signature.packed or signature.wholes:
         return False
     if not pushes() or functorch.inside_transform() or isinstance(options.remat, Offload):
@@ -115,7 +115,7 @@ class Pairs:
 
         def apart(x: Any) -> Any:
             """A gradient in memory of its own: what is lent has aliases with other storages in pairs."""
-            own = None if x is None else x.detach()
+            own: Any = None if x is None else x.detach()
             shares = type(own) is Tensor and any(start <= own.data_ptr() < stop for start, stop in lent)
             return own.clone() if shares else own
 

@@ -323,10 +323,7 @@ def _copy(views: list[Tensor], gradients: list[Tensor]) -> None:
         torch._foreach_copy_(into, those)
 
 
-Spread = tuple[Tensor, list[Tensor], list[Tensor], Tensor]
-
-
-def _spread(flat: Tensor, layout: Layout) -> Spread:
+def _spread(flat: Tensor, layout: Layout) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor]:
     """A buffer, a view of each parameter's place, views of the gaps between, and a view of the place of the marks."""
     marks = layout.padded - ALIGNMENT // layout.dtype.itemsize
     gaps = [flat[start : min(start + length, marks)] for start, length in layout.gaps]

@@ -230,9 +230,28 @@ class Slot:
     def part(self, gather: Gather) -> SlotPart:
         """The part of the slot that one gather fills."""
         part = self.parts.get(gather)
-        if part is None:
-            with ordinary_tensors():
-                part = self.parts[gather] = _slot_part(self.write, gather)
+        if part is not None:
+            return part
+        layout, wire = gather.layout, gather.wire
+        index = layout.index(process_groups.global_rank())
+        with ordinary_tensors():
+            region, decoded = self.write[gather.start : gather.stop], None
+            numbers = region.view(gather.dtype)
+            if wire is not None:
+                decoded = numbers.view(-1, wire.numel)
+                region = self.write[gather.encoded : gather.encoded + len(decoded) * wire.length]
+            sent = region.view(layout.size, -1)[index]
+            own = numbers.view(layout.size, -1)[index] if wire is None else sent
+            tag = _tag(gather, self.write.device)
+            tail = region[len(region) - len(tag) :]
+        shared, inner = [], []
+        for k, start, stop, at in layout.cuts[index] if wire is None else ():
+            entry = layout.entries[k]
+            if stop - start == entry.numel:
+                inner.append((k, at, entry.numel, entry.shape))
+            else:
+                shared.append((at, at + stop - start))
+        part = self.parts[gather] = SlotPart(region, own, sent, tail, tag, shared, inner, decoded=decoded)
         return part
 
     def settle(self) -> None:
@@ -303,27 +322,6 @@ class SlotPart:
             return
         for start, numbers in gather.wire.read_all(self.region.view(len(self.decoded), -1), gather.dtype):
             self.decoded[start : start + len(numbers)].copy_(numbers)
-
-
-def _slot_part(buffer: Tensor, gather: Gather) -> SlotPart:
-    layout, wire = gather.layout, gather.wire
-    index = layout.index(process_groups.global_rank())
-    region, decoded = buffer[gather.start : gather.stop], None
-    numbers = region.view(gather.dtype)
-    if wire is not None:
-        decoded = numbers.view(-1, wire.numel)
-        region = buffer[gather.encoded : gather.encoded + len(decoded) * wire.length]
-    sent = region.view(layout.size, -1)[index]
-    own = numbers.view(layout.size, -1)[index] if wire is None else sent
-    shared, inner = [], []
-    for k, start, stop, at in layout.cuts[index] if wire is None else ():
-        entry = layout.entries[k]
-        if stop - start == entry.numel:
-            inner.append((k, at, entry.numel, entry.shape))
-        else:
-            shared.append((at, at + stop - start))
-    tag = _tag(gather, buffer.device)
-    return SlotPart(region, own, sent, region[len(region) - len(tag) :], tag, shared, inner, decoded=decoded)
 
 
 @devices.cached
