@@ -396,8 +396,7 @@ def _over(x: T, axis: AxisName, name: str, f: Callable[[Tensor, Axis], Call]) ->
         return kernels.copy(tensor) if tensor is leaf else tensor
 
     if isinstance(x, Tensor) or (recorder is None and not debugging.collectives):
-        out: Any = on(x) if isinstance(x, Tensor) else optree.tree_map(on, x)
-        return out
+        return on(x) if isinstance(x, Tensor) else optree.tree_map(on, x)
     paths, leaves, tree = optree.tree_flatten_with_accessor(x)
     results = []
     try:

@@ -90,19 +90,14 @@ class LateChecks:
                     raise RuntimeError(f"{message} (found when the device had got there: a few calls later)")
 
 
-def _key() -> str:
-    return f"late checks {lane()}"
-
-
 def late_checks() -> LateChecks:
     """Those of this thread's lane, shared by all its threads."""
-    checks: LateChecks = world_of_thread().agreed.setdefault(_key(), LateChecks())
-    return checks
+    return world_of_thread().agreed.setdefault(f"late checks {lane()}", LateChecks())
 
 
 def forget() -> None:
     """Forgets the checks of what may never have arrived."""
-    world_of_thread().agreed.pop(_key(), None)
+    world_of_thread().agreed.pop(f"late checks {lane()}", None)
 
 
 def look(device: torch.device, wait: bool = False) -> None:

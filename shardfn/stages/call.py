@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import optree
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives.ledger import unscheduled
 from shardfn.compat import autograd, functorch
@@ -27,8 +28,6 @@ from shardfn.stages.tape import StageRun, Tape
 from shardfn.transforms.step import current_step, owned
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from shardfn.stages.activation_offload import Offloading
     from shardfn.stages.forward_mode import Pairs
 

@@ -15,11 +15,12 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.check import recording
 from shardfn.collectives.capturing import capturing
@@ -58,9 +59,6 @@ from shardfn.stages.tape import LONGEST, Identities, StageRun, Tape, identities,
 from shardfn.tiers.offload import GradOffload
 from shardfn.transforms.given import ready_since
 from shardfn.transforms.step import Step
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Engine:

@@ -52,16 +52,14 @@ class SavedTensorHooks:
     def _unpack(self, packed: tuple[str, Any, Any]) -> Tensor:
         kind, x, extra = packed
         if kind == "around":
-            unpacked: Tensor = extra(x)
-            return unpacked
+            return extra(x)
         counter = x.witness if kind == "away" else x
         if counter._version != extra:
             raise RuntimeError(
                 f"stage {self.name}: a tensor of shape {tuple(x.shape)} that its backward needs has been "
                 f"modified by an inplace operation since"
             )
-        tensor: Tensor = x.brought() if kind == "away" else x
-        return tensor
+        return x.brought() if kind == "away" else x
 
 
 def saved_tensor_hooks(signature: Signature, own: set[int], leave: Offloading | None, transformed: bool) -> Any:

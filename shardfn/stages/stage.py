@@ -10,11 +10,12 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import optree
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives.capturing import capturing
 from shardfn.compat import dispatch, dynamo, functorch
@@ -36,9 +37,6 @@ from shardfn.stages.signature import Signature, signature_of
 from shardfn.transforms import custom_vjp
 from shardfn.transforms.autodiff import moves
 from shardfn.transforms.modules import refuse_module
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -243,8 +241,7 @@ def skip(stage: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
     dynamo.refuse_compiling("skip")
     module_skip = getattr(getattr(stage, "forward", None), "_shardfn_skip", None)
     if module_skip is not None:
-        zero: Tensor = module_skip(*args, **kwargs)
-        return zero
+        return module_skip(*args, **kwargs)
     source: Made | None = getattr(stage, "_shardfn_made", None)
     if source is None or getattr(stage, "__wrapped__", None) is not source.function:
         raise TypeError(
@@ -253,8 +250,7 @@ def skip(stage: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
         )
     if source.skipping is None:
         source.skipping = made(source.name, _zero(source.function), source.options, computes=False)
-    result: Tensor = source.skipping(*args, **kwargs)
-    return result
+    return source.skipping(*args, **kwargs)
 
 
 def _zero(function: Callable[..., Any]) -> Callable[..., Any]:
