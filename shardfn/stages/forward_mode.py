@@ -12,7 +12,7 @@ import math
 import random
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import optree
@@ -25,6 +25,8 @@ from shardfn.compat import autograd, functorch, modes, together
 from shardfn.compat.norms import Written
 from shardfn.quoting import short
 from shardfn.shards.layout import FlatShard
+from shardfn.stages.call import Call
+from shardfn.stages.engine import Engine
 from shardfn.stages.options import Offload
 from shardfn.stages.refusals import writes
 from shardfn.stages.replay import entered
@@ -34,16 +36,12 @@ from shardfn.transforms.jvp import WRITES, belonging, running
 from shardfn.transforms.shortage import RandomNumbers
 from shardfn.transforms.step import OutsideGradient, current_step, pushes
 
-if TYPE_CHECKING:
-    from shardfn.stages.call import Call
-    from shardfn.stages.engine import Engine
-
 
 def scheduled(signature: Signature, leaves: Sequence[Any]) -> bool:
     """Whether a call in forward mode runs on the schedule; else it is composed.
 
-    So it is where parameters or gradients are rounded on their way, which a composition leaves out of derivatives; or
-    where activations leave the device: aliases of parameters would go with them.
+    It is composed where parameters or gradients are rounded on their way, which a composition leaves out of
+    derivatives, or where activations leave the device: aliases of parameters would go with them.
     """
     options = signature.options
     rounding: list[Any] = [options, *(layout.placement for layout in signature.layouts)]

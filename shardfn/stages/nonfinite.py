@@ -7,7 +7,6 @@ rank that raised alone would leave the others waiting.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,12 +16,10 @@ from shardfn.collectives.agree import gathered, ranks_along, texts
 from shardfn.collectives.ledger import unscheduled
 from shardfn.mesh.axes import axis_of
 from shardfn.quoting import listed
+from shardfn.stages.call import Residuals
 from shardfn.stages.consistency import callers
 from shardfn.stages.replay import kind_of
-
-if TYPE_CHECKING:
-    from shardfn.stages.call import Residuals
-    from shardfn.stages.tape import StageRun
+from shardfn.stages.tape import StageRun
 
 
 def after_forward(

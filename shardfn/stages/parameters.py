@@ -9,7 +9,7 @@ to the views are counted before and after the run.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,14 +25,12 @@ from shardfn.mesh.lanes import lane
 from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import scope
 from shardfn.shards.layout import Layout
+from shardfn.stages.call import Call
 from shardfn.stages.consistency import callers
 from shardfn.stages.ring import Slot, ordinary_tensors
 from shardfn.stages.signature import Gather, GatherPlan
 from shardfn.stages.tape import StageRun
 from shardfn.transforms.step import owned
-
-if TYPE_CHECKING:
-    from shardfn.stages.call import Call
 
 
 def whole_parameters(

@@ -64,14 +64,14 @@ class GatherPlan:
         """The same slot, filled from copies that are cut less; None if there are no such copies."""
         if all(gather.layout.secondary is None for gather in self.each):
             return None
-        finer = []
+        gathers = []
         for gather in self.each:
             layout = gather.layout.secondary
             if layout is not None:
                 tag = _tag(layout, gather.wire or gather.dtype, len(gather.tag))
                 gather = replace(gather, layout=layout, tag=tag, whole=True)
-            finer.append(gather)
-        return GatherPlan(tuple(finer), self.nbytes)
+            gathers.append(gather)
+        return GatherPlan(tuple(gathers), self.nbytes)
 
     @functools.cached_property
     def copying(self) -> GatherPlan:
