@@ -10,11 +10,11 @@ import contextlib
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.check.bits import digest_of
 from shardfn.collectives import kernels
@@ -28,10 +28,6 @@ from shardfn.mesh.grid import Axis
 from shardfn.mesh.groups import cpu_group
 from shardfn.mesh.planned import planned
 from shardfn.quoting import bounded, findings, short
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 ARGUMENTS = (
     "the arguments",
@@ -163,7 +159,11 @@ def _difference_of_arguments(lines: list[list[str]], axis: Axis, subject: tuple[
 def _sentences(lines: list[list[str]], axis: Axis) -> list[str]:
     """Says of each line that not all ranks have which ranks have it, and which have none of its name."""
     ranks = ranks_along(axis)
-    owners = _owners(lines)
+    owners: dict[str, list[int]] = {}  # by index; lines that stand at the same place follow each other
+    for column in itertools.zip_longest(*(dict.fromkeys(each[1:]) for each in lines)):
+        for i, line in enumerate(column):
+            if line is not None:
+                owners.setdefault(line, []).append(i)
     named: dict[str, set[int]] = {}
     for line, some in owners.items():
         named.setdefault(_name(line), set()).update(some)
@@ -175,19 +175,10 @@ def _sentences(lines: list[list[str]], axis: Axis) -> list[str]:
         lacks = f", which {ranks_named(lacking)} {'lacks' if len(lacking) == 1 else 'lack'}" if lacking else ""
         places: dict[str, list[int]] = {}
         for i in some:
-            places.setdefault(_called(lines[i]), []).append(ranks[i])
+            _, called, where = lines[i][0].partition(_CALLED)  # empty if the rank does not say
+            places.setdefault(called + where, []).append(ranks[i])
         sentences += [f"{_having(same)} {line}{place}{lacks}" for place, same in places.items()]
     return sentences
-
-
-def _owners(lines: list[list[str]]) -> dict[str, list[int]]:
-    """Returns who has each line, by index; lines that stand at the same place follow each other."""
-    owners: dict[str, list[int]] = {}
-    for column in itertools.zip_longest(*(dict.fromkeys(each[1:]) for each in lines)):
-        for i, line in enumerate(column):
-            if line is not None:
-                owners.setdefault(line, []).append(i)
-    return owners
 
 
 _NAMED = re.compile(r"(\S+)(?:: |=)")
@@ -215,12 +206,6 @@ def _having(ranks: list[int]) -> str:
     return f"{ranks_named(ranks)} {'has' if len(ranks) == 1 else 'have'}"
 
 
-def _called(lines: list[str]) -> str:
-    """Returns the part of a rank's first line that says from where it compares; empty if it does not say."""
-    _, called, where = lines[0].partition(_CALLED)
-    return called + where
-
-
 _CALLED = ", called at "
 ALIKE = "All ranks along an axis call the same collectives, on values of the same shape and dtype, in the same order"
 
@@ -235,6 +220,8 @@ def told(axis: Axis, said: Sequence[str]) -> str:
 
 def ranks_along(axis: Axis) -> list[int]:
     """Returns the global ranks along an axis of a process group, in the order of `gathered`."""
+    if axis.size == 1:
+        return [process_groups.global_rank()]
     return sorted(dist.get_process_group_ranks(process_groups.group_of(axis.group)))
 
 
@@ -321,21 +308,19 @@ def compare(op: str, values: str, axis: Axis, served: bool = False, by: str = DE
     text = f"{what}{f' over {axes}' if axes else ''}{_purpose(served, line)}, called at {line}{failed}"
     here = callsites.place(axis.group, text)
     same = [what, attribution.stage, _backward(), here.inside > 1, line if debugging.collectives and not served else ""]
+    counted = f"(number {here.inside} of the call at {here.where})" if here.inside else "(outside of any call)"
     with callsites.at(here), at_once(), unrecorded():
-        difference = _difference(repr(same), f"{text}\n{_counted(here)}", axis, by)
+        difference = _difference(repr(same), f"{text}\n{counted}", axis, by)
     if difference:
         callsites.alike()
-        raise ValueError(f"{by}: collectives differ between ranks: {difference}. {ALIKE}{_dropped(difference)}")
+        advice = ALIKE + _DROPPED * ("in backward" in difference)
+        raise ValueError(f"{by}: collectives differ between ranks: {difference}. {advice}")
 
 
-def _dropped(difference: str) -> str:
-    """Returns advice for a difference that involves a backward pass; else an empty text."""
-    if "in backward" not in difference:
-        return ""
-    return (
-        ". Where a branch drops what a collective gave on some ranks, these have no derivative of it: choose by "
-        "torch.where on all ranks"
-    )
+_DROPPED = (
+    ". Where a branch drops what a collective gave on some ranks, these have no derivative of it: choose by "
+    "torch.where on all ranks"
+)
 
 
 def values(dtype: torch.dtype, shape: Sequence[object]) -> str:
@@ -357,10 +342,6 @@ def _purpose(served: bool, line: str) -> str:
     way = f"{' of' if served else ' inside'} stage {stage!r} in {'backward' if backward else 'forward'}"
     began = _forwards.get(stage, line)
     return f"{way} (that ran forward at {began})" if backward and began != line else way
-
-
-def _counted(place: callsites.Place) -> str:
-    return f"(number {place.inside} of the call at {place.where})" if place.inside else "(outside of any call)"
 
 
 def _difference(same: str, text: str, axis: Axis, by: str) -> str:

@@ -8,6 +8,7 @@ place, and what was under way in them is forgotten.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import hashlib
 import json
@@ -73,7 +74,6 @@ class Attempt:
         self.finish = cpu_group(self.ranks, "finish")
         self.groups: list[Any] | None = None
         self.over, self.lock, self.lane = False, threading.Lock(), lane()
-        self._store: Any = None
 
     def __enter__(self) -> Attempt:
         watchdog.looking[id(self)] = self._look
@@ -84,12 +84,10 @@ class Attempt:
             self.over = True
         watchdog.looking.pop(id(self), None)
 
-    @property
+    @functools.cached_property
     def store(self) -> Any:
         """This attempt's own client of the store: a blocked thread holds up the client that all others share."""
-        if self._store is None:
-            self._store = process_groups.default_store().clone()
-        return self._store
+        return process_groups.default_store().clone()
 
     def finished(self) -> None:
         """Returns when every rank has come here.

@@ -187,10 +187,10 @@ def local_slice(x: T, axis: AxisName, *, dim: int = 0) -> T:
         ValueError: the dimension does not exist or does not divide by the axis size.
     """
 
-    def slice_(t: Tensor, a: Axis) -> Call:
+    def cut(t: Tensor, a: Axis) -> Call:
         return ops.local_slice, _divisible(t, dim, axis, a, "local_slice", "dim"), a.index, a.size, a.group
 
-    return _over(x, axis, "local_slice", slice_)
+    return _over(x, axis, "local_slice", cut)
 
 
 def reduce_scatter(x: T, axis: AxisName, *, dim: int = 0) -> T:
@@ -247,16 +247,18 @@ def ppermute(x: T, axis: AxisName, perm: Sequence[tuple[int, int]]) -> T:
         ValueError: a position outside the axis, or a source or target named twice.
     """
     pairs = [(int(source), int(target)) for source, target in perm]
-
     size = bound_axis(axis, "ppermute").size
-    _check_permutation(pairs, axis, size)
+    for end, positions in zip(("source", "target"), zip(*pairs, strict=True), strict=False):
+        for position in positions:
+            if not 0 <= position < size:
+                raise ValueError(
+                    f"ppermute over {axis!r}: {end} {position} in {pairs}, but positions run from 0 to {size - 1}"
+                )
+            if positions.count(position) > 1:
+                raise ValueError(f"ppermute over {axis!r}: {end} {position} is there twice in {pairs}")
     sources = {target: source for source, target in pairs}
     source = [sources.get(rank, -1) for rank in range(size)]
-
-    def permute(t: Tensor, a: Axis) -> Call:
-        return ops.ppermute, source, a.index, a.group
-
-    out = _over(x, axis, "ppermute", permute)
+    out = _over(x, axis, "ppermute", lambda t, a: (ops.ppermute, source, a.index, a.group))
     if size == 1 and not pairs:  # zeros, even where x is inf or nan, that still have a derivative
         return optree.tree_map(lambda t: t.masked_fill(torch.ones((), dtype=torch.bool, device=t.device), 0), out)
     return out
@@ -381,7 +383,11 @@ def _over(x: T, axis: AxisName, name: str, f: Callable[[Tensor, Axis], Call]) ->
     pieces = {} if recorder is None or isinstance(x, Tensor) else recording.pieces(x)
 
     def on(leaf: Any) -> Any:
-        tensor = _tensor(leaf, name)
+        tensor = leaf
+        if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
+            tensor = torch.full((), leaf, device=current_device())  # a copy would make the host wait
+        elif not isinstance(leaf, Tensor):
+            raise TypeError(f"{name} takes tensors and numbers, or pytrees of them; got {type(leaf).__name__}")
         if recorder is not None:
             recorder.called(name, as_names(axis), tensor, tensor is not leaf, axis, pieces.get(id(leaf), ()))
         op, *statics = f(tensor, bound)
@@ -390,27 +396,16 @@ def _over(x: T, axis: AxisName, name: str, f: Callable[[Tensor, Axis], Call]) ->
         return kernels.copy(tensor) if tensor is leaf else tensor
 
     if isinstance(x, Tensor) or (recorder is None and not debugging.collectives):
-        out: Any = on(x) if isinstance(x, Tensor) else optree.tree_map(on, x)
-        return out
+        return on(x) if isinstance(x, Tensor) else optree.tree_map(on, x)
     paths, leaves, tree = optree.tree_flatten_with_accessor(x)
-    return optree.tree_unflatten(tree, [_at(path, on, leaf) for path, leaf in zip(paths, leaves, strict=True)])
-
-
-def _at(path: Sequence[Any], on: Callable[[Any], Any], leaf: Any) -> Any:
-    """Runs `on` on a leaf, whose path identifies it when ranks compare."""
-    attribution.leaf = dotted(path)
+    results = []
     try:
-        return on(leaf)
+        for path, leaf in zip(paths, leaves, strict=True):
+            attribution.leaf = dotted(path)  # which identifies the leaf when ranks compare
+            results.append(on(leaf))
     finally:
         attribution.leaf = ""
-
-
-def _tensor(leaf: Any, name: str) -> Tensor:
-    if isinstance(leaf, Tensor):
-        return leaf
-    if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
-        return torch.full((), leaf, device=current_device())  # a copy would make the host wait
-    raise TypeError(f"{name} takes tensors and numbers, or pytrees of them; got {type(leaf).__name__}")
+    return optree.tree_unflatten(tree, results)
 
 
 def _dim(x: Tensor, dim: int, name: str, argument: str) -> int:
@@ -442,14 +437,3 @@ def _ordered(x: Tensor, axis: Axis, name: str) -> tuple[str]:
     if x.is_complex():
         raise TypeError(f"{name}: complex numbers have no order; got {x.dtype}")
     return (axis.group,) if x.dtype == torch.bool else _summable(x, axis, name)
-
-
-def _check_permutation(pairs: list[tuple[int, int]], axis: AxisName, size: int) -> None:
-    for end, positions in zip(("source", "target"), zip(*pairs, strict=True), strict=False):
-        for position in positions:
-            if not 0 <= position < size:
-                raise ValueError(
-                    f"ppermute over {axis!r}: {end} {position} in {pairs}, but positions run from 0 to {size - 1}"
-                )
-            if positions.count(position) > 1:
-                raise ValueError(f"ppermute over {axis!r}: {end} {position} is there twice in {pairs}")

@@ -11,11 +11,12 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives.agree import compare, values
 from shardfn.collectives.capturing import current, refuse_traced
@@ -28,9 +29,6 @@ from shardfn.mesh.axes import axis_of, device_of, per_mesh
 from shardfn.mesh.grid import Axis
 from shardfn.mesh.groups import connected, group_over
 from shardfn.mesh.lanes import lane
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Handle(Protocol):
@@ -123,16 +121,16 @@ def arrived(work: Handle, op: str, group: str, stage: str) -> None:
 
 def communicator_of(mesh: DeviceMesh, names: tuple[str, ...]) -> Communicator:
     """Returns the communicator of these axes, made on first use, in which all ranks along them take part."""
-    return per_mesh(mesh, ("link", lane(), names), lambda: _linked(mesh, names))
 
+    def linked() -> Communicator:
+        axis = axis_of(mesh, names)
+        group = process_groups.group_of(axis.group)
+        moves = process_groups.backend_of(group, mesh.device_type) != "fake"
+        by_pieces = "direct" if process_groups.sends_at_once(group, mesh.device_type) else "native"
+        chosen = {"all_gather": by_pieces, "reduce_scatter": by_pieces, "all_reduce": "native"}
+        return Communicator(names, axis, group, device_of(mesh), chosen, _overrides(mesh), moves)
 
-def _linked(mesh: DeviceMesh, names: tuple[str, ...]) -> Communicator:
-    axis = axis_of(mesh, names)
-    group = process_groups.group_of(axis.group)
-    backend = process_groups.backend_of(group, mesh.device_type)
-    by_pieces = "direct" if process_groups.sends_at_once(group, mesh.device_type) else "native"
-    chosen = {"all_gather": by_pieces, "reduce_scatter": by_pieces, "all_reduce": "native"}
-    return Communicator(names, axis, group, device_of(mesh), chosen, _overrides(mesh), backend != "fake")
+    return per_mesh(mesh, ("link", lane(), names), linked)
 
 
 @contextlib.contextmanager
@@ -187,9 +185,7 @@ def transports(mesh: DeviceMesh, **chosen: str) -> Iterator[None]:
 
 def all_gather(whole: Tensor, comm: Communicator, dtype: torch.dtype, own: Tensor | None = None) -> Handle:
     """Fills `whole`, bytes `[size * n]`, with every rank's piece; this rank's piece, `own`, is in place already."""
-    if debugging.collectives:
-        compared("all_gather", comm, (whole.nbytes, dtype))
-    how = _transport("all_gather", whole, dtype, comm)
+    how = _issued("all_gather", comm, (whole.nbytes, dtype))
     if how == "native" and own is not None:  # saves finding the own piece again at every step
         return process_groups.start_all_gather(whole, own, comm.gathers)
     return TRANSPORTS["all_gather"][how](whole, comm)
@@ -205,9 +201,7 @@ def gather_by_hops(whole: Tensor, index: int, hops: Sequence[Communicator], dtyp
         pieces //= comm.axis.size
         index //= comm.axis.size
         region = whole.view(pieces, -1)[index]
-        if debugging.collectives:  # before the first hop starts, since later hops start on another thread
-            compared("all_gather", comm, (region.nbytes, dtype))
-        how = _transport("all_gather", region, dtype, comm)
+        how = _issued("all_gather", comm, (region.nbytes, dtype))  # now, since later hops start on another thread
         steps.append((functools.partial(TRANSPORTS["all_gather"][how], region, comm), how))
     work: Handle = steps[0][0]()
     for start, how in steps[1:]:
@@ -227,9 +221,9 @@ def _followed(first: Handle, start: Callable[[], Handle], how: str, device: torc
         return start()
 
 
-def sends_pieces(comm: Communicator, op: str) -> bool:
-    """Whether the data sent and received may lie in several buffers."""
-    return _how(comm, op) == "direct"
+def transport(op: str, comm: Communicator) -> str:
+    """Returns how a collective moves bytes; if `"direct"`, what is sent and received may lie in several buffers."""
+    return comm.overrides.get(op) or comm.chosen[op]
 
 
 class Pieces(NamedTuple):
@@ -251,19 +245,17 @@ class Pieces(NamedTuple):
 def gather_pieces(buffers: Sequence[Pieces], comm: Communicator) -> Handle:
     """Like `all_gather` of each of these buffers, with all messages under way at the same time."""
     size, is_last = comm.axis.size, comm.axis.index == comm.axis.size - 1
-    if debugging.collectives:
-        compared("all_gather", comm, *((buffer.whole.nbytes, buffer.dtype) for buffer in buffers))
+    _issued("all_gather", comm, *[(buffer.whole.nbytes, buffer.dtype) for buffer in buffers])
     into: list[list[Tensor]] = [[] for _ in range(size)]
     out: list[Tensor] = []
-    for whole, own, tag, dtype in buffers:
-        _transport("all_gather", whole, dtype, comm)
+    for whole, own, tag, _ in buffers:
         end = len(own) - len(tag)
         *pieces, last_piece = whole.view(size, -1).unbind()
         for i, piece in enumerate(pieces):
             into[i].append(piece)
         into[-1] += [last_piece[:end], last_piece[end:]]
         out += [own[:end], tag] if is_last else [own]
-    return _swap(into, [out] * size, comm, comm.gathers, tag=1)
+    return exchanged(into, [out] * size, comm, gathers=True)
 
 
 def scatter_pieces(
@@ -277,17 +269,8 @@ def scatter_pieces(
     """A reduce-scatter of pieces that lie in parts: `parts[i]` go to rank `i`, and rank `i`'s parts for this one come
     into `into[i]`, in the same order; `add` then sums what has come. `numel` counts the elements of all ranks' pieces.
     """
-    if debugging.collectives:
-        compared("reduce_scatter", comm, (numel * dtype.itemsize, dtype))
-    if recording():
-        sent = numel * dtype.itemsize * (comm.axis.size - 1) // comm.axis.size
-        record("reduce_scatter", comm.axis.group, dtype, sent, "direct", comm.names)
-    return Together([_swap(into, parts, comm, comm.reductions, tag=2)], add)
-
-
-def exchanged(into: Sequence[Sequence[Tensor]], out: Sequence[Sequence[Tensor]], comm: Communicator) -> Handle:
-    """Exchanges gradients: each other rank `i` gets `out[i]` and fills `into[i]`; for transports that send pieces."""
-    return _swap(into, out, comm, comm.reductions, tag=2)
+    _issued("reduce_scatter", comm, (numel * dtype.itemsize, dtype))
+    return Together([exchanged(into, parts, comm)], add)
 
 
 def reduce_scatter(flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor]) -> Handle:
@@ -302,18 +285,14 @@ def reduce_scatter(flat: Tensor, out: Tensor, comm: Communicator, scratch: Calla
         def scratch(n: int) -> Tensor:
             return _real(complex_scratch(n // 2))
 
-    if debugging.collectives:
-        compared("reduce_scatter", comm, (flat.nbytes, flat.dtype))
-    how = _transport("reduce_scatter", flat, flat.dtype, comm)
+    how = _issued("reduce_scatter", comm, (flat.nbytes, flat.dtype))
     return TRANSPORTS["reduce_scatter"][how](flat, out, comm, scratch)
 
 
 def all_reduce(x: Tensor, comm: Communicator) -> Handle:
     """Sums `x` over ranks, in place."""
     x = _real(x)
-    if debugging.collectives:
-        compared("all_reduce", comm, (x.nbytes, x.dtype))
-    how = _transport("all_reduce", x, x.dtype, comm)
+    how = _issued("all_reduce", comm, (x.nbytes, x.dtype))
     return TRANSPORTS["all_reduce"][how](x, comm)
 
 
@@ -324,25 +303,24 @@ def compared(op: str, comm: Communicator, *buffers: tuple[int, torch.dtype], mor
         compare(op, described + more, comm.axis, served=True)
 
 
-def _transport(op: str, x: Tensor, dtype: torch.dtype, comm: Communicator) -> str:
-    """Returns the transport, and enters the collective in the ledger with the bytes of `x` that are sent."""
+def _issued(op: str, comm: Communicator, *buffers: tuple[int, torch.dtype]) -> str:
+    """Returns the transport of a collective on buffers of these sizes, which ranks compare and the ledger gets."""
+    if debugging.collectives:
+        compared(op, comm, *buffers)
     if current.watch is not None:
         refuse_traced(f"{op} into memory that is filled again")
-    how = _how(comm, op)
+    how = transport(op, comm)
     if recording():
         times = 2 if op == "all_reduce" else 1
-        sent = times * x.numel() * x.element_size() * (comm.axis.size - 1) // comm.axis.size
-        record(op, comm.axis.group, dtype, sent, how, comm.names)
+        for nbytes, dtype in buffers:
+            sent = times * nbytes * (comm.axis.size - 1) // comm.axis.size
+            record(op, comm.axis.group, dtype, sent, how, comm.names)
     return how
 
 
 def _real(x: Tensor) -> Tensor:
     """Views a complex vector as its real and imaginary parts, which can be summed."""
     return torch.view_as_real(x).view(-1) if x.is_complex() else x
-
-
-def _how(comm: Communicator, op: str) -> str:
-    return comm.overrides.get(op) or comm.chosen[op]
 
 
 def _overrides(mesh: DeviceMesh) -> dict[str, str]:
@@ -364,20 +342,22 @@ def _gather_by_broadcasts(whole: Tensor, comm: Communicator) -> Handle:
 def _gather_directly(whole: Tensor, comm: Communicator) -> Handle:
     pieces = whole.view(comm.axis.size, -1).unbind()
     own = [pieces[comm.axis.index]]
-    return _swap([[piece] for piece in pieces], [own] * len(pieces), comm, comm.gathers, tag=1)
+    return exchanged([[piece] for piece in pieces], [own] * len(pieces), comm, gathers=True)
 
 
-def _swap(
-    into: Sequence[Sequence[Tensor]], out: Sequence[Sequence[Tensor]], comm: Communicator, group: Any, tag: int
+def exchanged(
+    into: Sequence[Sequence[Tensor]], out: Sequence[Sequence[Tensor]], comm: Communicator, gathers: bool = False
 ) -> Handle:
     """Sends `out[i]` to each other rank `i`, and receives into `into[i]` what that rank has for this one.
 
-    gloo ends the process if a message's length differs from the expected one; so the tag contains the length, and a
-    message of another length only waits.
+    By the group that moves gradients, or with `gathers` by the one that moves parameters. gloo ends the process if a
+    message's length differs from the expected one; so the tag contains the length, and a message of another length only
+    waits.
     """
     if current.watch is not None:
         refuse_traced("messages into memory that is filled again")
     others = [i for i in range(comm.axis.size) if i != comm.axis.index]
+    group, tag = (comm.gathers, 1) if gathers else (comm.reductions, 2)
 
     def launch() -> list[Any]:
         works = [group.recv([x], i, _tagged(tag, x)) for i in others for x in into[i] if x.nbytes]
@@ -413,7 +393,7 @@ def _scatter_directly(flat: Tensor, out: Tensor, comm: Communicator, scratch: Ca
             out.copy_(wide)
 
     into = [[piece] for piece in [*received[:index], own, *received[index:]]]
-    return Together([_swap(into, [[piece] for piece in pieces], comm, comm.reductions, tag=2)], add)
+    return Together([exchanged(into, [[piece] for piece in pieces], comm)], add)
 
 
 def _scatter_by_exchange(flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor]) -> Handle:
@@ -422,12 +402,8 @@ def _scatter_by_exchange(flat: Tensor, out: Tensor, comm: Communicator, scratch:
     return Together([work], lambda: torch.sum(received.view(comm.axis.size, -1), 0, dtype=out.dtype, out=out))
 
 
-def _reduce_natively(x: Tensor, comm: Communicator) -> Handle:
-    return dist.all_reduce(x, group=comm.reductions, async_op=True)
-
-
 TRANSPORTS: dict[str, dict[str, Callable[..., Any]]] = {
     "all_gather": {"native": _gather_natively, "direct": _gather_directly, "broadcasts": _gather_by_broadcasts},
     "reduce_scatter": {"native": _scatter_natively, "direct": _scatter_directly, "exchange": _scatter_by_exchange},
-    "all_reduce": {"native": _reduce_natively},
+    "all_reduce": {"native": lambda x, comm: dist.all_reduce(x, group=comm.reductions, async_op=True)},
 }

@@ -75,7 +75,7 @@ def reduce_scatter(x: Tensor, dim: int, size: int, group: str) -> Tensor:
         return messages.combined(messages.exchange(peers, pieces, "reduce_scatter", dim).unbind(), "sum")
     if x.device.type == "cpu":  # gloo's own is 2.5 to 6 times slower than an exchange and a local sum
         return _exchange(pieces, size, group).sum(0, dtype=x.dtype)
-    return _wait(WIRE.reduce_scatter_tensor(pieces.flatten(), "sum", size, group)).view(pieces.shape[1:])
+    return WIRE.wait_tensor(WIRE.reduce_scatter_tensor(pieces.flatten(), "sum", size, group)).view(pieces.shape[1:])
 
 
 @_kernel
@@ -88,7 +88,7 @@ def all_reduce(x: Tensor, op: str, group: str) -> Tensor:
     bits = x.view(torch.uint8) if x.dtype == torch.bool else x
     if peers is not None:
         return messages.reduce(peers, bits, op).view(x.dtype)
-    return _wait(WIRE.all_reduce(bits.contiguous(), op, group)).view(x.dtype)
+    return WIRE.wait_tensor(WIRE.all_reduce(bits.contiguous(), op, group)).view(x.dtype)
 
 
 @_kernel
@@ -139,7 +139,7 @@ def shifted(x: Tensor, index: int, size: int, group: str) -> Callable[[], Tensor
         started = WIRE.all_to_all_single(flat.view(carrier), receive, send, group)
 
         def wait() -> Tensor:
-            return _wait(started).view(x.dtype).view(x.shape)
+            return WIRE.wait_tensor(started).view(x.dtype).view(x.shape)
 
     def arrived() -> Tensor:
         with waiting.on("ppermute", group):
@@ -204,12 +204,7 @@ def _exchange(pieces: Tensor, size: int, group: str) -> Tensor:
 def _move(x: Tensor, collective: Callable[..., Tensor], *args: Any) -> Tensor:
     """Runs a collective on the flattened tensor, as bits of equal width if the backend does not know the dtype."""
     carrier = x.dtype if x.dtype in SUMMABLE else _CARRIERS[x.element_size()]
-    return _wait(collective(x.contiguous().view(carrier).flatten(), *args)).view(x.dtype)
-
-
-def _wait(started: Tensor) -> Tensor:
-    done: Tensor = WIRE.wait_tensor(started)
-    return done
+    return WIRE.wait_tensor(collective(x.contiguous().view(carrier).flatten(), *args)).view(x.dtype)
 
 
 def _split(x: Tensor, dim: int, size: int) -> Tensor:

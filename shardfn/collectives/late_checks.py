@@ -36,11 +36,6 @@ class _Page:
             self.rows = torch.empty(_ROWS, ROOM, dtype=torch.uint8, pin_memory=True, device="cpu")
         self.checks: list[tuple[Tensor, Wrong]] = []
 
-    def add(self, x: Tensor, wrong: Wrong) -> None:
-        row = self.rows[len(self.checks)][: x.nbytes].view(x.dtype).view(x.shape)
-        row.copy_(x, non_blocking=True)
-        self.checks.append((row, wrong))
-
     def close(self) -> None:
         self.event = self.stream.record_event()
 
@@ -58,7 +53,9 @@ class LateChecks:
         page = self.open.get(stream)
         if page is None:
             page = self.open[stream] = _Page(stream)
-        page.add(x, wrong)
+        row = page.rows[len(page.checks)][: x.nbytes].view(x.dtype).view(x.shape)
+        row.copy_(x, non_blocking=True)
+        page.checks.append((row, wrong))
         if len(page.checks) == _ROWS:
             self._close(stream)
 
@@ -93,19 +90,14 @@ class LateChecks:
                     raise RuntimeError(f"{message} (found when the device had got there: a few calls later)")
 
 
-def _key() -> str:
-    return f"late checks {lane()}"
-
-
 def late_checks() -> LateChecks:
     """Those of this thread's lane, shared by all its threads."""
-    checks: LateChecks = world_of_thread().agreed.setdefault(_key(), LateChecks())
-    return checks
+    return world_of_thread().agreed.setdefault(f"late checks {lane()}", LateChecks())
 
 
 def forget() -> None:
     """Forgets the checks of what may never have arrived."""
-    world_of_thread().agreed.pop(_key(), None)
+    world_of_thread().agreed.pop(f"late checks {lane()}", None)
 
 
 def look(device: torch.device, wait: bool = False) -> None:

@@ -176,10 +176,9 @@ def record_buffers(nbytes: int) -> None:
 
 def record_again(log: Ledger) -> None:
     """Enters the collectives of a captured step, which has run again."""
-    if open_ledgers:
-        for other in _heard():
-            other.records += log.records
-            other.gathered = max(other.gathered, log.gathered)
+    for other in _heard():
+        other.records += log.records
+        other.gathered = max(other.gathered, log.gathered)
 
 
 def _heard() -> list[Ledger]:

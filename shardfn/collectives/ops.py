@@ -53,7 +53,13 @@ def primitive(name: str, statics: str, kernel: Op, transpose: Op | None) -> Op:
     """
     make = registered if dispatch.SINGLE_LEVEL else public
     op = make(name, statics, kernel, transpose)
-    return op if transpose else _refusing_early(op, _refusal(name))
+    refuse = _refusal(name)
+
+    def refusing_early(x: Tensor, *args: Any) -> Tensor:
+        """Refuses in forward: backward would refuse as well, but far from the line to blame."""
+        return refuse(x) if x.requires_grad and torch.is_grad_enabled() else op(x, *args)
+
+    return op if transpose else refusing_early
 
 
 def registered(name: str, statics: str, kernel: Op, transpose: Op | None) -> Op:
@@ -122,38 +128,17 @@ def _refusal(name: str) -> Op:
     return refuse
 
 
-def _refusing_early(op: Op, refuse: Op) -> Op:
-    """Refuses in forward: backward would refuse as well, but far from the line to blame."""
+def collective(name: str, statics: str, kernel: Op, transpose: Op | None, meets: bool = True) -> Op:
+    """A primitive that a checked call records.
 
-    def early(x: Tensor, *args: Any) -> Tensor:
-        return refuse(x) if x.requires_grad and torch.is_grad_enabled() else op(x, *args)
-
-    return early
-
-
-def collective(name: str, statics: str, kernel: Op, transpose: Op | None) -> Op:
-    """A primitive for which ranks meet; they compare it first in the debug mode or in a checked call."""
+    If ranks meet for it, they compare it first in the debug mode or in a checked call.
+    """
     names = [argument.split()[-1] for argument in statics.split(",")]
-
-    def compared(x: Tensor, args: tuple[Any, ...]) -> None:
-        _compared(name, x, dict(zip(names, args, strict=True)))
-
-    return followed(name, statics, kernel, transpose, compared)
-
-
-def followed(
-    name: str,
-    statics: str,
-    kernel: Op,
-    transpose: Op | None,
-    compared: Callable[[Tensor, tuple[Any, ...]], None] | None = None,
-) -> Op:
-    """A primitive that a checked call records."""
 
     def recorded_kernel(x: Tensor, *args: Any) -> Tensor:
         recorder = recording.current()
-        if compared is not None and dispatch.plain(x):
-            compared(x, args)
+        if meets and dispatch.plain(x):
+            _compared(name, x, dict(zip(names, args, strict=True)))
         if recorder is None or not dispatch.plain(x):
             return kernel(x, *args)
         with paused():
@@ -214,11 +199,12 @@ psum: Op = collective(
     kernel=lambda x, group: kernels.all_reduce(x, "sum", group),
     transpose=lambda ct, group: pvary(ct, group),
 )
-pvary: Op = followed(
+pvary: Op = collective(
     "pvary",
     "str group",
     kernel=lambda x, group: kernels.copy(x),
     transpose=lambda ct, group: psum(ct, group),
+    meets=False,
 )
 pmax: Op = collective("pmax", "str group", kernel=lambda x, group: kernels.all_reduce(x, "max", group), transpose=None)
 pmin: Op = collective("pmin", "str group", kernel=lambda x, group: kernels.all_reduce(x, "min", group), transpose=None)
@@ -240,11 +226,12 @@ all_gather_invariant: Op = collective(
     kernel=lambda x, dim, index, size, group: kernels.all_gather(x, dim, size, group),
     transpose=lambda ct, dim, index, size, group: local_slice(ct, dim, index, size, group),
 )
-local_slice: Op = followed(
+local_slice: Op = collective(
     "local_slice",
     "int dim, int index, int size, str group",
     kernel=lambda x, dim, index, size, group: kernels.piece(x, dim, index, size),
     transpose=lambda ct, dim, index, size, group: all_gather_invariant(ct, dim, index, size, group),
+    meets=False,
 )
 ppermute: Op = collective(
     "ppermute",
@@ -265,17 +252,19 @@ ragged_all_to_all: Op = collective(
     transpose=lambda ct, dim, send, receive, index, group: ragged_all_to_all(ct, dim, receive, send, index, group),
 )
 
-replicated: Op = followed(
+replicated: Op = collective(
     "replicated",
     "str what, str group",
     kernel=lambda x, what, group: kernels.copy(x),
     transpose=lambda ct, what, group: verified(ct, what, group),
+    meets=False,
 )
-verified: Op = followed(
+verified: Op = collective(
     "verified",
     "str what, str group",
     kernel=lambda x, what, group: kernels.copy(_verified(x, what, group)),
     transpose=lambda ct, what, group: replicated(ct, what, group),
+    meets=False,
 )
 
 

@@ -66,7 +66,24 @@ def redistribute(x: Any, pattern: str) -> Any:
     names, steps, axes = plan(pattern)
     for axis in axes:
         bound_axis(axis, f"redistribute pattern {pattern!r}")
-    return optree.tree_map(lambda leaf: _run(leaf, names, steps, pattern), x)
+
+    def moved(leaf: Any) -> Tensor:
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"redistribute takes tensors, or pytrees of them; got {type(leaf).__name__}")
+        if leaf.ndim != len(names):
+            raise ValueError(
+                f"redistribute pattern {pattern!r} names {len(names)} dimensions, but the tensor has shape "
+                f"{tuple(leaf.shape)}"
+            )
+        for step in steps:
+            try:
+                leaf = getattr(functional, step.op)(leaf, step.axes, **dict(step.dims))
+            except (ValueError, TypeError) as error:
+                message = f"{error} (in redistribute pattern {pattern!r}, on shape {tuple(leaf.shape)})"
+                raise type(error)(message) from None
+        return leaf if steps else kernels.copy(leaf)  # a copy, since results may be written to
+
+    return optree.tree_map(moved, x)
 
 
 @lru_cache(maxsize=1024)
@@ -84,24 +101,6 @@ def plan(pattern: str) -> tuple[tuple[str, ...], tuple[Step, ...], tuple[str, ..
         )
     axes = {axis for side in (before, after) for cut in (*side.cuts, tuple(side.partial)) for axis in cut}
     return before.names, tuple(_steps(before, after, pattern)), tuple(sorted(axes))
-
-
-def _run(x: Tensor, names: tuple[str, ...], steps: tuple[Step, ...], pattern: str) -> Tensor:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"redistribute takes tensors, or pytrees of them; got {type(x).__name__}")
-    if x.ndim != len(names):
-        raise ValueError(
-            f"redistribute pattern {pattern!r} names {len(names)} dimensions, but the tensor has shape {tuple(x.shape)}"
-        )
-    if not steps:
-        return kernels.copy(x)  # a copy, since results may be written to
-    for step in steps:
-        try:
-            x = getattr(functional, step.op)(x, step.axes, **dict(step.dims))
-        except (ValueError, TypeError) as error:
-            message = f"{error} (in redistribute pattern {pattern!r}, on shape {tuple(x.shape)})"
-            raise type(error)(message) from None
-    return x
 
 
 def _parse(side: str, pattern: str) -> Side:

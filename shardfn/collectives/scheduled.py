@@ -72,8 +72,7 @@ def run(work: Scheduled, inputs: Sequence[Tensor | None]) -> list[Tensor]:
     watch = capturing()
     assert watch is not None, "a step is traced under a watch"
     watch.works.append(work)
-    found: list[Tensor] = SCHEDULED(list(inputs), work.number)
-    return found
+    return SCHEDULED(list(inputs), work.number)
 
 
 LIBRARY.define("scheduled(Tensor?[] inputs, int number) -> Tensor[]")

@@ -19,7 +19,7 @@ from shardfn.optim.torch import comes_later
 from shardfn.quant.packed import is_packed
 from shardfn.quoting import listed, short_errors
 from shardfn.shards.blocks import Blocks
-from shardfn.shards.hollow import drawn
+from shardfn.shards.init import drawn_hollow
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.pieces import is_unit
 from shardfn.shards.placement import Strategy
@@ -210,7 +210,7 @@ def _leaf(name: str, leaf: Any) -> Any:
             f"memory: {name or 'the tree'} is of type {type(leaf).__name__}; parameters are tensors, on the meta "
             f"device too, or makers, as init takes them"
         )
-    return made(name, drawn(leaf, name or "the tree", "memory"))
+    return made(name, drawn_hollow(leaf, name or "the tree", "memory"))
 
 
 def without_numbers(tree: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 from shardfn.collectives import functional
 from shardfn.compat import process_groups
 from shardfn.mesh.scope import mesh_of, scope
-from shardfn.mesh.spec import P
 from shardfn.shards.layout import Layout
 from shardfn.shards.pieces import Piece, Unit, Units, cuts_within, home, is_unit, node
 
@@ -63,11 +62,6 @@ class Blocks(Piece):
 
     __slots__ = ()
 
-    @property
-    def spec(self) -> P:
-        """The spec for `shard_map`: they differ between ranks along these axes."""
-        return P(self.layout.placement.axes)
-
     def __repr__(self) -> str:
         return f"Blocks({self.values!r}, of {self.layout})"
 
@@ -93,9 +87,7 @@ def beside(units: Units, tree: Any) -> list[Any]:
 
 def runs(unit: Unit) -> Runs:
     """The blocks of a unit, in order; padding between parameters belongs to no block."""
-    if unit.layout is None:
-        return _plain(unit.stop)
-    return _in_layout(unit.layout, unit.entries, unit.start, unit.stop, process_groups.global_rank())
+    return _runs(unit.layout, unit.entries, unit.start, unit.stop, process_groups.global_rank())
 
 
 def count(unit: Unit) -> int:
@@ -105,21 +97,12 @@ def count(unit: Unit) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _plain(numel: int) -> Runs:
-    return tuple(_cut_up([(0, 0, numel, 0)], {}))
-
-
-@functools.lru_cache(maxsize=4096)
-def _in_layout(layout: Layout, entries: tuple[int, ...], start: int, stop: int, rank: int) -> Runs:
-    cuts = cuts_within(layout, rank, entries, start, stop)
-    return tuple(_cut_up(cuts, _shared(layout, entries)))
-
-
-def _cut_up(stretches: Iterable[tuple[int, int, int, int]], shared: dict[tuple[int, int], int]) -> list[Run]:
-    """Cuts ranges `(parameter, low, high, at)` into runs: elements `low` to `high`, which stand at `at`."""
+def _runs(layout: Layout | None, entries: tuple[int, ...], start: int, stop: int, rank: int) -> Runs:
+    cuts = [(0, 0, stop, 0)] if layout is None else cuts_within(layout, rank, entries, start, stop)
+    shared = {} if layout is None else _shared(layout, entries)
     runs: list[Run] = []
     blocks = 0
-    for number, low, high, at in stretches:
+    for number, low, high, at in cuts:
         while low < high:
             n = (high - low) // BLOCK if low % BLOCK == 0 else 0
             length = n * BLOCK or min(high - low, BLOCK - low % BLOCK)
@@ -129,7 +112,7 @@ def _cut_up(stretches: Iterable[tuple[int, int, int, int]], shared: dict[tuple[i
                 runs.pop()
             runs.append(run)
             low, at, blocks = low + length, at + length, blocks + (n or 1)
-    return runs
+    return tuple(runs)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -153,13 +136,16 @@ def chunks(unit: Unit, start: int, stop: int, most: int) -> list[Runs]:
 def _chunks(
     layout: Layout | None, entries: Any, first: int, last: int, rank: int, start: int, stop: int, most: int
 ) -> list[Runs]:
-    runs = _plain(last) if layout is None else _in_layout(layout, entries, first, last, rank)
     chunks: list[list[Run]] = []
     room = 0
-    for whole in runs:
-        run = _between(whole, start, stop)
-        if run is None:
+    for whole in _runs(layout, entries, first, last, rank):
+        low, high = max(whole.start, start), min(whole.stop, stop)
+        if low >= high:
             continue
+        run = whole
+        if (low, high) != (whole.start, whole.stop):  # blocks of several parameters may be one run
+            first_block = whole.at + (low - whole.start) // BLOCK
+            run = Run(low, high, first_block, (high - low) // BLOCK, whole.shared)
         for part in _parts(run, most):
             length = part.stop - part.start
             if part.shared >= 0 or room < length:
@@ -168,16 +154,6 @@ def _chunks(
             chunks[-1].append(part)
             room = 0 if part.shared >= 0 else room - length
     return [tuple(parts) for parts in chunks]
-
-
-def _between(run: Run, start: int, stop: int) -> Run | None:
-    """The part of a run between two elements where parameters begin: blocks of several parameters may be one run."""
-    low, high = max(run.start, start), min(run.stop, stop)
-    if low >= high:
-        return None
-    if (low, high) == (run.start, run.stop):
-        return run
-    return Run(low, high, run.at + (low - run.start) // BLOCK, (high - low) // BLOCK, run.shared)
 
 
 def _parts(run: Run, most: int) -> Iterator[Run]:

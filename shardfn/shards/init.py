@@ -6,24 +6,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
 
 from shardfn.mesh.planned import planned
 from shardfn.mesh.selectors import Which
 from shardfn.mesh.spec import P, dotted, joined
 from shardfn.quant.packed import is_packed, pack
 from shardfn.quoting import short_errors
-from shardfn.shards import hollow
 from shardfn.shards.placement import Strategy
 from shardfn.shards.random import Drawing, int_seed, mixed
 from shardfn.shards.sharding import Rules, Specs, agreed, refuse_second, refuse_sparse
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Make = Callable[[torch.Generator], Any]
 Fill = Callable[[str, Tensor, torch.Generator], Tensor]
@@ -145,7 +143,33 @@ def _filled(fill: Fill, name: str, like: Tensor, seed: int) -> Tensor:
 def _drawn(make: Make, path: str, seed: int) -> Any:
     """A maker's result at a path; draws without a generator come from the generator that it is given."""
     if planned():
-        return hollow.drawn(make, path or "the tree", "init_sharded")
+        return drawn_hollow(make, path or "the tree", "init_sharded")
     generator = torch.Generator().manual_seed(mixed(int_seed(seed), path))
     with Drawing(generator, f"the maker of {path or 'the tree'}"):
         return make(generator)
+
+
+class _Shapes(TorchFunctionMode):
+    """A mode in which new tensors have no data, on the meta device, and random ops need no generator."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        arguments = {name: value for name, value in (kwargs or {}).items() if name != "generator"}
+        if arguments.get("device") is not None:
+            arguments["device"] = "meta"
+        return func(*args, **arguments)
+
+
+def drawn_hollow(make: Callable[[torch.Generator], Any], what: str, caller: str) -> Any:
+    """A maker's result on the device meta: tensors without data.
+
+    Raises:
+        ValueError: the maker reads data.
+    """
+    try:
+        with torch.device("meta"), _Shapes():
+            return make(torch.Generator())
+    except (RuntimeError, NotImplementedError) as error:
+        raise ValueError(
+            f"{caller}: the maker of {what} cannot run without numbers ({str(error).partition(chr(10))[0]}): pass "
+            f"tensors of the shapes and dtypes that it makes, torch.empty(..., device='meta')"
+        ) from error

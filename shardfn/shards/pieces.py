@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -84,13 +85,9 @@ def node(kind: type[Piece]) -> None:
     """Registers a class of pieces as a pytree node with one leaf."""
 
     def flatten(piece: Piece) -> tuple[tuple[Any], Any, tuple[str]]:
-        return (piece.values,), (piece.layout, piece.entries, piece.start, piece.stop), ("values",)
+        return (piece.values,), piece.place, ("values",)
 
-    def unflatten(place: Any, children: Any) -> Piece:
-        (values,) = children
-        return kind(values, *place)
-
-    pytrees.register(kind, flatten, unflatten, optree.GetAttrEntry)
+    pytrees.register(kind, flatten, lambda place, children: kind(*children, *place), optree.GetAttrEntry)
 
 
 node(Piece)
@@ -302,16 +299,10 @@ def cuts_within(
 
 def runs(unit: Unit, key: Callable[[Segment], Any]) -> list[tuple[Any, int, int]]:
     """The fewest ranges of a unit in which all parameters have the same key: `(key, start, stop)`."""
-    runs: list[tuple[Any, int, int]] = []
-    for segment in unit.segments:
-        k = key(segment)
-        if runs and runs[-1][0] == k:
-            runs[-1] = (k, runs[-1][1], segment.stop)
-        else:
-            runs.append((k, segment.start, segment.stop))
-    if len(runs) == 1:
-        return [(runs[0][0], 0, unit.values.numel())]  # including the padding between parameters
-    return runs
+    groups = [(k, list(segments)) for k, segments in itertools.groupby(unit.segments, key)]
+    if len(groups) == 1:
+        return [(groups[0][0], 0, unit.values.numel())]  # including the padding between parameters
+    return [(k, segments[0].start, segments[-1].stop) for k, segments in groups]
 
 
 def stretches(unit: Unit, key: Callable[[str, tuple[int, ...]], Any]) -> list[tuple[Any, tuple[int, ...], int, int]]:
@@ -321,13 +312,8 @@ def stretches(unit: Unit, key: Callable[[str, tuple[int, ...]], Any]) -> list[tu
     """
     layout, n = unit.layout, unit.values.numel()
     assert layout is not None, "a plain tensor has no parts"
-    groups: list[tuple[Any, list[int]]] = []
-    for number in unit.entries:
-        k = key(unit.path(number), layout.whole_shape(number))
-        if groups and groups[-1][0] == k:
-            groups[-1][1].append(number)
-        else:
-            groups.append((k, [number]))
+    by_key = itertools.groupby(unit.entries, lambda number: key(unit.path(number), layout.whole_shape(number)))
+    groups = [(k, tuple(numbers)) for k, numbers in by_key]
     if len(groups) == 1:
         return [(groups[0][0], unit.entries, 0, n)]  # including the padding between parameters
     begin = layout.index(process_groups.global_rank()) * layout.piece + unit.start
@@ -338,7 +324,7 @@ def stretches(unit: Unit, key: Callable[[str, tuple[int, ...]], Any]) -> list[tu
     runs = []
     for k, numbers in groups:
         first, last = layout.entries[numbers[0]], layout.entries[numbers[-1]]
-        runs.append((k, tuple(numbers), clamped(first.offset), clamped(last.offset + last.numel)))
+        runs.append((k, numbers, clamped(first.offset), clamped(last.offset + last.numel)))
     return runs
 
 
@@ -347,10 +333,8 @@ def spread(unit: Unit) -> list[tuple[tuple[str, ...], str, tuple[int, ...]]]:
     if unit.layout is None:
         (segment,) = unit.segments
         return [((), segment.path, segment.whole)]
-    layout, parameters = unit.layout, []
-    for number in unit.entries:
-        parameters.append((layout.cut_axes(number), unit.path(number), layout.whole_shape(number)))
-    return parameters
+    layout = unit.layout
+    return [(layout.cut_axes(number), unit.path(number), layout.whole_shape(number)) for number in unit.entries]
 
 
 def refuse_complex(leaves: Units, name: str) -> None:

@@ -489,6 +489,10 @@ def uncut(strategy: Strategy, below: int) -> Callable[[str, tuple[int, ...]], Pl
     return rule
 
 
+def _plain(name: str) -> str:
+    return re.sub(r"[-_ ]", "", name).lower()
+
+
 _SPAWNED = " ".join(f"{how}{some}" for how in ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook") for some in (
     "", "_find_unused_parameters_true", "_find_unused_parameters_false"))  # fmt: skip
 _NAMES: dict[str, tuple[Callable[..., Placement], str]] = {
@@ -511,6 +515,8 @@ _NAMES: dict[str, tuple[Callable[..., Placement], str]] = {
     "zeropp": (zeropp, "zero++ zeroplusplus zero_plus_plus"),
     "mics": (mics, ""),
 }
+_OWN = {_plain(each): (own, each) for own, (_, others) in reversed(_NAMES.items()) for each in (*others.split(), own)}
+"""Every name without case and separators: the one in `_NAMES`, and how it is written."""
 _OVER_ALL = ("ddp", "zero1", "zero2", "shard_grad_op", "full_shard")
 
 
@@ -557,11 +563,10 @@ def _own_name(name: Any) -> str:
     """The name in `_NAMES` for a name of another library."""
     text = str(getattr(name, "name", name)).removeprefix("ShardingStrategy.").replace("|", " ")  # an enum's, too
     wanted = _plain(re.sub(r"(?i)[\s,+]auto[_-]?wrap\b|\bauto[_-]?wrap[\s,+]", " ", text))
-    match = next((own for own, (_, others) in _NAMES.items() if wanted in map(_plain, (own, *others.split()))), None)
-    if match is not None:
-        return match
+    if wanted in _OWN:
+        return _OWN[wanted][0]
     if wanted.isdecimal():
-        spelled = [f'"{library}:{wanted}"' for library in ("fsdp", "zero") if _is_name(f"{library}:{wanted}")]
+        spelled = [f'"{library}:{wanted}"' for library in ("fsdp", "zero") if f"{library}:{wanted}" in _OWN]
         raise ValueError(
             f"strategy {name!r}: a bare number means different things to different libraries (3 is DDP to Accelerate, "
             f"and full sharding to DeepSpeed): write {' or '.join(spelled) or 'a name'}, Accelerate's numbers as "
@@ -569,24 +574,15 @@ def _own_name(name: Any) -> str:
         )
     stripped = re.sub(r"(cpu|nvme|optimizer|param)?offload(nvme|cpu)?", "", wanted)
     if stripped != wanted:
-        plain = next((own for own in (stripped, stripped.removeprefix("fsdpnative")) if _is_name(own)), "full_shard")
+        plain = next((name for name in (stripped, stripped.removeprefix("fsdpnative")) if name in _OWN), "fullshard")
         raise ValueError(
             f"strategy {short(repr(name))}: what leaves the device is said apart from how it is cut, for each kind: "
-            f'write "{_own_name(plain)}", and of what that gives .on(params="host", grads="host", state="host"), or '
+            f'write "{_OWN[plain][0]}", and of what that gives .on(params="host", grads="host", state="host"), or '
             f'"disk"; and stage(f, remat="offload") for activations in the memory of the host'
         )
-    every = {_plain(each): each for own, (_, others) in _NAMES.items() for each in (own, *others.split())}
-    near = difflib.get_close_matches(wanted, every, 1)
+    near = difflib.get_close_matches(wanted, _OWN, 1)
     raise ValueError(
-        f"there is no strategy {short(repr(name))}{f': did you mean {every[near[0]]!r}?' if near else '.'} There are "
+        f"there is no strategy {short(repr(name))}{f': did you mean {_OWN[near[0]][1]!r}?' if near else '.'} There are "
         f"{listed(_NAMES, len(_NAMES))}. Names of FSDP, DeepSpeed, Accelerate, Lightning and Megatron mean the same "
         f"here, such as 'FULL_SHARD', 'zero:3' or 'hsdp'"
     )
-
-
-def _is_name(plain: str) -> bool:
-    return any(plain in map(_plain, (own, *others.split())) for own, (_, others) in _NAMES.items())
-
-
-def _plain(name: Any) -> str:
-    return re.sub(r"[-_ ]", "", str(name)).lower()

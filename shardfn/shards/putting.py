@@ -51,22 +51,22 @@ def put(tree: Any, tier: Tier) -> Any:
     if tier not in get_args(Tier):
         raise ValueError(f'put: tier={tier!r}; a tier is "device", "host" or "disk"')
     moved: dict[int, Tensor] = {}  # by id: one tensor at several places stays one
-    return optree.tree_map(lambda node: _put(node, tier, moved), tree, is_leaf=_is_node)
+
+    def put_one(node: Any) -> Any:
+        if not _is_node(node) or not isinstance(node.values, Tensor):
+            return node
+        x, layout = node.values, node.layout
+        _refuse_followed(x, layout)
+        if id(x) not in moved:
+            new = placing.put(x, tier, "values", mesh_of(layout.grid, f"put: stage {layout.stage!r}"))
+            moved[id(x)] = new if new is x else new.requires_grad_(x.requires_grad)
+        return optree.tree_map(lambda _: moved[id(x)], node)
+
+    return optree.tree_map(put_one, tree, is_leaf=_is_node)
 
 
 def _is_node(x: Any) -> bool:
     return is_unit(x) or type(x) is Blocks
-
-
-def _put(node: Any, tier: Tier, moved: dict[int, Tensor]) -> Any:
-    if not _is_node(node) or not isinstance(node.values, Tensor):
-        return node
-    x, layout = node.values, node.layout
-    _refuse_followed(x, layout)
-    if id(x) not in moved:
-        new = placing.put(x, tier, "values", mesh_of(layout.grid, f"put: stage {layout.stage!r}"))
-        moved[id(x)] = new if new is x else new.requires_grad_(x.requires_grad)
-    return optree.tree_map(lambda _: moved[id(x)], node)
 
 
 def _refuse_followed(x: Tensor, layout: Layout) -> None:

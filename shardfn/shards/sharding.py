@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives.agree import agree, failing_together
 from shardfn.compat import autograd, process_groups
@@ -27,10 +28,6 @@ from shardfn.shards.layout import FlatShard, Layout, in_few_bits, is_flat, lay
 from shardfn.shards.placement import Placement, Strategy
 from shardfn.shards.replicated import assert_replicated, checksum
 from shardfn.tiers import copying, placing
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 Specs = P | ByPath | Callable[[str, tuple[int, ...]], P]
 """How parameters are cut over other axes than the buffer's: one spec for all, by patterns, or by a function."""
@@ -379,26 +376,22 @@ class Parameter(NamedTuple):
 
 
 def plan(stage: str, tree: optree.PyTreeSpec, parameters: Sequence[Parameter], grid: Grid) -> dict[str, Layout]:
-    """Layouts of one stage's parameters, by name: a buffer for each dtype, trainable or not, and placement."""
+    """Layouts of one stage's parameters: a buffer for each dtype, trainable or not, and placement.
+
+    Their names say what distinguishes them.
+    """
     groups: dict[tuple[torch.dtype, bool, Placement], list[Parameter]] = {}
     for p in parameters:
         groups.setdefault((p.dtype, p.trainable, p.placement), []).append(p)
-    return {
-        key: lay(stage, tree, [(p.name, p.leaves, p.shape, p.spec) for p in group], *kind, grid)
-        for key, (kind, group) in zip(_keys(list(groups)), groups.items(), strict=True)
-    }
-
-
-def _keys(kinds: list[tuple[torch.dtype, bool, Placement]]) -> list[str]:
-    """Names for the buffers of one stage, by what distinguishes them."""
-    keys: list[str] = []
-    several = len({placement for *_, placement in kinds}) > 1
-    for dtype, trainable, placement in kinds:
+    several = len({placement for *_, placement in groups}) > 1
+    layouts: dict[str, Layout] = {}
+    for (dtype, trainable, placement), group in groups.items():
         where = f" over {' x '.join(placement.axes)}" if placement.axes else " whole"
         key = str(dtype).removeprefix("torch.") + ("" if trainable else " frozen") + (where if several else "")
-        taken = sum(other.split(", ")[0] == key for other in keys)
-        keys.append(f"{key}, {taken + 1}" if taken else key)
-    return keys
+        taken = sum(other.split(", ")[0] == key for other in layouts)
+        parts = [(p.name, p.leaves, p.shape, p.spec) for p in group]
+        layouts[f"{key}, {taken + 1}" if taken else key] = lay(stage, tree, parts, dtype, trainable, placement, grid)
+    return layouts
 
 
 def agreed(rules: Rules, name: str, run: Callable[[], Any]) -> Any:

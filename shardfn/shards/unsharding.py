@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives import functional
 from shardfn.collectives.agree import agree, failing_together
@@ -20,9 +21,6 @@ from shardfn.mesh.spec import dotted
 from shardfn.quoting import listed, short
 from shardfn.shards.layout import FlatShard, Layout, assemble, is_flat, is_stage, stage_shards
 from shardfn.tiers.placing import brought
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Part = tuple[int, int, int, int]
 """Index of a parameter, elements `start` to `stop` of a rank's value, and their position in the rank's piece."""
@@ -68,11 +66,16 @@ def unshard(
     with waiting.during("sf.unshard"):
         request = _request(tree, mesh, ranks, only, to)
         accessors, nodes, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_stage)
-        whole = (
-            _made_whole(node, mesh, request) if is_stage(node) or request.names is None else request.plain(path, node)
-            for path, node in zip(map(dotted, accessors), nodes, strict=True)
-        )
-        return optree.tree_unflatten(spec, list(whole))
+        whole: list[Any] = []
+        for path, node in zip(map(dotted, accessors), nodes, strict=True):
+            if is_stage(node):
+                shards = stage_shards(node)
+                views = [_whole(flat, mesh, request) for flat in shards]
+                whole.append(assemble([flat.layout for flat in shards], views))
+            else:
+                requested = request.names is None or path in request.names or not isinstance(node, Tensor)
+                whole.append(node if requested else None)
+        return optree.tree_unflatten(spec, whole)
 
 
 class _Request(NamedTuple):
@@ -85,10 +88,6 @@ class _Request(NamedTuple):
     def numbers(self, layout: Layout) -> list[int]:
         """Indices of the requested parameters of a flat shard."""
         return [i for i, entry in enumerate(layout.entries) if self.names is None or entry.path in self.names]
-
-    def plain(self, path: str, leaf: Any) -> Any:
-        """A leaf that is not a flat shard, or None if it is not requested."""
-        return leaf if self.names is None or path in self.names or not isinstance(leaf, Tensor) else None
 
 
 _ARGUMENTS = ("ranks= and only=", "Every rank passes the same")
@@ -128,14 +127,6 @@ def _named(paths: Sequence[str], leaves: Sequence[Any], which: Chosen) -> frozen
     return frozenset(name for name, shape in shapes if which(name, shape))
 
 
-def _made_whole(node: Any, mesh: DeviceMesh | None, request: _Request) -> Any:
-    """A stage's parameters in place of its flat shards."""
-    if not is_stage(node):
-        return node
-    shards = stage_shards(node)
-    return assemble([flat.layout for flat in shards], [_whole(flat, mesh, request) for flat in shards])
-
-
 def _whole(flat: FlatShard, mesh: DeviceMesh | None, request: _Request) -> list[Tensor | None]:
     """The whole parameters of a flat shard; None for those that are not requested."""
     layout, to = flat.layout, request.to
@@ -154,7 +145,10 @@ def _whole(flat: FlatShard, mesh: DeviceMesh | None, request: _Request) -> list[
             return whole
         buffer = brought(flat.values, where)
         for name, position in layout.placement.only_at:
-            buffer = _spread(buffer, layout, name, position)
+            if buffer.shape[-1] == 0:  # other positions hold nothing, and pad for the gather
+                buffer = torch.nn.functional.pad(buffer, (0, layout.piece))
+            gathered = functional.all_gather(buffer, name, to="invariant")
+            buffer = gathered.narrow(0, position * layout.piece, layout.piece)
         if layout.size > 1:
             buffer = functional.all_gather(buffer, layout.placement.axes, to="invariant")
         views = layout.views(buffer)
@@ -163,7 +157,8 @@ def _whole(flat: FlatShard, mesh: DeviceMesh | None, request: _Request) -> list[
             for dim, names in enumerate(layout.entries[number].spec.by_dim()):
                 if names:
                     view = functional.all_gather(view, names, dim=dim, to="invariant")
-            whole[number] = view.clone(memory_format=torch.contiguous_format) if to is None else _moved(view, to)
+            form = torch.contiguous_format
+            whole[number] = view.clone(memory_format=form) if to is None else view.to(to, copy=True, memory_format=form)
         return whole
 
 
@@ -181,18 +176,6 @@ def _whole_stack(flat: FlatShard, mesh: DeviceMesh | None, request: _Request) ->
         by_number[number].view(*lead, *by_number[number].shape[1:]) if number in by_number else None
         for number in range(len(flat.layout.entries))
     ]
-
-
-def _moved(view: Tensor, to: torch.device) -> Tensor:
-    return view.to(to, copy=True, memory_format=torch.contiguous_format)
-
-
-def _spread(buffer: Tensor, layout: Layout, name: str, position: int) -> Tensor:
-    """The piece at one position of an axis, on all ranks: `V -> I`."""
-    if buffer.shape[-1] == 0:  # other positions hold nothing, and pad for the gather
-        buffer = torch.nn.functional.pad(buffer, (0, layout.piece))
-    gathered = functional.all_gather(buffer, name, to="invariant")
-    return gathered.narrow(0, position * layout.piece, layout.piece)
 
 
 def targets(ranks: Any, grids: Iterable[Grid]) -> tuple[int, ...]:
@@ -255,12 +238,12 @@ def gathered_to(
             outgoing = parts(layout, numbers, me, target)
             rows = [values[at : at + stop - start] for _, start, stop, at in outgoing]
             sent = rows[0] if len(rows) == 1 else torch.cat([values[:0], *rows])
-            lengths = [_length(parts(layout, numbers, rank, target)) if me == target else 0 for rank in members]
+            incoming = [(rank, parts(layout, numbers, rank, target) if me == target else []) for rank in members]
+            lengths = [sum(stop - start for _, start, stop, _ in held) for _, held in incoming]
             received = functional.ragged_all_to_all(
                 sent, names, [len(sent) if rank == target else 0 for rank in members], lengths
             )
             if me == target:
-                incoming = [(rank, parts(layout, numbers, rank, target)) for rank in members]
                 whole = _assembled(layout, numbers, incoming, received, to)
     return whole
 
@@ -276,10 +259,6 @@ def parts(layout: Layout, numbers: Sequence[int], source: int, target: int) -> l
         if start < stop and layout.grid.index(source, same) == layout.grid.index(target, same):
             sent.append((number, start, stop, at))
     return sent
-
-
-def _length(held: Sequence[Part]) -> int:
-    return sum(stop - start for _, start, stop, _ in held)
 
 
 def _assembled(

@@ -11,12 +11,13 @@ import functools
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.compat import autograd, dynamo, functorch
 from shardfn.stages.options import Offload
@@ -24,9 +25,6 @@ from shardfn.stages.tape import StageRun, Tape
 from shardfn.tiers import mapping, placing, tensors
 from shardfn.tiers.tensors import ALIGNMENT, File
 from shardfn.tiers.transfers import Buffer, Reading, Transfer, reading, writing
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 CHUNK = 2**23  # bytes in one write
 WRITING = 2**26  # most bytes in flight to disk
@@ -276,10 +274,8 @@ class Away:
             return activation.here
         self._start(activation)
         if activation.coming is not None:
-            coming, activation.coming = (
-                activation.coming,
-                None,
-            )  # cleared first: after a failure the range is read again, not waited for
+            # Cleared first: after a failure the range is read again, not waited for.
+            coming, activation.coming = activation.coming, None
             coming.wait()
             activation.back = coming.values.to(self.device, non_blocking=True)
         assert activation.back is not None, "it has been started"
@@ -356,7 +352,7 @@ class Offloading:
         return plain and x.device == self.away.device and not x.is_neg() and tensors.place_of(x.detach()) is None
 
 
-def offloading(away: Away, mesh: Callable[[], DeviceMesh], run: StageRun) -> Offloading | None:
+def offloading(away: Away, mesh: DeviceMesh, run: StageRun) -> Offloading | None:
     """What decides about a run's activations; None if the run offloads nothing.
 
     Raises:
@@ -371,7 +367,7 @@ def offloading(away: Away, mesh: Callable[[], DeviceMesh], run: StageRun) -> Off
     if options.to == "host":
         return Offloading(away, options, None, run)
     try:
-        return Offloading(away, options, placing.file_of(mesh(), "activations"), run)
+        return Offloading(away, options, placing.file_of(mesh, "activations"), run)
     except ValueError as error:
         raise ValueError(
             f'{run.signature}: remat=offload(to="disk"), but nobody has said where: pass a '

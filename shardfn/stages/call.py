@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import optree
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives.ledger import unscheduled
 from shardfn.compat import autograd, functorch
@@ -28,8 +28,6 @@ from shardfn.stages.tape import StageRun, Tape
 from shardfn.transforms.step import current_step, owned
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from shardfn.stages.activation_offload import Offloading
     from shardfn.stages.forward_mode import Pairs
 
@@ -41,7 +39,8 @@ class Residuals:
     Attributes:
         parameters: each shard's parameters, leaves of the graph.
         inputs: the other tensors, leaves of the graph.
-        outputs: the ends of the graph; after `let_go`, edges instead of tensors, and None where there is no gradient.
+        outputs: the ends of the graph; where activations are offloaded, edges in place of the tensors, and None where
+            there is no gradient.
         decoding: of quantized parameters, which the graph reads decoded.
     """
 
@@ -49,10 +48,6 @@ class Residuals:
     inputs: list[Tensor]
     outputs: list[Any]
     decoding: Decoding | None = None
-
-    def let_go(self) -> None:
-        """Keeps the edges at which the graph ends, and drops the output tensors."""
-        self.outputs = [get_gradient_edge(y) if y.requires_grad else None for y in self.outputs]
 
 
 class _Argument(torch.autograd.Function):
@@ -90,12 +85,12 @@ class Call:
         pairs: in forward mode, how its tensors and their tangents belong together.
     """
 
-    __slots__ = (  # noqa: RUF023  # in the order in which they come to be
-        "signature", "mesh", "leaves", "at", "needs", "step", "collected", "tape", "run", "residuals",
-        "surroundings", "contexts", "transformed", "reverse", "differentiable", "form",
-        "sample", "pairs",
-        "__weakref__",
-    )  # fmt: skip
+    tape: Tape | None = None
+    run: StageRun | None = None
+    residuals: Residuals | None = None
+    form: Form | None = None
+    sample: Sample | None = None
+    pairs: Pairs | None = None
 
     def __init__(
         self,
@@ -109,23 +104,18 @@ class Call:
         self.signature, self.mesh, self.leaves, self.at, self.needs = signature, mesh, leaves, at, needs
         self.step = current_step()
         self.collected: list[Tensor | None] = []
-        self.tape: Tape | None = None
-        self.run: StageRun | None = None
-        self.residuals: Residuals | None = None
-        generators = [x for x in (*leaves, *signature.closed_over()) if type(x) is torch.Generator]
+        generators = [x for x in (*leaves, *signature.closed_over().values()) if type(x) is torch.Generator]
         remat = signature.options.remat
         self.contexts: list[Any] = list(remat()) if callable(remat) and any(needs) else []
         self.transformed = functorch.inside_transform()
         self.surroundings = RngAndAutocast(device, generators, again=any(needs) or self.transformed)
         self.reverse = self.transformed and not functorch.inside_batching_or_forward()
         self.differentiable: list[bool] = []
-        self.form: Form | None = None
-        self.sample: Sample | None = None
-        self.pairs: Pairs | None = None
 
     def rebuilt(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """The function's result, with these tensors."""
-        tree, leaves, _, order = self._form()
+        assert self.form is not None, "the function has run"
+        tree, leaves, _, order = self.form
         tensors = iter([outputs[k] if k >= 0 else inputs[~k] for k in order])
         return optree.tree_unflatten(tree, [next(tensors) if leaf is TENSOR else leaf for leaf in leaves])
 
@@ -153,9 +143,7 @@ class Call:
     def remember(self, outputs: Sequence[Tensor]) -> None:
         """Keeps some of the numbers that the first run returned, to compare a second run with them."""
         assert self.form is not None, "the function has run"
-        remaining = iter(outputs)
-        numbers = {k: next(remaining) for k in sorted(set(self.form.order)) if k >= 0}
-        self.sample = Sample([numbers.get(k) for k in self.form.order])
+        self.sample = Sample([outputs[k] if k >= 0 else None for k in self.form.order])
 
     def refuse_constant(self, outputs: Sequence[Tensor]) -> None:
         """Raises RuntimeError if an output has a gradient in one of two runs and none in the other."""
@@ -164,24 +152,15 @@ class Call:
                 first, now = ("with a gradient", "without") if had_gradient else ("without a gradient", "with one")
                 raise RuntimeError(other_result(self.signature, f"output {i} {first}", now))
 
-    def leaves_returned(self) -> list[Any]:
-        """The leaves of the result that are not tensors."""
-        return self._form().leaves
-
-    def _form(self) -> Form:
-        assert self.form is not None, "the function has run"
-        return self.form
-
 
 def evaluate(
     call: Call,
-    mesh: DeviceMesh,
     parameters: list[list[Tensor]],
     inputs: Sequence[Tensor],
     records: bool,
-    saving: Any,
-    decoding: Decoding | None,
-    offloader: Offloading | None,
+    saving: Any = None,
+    decoding: Decoding | None = None,
+    offloader: Offloading | None = None,
 ) -> Residuals:
     """Runs the function on its arguments; with `records` under autograd, with `saving` as context for what that saves.
 
@@ -202,7 +181,7 @@ def evaluate(
         ]
     begins = [owned(x, records and need, name, checked) for x, need in zip(begins, needs, strict=True)]
     leaves = list(call.leaves)
-    contexts = [scope(mesh, known_axes(mesh))] if current_mesh() is not mesh else []
+    contexts = [scope(call.mesh, known_axes(call.mesh))] if current_mesh() is not call.mesh else []
     if call.surroundings.autocast:
         contexts.append(call.surroundings.uncached())
     if call.transformed:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.check import recording
 from shardfn.collectives import functional
@@ -25,9 +26,6 @@ from shardfn.stages.options import Options
 from shardfn.stages.parameters import record_parameters
 from shardfn.stages.refusals import enter, refuse_mixed, running
 from shardfn.stages.signature import Signature, cast, cast_all, wire_of
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def composed(signature: Signature, leaves: Sequence[Any], mesh: DeviceMesh) -> Any:
@@ -54,41 +52,25 @@ def composed(signature: Signature, leaves: Sequence[Any], mesh: DeviceMesh) -> A
 
 def _parameters(shard: Tensor, layout: Layout, options: Options) -> list[Tensor]:
     """The parameters of a shard, gathered differentiably."""
-    values = shard
-    lower = _lower(shard, options)
+    lower = (options.gather_dtype or shard.dtype) if shard.dtype.is_floating_point else shard.dtype
     if elsewhere():
         return layout.views(
             torch.empty(layout.padded, dtype=lower, device=shard.device, requires_grad=shard.requires_grad)
         )
-    wire = wire_of(layout, shard.dtype, options.gather)
-    if wire is not None:
-        values = wire.rounded(values, lower)
+    wire, placement = wire_of(layout, shard.dtype, options.gather), layout.placement
+    values = shard if wire is None else wire.rounded(shard, lower)
     if layout.size > 1:
         _refuse_bases(values, layout)
-    axes = layout.placement.axes if layout.size > 1 else ()
-    replicas = layout.placement.replicas if layout.grid.size(layout.placement.replicas) > 1 else ()
-    views = layout.views(_whole(values, lower, options, axes, replicas))
+    if lower != values.dtype:  # gradients are summed in the wider of the requested dtypes
+        values = values.to(lower).to(torch.promote_types(options.sum_dtype(values.dtype), lower))
+    if layout.grid.size(placement.replicas) > 1:
+        values = functional.pvary(values, placement.replicas)
+    if layout.size > 1:
+        values = functional.all_gather(values, placement.axes)
+    views = layout.views(values.to(lower))
     if (recorder := recording.current()) is not None:
         record_parameters(recorder, layout, shard, views)
     return views
-
-
-def _lower(shard: Tensor, options: Options) -> torch.dtype:
-    """The dtype in which a shard is gathered and passed to the function."""
-    return (options.gather_dtype or shard.dtype) if shard.dtype.is_floating_point else shard.dtype
-
-
-def _whole(
-    values: Tensor, lower: torch.dtype, options: Options, axes: tuple[str, ...], replicas: tuple[str, ...]
-) -> Tensor:
-    """Gathers the whole buffer. Gradients are summed in the wider of the requested dtypes."""
-    if lower != values.dtype:
-        values = values.to(lower).to(torch.promote_types(options.sum_dtype(values.dtype), lower))
-    if replicas:
-        values = functional.pvary(values, replicas)
-    if axes:
-        values = functional.all_gather(values, axes)
-    return values.to(lower)
 
 
 def _refuse_bases(values: Tensor, layout: Layout) -> None:

@@ -21,7 +21,7 @@ from shardfn.collectives.into_buffers import (
     Together,
     compared,
     exchanged,
-    sends_pieces,
+    transport,
 )
 from shardfn.collectives.late_checks import ROOM, check
 from shardfn.collectives.ledger import record, recording
@@ -122,7 +122,11 @@ def reduce_scatter(
                 for row in numbers:  # one after another, so that sums do not depend on how many are decoded together
                     out.add_(row)
 
-    return Together([_exchange(received, sent, comm)], add)
+    if transport("reduce_scatter", comm) == "direct":
+        work = exchanged([[row] for row in received], [[row] for row in sent], comm)
+    else:
+        work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=comm.reductions, async_op=True)
+    return Together([work], add)
 
 
 def all_reduce(x: Tensor, comm: Communicator, format: Format, tag: Tag, scratch: Callable[[int], Tensor]) -> Handle:
@@ -145,17 +149,10 @@ def all_reduce(x: Tensor, comm: Communicator, format: Format, tag: Tag, scratch:
                 into = x[start * n : (start + len(numbers)) * n]
                 into.copy_(numbers.view(-1)[: len(into)])
 
-        transport = comm.overrides.get("all_gather") or comm.chosen["all_gather"]
-        return Together([TRANSPORTS["all_gather"][transport](whole.view(-1), comm)], finish)
+        move = TRANSPORTS["all_gather"][transport("all_gather", comm)]
+        return Together([move(whole.view(-1), comm)], finish)
 
     return Later(scattered, gather)
-
-
-def _exchange(received: Tensor, sent: Tensor, comm: Communicator) -> Handle:
-    """All-to-all of rows: row `i` of `sent` goes to rank `i`, and row `i` of `received` comes from it."""
-    if sends_pieces(comm, "reduce_scatter"):
-        return exchanged([[row] for row in received], [[row] for row in sent], comm)
-    return dist.all_to_all_single(received.view(-1), sent.view(-1), group=comm.reductions, async_op=True)
 
 
 def _record(op: str, wire: Wire, comm: Communicator, pieces: int) -> None:

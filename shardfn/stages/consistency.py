@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from threading import Thread, current_thread
-from typing import TYPE_CHECKING, Any
+
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives.agree import agree
 from shardfn.collectives.ledger import unscheduled
@@ -14,9 +14,6 @@ from shardfn.mesh.groups import world_of_thread
 from shardfn.mesh.lanes import lane
 from shardfn.mesh.scope import independent_axes
 from shardfn.stages.signature import GatherPlan, Signature
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _STAGES = (
     "the stages",
@@ -28,6 +25,9 @@ _STAGES = (
 class LaneState:
     """What the ranks have agreed on in one lane, shared by all its threads.
 
+    It is a context in which no other thread of the lane may run stages: other ranks could not tell them apart. A thread
+    of autograd works for one that waits for it, which may be inside.
+
     Attributes:
         compared: plans of the stages that were compared between ranks, and how their gradients are summed.
         inside: the threads that run stages, one within the other.
@@ -37,25 +37,8 @@ class LaneState:
         self.compared: set[tuple[GatherPlan, str]] = set()
         self.inside: list[Thread] = []
 
-
-def lane_state() -> LaneState:
-    """The state of this thread's lane; it belongs to the world, as a mesh may be freed earlier on some ranks."""
-    return world_of_thread().agreed.setdefault(lane(), LaneState())
-
-
-class _Alone:
-    """A context in which no other thread of the lane may run stages: other ranks could not tell them apart.
-
-    A thread of autograd works for one that waits for it, which may be inside.
-    """
-
-    __slots__ = ("lane_state",)
-
-    def __init__(self, lane_state: LaneState) -> None:
-        self.lane_state = lane_state
-
     def __enter__(self) -> None:
-        inside, here = self.lane_state.inside, current_thread()
+        inside, here = self.inside, current_thread()
         if inside and inside[-1] is not here and not autograd.autograd_thread():
             raise RuntimeError(
                 f"threads {inside[-1].name!r} and {here.name!r} run stages at the same time, and other ranks "
@@ -65,12 +48,12 @@ class _Alone:
         inside.append(here)
 
     def __exit__(self, *_: object) -> None:
-        self.lane_state.inside.pop()
+        self.inside.pop()
 
 
-def alone(mesh: DeviceMesh, lane_state: LaneState) -> Any:
-    """A context that refuses a second thread of the lane, if there are several ranks."""
-    return _Alone(lane_state) if mesh.size() > 1 else contextlib.nullcontext()
+def lane_state() -> LaneState:
+    """The state of this thread's lane; it belongs to the world, as a mesh may be freed earlier on some ranks."""
+    return world_of_thread().agreed.setdefault(lane(), LaneState())
 
 
 def callers(mesh: DeviceMesh, signature: Signature) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from shardfn.compat import autograd, functorch
 from shardfn.debugging import debugging
 from shardfn.quant.packed import Packed
-from shardfn.shards.buffer import ALIGNMENT
+from shardfn.shards.layout import aligned
 from shardfn.stages.ring import ordinary_tensors
 from shardfn.stages.signature import Signature
 
@@ -30,8 +30,6 @@ class Memory:
         busy: whether a function or its backward is using the contents.
         holds: mark of the run whose parameters it contains; None for none.
     """
-
-    __slots__ = ("__weakref__", "_write", "buffer", "busy", "holds")
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.busy = False
@@ -92,7 +90,7 @@ class Decoding:
         self.memory.holds = self._mark
         x = self.memory.put(self._at, packed.decoded(self._dtype))
         self.each.append(Decoded(packed, self._at, x, x.detach()))
-        self._at += room(x.nbytes)
+        self._at += aligned(x.nbytes, torch.uint8)
         return x
 
     def again(self) -> None:
@@ -129,7 +127,7 @@ class Memories:
             self._kept = None  # frees the memory for a large stage without quantized parameters, such as the last
             return None
         dtype = signature.options.gather_dtype
-        nbytes = sum(room(part.numel * (dtype or part.dtype).itemsize) for part in signature.packed)
+        nbytes = sum(aligned(part.numel * (dtype or part.dtype).itemsize, torch.uint8) for part in signature.packed)
         memory = self._latest()
         if memory is None or len(memory.buffer) < nbytes:
             memory = Memory(nbytes, self.device)  # runs that still use a smaller one keep that alive
@@ -140,8 +138,3 @@ class Memories:
 
 def _bytes(x: Tensor) -> Tensor:
     return x.reshape(-1).view(torch.uint8)
-
-
-def room(nbytes: int) -> int:
-    """Bytes that a parameter takes up in the memory, aligned."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -15,10 +15,12 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.check import recording
 from shardfn.collectives.capturing import capturing
@@ -35,7 +37,7 @@ from shardfn.shards.placement import Keep
 from shardfn.stages import nonfinite
 from shardfn.stages.activation_offload import Away, offloading
 from shardfn.stages.call import Call, Residuals, detached, differentiated, evaluate
-from shardfn.stages.consistency import alone, compare, lane_state
+from shardfn.stages.consistency import compare, lane_state
 from shardfn.stages.decoding import Decoding, Memories
 from shardfn.stages.options import Offload
 from shardfn.stages.parameters import (
@@ -58,9 +60,6 @@ from shardfn.tiers.offload import GradOffload
 from shardfn.transforms.given import ready_since
 from shardfn.transforms.step import Step
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 class Engine:
     """The state shared by all stages that one lane runs on one mesh."""
@@ -69,14 +68,14 @@ class Engine:
         self._mesh = weakref.ref(mesh)
         self.device, self.lane = device_of(mesh), lane()
         self.lane_state = lane_state()
-        self.alone = alone(mesh, self.lane_state)
+        self.alone = self.lane_state if mesh.size() > 1 else contextlib.nullcontext()
         self.met: set[tuple[GatherPlan, str]] = set()
         self.tape = Tape(None)
         self.residency = Residency(self.device, self.communicator)
         self.prefetch = Prefetch(self.residency)
         self.memories = Memories(self.device)
         self.away = Away(self.device)
-        self.reads = Reads(mesh, lambda: self.mesh)
+        self.reads = Reads(mesh)
         self.reductions = Reductions(self.device, GradOffload(lambda: self.mesh))
         self._held: dict[Any, list[Any]] = {}  # the form of the parameters, by kind of run
         self.looked: set[Any] = set()  # kinds of runs whose parameters were compared byte by byte
@@ -128,7 +127,8 @@ class Engine:
                 call.remember(outputs)
                 call.signature.compared = keeps  # such calls may never run again, so one sample is enough
             if keeps and isinstance(call.signature.options.remat, Offload):
-                residuals.let_go()
+                # The edges at which the graph ends hold no output tensors.
+                residuals.outputs = [get_gradient_edge(y) if y.requires_grad else None for y in residuals.outputs]
             return outputs
 
     def saving_arguments(self, call: Call, shards: Sequence[Tensor]) -> Any:
@@ -140,8 +140,9 @@ class Engine:
         calls = weakref.ref(call)  # transfers that start inside keep the hooks, as a part of their thread's state
 
         def leave(x: Tensor) -> Any:
-            run = None if (alive := calls()) is None else alive.run
-            away = None if run is None else offloading(self.away, lambda: self.mesh, run)
+            alive = calls()
+            run = None if alive is None else alive.run
+            away = None if alive is None or run is None else offloading(self.away, alive.mesh, run)
             return None if away is None else away(x)
 
         return argument_hooks(call.signature, {autograd.storage_of(x) for x in shards}, leave)
@@ -169,7 +170,7 @@ class Engine:
             tape.closed = True
         residuals, call.residuals = call.residuals, None
         with in_lane(self.lane), self.alone, attributed_to(call.signature.stage, backward=True):
-            self._reclaim()
+            self.residency.reclaim(None if self.tape.closed else self.tape)
             self.away.ahead(tape, run)
             if residuals is None or run.reads:
                 if run.slot is None and run.plan.nbytes:  # backward runs a second time, after the slot was given back
@@ -250,11 +251,15 @@ class Engine:
             self._meet(signature, plan)
         shard_ids = identities(shards)
         tape = call.tape = self._tape(call, plan, shard_ids) if any(call.needs) else None
-        keep = self._keep(call)
+        keep: Keep = signature.keep
+        if keep == "step" and call.step is not None:
+            call.step.meet(self)
+        else:
+            keep = tape is not None and keep in (True, "step")
         key = key_of(tape, call.step, keep, plan, shard_ids)
         run = StageRun(signature, plan, shards, key, keep, ready=ready_since(shards))
         call.run = run
-        self._reclaim()
+        self.residency.reclaim(None if self.tape.closed else self.tape)
         if tape is not None:
             run.collected, run.trains = call.collected, any(call.needs[: len(shards)])
             run.secondary = self.residency.secondary.get(run.key)
@@ -263,14 +268,6 @@ class Engine:
             self.residency.take(tape, run, signature.options.prefetch + 1)
         self.residency.claim(run, call)
         return run
-
-    def _keep(self, call: Call) -> Keep:
-        """How long a call keeps its slot."""
-        keep = call.signature.keep
-        if keep == "step" and call.step is not None:
-            call.step.meet(self)
-            return keep
-        return call.tape is not None and keep in (True, "step")
 
     def _tape(self, call: Call, plan: GatherPlan, now: Identities) -> Tape:
         """The tape of a new call: a new one after a backward, for another step, or for other parameters."""
@@ -285,10 +282,6 @@ class Engine:
                 call.step.join(self, self.tape)
         self.tape.shards[plan] = now
         return self.tape
-
-    def _reclaim(self) -> None:
-        """Takes back slots kept by calls that no longer exist."""
-        self.residency.reclaim(None if self.tape.closed else self.tape)
 
     def _done(self, tape: Tape | None, run: StageRun) -> None:
         """Notes that a run's backward is done, and ends the step after the last one if no `Step` does."""
@@ -329,7 +322,7 @@ class Engine:
             parameters = loan.parameters
             own.add(loan.storage)
         records_once = records and not again
-        offloader = offloading(self.away, lambda: self.mesh, run) if records_once else None
+        offloader = offloading(self.away, call.mesh, run) if records_once else None
         saving = saved_tensor_hooks(signature, own, offloader, call.transformed) if records_once else None
         decoding = self.memories.take(signature)
         if decoding is not None:
@@ -346,7 +339,7 @@ class Engine:
         changed = False
         with _in_use(run, decoding):
             try:
-                residuals = evaluate(call, call.mesh, parameters, inputs, records, saving, decoding, offloader)
+                residuals = evaluate(call, parameters, inputs, records, saving, decoding, offloader)
             finally:
                 written = _versions(watched, loan) != versions
                 changed = returned is not None and returned.changed()
@@ -361,11 +354,12 @@ class Engine:
                     self._touches(call, run, returned)
                 returned.check(changed, lambda: whole_parameters(slot, run.plan, run.shards, call.needs, anew=True))
         storages = refuse_returned(signature, residuals.outputs, own)
-        refuse_opaque(signature, call.leaves_returned())
+        assert call.form is not None, "the function has run"
+        refuse_opaque(signature, call.form.leaves)
         if not again and (records or any(y.requires_grad for y in residuals.outputs)):
             refuse_closure(signature, (*residuals.parameters, residuals.inputs), residuals.outputs)
         if loan is not None:
-            self.reads.saw(run, loan.kept())
+            self.reads.saw(call.mesh, run, loan.kept())
         if debugging.nan and not again:
             nonfinite.after_forward(call.mesh, run, parameters, inputs, residuals)
         return residuals, storages
@@ -417,8 +411,7 @@ class Engine:
             if recorder is not None:
                 record_gradients(recorder, gather.layout, of_parameters[k])
             variable = run.collected[k] if collect else None
-            summed = run.signature.options.sum_dtype(shard.dtype)
-            reduction = self._reduction(run.signature, gather, (k, turn), summed, shard.dtype, variable is not None)
+            reduction = self._reduction(run.signature, gather, (k, turn), shard.dtype, variable is not None)
             total = step.sum_of(variable, reduction, self.reductions) if step and variable is not None else None
             defer = step.defer if step and total else "nothing"
             pending = self.reductions.start(reduction, of_parameters[k], total, defer)
@@ -433,15 +426,10 @@ class Engine:
         return arrived
 
     def _reduction(
-        self,
-        signature: Signature,
-        gather: Gather,
-        memory: tuple[int, int],
-        summed: torch.dtype,
-        dtype: torch.dtype,
-        divides: bool,
+        self, signature: Signature, gather: Gather, memory: tuple[int, int], dtype: torch.dtype, divides: bool
     ) -> Reduction:
         """How a buffer's gradient is reduced; with `divides`, to the layout of the shard's optimizer state."""
+        summed = signature.options.sum_dtype(dtype)
         format = (signature.options.reduce or gather.layout.placement.reduce) if dtype.is_floating_point else None
         key = (gather, memory, summed, dtype, divides, format)
         reduction = self._known_reductions.get(key)

@@ -11,8 +11,8 @@ import functools
 import math
 import random
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import optree
@@ -25,6 +25,8 @@ from shardfn.compat import autograd, functorch, modes, together
 from shardfn.compat.norms import Written
 from shardfn.quoting import short
 from shardfn.shards.layout import FlatShard
+from shardfn.stages.call import Call
+from shardfn.stages.engine import Engine
 from shardfn.stages.options import Offload
 from shardfn.stages.refusals import writes
 from shardfn.stages.replay import entered
@@ -34,29 +36,20 @@ from shardfn.transforms.jvp import WRITES, belonging, running
 from shardfn.transforms.shortage import RandomNumbers
 from shardfn.transforms.step import OutsideGradient, current_step, pushes
 
-if TYPE_CHECKING:
-    from shardfn.stages.call import Call
-    from shardfn.stages.engine import Engine
-
 
 def scheduled(signature: Signature, leaves: Sequence[Any]) -> bool:
-    """Whether a call in forward mode runs on the schedule; else it is composed."""
-    if not pushes() or functorch.inside_transform() or _composes(signature):
-        return False
-    return any(isinstance(x, Tensor) and functorch.tangent_of(x) is not None for x in leaves)
+    """Whether a call in forward mode runs on the schedule; else it is composed.
 
-
-def _composes(signature: Signature) -> bool:
-    """Whether parameters or gradients are rounded on their way, which a composition leaves out of derivatives.
-
-    Or activations leave the device: aliases of parameters would go with them.
+    It is composed where parameters or gradients are rounded on their way, which a composition leaves out of
+    derivatives, or where activations leave the device: aliases of parameters would go with them.
     """
     options = signature.options
-    if isinstance(options.remat, Offload):
-        return True
-    formats = [options.gather, options.reduce]
-    formats += [f for layout in signature.layouts for f in (layout.placement.gather, layout.placement.reduce)]
-    return any(formats) or bool(signature.packed or signature.wholes)
+    rounding: list[Any] = [options, *(layout.placement for layout in signature.layouts)]
+    if any(each.gather or each.reduce for each in rounding) or signature.packed or signature.wholes:
+        return False
+    if not pushes() or functorch.inside_transform() or isinstance(options.remat, Offload):
+        return False
+    return any(isinstance(x, Tensor) and functorch.tangent_of(x) is not None for x in leaves)
 
 
 # --- the stage of pairs ---
@@ -81,7 +74,7 @@ class Pairs:
         has = tuple(
             any(parts[i][1] is not None or (needs[i] and i in shards) for i in source) for source in signature.sources
         )
-        tangents = [_tangent(*part) for part in parts]
+        tangents = [torch.zeros_like(x) if t is None and moves(x) else x if t is None else t for x, t in parts]
         moving = [node for node, yes in zip(nodes_of(signature, tangents), has, strict=True) if yes]
         arguments: Any = (nodes_of(signature, values), moving), {}
         variables = step.variables if step is not None and step.unread and not torch.is_anomaly_enabled() else {}
@@ -96,9 +89,10 @@ class Pairs:
         self.needs = needs + [False] * (len(self.leaves) - len(needs))
         self.tangents: list[Tensor | None] = []
         count = sum(i < len(leaves) for i in self.signature.shards)
-        paired = [k for k, i in enumerate(signature.shards) if has[_source(signature, i)]]
+        source_of = {leaf: k for k, source in enumerate(signature.sources) for leaf in source}
+        paired = [k for k, i in enumerate(signature.shards) if has[source_of[i]]]
         self.tangent_of = dict(zip(paired, range(count, len(self.signature.shards)), strict=True))
-        self.unread = {k for k in paired if unread[_source(signature, signature.shards[k])]}
+        self.unread = {k for k in paired if unread[source_of[signature.shards[k]]]}
 
     def watching(self) -> Any:
         """A context for backward of a graph of pairs, in which torch's checkpoints run a part of the function again."""
@@ -114,38 +108,23 @@ class Pairs:
 
     def parted(self, needs: Sequence[bool], gradients: Any, parameters: Sequence[Sequence[Tensor]]) -> Any:
         """What is needed, and the gradients; those of tangents of parameters are the tangents of gradients."""
-        lent = [(p.data_ptr(), p.data_ptr() + p.nbytes) for ps in parameters for p in ps if type(p) is Tensor]
+        lent = _ranges(p for ps in parameters for p in ps)
         (of_parameters, of_inputs), needs = gradients, list(needs)
+
+        def apart(x: Any) -> Any:
+            """A gradient in memory of its own: what is lent has aliases with other storages in pairs."""
+            own: Any = None if x is None else x.detach()
+            shares = type(own) is Tensor and any(start <= own.data_ptr() < stop for start, stop in lent)
+            return own.clone() if shares else own
+
         for k, t in self.tangent_of.items():
             pairs = [(None, None) if g is None else functorch.unpacked(g) for g in of_parameters[k]]
-            of_parameters[k] = [None if g is None or k in self.unread else _own(g.detach(), lent) for g, _ in pairs]
-            of_parameters[t] = [None if dg is None else _own(dg.detach(), lent) for _, dg in pairs]
-            needs[t] = needs[k]
-            if k in self.unread:
-                of_parameters[k], needs[k] = [None] * len(pairs), False
+            of_parameters[t], needs[t] = [apart(dg) for _, dg in pairs], needs[k]
+            of_parameters[k] = [None if k in self.unread else apart(g) for g, _ in pairs]
+            needs[k] = needs[k] and k not in self.unread
         pairs = [(None, None) if g is None else functorch.unpacked(g) for g in of_inputs]
-        of_inputs = [
-            None
-            if g is None
-            else _own(g.detach(), lent)
-            if dg is None
-            else functorch.dual(_own(g.detach(), lent), _own(dg.detach(), lent))
-            for g, dg in pairs
-        ]
+        of_inputs = [apart(g) if dg is None else functorch.dual(apart(g), apart(dg)) for g, dg in pairs]
         return needs, (of_parameters, of_inputs)
-
-
-def _tangent(value: Any, tangent: Tensor | None) -> Any:
-    return torch.zeros_like(value) if tangent is None and moves(value) else value if tangent is None else tangent
-
-
-def _own(x: Tensor, lent: Sequence[tuple[int, int]]) -> Tensor:
-    """A gradient in memory of its own, and not in what is lent, of which pairs are aliases with other storages."""
-    return x.clone() if type(x) is Tensor and any(start <= x.data_ptr() < stop for start, stop in lent) else x
-
-
-def _source(signature: Signature, leaf: int) -> int:
-    return next(k for k, source in enumerate(signature.sources) if leaf in source)
 
 
 def nodes_of(signature: Signature, leaves: Sequence[Any]) -> list[Any]:
@@ -176,8 +155,8 @@ def _on_pairs(
             try:
                 return transposed()
             except Exception as error:
-                if not _refused(error):
-                    raise
+                if not (_REFUSALS.search(str(error)) or type(error).__module__.startswith("torch._dynamo")):
+                    raise  # a graph of pairs would fail, too
                 if log.records:
                     raise RuntimeError(
                         f"{signature}: in shardfn.jvp it runs inside of torch.func.vjp, which refused it after a "
@@ -193,7 +172,7 @@ class _Random:
 
     def __init__(self, values: Sequence[Any], signature: Signature) -> None:
         self.torch = RandomNumbers([x for x in values if isinstance(x, Tensor)])
-        own = [x for x in (*values, *signature.closed_over()) if type(x) is torch.Generator]
+        own = [x for x in (*values, *signature.closed_over().values()) if type(x) is torch.Generator]
         self.own = [(x, x.get_state()) for x in own]
         self.others = random.getstate(), np.random.get_state()
 
@@ -205,15 +184,11 @@ class _Random:
         np.random.set_state(self.others[1])
 
 
+# What torch.func refuses, and a graph of pairs may allow.
 _REFUSALS = re.compile(
     f"{WRITES}|setup_context|functorch|torch\\.func|saved tensor hooks|Nested forward mode|data pointer|captured Tensor"
     "|TensorWrapper"
 )
-
-
-def _refused(error: Exception) -> bool:
-    """Whether it is not for torch.func, and for a graph of pairs it may be."""
-    return bool(_REFUSALS.search(str(error))) or type(error).__module__.startswith("torch._dynamo")
 
 
 def _recorded(signature: Signature, has: Sequence[bool], nodes: list[Any], moving: list[Any], refused: bool) -> Any:
@@ -290,7 +265,7 @@ def _transposed(
     return optree.tree_unflatten(structure, filled)
 
 
-def _ranges(leaves: Sequence[Any]) -> list[tuple[int, int]]:
+def _ranges(leaves: Iterable[Any]) -> list[tuple[int, int]]:
     """Where what is lent is in memory."""
     return [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in leaves if type(x) is Tensor]
 
@@ -351,10 +326,14 @@ class _Transposed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         (ys, xs), ctx.graph = ctx.graph, None
-        pairs = [(y, _detached(ct)) for y, ct in zip(ys, cotangents, strict=True) if ct is not None]
+        used = [(y, functorch.unpacked(ct)) for y, ct in zip(ys, cotangents, strict=True) if ct is not None]
         found: Sequence[Tensor | None] = [None] * len(xs)
-        if pairs:
-            ys, cts = zip(*pairs, strict=True)
+        if used:
+            ys, pairs = zip(*used, strict=True)
+            cts = [
+                value.detach() if tangent is None else functorch.dual(value.detach(), tangent.detach())
+                for value, tangent in pairs
+            ]
             # Some formulas of torch are right in forward mode only in grad mode, as with `create_graph`.
             found = torch.autograd.grad(ys, xs, cts, retain_graph=False, create_graph=True, allow_unused=True)
         gradients = [None if g is None else functorch.alive(g) for g in found]
@@ -364,11 +343,6 @@ class _Transposed(torch.autograd.Function):
 def _versions(leaves: Sequence[Any]) -> list[int]:
     tensors = [x for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
     return [part._version for x in tensors for part in functorch.unpacked(x) if part is not None]
-
-
-def _detached(x: Tensor) -> Tensor:
-    value, tangent = functorch.unpacked(x)
-    return value.detach() if tangent is None else functorch.dual(value.detach(), tangent.detach())
 
 
 def _dual(value: Any, tangent: Any) -> Any:

@@ -57,15 +57,11 @@ class GatherStream:
         """Waits for a work that decodes what arrives, on the stream for that; returns a handle of both."""
         with self.module.stream(self.decoding):
             work.wait()
-            return self.copied()
-
-    def copied(self) -> Copied:
-        """A handle of what the current stream has been given."""
-        return Copied(self)
+            return Copied(self)
 
 
 class Copied:
-    """Work under way; waiting for them holds up the accelerator's stream, not the host."""
+    """What the current stream has been given; waiting for them holds up the accelerator's stream, not the host."""
 
     __slots__ = ("_on", "event")
 

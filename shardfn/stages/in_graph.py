@@ -27,7 +27,7 @@ from shardfn.compat.modes import DispatchMode, innermost_unseen
 from shardfn.mesh.lanes import in_lane
 from shardfn.shards.placement import Keep
 from shardfn.stages.call import Call, Residuals, differentiated, evaluate
-from shardfn.stages.engine import Engine, engine_of
+from shardfn.stages.engine import Engine
 from shardfn.stages.options import Offload
 from shardfn.stages.reduction import PendingReduction, Reduction
 from shardfn.stages.refusals import refuse_closure, refuse_returned
@@ -72,7 +72,7 @@ class Gathering(Scheduled):
         slot = residency.ring.outside(self.plan.nbytes)
         shards = tuple(x for x in inputs if x is not None)
         with in_lane(engine.lane), attributed_to(self.plan.stage, self.backward):
-            slot.fill((self.number,), self.plan, shards, residency.communicator_of, residency.disk, residency.stream)
+            slot.fill((self.number,), self.plan, shards, residency.means)
         return slot
 
     def finish(self, started: Slot) -> list[Tensor]:
@@ -85,8 +85,8 @@ class Gathering(Scheduled):
     def release(self, started: Slot) -> None:
         """Takes the slot back."""
         residency = self.engine.residency
-        if residency.stream is not None:
-            started.free = residency.stream.end_of_use()
+        if residency.means.stream is not None:
+            started.free = residency.means.stream.end_of_use()
         residency.ring.give_back(started)
 
     def prepare(self) -> None:
@@ -227,18 +227,14 @@ class Tracing:
 _tracings: weakref.WeakKeyDictionary[Watch, dict[Engine, Tracing]] = weakref.WeakKeyDictionary()
 
 
-def tracing(engine: Engine) -> Tracing:
-    """What the traced step of this thread knows of an engine."""
-    watch = capturing()
-    assert watch is not None, "a step is traced under a watch"
-    return _tracings.setdefault(watch, {}).setdefault(engine, Tracing(engine))
-
-
 class Traced:
     """A call of a stage in a traced step, in place of the engine."""
 
-    def __init__(self, call: Call) -> None:
-        self.tracing, self.call = tracing(engine_of(call.mesh)), call
+    def __init__(self, engine: Engine, call: Call) -> None:
+        watch = capturing()
+        assert watch is not None, "a step is traced under a watch"
+        self.tracing = _tracings.setdefault(watch, {}).setdefault(engine, Tracing(engine))
+        self.call = call
         self.shards: tuple[Tensor, ...] = ()
         self.inputs: tuple[Tensor, ...] = ()
         self.residuals: Residuals | None = None
@@ -271,14 +267,14 @@ class Traced:
         ]
         with attributed_to(signature.stage):
             try:
-                residuals = evaluate(call, call.mesh, parameters, inputs, records, hooks, None, None)
+                residuals = evaluate(call, parameters, inputs, records, hooks)
             except RuntimeError as error:
                 if hooks is None or "support saved tensor hooks" not in str(error):
                     raise
                 # A transform of torch.func inside: then the graph keeps gathered parameters.
                 self.drawn.clear()
                 call.contexts = [_Drawing(self.drawn, False), *call.contexts]
-                residuals = evaluate(call, call.mesh, parameters, inputs, records, None, None, None)
+                residuals = evaluate(call, parameters, inputs, records)
         storages = refuse_returned(signature, residuals.outputs, {autograd.storage_of(x) for x in (*wholes, *shards)})
         if records or any(y.requires_grad for y in residuals.outputs):
             refuse_closure(signature, (*residuals.parameters, residuals.inputs), residuals.outputs)
@@ -343,26 +339,20 @@ class Traced:
         collect: bool,
     ) -> list[Tensor | None]:
         """Gradients of shards and inputs, as `Engine.backward`."""
-        with attributed_to(call.signature.stage, backward=True):
-            return self._differentiated(needs, cotangents, collect)
-
-    def _differentiated(
-        self, needs: Sequence[bool], cotangents: Sequence[Tensor | None], collect: bool
-    ) -> list[Tensor | None]:
-        call, n = self.call, len(self.shards)
         residuals, self.residuals = self.residuals, None
-        if residuals is None:
-            call.contexts = call.contexts or [_Drawing(self.drawn, True)]
-            wholes = self._gathered(self.keep, backward=True)
-            with call.surroundings.autocast_again():
-                parameters = self._parameters(wholes)
-                residuals = evaluate(call, call.mesh, parameters, self.inputs, True, None, None, None)
-        of_parameters, of_inputs = differentiated(residuals, needs, cotangents)
-        if self.keep is True:
-            self.tracing.users[self.key] -= 1
-            if not self.tracing.users[self.key]:
-                self.tracing.kept.pop(self.key, None)
-        return [*self._reduced(needs[:n], of_parameters, collect), *of_inputs]
+        with attributed_to(call.signature.stage, backward=True):
+            if residuals is None:
+                call.contexts = call.contexts or [_Drawing(self.drawn, True)]
+                wholes = self._gathered(self.keep, backward=True)
+                with call.surroundings.autocast_again():
+                    parameters = self._parameters(wholes)
+                    residuals = evaluate(call, parameters, self.inputs, True)
+            of_parameters, of_inputs = differentiated(residuals, needs, cotangents)
+            if self.keep is True:
+                self.tracing.users[self.key] -= 1
+                if not self.tracing.users[self.key]:
+                    self.tracing.kept.pop(self.key, None)
+            return [*self._reduced(needs[: len(self.shards)], of_parameters, collect), *of_inputs]
 
     def _reduced(
         self, needs: Sequence[bool], of_parameters: list[list[Tensor | None]], collects: bool
@@ -378,9 +368,8 @@ class Traced:
             if not needs[k]:
                 continue
             shard, variable = self.shards[k], call.collected[k] if collects else None
-            summed = call.signature.options.sum_dtype(shard.dtype)
             place, divides = (k, tracing.turns % 2), variable is not None
-            reduction = tracing.engine._reduction(call.signature, gather, place, summed, shard.dtype, divides)
+            reduction = tracing.engine._reduction(call.signature, gather, place, shard.dtype, divides)
             if step is None or variable is None:
                 found[k] = tracing.reduce(reduction, of_parameters[k], stage, "all", begins)
             else:
@@ -458,20 +447,18 @@ class _Drawing(DispatchMode):
         if torch.Tag.nondeterministic_seeded not in func.tags or not _draws(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
         with innermost_unseen() if self.policy else contextlib.nullcontext():
-            return self._drawn(func, args, kwargs or {})
-
-    def _drawn(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if not self.again:
-            result = func(*args, **kwargs)
-            self.drawn.append((func, optree.tree_map(_clone, result)))
-            return result
-        if self.at == len(self.drawn) or self.drawn[self.at][0] is not func:
-            raise RuntimeError(f"a stage that runs again in backward draws other random numbers there: {func.name()}")
-        numbers = self.drawn[self.at][1]
-        self.at += 1
-        if func._schema.is_mutable:
-            return args[0].copy_(numbers)
-        return numbers
+            if not self.again:
+                result = func(*args, **(kwargs or {}))
+                kept = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, result)
+                self.drawn.append((func, kept))
+                return result
+            if self.at == len(self.drawn) or self.drawn[self.at][0] is not func:
+                raise RuntimeError(
+                    f"a stage that runs again in backward draws other random numbers there: {func.name()}"
+                )
+            numbers = self.drawn[self.at][1]
+            self.at += 1
+            return args[0].copy_(numbers) if func._schema.is_mutable else numbers
 
 
 def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -481,7 +468,3 @@ def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
             value: Any = kwargs.get("dropout_p", args[i] if i < len(args) else argument.default_value)
             return bool(value)
     return True
-
-
-def _clone(x: Any) -> Any:
-    return x.clone() if isinstance(x, Tensor) else x

@@ -7,23 +7,19 @@ rank that raised alone would leave the others waiting.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn.collectives.agree import gathered
+from shardfn.collectives.agree import gathered, ranks_along, texts
 from shardfn.collectives.ledger import unscheduled
-from shardfn.compat import process_groups
+from shardfn.mesh.axes import axis_of
 from shardfn.quoting import listed
+from shardfn.stages.call import Residuals
 from shardfn.stages.consistency import callers
 from shardfn.stages.replay import kind_of
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from shardfn.stages.call import Residuals
-    from shardfn.stages.tape import StageRun
+from shardfn.stages.tape import StageRun
 
 
 def after_forward(
@@ -101,17 +97,14 @@ def compare(mesh: DeviceMesh, run: StageRun, message: str) -> None:
     A rank whose own loss does not use the outputs takes part with an empty text.
     """
     signature, text = run.signature, message.encode()[:2000]
-    axes = callers(mesh, signature)
+    axis = axis_of(mesh, callers(mesh, signature))
     with unscheduled():
-        row = torch.tensor([len(text), process_groups.global_rank()], device="cpu")
-        lengths, ranks = gathered(row, mesh, axes, "comparing whether numbers are finite", str(signature)).T.tolist()
+        length = torch.tensor([len(text)], device="cpu")
+        lengths = gathered(length, axis, None, "comparing whether numbers are finite", str(signature))[:, 0].tolist()
         if not any(lengths):
             return
-        padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
-        padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
-        rows = gathered(padded, mesh, axes, "comparing what is not finite", str(signature))
-    texts = [bytes(row[:n].tolist()).decode(errors="replace") for row, n in zip(rows, lengths, strict=True)]
-    reporting = [rank for rank, text in zip(ranks, texts, strict=True) if text]
-    first = next(text for text in texts if text)
+        told = texts(text, lengths, axis, "comparing what is not finite", str(signature))
+    reporting = [rank for rank, n in zip(ranks_along(axis), lengths, strict=True) if n]
+    first = next(text for text in told if text)
     others = f" (and something like it on {len(reporting) - 1} more)" if len(reporting) > 1 else ""
     raise FloatingPointError(f"{signature}, on rank {reporting[0]}{others}: {first}")

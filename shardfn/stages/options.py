@@ -80,12 +80,23 @@ class Options:
         return self.reduce_dtype if self.reduce_dtype and dtype.is_floating_point else dtype
 
     def checked(self) -> Options:
-        """The same, with `remat` as calls use it.
+        """The same, with `remat` as calls use it: a bool, an `Offload`, or a function that makes contexts.
 
         Raises:
             ValueError, TypeError: an option has a value that it cannot have.
         """
-        remat = _policy(self.remat)
+        remat = offload() if isinstance(self.remat, str) and self.remat == "offload" else self.remat
+        if remat is offload:
+            raise TypeError(
+                "stage: remat=offload is the function that makes a value: remat=offload(), or offload('disk')"
+            )
+        if callable(remat) or (isinstance(remat, (list, tuple)) and remat):  # of which calls make contexts
+            policy = remat if callable(remat) else list(remat)
+            remat = functools.partial(create_selective_checkpoint_contexts, policy)
+        elif not isinstance(remat, (bool, Offload)):
+            raise TypeError(
+                f'stage: remat={remat!r}; it is True, False, offload(...), "offload", a policy or a list of ops'
+            )
         if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < 0:
             raise ValueError(f"stage: prefetch={self.prefetch!r}; it is how many gathers run ahead, 0 or more")
         if self.reshard not in (None, True, False, "step"):
@@ -107,16 +118,3 @@ class Options:
                     f"overflow: use torch.bfloat16, or {other}"
                 )
         return replace(self, remat=remat)
-
-
-def _policy(remat: Remat) -> Any:
-    """`remat` as calls use it: a bool, an `Offload`, or a function that makes contexts for selective checkpointing."""
-    if isinstance(remat, (bool, Offload)):
-        return remat
-    if isinstance(remat, str) and remat == "offload":
-        return offload()
-    if remat is offload:
-        raise TypeError("stage: remat=offload is the function that makes a value: remat=offload(), or offload('disk')")
-    if callable(remat) or (isinstance(remat, (list, tuple)) and remat):
-        return functools.partial(create_selective_checkpoint_contexts, remat if callable(remat) else list(remat))
-    raise TypeError(f'stage: remat={remat!r}; it is True, False, offload(...), "offload", a policy or a list of ops')

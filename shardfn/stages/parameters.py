@@ -8,12 +8,13 @@ to the views are counted before and after the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.check.recording import Recorder
 from shardfn.collectives import functional
@@ -24,16 +25,12 @@ from shardfn.mesh.lanes import lane
 from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import scope
 from shardfn.shards.layout import Layout
+from shardfn.stages.call import Call
 from shardfn.stages.consistency import callers
 from shardfn.stages.ring import Slot, ordinary_tensors
 from shardfn.stages.signature import Gather, GatherPlan
 from shardfn.stages.tape import StageRun
 from shardfn.transforms.step import owned
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from shardfn.stages.call import Call
 
 
 def whole_parameters(
@@ -45,10 +42,17 @@ def whole_parameters(
     """
     if anew and slot is not None:
         slot.views.clear()
-    return [
-        _of_slot(slot, gather, values, need) if slot and gather.moves else _leaves(gather.layout, values, need)
-        for gather, values, need in zip(plan.each, shards, needs, strict=False)
-    ]
+    found = []
+    for gather, values, need in zip(plan.each, shards, needs, strict=False):
+        if slot is None or not gather.moves:
+            found.append(_leaves(gather.layout, values, need))
+            continue
+        cached: Known | None = slot.views.get((gather, need))
+        if cached is None or not cached.untouched(need):
+            views = _views(slot.buffer, gather, need)
+            cached = slot.views[(gather, need)] = Known(views, [p.data_ptr() for p in views])
+        found.append(_with_own(cached.parameters, slot, gather, values, need))
+    return found
 
 
 def _leaves(layout: Layout, whole: Tensor, need: bool) -> list[Tensor]:
@@ -70,14 +74,6 @@ class Known(NamedTuple):
             if p.requires_grad is not need or p._backward_hooks or p.grad is not None or len(p.__dict__) != own:
                 return False
         return self.at == [p.data_ptr() for p in self.parameters]
-
-
-def _of_slot(slot: Slot, gather: Gather, values: Tensor, need: bool) -> list[Tensor]:
-    cached: Known | None = slot.views.get((gather, need))
-    if cached is None or not cached.untouched(need):
-        views = _views(slot.buffer, gather, need)
-        cached = slot.views[(gather, need)] = Known(views, [p.data_ptr() for p in views])
-    return _with_own(cached.parameters, slot, gather, values, need)
 
 
 def _views(buffer: Tensor, gather: Gather, need: bool) -> list[Tensor]:
@@ -151,9 +147,8 @@ class Reads:
         known: by kind of call, whether backward of such a call was seen to read parameters.
     """
 
-    def __init__(self, mesh: DeviceMesh, mesh_of: Callable[[], DeviceMesh]) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
         self.known = per_mesh(mesh, ("reads", lane()), dict[Any, bool])
-        self.mesh_of = mesh_of
 
     def watch(self, call: Call, run: StageRun) -> Loan | None:
         """A loan that shows whether backward reads parameters; None if that is known, or makes no difference.
@@ -168,11 +163,11 @@ class Reads:
         with ordinary_tensors():
             base = autograd.second_storage(run.slot.write)
         if base is None:  # references cannot be counted, for fake tensors say
-            self.saw(run, True)
+            self.saw(call.mesh, run, True)
             return None
         return Loan(base, run.slot, run.plan, run.shards, call.needs)
 
-    def saw(self, run: StageRun, reads: bool) -> None:
+    def saw(self, mesh: DeviceMesh, run: StageRun, reads: bool) -> None:
         """Decides whether a call's backward gathers, which all ranks must do or none: they agree once per kind.
 
         If no rank has computed the stage, this says nothing of later calls, and is not remembered.
@@ -181,7 +176,7 @@ class Reads:
         if kind not in self.known and planned():  # no other rank says anything
             self.known[kind] = reads or not run.signature.computes
         if kind not in self.known:
-            mesh, signature = self.mesh_of(), run.signature
+            signature = run.signature
             with unscheduled(), scope(mesh), torch.no_grad():
                 flags = torch.tensor([float(reads), float(signature.computes)], device=run.shards[0].device)
                 reading, computing = functional.psum(flags, callers(mesh, signature)).tolist()

@@ -31,8 +31,6 @@ class LastGather(NamedTuple):
 class PrefetchOrder:
     """The shards of stages in the order in which they will be used."""
 
-    __slots__ = ("__weakref__", "at", "groups", "places")
-
     def __init__(self, groups: list[Group]) -> None:
         self.groups, self.at = groups, 0
         self.places: dict[int, list[int]] = {}
@@ -89,7 +87,7 @@ class Prefetch:
         """Starts to read shards from disk that will be gathered after the present gathers."""
         for layout, shard in zip(layouts, shards, strict=True):
             if layout.placement.tiers.params == "disk":
-                self.residency.disk.announce(shard)
+                self.residency.means.disk.announce(shard)
 
     def behind(self, tape: Tape | None, run: StageRun) -> None:
         """Starts the gathers for the calls whose backward comes next."""

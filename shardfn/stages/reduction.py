@@ -24,7 +24,7 @@ from shardfn.collectives.into_buffers import (
     arrived,
     reduce_scatter,
     scatter_pieces,
-    sends_pieces,
+    transport,
 )
 from shardfn.collectives.late_checks import check
 from shardfn.collectives.ledger import attributed_to
@@ -32,8 +32,7 @@ from shardfn.compat import devices
 from shardfn.debugging import debugging
 from shardfn.mesh import waiting
 from shardfn.quant.formats import Format
-from shardfn.shards.buffer import ALIGNMENT
-from shardfn.shards.layout import Layout
+from shardfn.shards.layout import ALIGNMENT, Layout
 from shardfn.shards.placement import Tier
 from shardfn.stages import compressed
 from shardfn.stages.scratch import Scratch
@@ -111,7 +110,7 @@ class Reduction:
         return (
             shard is not None
             and self.format is None
-            and sends_pieces(shard, "reduce_scatter")
+            and transport("reduce_scatter", shard) == "direct"
             and self.layout.coarse
             and self.dtypes.function == summed == self.dtypes.shard
             and (summed.itemsize >= 4 or shard.axis.size == 2)  # else partial sums would be rounded
@@ -143,10 +142,13 @@ class PendingReduction:
         marks: dtype of the marks there, for the hop under way; None if they are not checked.
     """
 
-    __slots__ = (
-        "along", "ends", "held", "hops", "into", "landed", "left", "lent", "levels", "marks", "out", "reduction",
-        "total", "under_way",
-    )  # fmt: skip
+    under_way: Handle | None = None
+    along: tuple[str, Communicator] | None = None
+    into: Tensor | None = None
+    marks: torch.dtype | None = None
+    lent = False
+    left: Any = None
+    landed: Any = None
 
     def __init__(
         self, reduction: Reduction, out: Tensor, total: GradientSum | None, deferred: bool, scattered: bool = False
@@ -158,12 +160,7 @@ class PendingReduction:
         self.hops = [("reduce_scatter", level.along) for level in self.levels[1:]]
         self.hops += [(op, along) for op, along in hops if along is not None]
         self.ends = shard is None or shard.axis.index == shard.axis.size - 1
-        self.lent, self.left, self.landed = False, None, None
         self.held: list[Tensor] = []
-        self.under_way: Handle | None = None
-        self.along: tuple[str, Communicator] | None = None
-        self.into: Tensor | None = None
-        self.marks: torch.dtype | None = None
 
     def scattering(self, handle: Handle, shard: Communicator, marks: torch.dtype) -> PendingReduction:
         """Notes that the first hop is under way, from scratch memory with marks of this dtype at its end."""
@@ -326,10 +323,7 @@ def _copy(views: list[Tensor], gradients: list[Tensor]) -> None:
         torch._foreach_copy_(into, those)
 
 
-Spread = tuple[Tensor, list[Tensor], list[Tensor], Tensor]
-
-
-def _spread(flat: Tensor, layout: Layout) -> Spread:
+def _spread(flat: Tensor, layout: Layout) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor]:
     """A buffer, a view of each parameter's place, views of the gaps between, and a view of the place of the marks."""
     marks = layout.padded - ALIGNMENT // layout.dtype.itemsize
     gaps = [flat[start : min(start + length, marks)] for start, length in layout.gaps]

@@ -15,6 +15,7 @@ from shardfn.check.bits import rounding
 from shardfn.collectives.capturing import capturing
 from shardfn.compat import functorch
 from shardfn.compat.norms import Written
+from shardfn.quoting import short
 
 SAMPLE = 2**16  # most numbers that are compared of one tensor
 
@@ -126,14 +127,14 @@ class Form(NamedTuple):
 
     def __str__(self) -> str:
         kinds = iter([kind_of(*kind) for kind in self.kinds])
-        words = [next(kinds) if leaf is TENSOR else _brief(repr(leaf), 40) for leaf in self.leaves]
+        words = [next(kinds) if leaf is TENSOR else short(repr(leaf), 40) for leaf in self.leaves]
         parts = str(self.tree).removeprefix("PyTreeSpec(").removesuffix(")").split("*")
         if len(parts) == len(words) + 1:
             text = "".join(part + word for part, word in zip(parts, [*words, ""], strict=True))
         else:  # a key contains a star as well
             text = ", ".join(words)
         through = [i for i, k in enumerate(self.order) if k < 0]
-        return _brief(text, 200) + (f" (arguments are handed through as tensors {through})" if through else "")
+        return short(text, 200) + (f" (arguments are handed through as tensors {through})" if through else "")
 
 
 def _follows(first: Sequence[int], then: Sequence[int]) -> bool:
@@ -144,10 +145,6 @@ def _follows(first: Sequence[int], then: Sequence[int]) -> bool:
 
 def _alike(a: Any, b: Any) -> bool:
     return type(a) is type(b) and (a is TENSOR) is (b is TENSOR) and (not isinstance(a, _DISCRETE) or a == b)
-
-
-def _brief(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def form_of(result: Any, arguments: Sequence[Tensor]) -> tuple[Form, list[Tensor]]:

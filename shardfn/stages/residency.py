@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
+from shardfn.collectives.into_buffers import Communicator
 from shardfn.collectives.ledger import attributed_to, record_buffers, recording
 from shardfn.mesh import waiting
 from shardfn.stages.gather_stream import GatherStream
-from shardfn.stages.ring import CommunicatorOf, Key, Ring, Slot
+from shardfn.stages.ring import Key, Means, Ring, Slot
 from shardfn.stages.tape import Claim, Secondary, StageRun, Tape, identities
 from shardfn.tiers.offload import DiskPrefetch
 
@@ -26,19 +28,18 @@ class Residency:
             in the middle of anything, where waiting or writing is not safe.
         secondary: pieces that forward left for backward to gather from.
         count: slots taken from the ring by calls that no backward follows.
-        disk: reads of shards from disk.
-        stream: the stream on which gathers start; None on the CPU.
+        means: what fills the slots.
     """
 
-    def __init__(self, device: torch.device, communicator_of: CommunicatorOf) -> None:
-        self.ring, self.communicator_of = Ring(device), communicator_of
+    def __init__(self, device: torch.device, communicator_of: Callable[[tuple[str, ...]], Communicator | None]) -> None:
+        self.ring = Ring(device)
+        stream = None if device.type in ("cpu", "meta") else GatherStream(device)
+        self.means = Means(communicator_of, DiskPrefetch(), stream)
         self.until_backward: dict[Key, Slot] = {}
         self.until_step_end: dict[Key, Slot] = {}
         self.dropped: deque[Claim] = deque()
         self.secondary: weakref.WeakValueDictionary[Key, Secondary] = weakref.WeakValueDictionary()
         self.count = 0
-        self.disk = DiskPrefetch()
-        self.stream = None if device.type in ("cpu", "meta") else GatherStream(device)
 
     def take(self, tape: Tape | None, run: StageRun, slots: int, busy: Slot | None = None) -> bool:
         """Gives a run the slot that holds its parameters, or else starts to fill one; False if that slot is busy."""
@@ -87,17 +88,16 @@ class Residency:
             record_buffers(self.ring.nbytes() + sum(held.values()))
         with attributed_to(run.plan.stage):
             if run.secondary is None:
-                ready = run.ready if self.stream is not None and identities(run.shards) == run.key[-1] else None
-                run.slot.fill(run.key, run.plan, run.shards, self.communicator_of, self.disk, self.stream, ready)
+                ready = run.ready if self.means.stream is not None and identities(run.shards) == run.key[-1] else None
+                run.slot.fill(run.key, run.plan, run.shards, self.means, ready)
             else:
-                plan, shards = run.secondary.plan, run.secondary.shards
-                run.slot.fill(run.key, plan, shards, self.communicator_of, self.disk, self.stream)
+                run.slot.fill(run.key, run.secondary.plan, run.secondary.shards, self.means)
                 run.slot.sources = run.shards
 
     def used(self, run: StageRun) -> None:
         """Notes that a run does not use its slot any more, once the accelerator has done what it was given so far."""
-        if self.stream is not None and run.slot is not None and not run.slot.busy:
-            run.slot.free = self.stream.end_of_use()
+        if self.means.stream is not None and run.slot is not None and not run.slot.busy:
+            run.slot.free = self.means.stream.end_of_use()
 
     def leave(self, run: StageRun) -> None:
         """Keeps pieces from which backward gathers, if they are larger than the shards."""
@@ -139,7 +139,7 @@ class Residency:
 
     def end(self) -> None:
         """Ends a step: nothing that it gathered is used again."""
-        self.disk.give_up()
+        self.means.disk.give_up()
         self.reclaim(None)
         for slot in self.until_step_end.values():
             self.ring.give_back(slot)

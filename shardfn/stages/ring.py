@@ -27,17 +27,31 @@ from shardfn.collectives.into_buffers import (
     arrived,
     gather_by_hops,
     gather_pieces,
-    sends_pieces,
+    transport,
 )
 from shardfn.collectives.late_checks import check
 from shardfn.compat import devices, functorch, process_groups
 from shardfn.debugging import debugging
-from shardfn.stages.gather_stream import GatherStream
+from shardfn.stages.gather_stream import Copied, GatherStream
 from shardfn.stages.signature import Gather, GatherPlan
 from shardfn.tiers.offload import DiskPrefetch
 
 Key = tuple[Any, ...]
-CommunicatorOf = Callable[[tuple[str, ...]], Communicator | None]
+
+
+@dataclass(frozen=True)
+class Means:
+    """What brings shards into the slots of one engine.
+
+    Attributes:
+        communicator_of: the communicator along some axes; None if there is one rank along them.
+        disk: reads of shards from disk.
+        stream: the stream on which gathers start; None on the CPU.
+    """
+
+    communicator_of: Callable[[tuple[str, ...]], Communicator | None]
+    disk: DiskPrefetch
+    stream: GatherStream | None
 
 
 @contextlib.contextmanager
@@ -50,8 +64,7 @@ def ordinary_tensors() -> Iterator[None]:
 class Saved:
     """The contents of a slot for a call that will read them; copied when the slot is filled with something else."""
 
-    def __init__(self) -> None:
-        self.copy: Tensor | None = None
+    copy: Tensor | None = None
 
 
 _left: deque[tuple[GatherStream, list[Handle], tuple[Tensor, ...]]] = deque()
@@ -91,36 +104,22 @@ class Slot:
         stream: of an accelerator: the one on which its last gather started.
     """
 
-    __slots__ = (
-        "buffer",
-        "busy",
-        "free",
-        "holds",
-        "parts",
-        "position",
-        "readers",
-        "sources",
-        "stream",
-        "users",
-        "views",
-        "works",
-        "write",
-    )
+    holds: Key | None = None
+    sources: tuple[Tensor, ...] = ()
+    users = 0
+    readers: weakref.WeakSet[Saved] | None = None
+    busy = False
+    free: Any = None
+    stream: GatherStream | None = None
 
     def __init__(self, nbytes: int, device: torch.device, position: weakref.ref[Position] | None = None) -> None:
-        self.position, self.busy = position, False
+        self.position = position
         self.works: list[Handle] = []
-        self.stream: GatherStream | None = None
         with ordinary_tensors():
             self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
             self.write = self.buffer.data
-        self.holds: Key | None = None
-        self.sources: tuple[Tensor, ...] = ()
         self.views: dict[tuple[Gather, bool | None], Any] = {}
         self.parts: dict[Gather, SlotPart] = {}
-        self.users = 0
-        self.readers: weakref.WeakSet[Saved] | None = None
-        self.free: Any = None
 
     def __del__(self) -> None:
         if self.works and self.stream is not None:
@@ -149,16 +148,12 @@ class Slot:
                 self.write.copy_(present)
 
     def fill(
-        self,
-        holds: Key,
-        plan: GatherPlan,
-        shards: tuple[Tensor, ...],
-        communicator_of: CommunicatorOf,
-        disk: DiskPrefetch,
-        stream: GatherStream | None = None,
-        ready: Sequence[Any] | None = None,
+        self, holds: Key, plan: GatherPlan, shards: tuple[Tensor, ...], by: Means, ready: Sequence[Any] | None = None
     ) -> None:
-        """Starts to gather shards into the slot, after waiting for what is under way; if there is one, on `stream`."""
+        """Starts to gather shards into the slot, after waiting for what is under way; if there is one, on a stream.
+
+        That waits for the events `ready`, if they are known.
+        """
         self.give_back()
         if _left:
             _free_left()
@@ -166,34 +161,27 @@ class Slot:
         if position is not None and position.slot is not self:
             position.slot.give_back()
             position.slot = self
-        if stream is None:
-            self._start_all(plan, shards, communicator_of, disk, None)
+        if by.stream is None:
+            self._start_all(plan, shards, by)
         else:
-            self.stream = stream
-            with stream.starting(self.free, ready):
-                self._start_all(plan, shards, communicator_of, disk, stream)
+            self.stream = by.stream
+            with by.stream.starting(self.free, ready):
+                self._start_all(plan, shards, by)
         self.holds, self.sources = holds, shards
 
-    def _start_all(
-        self,
-        plan: GatherPlan,
-        shards: tuple[Tensor, ...],
-        communicator_of: CommunicatorOf,
-        disk: DiskPrefetch,
-        stream: GatherStream | None,
-    ) -> None:
+    def _start_all(self, plan: GatherPlan, shards: tuple[Tensor, ...], by: Means) -> None:
         batches: dict[tuple[str, ...], list[tuple[Gather, Tensor]]] = {}
         for gather, values in zip(plan.each, shards, strict=True):
             if not gather.moves:
                 continue
             tier = gather.layout.placement.tiers.params
             if tier == "device":
-                self._start(gather, values.detach(), communicator_of, batches, stream)
+                self._start(gather, values.detach(), by, batches)
                 continue
-            with disk.arriving(tier, values.detach(), self.buffer.device) as piece:
-                self._start(gather, piece, communicator_of, batches, stream)
+            with by.disk.arriving(tier, values.detach(), self.buffer.device) as piece:
+                self._start(gather, piece, by, batches)
         for axes, gathers in batches.items():
-            axis = communicator_of(axes)
+            axis = by.communicator_of(axes)
             assert axis is not None, "pieces go to other ranks"
             parts = [(self.part(gather), gather, values) for gather, values in gathers]
             buffers = [
@@ -201,25 +189,20 @@ class Slot:
             ]
             work = gather_pieces(buffers, axis)
             self.works += [_Arrival(work, axis, part, gather) for part, gather, _ in parts]
-        self.works += disk.copies()
-        if stream is not None and any(gather.moves and gather.layout.size == 1 for gather in plan.each):
-            self.works.append(stream.copied())  # what goes to no other rank has no work of its own
+        self.works += by.disk.copies()
+        if by.stream is not None and any(gather.moves and gather.layout.size == 1 for gather in plan.each):
+            self.works.append(Copied(by.stream))  # what goes to no other rank has no work of its own
 
     def _start(
-        self,
-        gather: Gather,
-        values: Tensor,
-        communicator_of: CommunicatorOf,
-        batches: dict[tuple[str, ...], list[tuple[Gather, Tensor]]],
-        stream: GatherStream | None,
+        self, gather: Gather, values: Tensor, by: Means, batches: dict[tuple[str, ...], list[tuple[Gather, Tensor]]]
     ) -> None:
         """Starts one gather, or adds it to `batches`, in which the gathers along the same axes start together."""
         part, placement, wire = self.part(gather), gather.layout.placement, gather.wire
-        axis = communicator_of(placement.axes)
+        axis = by.communicator_of(placement.axes)
         if wire is None:
             in_place = not gather.whole and placement.tiers.params == "device"
             unchanged = in_place and values.dtype == gather.dtype and values.is_contiguous()
-            part.in_pieces = bool(axis and unchanged and sends_pieces(axis, "all_gather"))
+            part.in_pieces = bool(axis and unchanged and transport("all_gather", axis) == "direct")
             if part.in_pieces:
                 batches.setdefault(placement.axes, []).append((gather, values))
                 for start, stop in part.shared:
@@ -237,19 +220,38 @@ class Slot:
             part.tail.copy_(part.tag)
         dtype = gather.dtype if wire is None else torch.uint8
         if placement.hierarchical:
-            hops = [hop for name in reversed(placement.axes) if (hop := communicator_of((name,))) is not None]
+            hops = [hop for name in reversed(placement.axes) if (hop := by.communicator_of((name,))) is not None]
             work = gather_by_hops(part.region, axis.axis.index, hops, dtype)
         else:
             work = all_gather(part.region, axis, dtype, part.sent)
         arrival = _Arrival(work, axis, part, gather)
-        self.works.append(arrival if wire is None or stream is None else stream.decoded(arrival))
+        self.works.append(arrival if wire is None or by.stream is None else by.stream.decoded(arrival))
 
     def part(self, gather: Gather) -> SlotPart:
         """The part of the slot that one gather fills."""
         part = self.parts.get(gather)
-        if part is None:
-            with ordinary_tensors():
-                part = self.parts[gather] = _slot_part(self.write, gather)
+        if part is not None:
+            return part
+        layout, wire = gather.layout, gather.wire
+        index = layout.index(process_groups.global_rank())
+        with ordinary_tensors():
+            region, decoded = self.write[gather.start : gather.stop], None
+            numbers = region.view(gather.dtype)
+            if wire is not None:
+                decoded = numbers.view(-1, wire.numel)
+                region = self.write[gather.encoded : gather.encoded + len(decoded) * wire.length]
+            sent = region.view(layout.size, -1)[index]
+            own = numbers.view(layout.size, -1)[index] if wire is None else sent
+            tag = _tag(gather, self.write.device)
+            tail = region[len(region) - len(tag) :]
+        shared, inner = [], []
+        for k, start, stop, at in layout.cuts[index] if wire is None else ():
+            entry = layout.entries[k]
+            if stop - start == entry.numel:
+                inner.append((k, at, entry.numel, entry.shape))
+            else:
+                shared.append((at, at + stop - start))
+        part = self.parts[gather] = SlotPart(region, own, sent, tail, tag, shared, inner, decoded=decoded)
         return part
 
     def settle(self) -> None:
@@ -322,27 +324,6 @@ class SlotPart:
             self.decoded[start : start + len(numbers)].copy_(numbers)
 
 
-def _slot_part(buffer: Tensor, gather: Gather) -> SlotPart:
-    layout, wire = gather.layout, gather.wire
-    index = layout.index(process_groups.global_rank())
-    region, decoded = buffer[gather.start : gather.stop], None
-    numbers = region.view(gather.dtype)
-    if wire is not None:
-        decoded = numbers.view(-1, wire.numel)
-        region = buffer[gather.encoded : gather.encoded + len(decoded) * wire.length]
-    sent = region.view(layout.size, -1)[index]
-    own = numbers.view(layout.size, -1)[index] if wire is None else sent
-    shared, inner = [], []
-    for k, start, stop, at in layout.cuts[index] if wire is None else ():
-        entry = layout.entries[k]
-        if stop - start == entry.numel:
-            inner.append((k, at, entry.numel, entry.shape))
-        else:
-            shared.append((at, at + stop - start))
-    tag = _tag(gather, buffer.device)
-    return SlotPart(region, own, sent, region[len(region) - len(tag) :], tag, shared, inner, decoded=decoded)
-
-
 @devices.cached
 def _tag(gather: Gather, device: torch.device) -> Tensor:
     return gather.tag.to(device)
@@ -382,8 +363,6 @@ class Position:
     It is the same slot for all calls, unless one needs a larger one. With `debugging.memory` each call has its own
     slot, so that none finds the numbers of another in place of its own.
     """
-
-    __slots__ = ("__weakref__", "slot")
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.slot = Slot(nbytes, device, weakref.ref(self))

@@ -52,25 +52,14 @@ class SavedTensorHooks:
     def _unpack(self, packed: tuple[str, Any, Any]) -> Tensor:
         kind, x, extra = packed
         if kind == "around":
-            unpacked: Tensor = extra(x)
-            return unpacked
+            return extra(x)
         counter = x.witness if kind == "away" else x
         if counter._version != extra:
             raise RuntimeError(
                 f"stage {self.name}: a tensor of shape {tuple(x.shape)} that its backward needs has been "
                 f"modified by an inplace operation since"
             )
-        tensor: Tensor = x.brought() if kind == "away" else x
-        return tensor
-
-
-def discarding(stage: str) -> Any:
-    """A context in which autograd saves nothing: its graph only shows what depends on what."""
-
-    def gone(_: Any) -> Tensor:
-        raise escaped(stage)
-
-    return torch.autograd.graph.saved_tensors_hooks(lambda x: None, gone)
+        return x.brought() if kind == "away" else x
 
 
 def saved_tensor_hooks(signature: Signature, own: set[int], leave: Offloading | None, transformed: bool) -> Any:
@@ -80,7 +69,12 @@ def saved_tensor_hooks(signature: Signature, own: set[int], leave: Offloading | 
         return None
     around = _around() if allowed else None
     if not signature.keeps_graph:
-        return None if around is None else discarding(signature.stage)
+
+        def gone(_: Any) -> Tensor:
+            raise escaped(signature.stage)
+
+        # Autograd saves nothing: its graph only shows what depends on what.
+        return None if around is None else torch.autograd.graph.saved_tensors_hooks(lambda x: None, gone)
     if leave is None and around is None:
         return None
     hooks = SavedTensorHooks(signature.name, own, around, leave).context()

@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from shardfn.compat import process_groups
-from shardfn.mesh.grid import Grid
 from shardfn.quant.formats import Format
 from shardfn.quant.packed import Packed, is_packed
-from shardfn.shards.buffer import ALIGNMENT
-from shardfn.shards.layout import Layout, assemble, is_stage, stage_shards
+from shardfn.shards.layout import ALIGNMENT, Layout, assemble, is_stage, stage_shards
 from shardfn.shards.placement import Keep, keep_of
 from shardfn.stages.compressed import Wire
 from shardfn.stages.options import Offload, Options
@@ -66,7 +64,14 @@ class GatherPlan:
         """The same slot, filled from copies that are cut less; None if there are no such copies."""
         if all(gather.layout.secondary is None for gather in self.each):
             return None
-        return GatherPlan(tuple(_secondary(gather) for gather in self.each), self.nbytes)
+        gathers = []
+        for gather in self.each:
+            layout = gather.layout.secondary
+            if layout is not None:
+                tag = _tag(layout, gather.wire or gather.dtype, len(gather.tag))
+                gather = replace(gather, layout=layout, tag=tag, whole=True)
+            gathers.append(gather)
+        return GatherPlan(tuple(gathers), self.nbytes)
 
     @functools.cached_property
     def copying(self) -> GatherPlan:
@@ -157,11 +162,6 @@ class Signature:
         """Axes along which some ranks hold none of the parameters, and do not call the stage."""
         return tuple(dict.fromkeys(name for layout in self.layouts for name in layout.placement.only_at_axes))
 
-    @property
-    def grid(self) -> Grid:
-        """The mesh of the shards."""
-        return self.layouts[0].grid
-
     def refuse_elsewhere(self) -> None:
         """Raises ValueError on a rank that holds nothing of the parameters."""
         for layout in self.layouts:
@@ -222,29 +222,27 @@ class Signature:
                 f"run again in backward, and what it writes would be lost: return it"
             )
 
-    def closed_over(self) -> list[Any]:
-        """The values over which the function itself closes."""
-        contents = []
-        for cell in self._cells:
+    def closed_over(self) -> dict[str, Any]:
+        """The values over which the function itself closes, by name."""
+        contents = {}
+        for name, cell in self._cells:
             with contextlib.suppress(ValueError):  # an empty cell
-                contents.append(cell.cell_contents)
+                contents[name] = cell.cell_contents
         return contents
 
     def named(self) -> list[tuple[str, Tensor]]:
         """Tensors that the function's code names and does not get, from closures and globals; for messages."""
-        function = inspect.unwrap(self.function)
-        code = getattr(function, "__code__", None)
-        values: dict[str, Any] = {}
-        for name, cell in zip(code.co_freevars if code else (), self._cells, strict=False):
-            with contextlib.suppress(ValueError):  # an empty cell
-                values[name] = cell.cell_contents
+        function, values = inspect.unwrap(self.function), self.closed_over()
         globals_ = getattr(function, "__globals__", {})
+        code = getattr(function, "__code__", None)
         values |= {name: globals_[name] for name in (code.co_names if code else ()) if name in globals_}
         return [(name, x) for name, value in values.items() for x in optree.tree_leaves(value) if isinstance(x, Tensor)]
 
     @functools.cached_property
-    def _cells(self) -> tuple[Any, ...]:
-        return getattr(inspect.unwrap(self.function), "__closure__", None) or ()
+    def _cells(self) -> tuple[tuple[str, Any], ...]:
+        function = inspect.unwrap(self.function)
+        closure = getattr(function, "__closure__", None)
+        return tuple(zip(function.__code__.co_freevars, closure, strict=True)) if closure else ()
 
 
 def signature_of(name: str, function: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> Signature:
@@ -331,14 +329,6 @@ def wire_of(layout: Layout, dtype: torch.dtype, format: Format | None) -> Wire |
     if chosen is None or not dtype.is_floating_point or layout.size == 1:
         return None
     return Wire(chosen, layout.piece, ALIGNMENT)
-
-
-def _secondary(gather: Gather) -> Gather:
-    layout = gather.layout.secondary
-    if layout is None:
-        return gather
-    tag = _tag(layout, gather.wire or gather.dtype, len(gather.tag))
-    return replace(gather, layout=layout, tag=tag, whole=True)
 
 
 def _tag(layout: Layout, sent_as: torch.dtype | Wire, length: int) -> Tensor:

@@ -10,16 +10,16 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import optree
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives.capturing import capturing
 from shardfn.compat import dispatch, dynamo, functorch
 from shardfn.mesh import planned
-from shardfn.mesh.axes import device_of
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import elsewhere, mesh_of
 from shardfn.quant.formats import Format
@@ -38,45 +38,28 @@ from shardfn.transforms import custom_vjp
 from shardfn.transforms.autodiff import moves
 from shardfn.transforms.modules import refuse_module
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 
-@overload
-def stage(
-    fn: F,
-    /,
-    *,
-    remat: Remat = False,
-    reshard: bool | Literal["step"] | None = None,
-    prefetch: int = 1,
-    gather_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    gather: Format | None = None,
-    reduce: Format | None = None,
-    input_dtype: torch.dtype | None = None,
-    output_dtype: torch.dtype | None = None,
-) -> F: ...
-@overload
-def stage(
-    fn: None = None,
-    /,
-    *,
-    remat: Remat = False,
-    reshard: bool | Literal["step"] | None = None,
-    prefetch: int = 1,
-    gather_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    gather: Format | None = None,
-    reduce: Format | None = None,
-    input_dtype: torch.dtype | None = None,
-    output_dtype: torch.dtype | None = None,
-) -> Callable[[F], F]: ...
+class _Requested(TypedDict, total=False):
+    """The options of `stage` for type checkers."""
+
+    remat: Remat
+    reshard: bool | Literal["step"] | None
+    prefetch: int
+    gather_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    gather: Format | None
+    reduce: Format | None
+    input_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
 
 
+@overload
+def stage(fn: F, /, **options: Unpack[_Requested]) -> F: ...
+@overload
+def stage(fn: None = None, /, **options: Unpack[_Requested]) -> Callable[[F], F]: ...
 def stage(
     fn: Callable[..., Any] | None = None,
     /,
@@ -258,8 +241,7 @@ def skip(stage: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
     dynamo.refuse_compiling("skip")
     module_skip = getattr(getattr(stage, "forward", None), "_shardfn_skip", None)
     if module_skip is not None:
-        zero: Tensor = module_skip(*args, **kwargs)
-        return zero
+        return module_skip(*args, **kwargs)
     source: Made | None = getattr(stage, "_shardfn_made", None)
     if source is None or getattr(stage, "__wrapped__", None) is not source.function:
         raise TypeError(
@@ -268,8 +250,7 @@ def skip(stage: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
         )
     if source.skipping is None:
         source.skipping = made(source.name, _zero(source.function), source.options, computes=False)
-    result: Tensor = source.skipping(*args, **kwargs)
-    return result
+    return source.skipping(*args, **kwargs)
 
 
 def _zero(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -301,42 +282,31 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
     """Calls a stage with shards among its arguments."""
     if instead.call is not None:
         return instead.call(signature, leaves)
-    mesh = mesh_of(signature.grid, f"stage {signature.name}: {signature.stage!r}")
+    mesh = mesh_of(signature.layouts[0].grid, f"stage {signature.name}: {signature.stage!r}")
     if planned.blocks and elsewhere():
         return composed(signature, leaves, mesh)
     if signature.only_at_axes:
         signature.refuse_elsewhere()
-    if dispatch.in_graph():  # a graph cannot hold memory that is filled again
+    in_graph = dispatch.in_graph()
+    if in_graph:
         if capturing() is None or functorch.inside_transform() or functorch.inside_forward_mode():
             return composed(signature, leaves, mesh)
-        refuse_inside(signature)
-        shards = _checked(signature, leaves)
-        static, at, inputs = _split(signature, leaves)
-        call = Call(signature, mesh, device_of(mesh), static, at, _needs(signature, shards, inputs))
-        variables = call.step.variables if call.step is not None else {}
-        call.collected = [shard if id(shard) in variables else None for shard in shards]
-        if not any(call.needs):
-            return call.rebuilt(Traced(call).forward(call, shards, tuple(inputs)), inputs)
-        return call.rebuilt(custom_vjp.call(_Staged(Traced(call), call), *shards, *inputs), inputs)
-    if functorch.inside_batching_or_forward():
+    elif functorch.inside_batching_or_forward():
         return _pushed(signature, leaves, mesh) if scheduled(signature, leaves) else composed(signature, leaves, mesh)
-    if signature.shares_memory and functorch.inside_transform():
+    elif signature.shares_memory and functorch.inside_transform():
         return composed(signature, leaves, mesh)
-    refuse_inside(signature)
-    shards = _checked(signature, leaves)
-    static, at, inputs = _split(signature, leaves)
-    needs = _needs(signature, shards, inputs)
     engine = engine_of(mesh)
-    call = Call(signature, mesh, engine.device, static, at, needs)
-    if not any(needs) and not call.transformed:
+    call, shards, inputs = _begun(signature, leaves, mesh, engine.device)
+    schedule = Traced(engine, call) if in_graph else engine  # a graph cannot hold memory that is filled again
+    if not any(call.needs) and not call.transformed:
         if call.step is not None and not torch.is_grad_enabled():
             refuse_reentrant(signature, [id(shard) in call.step.variables for shard in shards])
-        return call.rebuilt(engine.forward(call, shards, tuple(inputs)), inputs)
+        return call.rebuilt(schedule.forward(call, shards, inputs), inputs)
     variables = call.step.variables if call.step is not None else {}
     call.collected = [shard if id(shard) in variables else None for shard in shards]
     try:
         with engine.saving_arguments(call, shards):
-            outputs = custom_vjp.call(_Staged(engine, call), *shards, *inputs)
+            outputs = custom_vjp.call(_Staged(schedule, call), *shards, *inputs)
         return call.rebuilt(outputs, inputs)
     except SharedMemory:
         signature.shares_memory = True
@@ -346,29 +316,29 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
 
 def _pushed(signature: Signature, leaves: list[Any], mesh: DeviceMesh) -> Any:
     """Calls a stage in forward mode by the schedule."""
-    refuse_inside(signature)
-    pairs = Pairs(signature, leaves)
-    shards = _checked(pairs.signature, pairs.leaves)
-    static, at, inputs = _split(pairs.signature, pairs.leaves)
-    engine, needs = engine_of(mesh), [pairs.needs[i] for i in (*pairs.signature.shards, *at)]
-    call = Call(pairs.signature, mesh, engine.device, static, at, needs)
+    pairs, engine = Pairs(signature, leaves), engine_of(mesh)
+    call, shards, inputs = _begun(pairs.signature, pairs.leaves, mesh, engine.device, pairs.needs)
     call.collected, call.pairs = [None] * len(shards), pairs
-    if any(needs):
+    if any(call.needs):
         outputs = Pushed.apply(engine, call, *shards, *inputs)  # type: ignore[no-untyped-call]
     else:
-        outputs = engine.forward(call, shards, tuple(inputs))
+        outputs = engine.forward(call, shards, inputs)
     return call.rebuilt(with_tangents(call, outputs, (*shards, *inputs)), inputs)
 
 
-def _split(signature: Signature, leaves: list[Any]) -> tuple[list[Any], list[int], list[Tensor]]:
-    """The arguments that are not tensors, and the indices of the tensors that are not shards, with these.
+def _begun(
+    signature: Signature, leaves: list[Any], mesh: DeviceMesh, device: torch.device, needs: Sequence[bool] | None = None
+) -> tuple[Call, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """A call that is about to run, its shards, and its other tensors; `needs` says what of all leaves needs a gradient.
 
     Raises:
-        TypeError: a tensor is sparse.
+        RuntimeError: a stage's function is running.
+        TypeError, ValueError: a tensor is sparse, or no piece of its layout.
     """
-    shards = set(signature.shards)
-    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in shards]
-    inputs = [leaves[i] for i in at]
+    refuse_inside(signature)
+    shards, own = _checked(signature, leaves), set(signature.shards)
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in own]
+    inputs = tuple([leaves[i] for i in at])
     for x in inputs:
         if x.layout is not torch.strided:
             raise TypeError(
@@ -378,7 +348,14 @@ def _split(signature: Signature, leaves: list[Any]) -> tuple[list[Any], list[int
     static = list(leaves)
     for i in (*signature.shards, *at):
         static[i] = None
-    return static, at, inputs
+    if needs is not None:
+        needed = [needs[i] for i in (*signature.shards, *at)]
+    elif functorch.inside_transform():  # in which each may be differentiated
+        needed = [*map(moves, shards, signature.layouts), *map(moves, inputs)]
+    else:
+        records = torch.is_grad_enabled()
+        needed = [records and x.requires_grad for x in (*shards, *inputs)]
+    return Call(signature, mesh, device, static, at, needed), shards, inputs
 
 
 class _Staged:
@@ -417,18 +394,6 @@ class _Staged:
     ) -> list[Tensor | None]:
         """Gradients of shards and inputs; None also for gradients that the step collects."""
         return self.engine.backward(self.call, needs, cotangents, tuple(residuals), self.collects)
-
-
-def _needs(signature: Signature, shards: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[bool]:
-    """Which tensors are differentiated, or may be inside a transform."""
-    if not functorch.inside_transform():
-        if not torch.is_grad_enabled():
-            return [False] * (len(shards) + len(inputs))
-        return [x.requires_grad for x in (*shards, *inputs)]
-    return [
-        *map(moves, shards, signature.layouts),
-        *map(moves, inputs),
-    ]
 
 
 def _checked(signature: Signature, leaves: Sequence[Any]) -> tuple[Tensor, ...]:
