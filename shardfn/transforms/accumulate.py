@@ -20,6 +20,7 @@ from shardfn.transforms.autodiff import (
     follow,
     name_of,
     reaches_others,
+    refusing_writes,
     scalar,
     totals,
     unshared,
@@ -102,7 +103,8 @@ def accumulate(
         number = 0
         for number, batch in enumerate(batches, 1):
             accumulation.micro = number
-            yield scalar(f(params, *batch) if isinstance(batch, tuple) else f(params, batch), has_aux, name)
+            with refusing_writes():
+                yield scalar(f(params, *batch) if isinstance(batch, tuple) else f(params, batch), has_aux, name)
         if number == 0:
             raise ValueError(f"accumulate: there are no micro-batches for {name}")
 

@@ -360,3 +360,18 @@ def local_item_returned(shard_map, mesh):
         return total
 
     return evaluate(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))
+
+
+@wrong("parts", "data", "params", AS_FIXED, graded(error, "w", "b"), says="params, in all its 2 tensors, is the same")
+def plain_parameters_in_place_of_shards(shard_map, mesh):
+    def loss_fn(params, x, y):
+        # fix: params = sf.pvary(params, "data")
+        # fix: out = x @ params["w"] + params["b"]
+        out = x @ params["w"] + params["b"]  # here
+        return sf.psum((out - y).square().sum(), "data") / COUNT
+
+    @shard_map(in_specs=(..., P("data"), P("data")), out_specs=...)
+    def gradients(params, x, y):
+        return sf.grad(loss_fn)(params, x, y)
+
+    return gradients(weights("w", "b"), part(X, mesh, "data"), part(Y, mesh, "data"))
