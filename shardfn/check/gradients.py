@@ -210,7 +210,7 @@ def parts(case: Case, kind: Kind = "gradient") -> None:
         others = ", ".join(case.trace.variables[m].path for m in members[1:4])
         said = f"{first.path} and {len(members) - 1} more ({others}{', ...' * (len(members) > 4)}) are"
         if whole or len(members) == 1:
-            said = f"{whole}, in all its {len(members)} tensors, is" if whole else f"{first.path} is"
+            said = f"{whole}, in all its tensors, is" if whole else f"{first.path} is"
         given = whole or first.path
         fix = f"shardfn.pvary({site.spelled(given) if site else given}, {named(names)})"
         where = f"{line(site)}, where it meets what varies, in {case.trace.nodes[met[members[0]]].op}" if site else ""
@@ -226,7 +226,7 @@ def parts(case: Case, kind: Kind = "gradient") -> None:
 
 def _tree_of(case: Case, members: list[int]) -> str:
     """Returns the path of the tree that holds these variables and no others; empty for one, or if there is none."""
-    paths = {at: variable.path for at, variable in enumerate(case.trace.variables)}
+    paths = {at: v.path for at, v in enumerate(case.trace.variables) if v.node not in case.blank}
     first = paths[members[0]] if len(members) > 1 else ""
     roots = (first[: found.start()] for found in re.finditer(r"\[", first))
     return next((r for r in roots if members == [at for at in paths if paths[at].startswith(f"{r}[")]), "")

@@ -58,7 +58,8 @@ def accumulate(
     """A function of parameters that returns the sum of `f` over micro-batches and its gradient, one of them at a time.
 
     Nothing is averaged: if `f` is a sum, divided by the size of the whole batch, the result is exactly the whole
-    batch's loss and gradient; not with batch norms, which see one micro-batch at a time.
+    batch's loss and gradient; not with batch norms, which see one micro-batch at a time. A mean, divided by the number
+    of micro-batches, is the whole batch's only if they have equally many rows.
 
     With `micro="auto"` a batch is cut into as few parts as fit into memory. It is tried whole first. When any rank runs
     out of memory, all ranks abandon the attempt, and begin again with twice as many parts, from the same random

@@ -362,7 +362,7 @@ def local_item_returned(shard_map, mesh):
     return evaluate(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))
 
 
-@wrong("parts", "data", "params", AS_FIXED, graded(error, "w", "b"), says="params, in all its 2 tensors, is the same")
+@wrong("parts", "data", "params", AS_FIXED, graded(error, "w", "b"), says="params, in all its tensors, is the same")
 def plain_parameters_in_place_of_shards(shard_map, mesh):
     def loss_fn(params, x, y):
         # fix: params = sf.pvary(params, "data")
