@@ -60,7 +60,11 @@ MESHES: dict[str, Row] = {
     "negative": (lambda: mesh(a=4, b=-2), ValueError, ["axis 'b'", "size -2", "positive"]),
     "fraction": (lambda: mesh(a=2.0), ValueError, ["axis 'a'", "2.0", "integer"]),  # type: ignore[arg-type]
     "truth": (lambda: mesh(a=True, b=-1), ValueError, ["axis 'a'", "True", "integer"]),
-    "by position": (lambda: sf.make_mesh((4,), ("a",)), TypeError, ["make_mesh", "axes have names", "make_mesh(data=2"]),  # type: ignore[call-arg, misc]
+    "by position": (
+        lambda: sf.make_mesh((4,), ("a",)),
+        TypeError,
+        ["make_mesh", "axes have names", "make_mesh(data=2"],
+    ),  # type: ignore[call-arg, misc]
     "as torch's": (lambda: mesh(mesh_shape=(4,)), ValueError, ["'mesh_shape' has size (4,)", "as in make_mesh(data=2"]),  # type: ignore[arg-type]
     "no axes": (lambda: sf.make_mesh(device="cpu"), ValueError, ["at least one axis"]),
     "no names": (unnamed, ValueError, ["no axis names", "mesh_dim_names"]),
@@ -181,7 +185,11 @@ SPECS: dict[str, Row] = {
         ValueError,
         ["shard_map(step)", "in_specs has 1 for 2 arguments", "params, x"],
     ),
-    "too many": (lambda: mapped(step, (P(),) * 5, T), ValueError, ["in_specs has 5 for 1 argument ", "params, x, rest, rate"]),
+    "too many": (
+        lambda: mapped(step, (P(),) * 5, T),
+        ValueError,
+        ["in_specs has 5 for 1 argument ", "params, x, rest, rate"],
+    ),
     "skipped": (lambda: mapped(step, (P(), P()), T, rate=T), ValueError, ["in_specs has 2 for ", "rate"]),
     "names": (
         lambda: mapped(step, {"params": P(), "y": P()}, T),

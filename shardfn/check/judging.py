@@ -54,6 +54,7 @@ def judged(trace: Trace, compared: Compared) -> list[Finding]:
                 _returned(case, event, compared.outputs.get(event.path, 0))
             case Claimed():
                 _claimed(case, event, unnamed)
+    reductions.micro_batches(case)
     inputs.repeated_draws(case)
     inputs.noise_of_rows(case)
     inputs.batch_statistics(case)

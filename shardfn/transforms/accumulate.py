@@ -12,6 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.check import recording
 from shardfn.collectives.capturing import capturing
 from shardfn.compat import functorch
 from shardfn.transforms.autodiff import (
@@ -158,7 +159,8 @@ def _called(f: Callable[..., Any]) -> str:
 
 def _one_by_one(losses: Callable[[Any], Iterator[tuple[Tensor, Any]]], params: Any, has_aux: bool, defer: Defer) -> Any:
     """The sum and its gradient, by one forward and backward per micro-batch."""
-    wrapped = Variables(params)
+    wrapped, recorder = Variables(params), recording.current()
+    begin = 0 if recorder is None else len(recorder.trace.nodes)
     variables = [value.detach().requires_grad_() for value in wrapped.values]
     sums: list[Tensor | None] = [None] * len(variables)
     values, auxes = [], []
@@ -178,6 +180,9 @@ def _one_by_one(losses: Callable[[Any], Iterator[tuple[Tensor, Any]]], params: A
         collected = step.finish()
         follow(collected, variables, wrapped.layouts)
     gradients = unshared(totals(sums, collected, variables, wrapped.layouts))
+    if recorder is not None:
+        for value in values:
+            recorder.differentiated(value, begin, zip(wrapped.values, gradients, strict=True))
     gradient = wrapped.gradient(gradients)
     total = torch.stack(values).sum()
     return (total, auxes) if has_aux else total, gradient
