@@ -448,10 +448,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "complex matrices": (lambda: so.muon(0.1).init({"w": torch.ones(2, 2) * 1j}), "muon: w is torch.complex64"),
     "complex parameters": (lambda: so.adafactor(0.1).init({"w": torch.ones(2) * 1j}), "adafactor: w is torch"),
     # What people write who know torch's.
-    "betas": (lambda: so.adamw(1e-3, betas=(0.9, 0.95)), "adamw: got an unexpected keyword argument 'betas'; betas=(0.9"),  # type: ignore[call-arg]
+    "betas": (lambda: so.adamw(1e-3, betas=(0.9, 0.95)), "argument 'betas'; betas=(0.9, 0.95) is b1=0.9"),  # type: ignore[call-arg]
     "a number of another library": (lambda: so.adam(1e-3, amsgrad=True), "write shardfn.optim.from_torch("),  # type: ignore[call-arg]
     "a number of another optimizer": (lambda: so.lion(1e-3, eps=1e-8), "it takes lr, b1, b2, weight_decay"),  # type: ignore[call-arg]
-    "parameters": (lambda: so.muon([torch.ones(2)], lr=1e-3), "values for argument 'lr'; an optimizer is made of numbers"),  # type: ignore[misc, arg-type]
+    "parameters": (lambda: so.muon([torch.ones(2)], lr=1e-3), "'lr'; an optimizer is made of numbers by name"),  # type: ignore[misc, arg-type]
     "parameters alone": (lambda: so.sgd(iter([torch.ones(2)])), "It gets parameters by state = optimizer.init(params)"),  # type: ignore[arg-type]
     "a module": (lambda: so.soap(torch.nn.Linear(1, 1)), "soap: lr=... is a Linear; it is a number"),
     "no rate": (lambda: so.kfac(), "kfac: missing a required argument: 'lr'; an optimizer is made of numbers by name"),  # type: ignore[call-arg]

@@ -66,22 +66,6 @@ def psum_forgotten_loss_not_returned_fsdp(shard_map, mesh):
     return step(params, part(X, mesh, "shard"), part(Y, mesh, "shard"))
 
 
-@wrong("losses", "shard", "", AS_FIXED, lambda: {"layer": graded(lambda p: 2 * error(p), "w", "b")()}, SHARD)
-def psum_forgotten_micro_batches_fsdp(shard_map, mesh):
-    layer = sf.stage(lambda p, x: x @ p["w"] + p["b"])
-
-    def loss_fn(params, x, y):
-        # fix: return sf.pmean((layer(params["layer"], x) - y).square().mean(), "shard")
-        return (layer(params["layer"], x) - y).square().mean()  # here
-
-    @shard_map(in_specs=(..., P("shard"), P("shard")), out_specs=...)
-    def gradients(params, x, y):
-        return sf.accumulate(loss_fn, list(zip(x.split(2), y.split(2), strict=True)))(params)[1]
-
-    params = sf.shard({"layer": weights("w", "b")}, mesh, sf.full_shard("shard"))
-    return gradients(params, part(X, mesh, "shard"), part(Y, mesh, "shard"))
-
-
 @wrong("losses", "data", "", AS_FIXED, graded(lambda p: squares(linear(p), Y) / ROWS, "w"))
 def sum_over_the_rows_of_one_rank(shard_map, mesh):
     def loss_fn(params, x, y):
@@ -376,18 +360,3 @@ def local_item_returned(shard_map, mesh):
         return total
 
     return evaluate(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))
-
-
-@wrong("parts", "data", "params", AS_FIXED, graded(error, "w", "b"), says="params, in all its tensors, is the same")
-def plain_parameters_in_place_of_shards(shard_map, mesh):
-    def loss_fn(params, x, y):
-        # fix: params = sf.pvary(params, "data")
-        # fix: out = x @ params["w"] + params["b"]
-        out = x @ params["w"] + params["b"]  # here
-        return sf.psum((out - y).square().sum(), "data") / COUNT
-
-    @shard_map(in_specs=(..., P("data"), P("data")), out_specs=...)
-    def gradients(params, x, y):
-        return sf.grad(loss_fn)(params, x, y)
-
-    return gradients(weights("w", "b"), part(X, mesh, "data"), part(Y, mesh, "data"))

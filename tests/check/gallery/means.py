@@ -152,23 +152,6 @@ def grad_accumulation_local_scale(shard_map, mesh):
     return step(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"), part(REAL, mesh, "data"))
 
 
-@wrong("means", (), "", "a sum, divided by the size of the whole batch", trained(error, "w"))
-def micro_batches_of_other_sizes(shard_map, mesh):
-    """The mean over 3 rows and the mean over 1, of which each counts for one half."""
-
-    def loss_fn(params, x, y):
-        out = x @ sf.pvary(params["w"], "data")
-        # fix: return sf.psum((out - y).square().sum(), "data") / COUNT
-        return sf.pmean((out - y).square().mean(), "data") / 2  # here
-
-    @shard_map(in_specs=(P(), P("data"), P("data")), out_specs=(P(), P()))
-    def step(params, x, y):
-        loss, grads = sf.accumulate(loss_fn, list(zip(x.split(3), y.split(3), strict=True)))(params)
-        return sgd(params, grads), loss
-
-    return step(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))
-
-
 def batch_normed(p: Any) -> Tensor:
     return squares(F.batch_norm(X, None, None, training=True) @ p["w"], Y) / COUNT
 
