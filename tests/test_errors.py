@@ -61,10 +61,10 @@ MESHES: dict[str, Row] = {
     "fraction": (lambda: mesh(a=2.0), ValueError, ["axis 'a'", "2.0", "integer"]),  # type: ignore[arg-type]
     "truth": (lambda: mesh(a=True, b=-1), ValueError, ["axis 'a'", "True", "integer"]),
     "by position": (
-        lambda: sf.make_mesh((4,), ("a",)),
+        lambda: sf.make_mesh((4,), ("a",)),  # type: ignore[call-arg, arg-type]
         TypeError,
         ["make_mesh", "axes have names", "make_mesh(data=2"],
-    ),  # type: ignore[call-arg, misc]
+    ),
     "as torch's": (lambda: mesh(mesh_shape=(4,)), ValueError, ["'mesh_shape' has size (4,)", "as in make_mesh(data=2"]),  # type: ignore[arg-type]
     "no axes": (lambda: sf.make_mesh(device="cpu"), ValueError, ["at least one axis"]),
     "no names": (unnamed, ValueError, ["no axis names", "mesh_dim_names"]),
