@@ -47,6 +47,7 @@ MISTAKES = {
     "losses": "gradients of the sum, not the mean, of the ranks' losses",
     "whole": "a sum of values that every rank holds whole",
     "inner": "a gradient within a gradient, of each rank's own loss",
+    "parts": "a gradient that leaves as each rank's part",
     "branch": "the result of a collective, dropped on some ranks",
     "means": "a mean of means, or `psum` and `pmean` of gradients mixed up",
     "vary": "`pvary` or `local_slice` of a value that varies already",

@@ -10,10 +10,11 @@ import contextlib
 import functools
 import getpass
 import hashlib
+import inspect
 import os
 import site
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -91,6 +92,34 @@ def short_errors(f: F) -> F:
             raise
 
     return run  # type: ignore[return-value]
+
+
+def advised(advice: Mapping[str, str], otherwise: str) -> Callable[[F], F]:
+    """Wraps a function so that errors about the arguments of a call end in what to write.
+
+    Args:
+        advice: that, by keywords of other libraries, which the function does not have.
+        otherwise: that for a call without unknown keywords.
+    """
+
+    def wrap(f: F) -> F:
+        signature = inspect.signature(f)
+        any_keyword = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+
+        @functools.wraps(f)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                unknown = [] if any_keyword else [key for key in kwargs if key not in signature.parameters]
+                takes = f"it takes {listed(signature.parameters, 20)}" if unknown else otherwise
+                known = next((advice[key] for key in unknown if key in advice), takes)
+                raise TypeError(f"{f.__name__}: {short(error)}; {known}") from None
+            return f(*args, **kwargs)
+
+        return run  # type: ignore[return-value]
+
+    return wrap
 
 
 def _ours(trace: TracebackType | None) -> bool:

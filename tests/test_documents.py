@@ -7,6 +7,7 @@ import importlib
 import inspect
 import os
 import re
+import subprocess
 import sys
 import tomllib
 import traceback
@@ -238,6 +239,14 @@ def test_a_page_whose_code_goes_on_from_another_says_so(page: Path):
     assert ranks_of(text_of(before)) == ranks_of(text_of(page))
     first = text_of(page).split("\n## ")[0]
     assert before in [Path(os.path.normpath(page.parent / link.partition("#")[0])) for link in links_of(first)]
+
+
+def test_the_command_on_the_index_takes_the_code_out_of_every_page():
+    command = re.search(r"^awk '(.*)'", text_of(Path("docs/how-to/index.md")), re.MULTILINE)
+    assert command
+    for page in PAGES:
+        taken = subprocess.run(["awk", command[1], ROOT / page], capture_output=True, text=True, check=True).stdout
+        assert taken == "".join(block.code for block in python_blocks(text_of(page)) if not block.raises), page
 
 
 def words_of(text: str) -> int:

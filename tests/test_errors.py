@@ -60,6 +60,12 @@ MESHES: dict[str, Row] = {
     "negative": (lambda: mesh(a=4, b=-2), ValueError, ["axis 'b'", "size -2", "positive"]),
     "fraction": (lambda: mesh(a=2.0), ValueError, ["axis 'a'", "2.0", "integer"]),  # type: ignore[arg-type]
     "truth": (lambda: mesh(a=True, b=-1), ValueError, ["axis 'a'", "True", "integer"]),
+    "by position": (
+        lambda: sf.make_mesh((4,), ("a",)),  # type: ignore[call-arg, arg-type]
+        TypeError,
+        ["make_mesh", "axes have names", "make_mesh(data=2"],
+    ),
+    "as torch's": (lambda: mesh(mesh_shape=(4,)), ValueError, ["'mesh_shape' has size (4,)", "as in make_mesh(data=2"]),  # type: ignore[arg-type]
     "no axes": (lambda: sf.make_mesh(device="cpu"), ValueError, ["at least one axis"]),
     "no names": (unnamed, ValueError, ["no axis names", "mesh_dim_names"]),
     "no mesh": (lambda: sf.shard_map(lambda: 1, in_specs=(), out_specs=...)(), NameError, ["no mesh", "make_mesh"]),
@@ -152,7 +158,7 @@ SPECS: dict[str, Row] = {
     "rank": (
         lambda: mapped(step, (P(), P("a", None, "b")), T, T),
         ValueError,
-        ["shard_map(step)", "x has shape (4, 6)", "2 dimensions", "P('a', None, 'b')", "3 entries", "at most 2"],
+        ["shard_map(step)", "x has shape (4, 6)", "2 dimensions", "P('a', None, 'b') describes 3", "at most 2"],
     ),
     "scalar": (
         lambda: mapped(step, {"params": P("a")}, torch.tensor(1.0)),
@@ -177,10 +183,14 @@ SPECS: dict[str, Row] = {
     "too few": (
         lambda: mapped(step, (P("a"),), T, T),
         ValueError,
-        ["shard_map(step)", "in_specs has 1 entries", "2 arguments", "params, x"],
+        ["shard_map(step)", "in_specs has 1 for 2 arguments", "params, x"],
     ),
-    "too many": (lambda: mapped(step, (P(),) * 5, T), ValueError, ["in_specs has 5 entries", "params, x, rest, rate"]),
-    "skipped": (lambda: mapped(step, (P(), P()), T, rate=T), ValueError, ["in_specs has 2 entries", "rate"]),
+    "too many": (
+        lambda: mapped(step, (P(),) * 5, T),
+        ValueError,
+        ["in_specs has 5 for 1 argument ", "params, x, rest, rate"],
+    ),
+    "skipped": (lambda: mapped(step, (P(), P()), T, rate=T), ValueError, ["in_specs has 2 for ", "rate"]),
     "names": (
         lambda: mapped(step, {"params": P(), "y": P()}, T),
         ValueError,
@@ -503,6 +513,12 @@ def part(of: str) -> Any:
     return optimizer.step(*given.values())
 
 
+def writes(derivative: Callable[..., Any]) -> None:
+    """A loss that changes a shard where it lies."""
+    flat = sf.shard({"body": {"w": torch.ones(4, 6)}}, mesh(a=1), sf.full_shard("a"))
+    derivative(lambda p: optree.tree_leaves(p)[0].mul_(0.9).sum())(flat)
+
+
 MEANT: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "gpu": (lambda: sf.make_mesh(a=1, device="gpu"), ValueError, ["device='gpu'", 'device="cuda"']),
     "number": (lambda: sf.make_mesh(a=1, device="cpu:0"), ValueError, ["device='cpu:0'", "without a number", '"cpu"']),
@@ -549,6 +565,12 @@ MEANT: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         lambda: closes_over("in an object"),
         RuntimeError,
         ["uses a tensor of shape (4, 6), torch.float32"],
+    ),
+    "writes": (lambda: writes(sf.grad), RuntimeError, ["writes into a parameter", "p * 0.9 for p.mul_(0.9)"]),
+    "writes in parts": (
+        lambda: writes(lambda f: sf.accumulate(lambda p, _: f(p), [0, 1])),
+        RuntimeError,
+        ["writes into a parameter", "p * 0.9 for p.mul_(0.9)"],
     ),
     "returns it": (lambda: closes_over("as it is"), RuntimeError, ["'activation', of shape (4, 6), torch.float32"]),
 }

@@ -10,10 +10,10 @@ from shardfn.check.trace import Mask, Node
 from shardfn.quoting import MOST, short
 
 Kind = Literal[
-    "output", "gradient", "sum", "vary", "losses", "means", "whole", "inner", "branch", "replica", "same", "batch_norm",
-    "closure", "collectives",
+    "output", "gradient", "sum", "vary", "losses", "means", "whole", "inner", "parts", "branch", "replica", "same",
+    "batch_norm", "closure", "collectives",
 ]  # fmt: skip
-PROBABLY = ("losses", "means", "whole", "inner", "branch", "same", "batch_norm")
+PROBABLY = ("losses", "means", "whole", "inner", "parts", "branch", "same", "batch_norm")
 """Kinds that may be intended, if rarely: reported as a warning."""
 LAST = ("means", "whole", "same", "batch_norm")
 """Kinds that never cause other findings."""

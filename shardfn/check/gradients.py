@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 
 from shardfn.check.callsites import Site
 from shardfn.check.case import Case, divided, local, scaled_later
-from shardfn.check.findings import given_at, line, named, target, written
+from shardfn.check.findings import Kind, given_at, line, named, target, written
 from shardfn.check.fixes import joined_at
-from shardfn.check.trace import Call, Gradient, Mask, Node, Summed, Used, reached, union
+from shardfn.check.trace import Call, Gradient, Mask, Node, Output, Summed, Used, reached, union
 from shardfn.check.varying import bits_of, numbers_of
 
 
@@ -173,7 +174,22 @@ def partial(case: Case, bad: Mask, variables: Mask, how: str) -> bool:
     return recorded
 
 
-def parts(case: Case) -> None:
+def undeclared(case: Case) -> None:
+    """Reports gradients of a loss that all ranks have that leave as each rank's part, if their specs declare nothing.
+
+    Nothing contradicts that, and a sum over ranks may follow; but if parameters are updated by them, ranks drift apart.
+    """
+    types, known, case.partial = case.types, case.partial, {}
+    gradients = {at: (of, event.loss) for event in case.trace.gradients() for of, at in event.pairs}
+    for event in case.trace.events:
+        if isinstance(event, Output) and event.allowed is None and event.node in gradients:
+            of, loss = gradients[event.node]
+            bad = types.along[event.node] & ~types.along[of] & ~types.along[loss]
+            partial(case, bad, union(1 << at for at in numbers_of(types.holds[of]) if at not in known), event.path)
+    parts(case, "parts")
+
+
+def parts(case: Case, kind: Kind = "gradient") -> None:
     """Reports parameters whose gradient is only each rank's part, and where a `pvary` would add the parts up."""
     groups: dict[tuple[Site | None, Mask], list[int]] = {}
     met: dict[int, int] = {}
@@ -189,21 +205,31 @@ def parts(case: Case) -> None:
             continue
         groups.setdefault((site, axes), []).append(at)
     for (site, axes), members in groups.items():
-        first = case.trace.variables[members[0]]
+        first, whole = case.trace.variables[members[0]], _tree_of(case, members)
         names, how = case.trace.names(axes), case.partial[members[0]][1]
-        rest = f" and {len(members) - 1} more" if len(members) > 1 else ""
         others = ", ".join(case.trace.variables[m].path for m in members[1:4])
-        rest += f" ({others}{', ...' * (len(members) > 4)})" if others else ""
-        fix = f"shardfn.pvary({site.spelled(first.path) if site else first.path}, {named(names)})"
+        said = f"{first.path} and {len(members) - 1} more ({others}{', ...' * (len(members) > 4)}) are"
+        if whole or len(members) == 1:
+            said = f"{whole}, in all its tensors, is" if whole else f"{first.path} is"
+        given = whole or first.path
+        fix = f"shardfn.pvary({site.spelled(given) if site else given}, {named(names)})"
         where = f"{line(site)}, where it meets what varies, in {case.trace.nodes[met[members[0]]].op}" if site else ""
         asked = len(members) > 1 and all(case.asked >> m & 1 for m in members)  # whole, and need not be
         instead = "; or shard them, shardfn.shard(params, mesh, strategy)" if asked else ""
         case.add(
-            met[members[0]] if site else first.node, "gradient", axes, first.path, site, fix,
-            f"{first.path}{rest} is the same on all ranks along {named(names)}, but the gradient that goes into "
+            met[members[0]] if site else first.node, kind, axes, given, site, fix,
+            f"{said} the same on all ranks along {named(names)}, but the gradient that goes into "
             f"{how} varies there: on each rank it is that rank's part alone. Write {fix}{where}: its transpose "
             f"adds up the parts{instead}{_mean_besides(case, members, axes)}",
         )  # fmt: skip
+
+
+def _tree_of(case: Case, members: list[int]) -> str:
+    """Returns the path of the tree that holds these variables and no others; empty for one, or if there is none."""
+    paths = {at: v.path for at, v in enumerate(case.trace.variables) if v.node not in case.blank}
+    first = paths[members[0]] if len(members) > 1 else ""
+    roots = (first[: found.start()] for found in re.finditer(r"\[", first))
+    return next((r for r in roots if members == [at for at in paths if paths[at].startswith(f"{r}[")]), "")
 
 
 def _mean_besides(case: Case, members: list[int], axes: Mask) -> str:

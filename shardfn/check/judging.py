@@ -54,10 +54,12 @@ def judged(trace: Trace, compared: Compared) -> list[Finding]:
                 _returned(case, event, compared.outputs.get(event.path, 0))
             case Claimed():
                 _claimed(case, event, unnamed)
+    reductions.micro_batches(case)
     inputs.repeated_draws(case)
     inputs.noise_of_rows(case)
     inputs.batch_statistics(case)
     gradients.parts(case)
+    gradients.undeclared(case)
     # What comes after a prefix can refute guesses, but not those from before an optimizer's step.
     last = max((event.gradient for event in trace.events if isinstance(event, Used)), default=-1)
     settled = [(at, f) for at, f in case.found if not trace.prefix or f.kind not in PROBABLY or at < last]

@@ -88,6 +88,28 @@ def _over_its_own_rows(case: Case, call: Call) -> None:
         return
 
 
+def micro_batches(case: Case) -> None:
+    """Means over different numbers of rows that `accumulate` adds up as if these were equal."""
+    nodes, types, calls = case.trace.nodes, case.types, dict[int, list[int]]()
+    for event in case.trace.gradients():
+        calls.setdefault(event.begin, []).append(event.loss)
+    for losses in calls.values():
+        means = [(types.mean[at], types.divisors[at]) for at in losses if types.mean[at] >= 0]
+        counts = [nodes[mean].count or nodes[mean].number or 0 for mean, _ in means]
+        divisors = [n * math.prod(by) for n, (_, by) in zip(counts, means, strict=True)]
+        if len(means) < len(losses) or 0 in counts or math.inf in divisors or len(set(counts)) == 1:
+            continue
+        if math.isclose(max(divisors), min(divisors)):
+            continue
+        at = means[0][0]
+        case.add(
+            at, "means", 0, "", nodes[at].site, "a sum, divided by the size of the whole batch",
+            f"accumulate adds up losses that are means{line(nodes[at].site)} over different numbers of elements, from "
+            f"{min(counts):g} to {max(counts):g} on a rank: those of a small micro-batch count for more. Return a sum, "
+            f"divided by the size of the whole batch",
+        )  # fmt: skip
+
+
 def _has_all_rows(case: Case, axes: Mask) -> bool:
     """Whether it was found that all ranks along these axes have the same rows, which should be cut."""
     names = set(case.trace.names(axes))

@@ -31,8 +31,8 @@ from shardfn.quoting import bounded, findings, short
 
 ARGUMENTS = (
     "the arguments",
-    "Pieces of one value have the same dtype and shape on every rank. If this is a last batch with fewer rows, drop it "
-    "(drop_last=True) or pad it; declare `...` only for shapes that are meant to differ",
+    "Pieces of one value have the same dtype and shape on every rank; declare `...` only for shapes that are meant to "
+    "differ",
 )
 
 
@@ -95,7 +95,7 @@ def _agree(
         if mine is not None:
             raise mine
         return
-    what, advice = subject
+    what = subject[0]
     described = described if mine is None else [str(mine)]
     text = "\n".join([name, *(" ".join(line.split()) for line in described)]).encode()
     digest = digest_of(text)
@@ -103,6 +103,7 @@ def _agree(
     if place is not None:
         text = b"\n".join([place.text.encode(), *text.split(b"\n")[1:]])
     alone, known = _alone(name, what, described, before)
+    advice = _advised(subject, described, known)
     # A negative length marks a rank whose own arguments are wrong.
     row = torch.tensor([digest, -len(text) if mine else len(text)], device="cpu")
     try:
@@ -126,15 +127,29 @@ def _agree(
     raise ValueError(f"{name}: {_difference_of_arguments(lines, axis, subject)}")
 
 
-def _alone(name: str, what: str, described: list[str], before: Iterable[str]) -> tuple[str, bool]:
-    """Says what is new to this rank, for when others do not come, and whether earlier lines were of the same names."""
+def _alone(name: str, what: str, described: list[str], before: Iterable[str]) -> tuple[str, list[str]]:
+    """Says what is new to this rank, for when others do not come, and returns earlier lines of the same names."""
     earlier = set(before)
     new = [line for line in described if line not in earlier] or described
     names = {line.partition(": ")[0] for line in new}
     known = sorted(line for line in earlier if line.partition(": ")[0] in names)
     news = _few(new) + (f"; known before: {_few(known)}" if known else "")
     rank = process_groups.global_rank()
-    return f"{name}: {what} are new to rank {rank} ({news}), and not every other rank has come to compare", bool(known)
+    return f"{name}: {what} are new to rank {rank} ({news}), and not every other rank has come to compare", known
+
+
+_ROWS = re.compile(r"(.+: \S+) \(\d+(.*)\)")
+
+
+def _advised(subject: tuple[str, str], one: list[str], *others: list[str]) -> str:
+    """Returns the advice about a difference, with more where two lines differ by the number of rows alone."""
+
+    def named(lines: set[str]) -> set[tuple[str, str]]:
+        return {(match[1], match[2]) for match in map(_ROWS.fullmatch, lines) if match}
+
+    rows = any(named(set(one) - set(other)) & named(set(other) - set(one)) for other in others)
+    batch = ". If this is a last batch with fewer rows, drop it (drop_last=True) or pad it"
+    return subject[1] + batch * (subject is ARGUMENTS and rows)
 
 
 def _few(lines: list[str]) -> str:
@@ -147,13 +162,13 @@ def _difference_of_arguments(lines: list[list[str]], axis: Axis, subject: tuple[
     """Returns what differs between ranks, from each rank's lines, the first of which names the operation."""
     if len({line[0].partition(_CALLED)[0] for line in lines}) > 1:
         return f"ranks do different things: {told(axis, [_operation(each) for each in lines])}. {ALIKE}"
-    what, advice = subject
     plain = [[first, *map(_plain, rest)] for first, *rest in lines]
     # Values follow from the rest, so checksums are told only if nothing else differs; if no line does, the order does.
     sentences = (
         _sentences(plain, axis) or _sentences(lines, axis) or [told(axis, ["; ".join(each[1:]) for each in lines])]
     )
-    return f"{what} differ between ranks: {findings(sentences, 6)}. {advice}"
+    advice = _advised(subject, *plain)
+    return f"{subject[0]} differ between ranks: {findings(sentences, 6)}. {advice}"
 
 
 def _sentences(lines: list[list[str]], axis: Axis) -> list[str]:

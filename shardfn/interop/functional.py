@@ -418,14 +418,23 @@ class Functional:
             (self._units[key].adapting if key in self._units else self._adapting).check(part)
 
     def _refuse_altered(self) -> None:
-        """Raises RuntimeError if the module has got new modules or parameters, which no call would train.
+        """Raises RuntimeError if the module was compiled, or has got new modules or parameters, which none would train.
 
         Layers may have moved: some modules wrap others around the same parameters in their first forward.
         """
-        if all(tuple(m._modules.values()) == children and _has_no_values(m) for m, children in self._skeleton):
+        if all(
+            tuple(m._modules.values()) == children and _has_no_values(m) and not dynamo.is_compiled(m)
+            for m, children in self._skeleton
+        ):
             return
         modules = {m for m, _ in self._skeleton}
         for path, m in self.module.named_modules():
+            if dynamo.is_compiled(m):
+                raise RuntimeError(
+                    f"{path or type(m).__name__} was compiled by torch after functional(), which lends it parameters "
+                    f"for each call: leave compile() out, and pass compile=True to functional, which compiles each "
+                    f"stage, or compile the whole step by shardfn.compile"
+                )
             if not (_has_no_values(m) and (m in modules or not m._buffers)):
                 raise RuntimeError(
                     f"{path or type(m).__name__} got other parameters or modules after functional(), which knows "

@@ -20,7 +20,7 @@ from shardfn.mesh.grid import Grid, show
 from shardfn.mesh.groups import connected, group_over
 from shardfn.mesh.planned import planned
 from shardfn.mesh.start import check_device, claim_device, patience, start_distributed
-from shardfn.quoting import short, short_errors
+from shardfn.quoting import advised, short, short_errors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,6 +29,7 @@ _log = logging.getLogger("shardfn")
 
 
 @short_errors
+@advised({}, "axes have names, the slowest first: make_mesh(data=2, tensor=4)")
 def make_mesh(
     *, device: str | None = None, scratch: Any = None, timeout: float | timedelta | None = None, **sizes: int
 ) -> DeviceMesh:
@@ -67,7 +68,7 @@ def make_mesh(
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
             raise ValueError(
                 f"make_mesh: axis {short(repr(name))} has size {short(repr(size))}; a size is a positive integer, "
-                f"or -1 once"
+                f"or -1 once, as in make_mesh(data=2, tensor=-1)"
             )
     if not sizes or list(sizes.values()).count(-1) > 1:
         raise ValueError(

@@ -340,8 +340,9 @@ def _check_rank(shape: Sequence[int], spec: P, mesh: DeviceMesh, name: str) -> N
     check_axes(spec.axes, mesh, f"{short(name, 600)} has spec {short(spec)}")
     if len(spec) > len(shape):
         raise ValueError(
-            f"{short(name, 600)} has shape {tuple(shape)}, of {len(shape)} dimensions, but {short(spec)} has "
-            f"{len(spec)} entries: give it at most {len(shape)}{'' if shape else ' (P() for a scalar)'}"
+            f"{short(name, 600)} has shape {tuple(shape)}, with {len(shape)} dimension{'s' * (len(shape) != 1)}, but "
+            f"{short(spec)} describes {len(spec)}: "
+            f"{f'give it at most {len(shape)} of its entries' if shape else 'write P() for a scalar'}"
         )
 
 

@@ -240,12 +240,12 @@ def _failed(wait: on, error: RuntimeError) -> RuntimeError:
         return RuntimeError(advised(f"{message}: {standing(stalled, states)}"))
     subject = f"{ranks_named(gone)} {'has' if len(gone) == 1 else 'have'}" if gone else "a rank has"
     last = callsites.last()
+    look = "look first at its output, and at the system's log"
     if silent:
-        look = "look first at its output, and at the system's log"
         last = f". The last that all ranks came to was {last}" if last else ""
         how = f"{watchdog.KILLED}; {look}{last}"
     else:
-        how = f"ended{f', after {last}' if last else ''}; look at its output first"
+        how = f"ended{f', after {last}' if last else ''}, and cannot be asked whether it was killed; {look}"
     return RuntimeError(f"{message}: {subject} {how} ({brief(error)})")
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardfn.optim.differentiable import filled, lent, numbered, refuse_overwriting
-from shardfn.optim.hyperparameters import Schedule, begun, check, constants
+from shardfn.optim.hyperparameters import Schedule, begun, check, constants, made_of_numbers
 from shardfn.optim.norms import squares, totals, wide
 from shardfn.optim.optimizer import Optimizer, Rule, of_rule
 from shardfn.optim.state_offload import on_whole
@@ -17,6 +17,7 @@ from shardfn.optim.wrappers import masked
 from shardfn.shards.pieces import Segment, Unit, Units, home, pairs, refuse_complex, spread, units, zeros
 
 
+@made_of_numbers
 def adafactor(
     lr: float | Tensor | Schedule,
     *,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardfn.optim.fused import AdamW
-from shardfn.optim.hyperparameters import Schedule, check
+from shardfn.optim.hyperparameters import Schedule, check, made_of_numbers
 from shardfn.optim.optimizer import Optimizer, Rule
 from shardfn.optim.state_dtype import Coded, Rounded
 from shardfn.optim.stepping import Elementwise, optimizer
@@ -163,6 +163,7 @@ ESTIMATE = Elementwise(
 # --- what users call ---
 
 
+@made_of_numbers
 def sgd(
     lr: float | Tensor | Schedule,
     *,
@@ -211,6 +212,7 @@ def sgd(
     return optimizer("sgd", rule, numbers, donate, _kept("sgd", state_dtype), seed)
 
 
+@made_of_numbers
 def adam(
     lr: float | Tensor | Schedule,
     *,
@@ -256,6 +258,7 @@ def adam(
     return optimizer("adam", ADAM, numbers, donate, _kept("adam", state_dtype), seed)
 
 
+@made_of_numbers
 def adamw(
     lr: float | Tensor | Schedule,
     *,
@@ -299,6 +302,7 @@ def adamw(
     return optimizer("adamw", ADAMW, numbers, donate, _kept("adamw", state_dtype), seed)
 
 
+@made_of_numbers
 def lion(
     lr: float | Tensor | Schedule,
     *,
@@ -341,6 +345,7 @@ def lion(
     return optimizer("lion", LION, numbers, donate, _kept("lion", state_dtype), seed)
 
 
+@made_of_numbers
 def adamw8bit(
     lr: float | Tensor | Schedule,
     *,
@@ -385,6 +390,7 @@ def adamw8bit(
     return optimizer("adamw8bit", ADAMW, numbers, donate, Coded())
 
 
+@made_of_numbers
 def lion8bit(
     lr: float | Tensor | Schedule,
     *,
@@ -431,6 +437,7 @@ class Sophia(Optimizer):
     estimate: Callable[[Any, Any, Any], Any]
 
 
+@made_of_numbers
 def sophia(
     lr: float | Tensor | Schedule,
     *,

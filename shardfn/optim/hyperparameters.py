@@ -13,7 +13,9 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from shardfn.quoting import advised
 
 Schedule = Callable[[Any], Any]
 # Lower bound, upper bound, and whether each bound is included, as interval brackets.
@@ -27,6 +29,19 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "growth": (1, math.inf, "[)"),
     "backoff": (0, 1, "(]"),
 }
+_CALLS = "state = optimizer.init(params), and params, state = optimizer.step(params, grads, state)"
+_OTHER = "write shardfn.optim.from_torch(torch.optim.AdamW, lr=1e-3, ...), which takes what that class takes"
+made_of_numbers = advised(
+    {
+        "params": f"an optimizer is made without parameters, and gets them by {_CALLS}",
+        "betas": "betas=(0.9, 0.95) is b1=0.9, b2=0.95 here",
+        "learning_rate": "write lr=",
+        **dict.fromkeys(("fused", "foreach", "capturable"), "leave it out: fused kernels are used where there are any"),
+        **dict.fromkeys(("amsgrad", "maximize", "dampening", "differentiable"), _OTHER),
+    },
+    f"an optimizer is made of numbers by name, as in adamw(1e-3, weight_decay=0.1), and gets parameters by {_CALLS}",
+)
+"""Wraps a function that makes an optimizer, for errors about the arguments that torch's have."""
 DECAYS = {"adafactor": (-math.inf, 0.0, "(]"), "ema": (0.0, 1.0, "[]")}
 
 
@@ -42,7 +57,7 @@ def check(name: str, numbers: dict[str, Any], rules: Container[str] = ("weight_d
         if key in ("nesterov", "graft", "donate"):
             if not isinstance(value, bool):
                 raise TypeError(f"{name}: {key}={_short(value)} is {kind(value)}; it is True or False")
-        elif callable(value) and not isinstance(value, type) and (key == "lr" or key in rules):
+        elif callable(value) and not isinstance(value, (type, nn.Module)) and (key == "lr" or key in rules):
             continue
         elif not isinstance(value, Tensor):
             in_range(name, key, value)
@@ -57,7 +72,10 @@ def in_range(name: str, key: str, value: Any) -> None:
     """Raises TypeError for a value that is not a number, ValueError for one out of its range."""
     low, high, ends = DECAYS.get(name, RANGES["eps"]) if key == "decay" else RANGES[key]
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}: {key}={_short(value)} is {kind(value)}; it is {_allowed(key, low, high, ends)}")
+        instead = f". It gets parameters by {_CALLS}" if key == "lr" and _short(value) == "..." else ""
+        raise TypeError(
+            f"{name}: {key}={_short(value)} is {kind(value)}; it is {_allowed(key, low, high, ends)}{instead}"
+        )
     x = float(value)
     if not (low <= x <= high) or (x == low and ends[0] == "(") or (x == high and ends[1] == ")"):
         raise ValueError(f"{name}: {key}={value!r}; it is {_allowed(key, low, high, ends)}")

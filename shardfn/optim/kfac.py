@@ -18,7 +18,7 @@ from torch import Tensor
 from shardfn.collectives.agree import agree
 from shardfn.mesh.selectors import Which
 from shardfn.optim.elementwise import adamw
-from shardfn.optim.hyperparameters import Schedule, begun, check, constants, kind, whole
+from shardfn.optim.hyperparameters import Schedule, begun, check, constants, kind, made_of_numbers, whole
 from shardfn.optim.norms import dots
 from shardfn.optim.optimizer import Optimizer, Rule
 from shardfn.optim.owners import (
@@ -100,6 +100,7 @@ class Kfac(Optimizer):
     estimate: Callable[[Moments, Any], Any]
 
 
+@made_of_numbers
 def kfac(
     lr: float | Tensor | Schedule,
     *,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardfn.optim.differentiable import lerped, refuse_overwriting
-from shardfn.optim.hyperparameters import Schedule, begun, check, constants, whole
+from shardfn.optim.hyperparameters import Schedule, begun, check, constants, made_of_numbers, whole
 from shardfn.optim.optimizer import Optimizer, Rule
 from shardfn.optim.owners import moved, on_everyone, on_owner
 from shardfn.optim.state_offload import on_whole
@@ -16,6 +16,7 @@ from shardfn.shards.boxes import Ints
 from shardfn.shards.pieces import Unit, pairs, refuse_complex, units, zeros_like
 
 
+@made_of_numbers
 def muon(
     lr: float | Tensor | Schedule,
     *,

@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optree
 
@@ -54,6 +54,22 @@ class Optimizer:
         init, step = guarded("step", divides_init(_each_once(self.init)), divides_step(self.step))
         object.__setattr__(self, "init", init)
         object.__setattr__(self, "step", step)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(f"an Optimizer has no .{name}: {_INSTEAD.get(name, 'it has init and step')}")
+
+
+_RATES = "its numbers are arguments, and lr may be a function of the step, such as warmup_cosine(1e-3, warmup=100, ...)"
+_INSTEAD = {
+    "zero_grad": "gradients are values, of which none is kept: leave the call out",
+    "param_groups": f"{_RATES}; others a function of a parameter's path and shape",
+    "add_param_group": "make a state for all parameters, init(params), and mask some of them by optim.masked",
+    **dict.fromkeys(("state", "state_dict"), "its state is a value, what init and step give: save that with params"),
+    "load_state_dict": "its state is a value: checkpoint.load gives one, which step takes",
+    "update": "call step(params, grads, state), which gives new parameters, not updates",
+}
 
 
 @dataclass(frozen=True)

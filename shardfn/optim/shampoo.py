@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardfn.optim.differentiable import refuse_overwriting
 from shardfn.optim.elementwise import adamw
-from shardfn.optim.hyperparameters import Schedule, begun, check, check_rule, constants, whole
+from shardfn.optim.hyperparameters import Schedule, begun, check, check_rule, constants, made_of_numbers, whole
 from shardfn.optim.optimizer import Optimizer, Rule
 from shardfn.optim.owners import Block, all_remembered, as_owner, eigh, moved, on_owner
 from shardfn.optim.state_offload import on_whole
@@ -28,6 +28,7 @@ Direction = Callable[[Tensor, dict[str, Any], int, dict[str, float]], Tensor]
 """From the gradient of a block, what is remembered of it (overwritten), its count of steps, and its numbers."""
 
 
+@made_of_numbers
 def shampoo(
     lr: float | Tensor | Schedule,
     *,
@@ -99,6 +100,7 @@ def shampoo(
     return _optimizer("shampoo", direction, numbers, every, block, donate)
 
 
+@made_of_numbers
 def kl_shampoo(
     lr: float | Tensor | Schedule,
     *,
@@ -174,6 +176,7 @@ def kl_shampoo(
     return _optimizer("kl_shampoo", direction, numbers, every, block, donate, squares=False)
 
 
+@made_of_numbers
 def soap(
     lr: float | Tensor | Schedule,
     *,

@@ -12,6 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.check import recording
 from shardfn.collectives.capturing import capturing
 from shardfn.compat import functorch
 from shardfn.transforms.autodiff import (
@@ -20,6 +21,7 @@ from shardfn.transforms.autodiff import (
     follow,
     name_of,
     reaches_others,
+    refusing_writes,
     scalar,
     totals,
     unshared,
@@ -57,7 +59,8 @@ def accumulate(
     """A function of parameters that returns the sum of `f` over micro-batches and its gradient, one of them at a time.
 
     Nothing is averaged: if `f` is a sum, divided by the size of the whole batch, the result is exactly the whole
-    batch's loss and gradient; not with batch norms, which see one micro-batch at a time.
+    batch's loss and gradient; not with batch norms, which see one micro-batch at a time. A mean, divided by the number
+    of micro-batches, is the whole batch's only if they have equally many rows.
 
     With `micro="auto"` a batch is cut into as few parts as fit into memory. It is tried whole first. When any rank runs
     out of memory, all ranks abandon the attempt, and begin again with twice as many parts, from the same random
@@ -102,7 +105,8 @@ def accumulate(
         number = 0
         for number, batch in enumerate(batches, 1):
             accumulation.micro = number
-            yield scalar(f(params, *batch) if isinstance(batch, tuple) else f(params, batch), has_aux, name)
+            with refusing_writes():
+                yield scalar(f(params, *batch) if isinstance(batch, tuple) else f(params, batch), has_aux, name)
         if number == 0:
             raise ValueError(f"accumulate: there are no micro-batches for {name}")
 
@@ -155,7 +159,8 @@ def _called(f: Callable[..., Any]) -> str:
 
 def _one_by_one(losses: Callable[[Any], Iterator[tuple[Tensor, Any]]], params: Any, has_aux: bool, defer: Defer) -> Any:
     """The sum and its gradient, by one forward and backward per micro-batch."""
-    wrapped = Variables(params)
+    wrapped, recorder = Variables(params), recording.current()
+    begin = 0 if recorder is None else len(recorder.trace.nodes)
     variables = [value.detach().requires_grad_() for value in wrapped.values]
     sums: list[Tensor | None] = [None] * len(variables)
     values, auxes = [], []
@@ -175,6 +180,9 @@ def _one_by_one(losses: Callable[[Any], Iterator[tuple[Tensor, Any]]], params: A
         collected = step.finish()
         follow(collected, variables, wrapped.layouts)
     gradients = unshared(totals(sums, collected, variables, wrapped.layouts))
+    if recorder is not None:
+        for value in values:
+            recorder.differentiated(value, begin, zip(wrapped.values, gradients, strict=True))
     gradient = wrapped.gradient(gradients)
     total = torch.stack(values).sum()
     return (total, auxes) if has_aux else total, gradient

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import optree
@@ -142,6 +142,21 @@ def _by_torch_func(
     return value, aux, unshared(parts) if torch.compiler.is_compiling() else parts
 
 
+@contextlib.contextmanager
+def refusing_writes() -> Iterator[None]:
+    """A context that says what to do instead where a loss writes into what it is differentiated by."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "leaf Variable that requires grad" not in str(error):
+            raise
+        raise RuntimeError(
+            "the loss writes into a parameter by which it is differentiated, at the line above in the traceback: "
+            "compute with a new tensor, such as p * 0.9 for p.mul_(0.9), and change parameters outside of the loss, by "
+            "an optimizer or in the tree"
+        ) from error
+
+
 def _by_autograd(
     loss: Callable[..., Any], leaves: list[Tensor], layouts: list[Layout | None], unread: bool
 ) -> tuple[Tensor, Any, Sequence[Tensor]]:
@@ -156,7 +171,8 @@ def _by_autograd(
             if not variable.requires_grad:
                 variable.requires_grad_()
         with Step(variables, unread=unread) as step:
-            value, aux = loss(*variables)
+            with refusing_writes():
+                value, aux = loss(*variables)
             others = bool(recording_outside or step.engines) and reaches_others((value, aux), variables)
             keep = recording_outside and (any(leaf.requires_grad for leaf in leaves) or others)
             if keep and step.pushed:

@@ -290,7 +290,7 @@ def _arguments(
     needed = max((slots.index(label) + 1 for label in labels), default=0)
     if not needed <= len(in_specs) <= len(slots):
         raise ValueError(
-            f"{name}: in_specs has {len(in_specs)} entries, but there are {needed} arguments ({listed(slots)}): "
+            f"{name}: in_specs has {len(in_specs)} for {needed} argument{'s' * (needed != 1)} ({listed(slots)}): "
             f"give one for each, one spec for all, or a dict by parameter name"
         )
     return [(label, in_specs[slots.index(label)]) for label in labels]

@@ -278,6 +278,9 @@ def refused() -> dict[str, str]:
     found["no later layer"] = said(lambda: late(params, x))
     late.module.blocks[0] = Block().double()
     found["a layer after a call"] = said(lambda: late(params, x))
+    late, params = made(seeded(Net))
+    late.module.blocks[1].w.compile()
+    found["compiled after a call"] = said(lambda: late(params, x))
     found["the function, copied"] = said(lambda: copy.deepcopy(model))
     found["no parameters"] = said(lambda: model(x))
     found["for torch.optim"] = said(lambda: torch.optim.SGD(model.module.parameters(), 0.1).step())
@@ -328,6 +331,7 @@ ONCE: dict[str, tuple[str, ...]] = {
     ),
     "no later layer": ("nothing was said",),
     "a layer after a call": ("RuntimeError", "blocks.0 got other parameters or modules after functional()"),
+    "compiled after a call": ("RuntimeError", "blocks.1.w was compiled by torch after functional()", "compile=True"),
     "the function, copied": ("TypeError", "cannot be copied or pickled"),
     "no parameters": ("TypeError", "a dict of stages", "not of type Tensor", "model(params, ...)"),
     "for torch.optim": ("RuntimeError", "gets no gradient here", "sf.value_and_grad"),

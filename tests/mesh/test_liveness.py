@@ -187,6 +187,7 @@ import torch, torch.distributed as dist, shardfn as sf
 from shardfn.collectives import kernels
 from shardfn.mesh import waiting, watchdog
 from shardfn.mesh.groups import cpu_group
+from shardfn.parallel import messages, pipeline
 watchdog.PATIENCE, watchdog.TICK = 0.3, 0.05
 sf.make_mesh(data=-1, device="cpu")
 size, rank, x = dist.get_world_size(), dist.get_rank(), torch.ones(2) * dist.get_rank()
@@ -205,6 +206,14 @@ def late():
 def broadcast(source):
     with waiting.on("broadcast", group.group_name, "test"):
         dist.broadcast(x, source, group)
+"""
+PIPELINE = """
+def part(w, x, batch):
+    return (batch if rank == 0 else x * batch.sum()).mul(w).sum(-rank)
+
+mesh = sf.make_mesh(pipe=2, device='cpu')
+f = sf.grad(lambda w: pipeline(part, w, [torch.ones(2)], 'pipe'))
+sf.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)(torch.ones(()))
 """
 ENDS = {
     "after a broadcast": (
@@ -227,15 +236,16 @@ ENDS = {
     ),
     "killed between a message's note and its tensor": (
         2,
-        "from shardfn.parallel import messages, pipeline\n"
         "def kill(*_): end(lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
-        "if rank == 1: messages.Team._post = kill\n"
-        "def part(w, x, batch): return (batch if rank == 0 else x * batch.sum()).mul(w).sum(-rank)\n"
-        "mesh = sf.make_mesh(pipe=2, device='cpu')\n"
-        "f = sf.grad(lambda w: pipeline(part, w, [torch.ones(2)], 'pipe'))\n"
-        "sf.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)(torch.ones(()))",
+        f"if rank == 1: messages.Team._post = kill\n{PIPELINE}",
         [1, -9],
         "pipeline: rank 1 along 'pipe' does not answer",
+    ),
+    "killed between those, with the store": (
+        2,
+        f"if rank == 0: messages.Team._post = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n{PIPELINE}",
+        [-9, 1],
+        "and cannot be asked whether it was killed; look first at its output, and at the system's log",
     ),
     "killed, with the store": (
         2,

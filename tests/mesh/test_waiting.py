@@ -195,7 +195,7 @@ def a_wrong_batch() -> str:
     for k in range(3):
         value(params, torch.full((2, 4), k, dtype=torch.float64))
     with pytest.raises(RuntimeError) as caught:
-        value(params, torch.ones(2, 4 - dist.get_rank(), dtype=torch.float64))
+        value(params, torch.ones(2 - dist.get_rank(), 4, dtype=torch.float64))
     return str(caught.value)
 
 
@@ -203,7 +203,7 @@ def test_a_wrong_batch_in_the_middle_of_a_run_is_named_on_every_rank() -> None:
     with World(2, deadline=30) as own:
         found = own.run(a_wrong_batch)
         for said in found:
-            assert "new to rank 1 (x: torch.float64 (2, 3); known before: x: torch.float64 (2, 4))" in said
+            assert "new to rank 1 (x: torch.float64 (1, 4); known before: x: torch.float64 (2, 4))" in said
             assert "FlatShard" not in said
             assert "If this is a last batch with fewer rows, drop it (drop_last=True) or pad it" in said
             assert len(said) <= 2000

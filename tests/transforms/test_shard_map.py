@@ -407,6 +407,20 @@ class TestRanksThatDiffer:
     """All ranks hear of it, in the same words, within seconds: alone, one would raise and the others hang."""
 
     @pytest.mark.parametrize(
+        ("shapes", "batch"),
+        [([(2, 3), (1, 3)], True), ([(2, 3), (2, 4)], False), ([(2, 3), (2,)], False), ([(2, 3), (2, 3)], False)],
+    )
+    def test_a_last_batch_is_spoken_of_where_numbers_of_rows_alone_differ(self, shapes: Any, batch: bool) -> None:
+        def body() -> Any:
+            rank = dist.get_rank()
+            more = {"z": torch.ones(2)} if rank and shapes[0] == shapes[1] else {}
+            return on_mesh(lambda x: x, P("a"), {"x": torch.ones(*shapes[rank]), **more})
+
+        for error in world(2, "threads").within(20).errors(body):
+            assert "the arguments differ between ranks" in str(error)
+            assert ("If this is a last batch with fewer rows, drop it" in str(error)) == batch
+
+    @pytest.mark.parametrize(
         ("calls", "specs", "words"),
         [
             (
@@ -438,7 +452,7 @@ class TestRanksThatDiffer:
             (lambda r: ({"vw"[r]: torch.ones(2)},), ({"w": P("a")},), ["prefix", "'v'", "'w'"]),
             (lambda r: (torch.ones(*[2] * (1 + r)),), P("a", None), ["x has shape (2,)", "P('a', None)"]),
             (lambda r: (torch.ones(2) if r else 3,), P("a"), ["x is 3", "int", "P('a')"]),
-            (lambda r: (torch.ones(2),) * (2 - r), (P("a"),), ["1 entries", "2 arguments"]),
+            (lambda r: (torch.ones(2),) * (2 - r), (P("a"),), ["in_specs has 1 for 2 arguments"]),
         ],
     )
     def test_what_one_rank_cannot_accept_all_ranks_hear_of(self, calls: Any, specs: Any, words: list[str]) -> None:

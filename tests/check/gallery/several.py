@@ -21,6 +21,7 @@ from tests.check.gallery.setting import (
     LABELS,
     OUT,
     ROWS,
+    SHARD,
     X,
     Y,
     error,
@@ -440,3 +441,51 @@ def mean_of_what_a_stage_returns_that_runs_again(shard_map, mesh):
 
     placement = sf.hybrid_shard(shard="shard", replica="replica")
     return centred_behind(shard_map, mesh, loss_fn, placement, BOTH)
+
+
+@wrong("losses", "shard", "", AS_FIXED, lambda: {"layer": graded(lambda p: 2 * error(p), "w", "b")()}, SHARD)
+def psum_forgotten_micro_batches_fsdp(shard_map, mesh):
+    layer = sf.stage(lambda p, x: x @ p["w"] + p["b"])
+
+    def loss_fn(params, x, y):
+        # fix: return sf.pmean((layer(params["layer"], x) - y).square().mean(), "shard")
+        return (layer(params["layer"], x) - y).square().mean()  # here
+
+    @shard_map(in_specs=(..., P("shard"), P("shard")), out_specs=...)
+    def gradients(params, x, y):
+        return sf.accumulate(loss_fn, list(zip(x.split(2), y.split(2), strict=True)))(params)[1]
+
+    params = sf.shard({"layer": weights("w", "b")}, mesh, sf.full_shard("shard"))
+    return gradients(params, part(X, mesh, "shard"), part(Y, mesh, "shard"))
+
+
+@wrong("parts", "data", "params", AS_FIXED, graded(error, "w", "b"), says="params, in all its tensors, is the same")
+def plain_parameters_in_place_of_shards(shard_map, mesh):
+    def loss_fn(params, x, y):
+        # fix: params = sf.pvary(params, "data")
+        # fix: out = x @ params["w"] + params["b"]
+        out = x @ params["w"] + params["b"]  # here
+        return sf.psum((out - y).square().sum(), "data") / COUNT
+
+    @shard_map(in_specs=(..., P("data"), P("data")), out_specs=...)
+    def gradients(params, x, y):
+        return sf.grad(loss_fn)(params, x, y)
+
+    return gradients(weights("w", "b"), part(X, mesh, "data"), part(Y, mesh, "data"))
+
+
+@wrong("means", (), "", "a sum, divided by the size of the whole batch", trained(error, "w"))
+def micro_batches_of_other_sizes(shard_map, mesh):
+    """The mean over 3 rows and the mean over 1, of which each counts for one half."""
+
+    def loss_fn(params, x, y):
+        out = x @ sf.pvary(params["w"], "data")
+        # fix: return sf.psum((out - y).square().sum(), "data") / COUNT
+        return sf.pmean((out - y).square().mean(), "data") / 2  # here
+
+    @shard_map(in_specs=(P(), P("data"), P("data")), out_specs=(P(), P()))
+    def step(params, x, y):
+        loss, grads = sf.accumulate(loss_fn, list(zip(x.split(3), y.split(3), strict=True)))(params)
+        return sgd(params, grads), loss
+
+    return step(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))
