@@ -13,7 +13,6 @@ from torch._C._functorch import (
     get_single_level_autograd_function_allowed,
     set_single_level_autograd_function_allowed,
 )
-from torch._functorch.eager_transforms import enable_inplace_requires_grad, grad_increment_nesting
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
@@ -167,71 +166,6 @@ def on_cpu(op: Any) -> Any:
 def in_parts(op: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Runs a registered op by its kernel, whose own operations a mode sees."""
     return op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
-
-
-def _backwards(y: torch.Tensor) -> torch.Tensor:
-    """Returns the gradient of `y` for the one leaf that it was made from, with a graph of its own.
-
-    Avoids autograd's engine, which would start now, with threads for the devices known so far: a process forked later
-    could then not differentiate if there is a GPU, nor could this one on a device that is registered later.
-    """
-    order: list[Any] = []
-    seen: set[Any] = set()
-
-    def visit(node: Any) -> None:
-        if node is not None and node not in seen:
-            seen.add(node)
-            for parent, _ in node.next_functions:
-                visit(parent)
-            order.append(node)
-
-    visit(y.grad_fn)
-    cotangents: dict[Any, Any] = {y.grad_fn: torch.ones_like(y)}
-    for node in reversed(order[1:]):
-        ct = cotangents[node]
-        result = node.apply(ct) if isinstance(node, torch.autograd.function.BackwardCFunction) else node(ct)
-        grads = result if isinstance(result, tuple) else (result,)
-        if len(grads) > len(node.next_functions):  # a Python Function also returns None for non-tensors
-            grads = tuple(g for g in grads if g is not None)
-        for (parent, _), g in zip(node.next_functions, grads, strict=True):
-            if parent is not None and g is not None:
-                cotangents[parent] = cotangents[parent] + g if parent in cotangents else g
-    return cotangents[order[0]]  # the leaf's own node
-
-
-def _nesting_works() -> bool:
-    """Whether the second derivative through a registered op that doubles a number is right."""
-    lib = torch.library.Library("shardfn_probe", "FRAGMENT")
-
-    def double(x: torch.Tensor, n: int) -> torch.Tensor:
-        return op(x, n)
-
-    op = register(
-        lib,
-        "double",
-        "int n",
-        kernel=lambda x, n: x * n,
-        backward=double,
-        forward_mode=double,
-        batch=lambda dim, x, n: (op(x, n), dim),
-    )
-
-    def derivative(f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        # Does what torch.func.grad does, which itself would load all of torch.compile.
-        with torch.enable_grad(), grad_increment_nesting() as level, enable_inplace_requires_grad(True):
-            x = torch._C._functorch._wrap_for_grad(x, level).requires_grad_()
-            return torch._C._functorch._unwrap_for_grad(_backwards(f(x).sum()), level)
-
-    second = derivative(
-        lambda x: derivative(lambda x: double(x, 2) ** 3, x), torch.ones(2, dtype=torch.float64, device="cpu")
-    )
-    return bool((second == 48).all())  # the second derivative of 8 x^3 at 1
-
-
-try:
-    SINGLE_LEVEL = _nesting_works()
-except Exception:  # whatever another torch raises there
-    SINGLE_LEVEL = False
 
 
 @functools.cache
