@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from shardfn.plans.holdings import Section, along, places
+from shardfn.plans.holdings import Section
 
 FEW = ("#38618c", "#e08e45", "#4f9d69", "#c0504d", "#7b5ea7", "#3d9db3", "#b08a2e", "#c2679b")
 MANY = ("#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a0da39", "#f2d13c")
@@ -17,19 +17,19 @@ def colors(section: Section) -> dict[int, str]:
     """Returns rank -> color: a hue by position along the axes cutting most bytes (or all), paler for further copies."""
     grid = section.grid
     if grid is None:
-        return dict.fromkeys(section.places, FEW[0])
+        return dict.fromkeys(section.ranks, FEW[0])
     whole = Counter[tuple[str, ...]]()
     for flat in section.flats:
         axes = tuple(name for name in flat.layout.placement.axes if grid.size(name) > 1)
         if axes:
             whole[axes] += flat.whole
     names = max(whole, key=lambda axes: whole[axes]) if whole else tuple(name for name, _ in grid.sizes)
-    other_axes = [name for name, _ in grid.sizes if name not in names]
-    count, copies = grid.size(names), grid.size(tuple(other_axes))
+    other_axes = tuple(name for name, _ in grid.sizes if name not in names)
+    count, copies = grid.size(names), grid.size(other_axes)
     color_of = {}
-    for rank, position in places(grid).items():
-        paler = 0.45 * along(grid, position, other_axes) / max(copies - 1, 1)
-        color_of[rank] = mixed(hue(along(grid, position, names), count), "#ffffff", paler)
+    for rank in grid.ranks:
+        paler = 0.45 * grid.index(rank, other_axes) / max(copies - 1, 1)
+        color_of[rank] = mixed(hue(grid.index(rank, names), count), "#ffffff", paler)
     return color_of
 
 
