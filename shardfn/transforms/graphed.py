@@ -21,7 +21,7 @@ from shardfn.debugging import KINDS, debugging
 from shardfn.mesh.scope import current_mesh, mesh_of
 from shardfn.mesh.spec import dotted
 from shardfn.quoting import listed, short, short_errors
-from shardfn.shards.layout import is_flat
+from shardfn.shards.layout import flat_shards
 from shardfn.transforms.autodiff import name_of
 from shardfn.transforms.captured import Captured, Donated, Program, Roles, captured
 from shardfn.transforms.checking import asked
@@ -296,8 +296,7 @@ class Graphs:
 
     def _meshes(self, args: Any, kwargs: Any) -> Iterator[DeviceMesh]:
         """The meshes whose ranks capture together."""
-        nodes = optree.tree_leaves((args, kwargs), is_leaf=is_flat)
-        grids = dict.fromkeys(node.layout.grid for node in nodes if is_flat(node))
+        grids = dict.fromkeys(flat.layout.grid for flat in flat_shards((args, kwargs)))
         mesh = self.mesh or current_mesh()
         if mesh is not None:
             yield mesh

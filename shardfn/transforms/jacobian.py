@@ -21,7 +21,7 @@ from shardfn.compat import functorch, process_groups
 from shardfn.compat.norms import WrittenOut
 from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import scope_of
-from shardfn.shards.layout import Layout, is_flat
+from shardfn.shards.layout import Layout, flat_shards
 from shardfn.shards.partition import with_leaves
 from shardfn.shards.unsharding import unshard
 from shardfn.transforms.autodiff import Variables, name_of, positions
@@ -129,8 +129,7 @@ def _jacobian(
             if has_aux and not (isinstance(result, tuple) and len(result) == 2):
                 raise TypeError(f"{place}: with has_aux=True it returns (outputs, aux), not {type(result).__name__}")
             out, aux = result if has_aux else (result, ())
-            flat = any(map(is_flat, optree.tree_leaves(out, is_leaf=is_flat)))
-            leaves, tree = optree.tree_flatten(unshard(out) if flat else out)
+            leaves, tree = optree.tree_flatten(unshard(out) if flat_shards(out) else out)
             trees[:] = [tree]
             return tuple(_floating(y, place) for y in leaves), aux
 
