@@ -10,11 +10,12 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.checkpoint import folders
 from shardfn.checkpoint.disk import sync, write_whole
@@ -42,9 +43,6 @@ from shardfn.shards.layout import flat_shards, is_stage
 from shardfn.shards.placement import Strategy
 from shardfn.shards.sharding import shard
 from shardfn.shards.unsharding import unshard
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."

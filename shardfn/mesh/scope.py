@@ -6,9 +6,10 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.compat import autograd, dynamo
 from shardfn.compat.replacing import replaced
@@ -18,9 +19,6 @@ from shardfn.mesh.axes import Axes, axis_of, device_of, grid_of, known_axes, mes
 from shardfn.mesh.grid import ALONE, Axis, AxisName, Grid, as_names
 from shardfn.mesh.groups import world_of_thread
 from shardfn.mesh.make import made_again
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class _Scope(threading.local):

@@ -11,17 +11,15 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optree
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.mesh.axes import axis_of, check_axes, sizes
 from shardfn.mesh.grid import AxisName, as_names
 from shardfn.quoting import listed, short
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Entry = str | tuple[str, ...] | None
 

@@ -7,10 +7,11 @@ import itertools
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, get_args
+from typing import Any, Protocol, get_args
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives.agree import agree, failing_together
 from shardfn.mesh.axes import device_of, sizes
@@ -23,9 +24,6 @@ from shardfn.run.order import RARE, Last, Order, Sample, room
 from shardfn.run.sources import NAME, Reader, by_workers, opened, portion, sampled
 from shardfn.run.streams import Stream, Streamed, stream_facts
 from shardfn.shards.random import int_seed
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _SOURCES = (
     "the arguments",
