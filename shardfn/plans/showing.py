@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.compat import process_groups
 from shardfn.mesh.grid import Grid
-from shardfn.plans.colors import colors, over
+from shardfn.plans.drawing import colors, over
 from shardfn.plans.holdings import Flat, Held, Section, Stage, owners, pieces_of, sections, word
 from shardfn.plans.printed import WIDE, Line, Printed, need_matplotlib, save_figure
 from shardfn.quoting import byte_count
