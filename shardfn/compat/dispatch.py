@@ -219,6 +219,19 @@ def fake(x: torch.Tensor) -> bool:
     return isinstance(x, FakeTensor)
 
 
+def tensors_in(*values: Any) -> list[torch.Tensor]:
+    """The tensors among the arguments of an operation, or in its result, which are lists and dicts at most."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += tensors_in(*value)
+        elif isinstance(value, dict):
+            found += tensors_in(*value.values())
+    return found
+
+
 def is_op(func: Any) -> bool:
     """Whether what a dispatch mode is told of is one of the dispatcher's operations, not one of functions."""
     return isinstance(func, torch._ops.OpOverload)

@@ -64,18 +64,15 @@ def _scoped(mesh: DeviceMesh, axes: Axes | None) -> Iterator[None]:
 @contextlib.contextmanager
 def as_if_at(axis: AxisName, index: int) -> Iterator[None]:
     """A context in which the program finds shapes as another rank along an axis of the mesh in scope."""
-    mesh, axes, before = _scope.mesh, _scope.axes, _scope.elsewhere
+    mesh, axes = _scope.mesh, _scope.axes
     assert mesh is not None, "an axis belongs to a mesh"
     assert axes is not None, "a mesh has axes"
     there = dataclasses.replace(bound_axis(axis, "axis"), index=index)
     names = as_names(axis)
     used = {known: bound for known, bound in axes.used.items() if not set(as_names(known)) & set(names)}
-    _scope.elsewhere = True
-    try:
-        with _scoped(mesh, dataclasses.replace(axes, used=used | dict.fromkeys((axis, names), there))):
-            yield
-    finally:
-        _scope.elsewhere = before
+    there_axes = dataclasses.replace(axes, used=used | dict.fromkeys((axis, names), there))
+    with replaced(_scope, elsewhere=True), _scoped(mesh, there_axes):
+        yield
 
 
 def elsewhere() -> bool:
