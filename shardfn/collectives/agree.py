@@ -10,11 +10,11 @@ import contextlib
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.check.bits import digest_of
 from shardfn.collectives import kernels
@@ -28,10 +28,6 @@ from shardfn.mesh.grid import Axis
 from shardfn.mesh.groups import cpu_group
 from shardfn.mesh.planned import planned
 from shardfn.quoting import bounded, findings, short
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 ARGUMENTS = (
     "the arguments",

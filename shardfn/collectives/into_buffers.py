@@ -11,11 +11,12 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives.agree import compare, values
 from shardfn.collectives.capturing import current, refuse_traced
@@ -28,9 +29,6 @@ from shardfn.mesh.axes import axis_of, device_of, per_mesh
 from shardfn.mesh.grid import Axis
 from shardfn.mesh.groups import connected, group_over
 from shardfn.mesh.lanes import lane
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Handle(Protocol):

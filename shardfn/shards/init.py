@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.mesh.planned import planned
 from shardfn.mesh.selectors import Which
@@ -21,9 +22,6 @@ from shardfn.shards import hollow
 from shardfn.shards.placement import Strategy
 from shardfn.shards.random import Drawing, int_seed, mixed
 from shardfn.shards.sharding import Rules, Specs, agreed, refuse_second, refuse_sparse
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Make = Callable[[torch.Generator], Any]
 Fill = Callable[[str, Tensor, torch.Generator], Tensor]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives.agree import agree, at_once, gathered
 from shardfn.compat import functorch, process_groups
@@ -20,9 +21,6 @@ from shardfn.mesh.spec import dotted
 from shardfn.quoting import findings, listed, short_errors
 from shardfn.shards.layout import is_flat, local_parameters
 from shardfn.tiers.copying import portions
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives.agree import agree, failing_together
 from shardfn.compat import autograd, process_groups
@@ -27,10 +28,6 @@ from shardfn.shards.layout import FlatShard, Layout, in_few_bits, is_flat, lay
 from shardfn.shards.placement import Placement, Strategy
 from shardfn.shards.replicated import assert_replicated, checksum
 from shardfn.tiers import copying, placing
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 Specs = P | ByPath | Callable[[str, tuple[int, ...]], P]
 """How parameters are cut over other axes than the buffer's: one spec for all, by patterns, or by a function."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives import functional
 from shardfn.collectives.agree import agree, failing_together
@@ -20,9 +21,6 @@ from shardfn.mesh.spec import dotted
 from shardfn.quoting import listed, short
 from shardfn.shards.layout import FlatShard, Layout, assemble, is_flat, is_stage, stage_shards
 from shardfn.tiers.placing import brought
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Part = tuple[int, int, int, int]
 """Index of a parameter, elements `start` to `stop` of a rank's value, and their position in the rank's piece."""

@@ -13,10 +13,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.compat import autograd, dynamo, functorch
 from shardfn.stages.options import Offload
@@ -24,9 +25,6 @@ from shardfn.stages.tape import StageRun, Tape
 from shardfn.tiers import mapping, placing, tensors
 from shardfn.tiers.tensors import ALIGNMENT, File
 from shardfn.tiers.transfers import Buffer, Reading, Transfer, reading, writing
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 CHUNK = 2**23  # bytes in one write
 WRITING = 2**26  # most bytes in flight to disk

@@ -15,6 +15,7 @@ import optree
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives.ledger import unscheduled
 from shardfn.compat import autograd, functorch
@@ -28,8 +29,6 @@ from shardfn.stages.tape import StageRun, Tape
 from shardfn.transforms.step import current_step, owned
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from shardfn.stages.activation_offload import Offloading
     from shardfn.stages.forward_mode import Pairs
 

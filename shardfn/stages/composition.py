@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.check import recording
 from shardfn.collectives import functional
@@ -25,9 +26,6 @@ from shardfn.stages.options import Options
 from shardfn.stages.parameters import record_parameters
 from shardfn.stages.refusals import enter, refuse_mixed, running
 from shardfn.stages.signature import Signature, cast, cast_all, wire_of
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def composed(signature: Signature, leaves: Sequence[Any], mesh: DeviceMesh) -> Any:

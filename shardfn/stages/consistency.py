@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from threading import Thread, current_thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives.agree import agree
 from shardfn.collectives.ledger import unscheduled
@@ -14,9 +16,6 @@ from shardfn.mesh.groups import world_of_thread
 from shardfn.mesh.lanes import lane
 from shardfn.mesh.scope import independent_axes
 from shardfn.stages.signature import GatherPlan, Signature
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _STAGES = (
     "the stages",

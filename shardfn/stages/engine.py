@@ -15,10 +15,11 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.check import recording
 from shardfn.collectives.capturing import capturing
@@ -57,9 +58,6 @@ from shardfn.stages.tape import LONGEST, Identities, StageRun, Tape, identities,
 from shardfn.tiers.offload import GradOffload
 from shardfn.transforms.given import ready_since
 from shardfn.transforms.step import Step
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Engine:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives.agree import gathered
 from shardfn.collectives.ledger import unscheduled
@@ -20,8 +21,6 @@ from shardfn.stages.consistency import callers
 from shardfn.stages.replay import kind_of
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from shardfn.stages.call import Residuals
     from shardfn.stages.tape import StageRun
 

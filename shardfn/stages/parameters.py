@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.check.recording import Recorder
 from shardfn.collectives import functional
@@ -31,8 +32,6 @@ from shardfn.stages.tape import StageRun
 from shardfn.transforms.step import owned
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from shardfn.stages.call import Call
 
 

@@ -10,11 +10,12 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import optree
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives.capturing import capturing
 from shardfn.compat import dispatch, dynamo, functorch
@@ -37,9 +38,6 @@ from shardfn.stages.signature import Signature, signature_of
 from shardfn.transforms import custom_vjp
 from shardfn.transforms.autodiff import moves
 from shardfn.transforms.modules import refuse_module
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
