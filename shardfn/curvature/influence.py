@@ -401,15 +401,6 @@ def _files(folder: Path) -> dict[tuple[int, int], tuple[str, int, str]]:
     return found
 
 
-def _digest(rows: Batch) -> str:
-    crc = 0
-    for leaf in rows.leaves:
-        is_tensor = isinstance(leaf, Tensor)
-        text = f"{leaf.dtype} {tuple(leaf.shape)}" if is_tensor else repr(leaf)
-        crc = zlib.crc32(memory(leaf) if is_tensor else b"", zlib.crc32(text.encode(), crc))
-    return f"{crc:08x}"
-
-
 def _write(
     folder: Path,
     sketch: Sketch,
@@ -423,7 +414,12 @@ def _write(
     """Computes the rows of one batch and writes them, unless all ranks have; compares the batch if this rank has."""
     params = sketch.space.params
     given, rows = checked(params, functools.partial(tuple, batch), name)
-    digest = _digest(rows)
+    crc = 0
+    for leaf in rows.leaves:
+        is_tensor = isinstance(leaf, Tensor)
+        text = f"{leaf.dtype} {tuple(leaf.shape)}" if is_tensor else repr(leaf)
+        crc = zlib.crc32(memory(leaf) if is_tensor else b"", zlib.crc32(text.encode(), crc))
+    digest = f"{crc:08x}"
     error = None
     if at in there and there[at][2] != digest:
         error = CheckpointError(f"{name}: batch {at[0]} of rank {at[1]} in {folder} was another one: {there[at][0]}")

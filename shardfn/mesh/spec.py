@@ -291,20 +291,15 @@ def _trimmed(spec: P) -> tuple[Entry, ...]:
 def _spec(spec: Any, where: str) -> Any:
     if isinstance(spec, (P, EllipsisType, ByPath)):
         return spec
+    instead, dim = "P() for a value that every rank holds whole", getattr(spec, "dim", None)
+    if isinstance(spec, str):
+        instead = f"P({short(repr(spec))})"
+    elif isinstance(dim, int) and dim >= 0:  # a placement of DTensor
+        instead = f"P({'None, ' * dim}axis) for an axis of the mesh, by name, that cuts dimension {dim}"
     raise TypeError(
         f"{where} is {short(repr(spec))}, of type {type(spec).__name__}, not a spec (P(...), ..., or by_path): "
-        f"{_instead(spec)}"
+        f"write {instead}"
     )
-
-
-def _instead(spec: Any) -> str:
-    """Returns advice on what to write in place of something that is no spec."""
-    if isinstance(spec, str):
-        return f"write P({short(repr(spec))})"
-    dim = getattr(spec, "dim", None)  # of a placement of DTensor
-    if isinstance(dim, int) and dim >= 0:
-        return f"write P({'None, ' * dim}axis) for an axis of the mesh, by name, that cuts dimension {dim}"
-    return "write P() for a value that every rank holds whole"
 
 
 def _by_rules(rules: ByPath, subtree: Any, where: str) -> list[P | EllipsisType]:

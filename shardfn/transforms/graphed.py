@@ -123,7 +123,9 @@ class Graphs:
         roles = self._roles(leaves, tree, [*args, *kwargs.values()])
         devices = [x.device for x in leaves if isinstance(x, Tensor)]
         device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-        leaves = [_lifted(x, roles.lifted.get(i), device) for i, x in enumerate(leaves)]
+        for i, dtype in roles.lifted.items():
+            if not isinstance(leaves[i], Tensor):
+                leaves[i] = torch.full((), leaves[i], dtype=dtype, device=device)
         program = self._program(leaves, tree, roles, device)
         self._refuse_numbers(program, leaves)
         program.calls += 1
@@ -383,10 +385,6 @@ def _carried(values: list[Any], result: Any) -> dict[int, int]:
 
 def _tensors(leaves: list[Any]) -> tuple[tuple[int, int], ...]:
     return tuple((i, id(x)) for i, x in enumerate(leaves) if isinstance(x, Tensor))
-
-
-def _lifted(x: Any, dtype: torch.dtype | None, device: torch.device) -> Any:
-    return x if dtype is None or isinstance(x, Tensor) else torch.full((), x, dtype=dtype, device=device)
 
 
 @contextlib.contextmanager

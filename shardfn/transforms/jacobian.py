@@ -164,8 +164,12 @@ def _by_columns(
 ) -> Sequence[Sequence[Tensor]]:
     """The Jacobian of each output with respect to each variable, by forward mode."""
     for layout in variables.layouts:
-        if layout is not None:
-            _refuse_cut_further(layout)
+        cut = layout is not None and any(names for entry in layout.entries for names in entry.spec.by_dim())
+        if layout is not None and (cut or layout.placement.only_at):
+            raise NotImplementedError(
+                f"jacfwd: {layout.stage!r} {'is also cut by specs=' if cut else 'lives on some ranks only'}: a rank's "
+                f"numbers are not those of one piece there. Use jacrev"
+            )
     each = [_columns(outputs, variables, k, values, chunk_size, again) for k in range(len(variables.values))]
     return [[columns[i] for columns in each] for i in range(len(values))]
 
@@ -212,16 +216,6 @@ def _floating(y: Any, where: str) -> Tensor:
             f"{where}: it returns {kind} among its outputs, which are floating tensors; has_aux=True for more"
         )
     return y
-
-
-def _refuse_cut_further(layout: Layout) -> None:
-    """Raises NotImplementedError for parameters that other axes cut too, or that live on some ranks only."""
-    cut = any(names for entry in layout.entries for names in entry.spec.by_dim())
-    if cut or layout.placement.only_at:
-        raise NotImplementedError(
-            f"jacfwd: {layout.stage!r} {'is also cut by specs=' if cut else 'lives on some ranks only'}: a rank's "
-            f"numbers are not those of one piece there. Use jacrev"
-        )
 
 
 def _refuse_apart(
