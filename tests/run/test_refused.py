@@ -67,7 +67,7 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "batch of one row": (lambda: {"batch": 1}, "say batch=2"),
     "batch of none": (lambda: {"batch": 0}, "ValueError: sf.run.batches: batch=0; it is 1 or more"),
-    "batch of a half": (lambda: {"batch": 4.0}, "TypeError: sf.run.batches: batch=4.0 is of type float"),
+    "batch of a half": (lambda: {"batch": 4.0}, "TypeError: sf.run.batches: batch=4.0 is a float; it is an integer"),
     "batch of more than there is": (lambda: {"batch": 42}, "batch=42 rows a step, and the source has 40"),
     "an unknown axis": (lambda: {"axes": "rows"}, "unknown axis 'rows'; the mesh has data=2"),
     "an axis twice": (lambda: {"axes": ("data", "data")}, "axis 'data' is named twice"),
