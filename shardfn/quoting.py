@@ -68,14 +68,18 @@ def bounded(text: str) -> str:
     return f"{text[: room - room // 3]}{between}{text[-(room // 3) :]}"
 
 
+def amount(n: float, unit: str = "") -> str:
+    """A number with four digits, with the prefix that makes it at least 1: `1.234 TFLOP`."""
+    for prefix in ("", "k", "M", "G", "T", "P", "E"):
+        if n < 1000 or prefix == "E":
+            break
+        n /= 1000
+    return f"{n:.4g} {prefix}{unit}".rstrip()
+
+
 def byte_count(n: int) -> str:
     """A number of bytes with four digits, in the largest unit (kB is 1000 B) that makes it at least 1."""
-    value, unit = float(n), "B"
-    for bigger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, bigger
-    return f"{value:.4g} {unit}"
+    return amount(n, "B")
 
 
 def short_errors(f: F) -> F:

@@ -36,7 +36,9 @@ def bits(x: Tensor) -> int | Tensor:
         for part in parts(x):
             total = _joined(total, bits(part))
         return total
-    total = _of_shape(x)
+    total = 17
+    for n in x.shape:
+        total = (total * 1000003 + n) % 2**62
     for chunk in pieces(x.detach()):
         total = _joined(total, _mixed(chunk))
     return total
@@ -167,10 +169,3 @@ def _words(device: torch.device) -> int:
 @devices.cached
 def _odd(device: torch.device) -> Tensor:
     return torch.arange(1, 2 * _words(device), 2, device=device, dtype=torch.int64) * _STEP | 1
-
-
-def _of_shape(x: Tensor) -> int:
-    digest = 17
-    for n in x.shape:
-        digest = (digest * 1000003 + n) % 2**62
-    return digest

@@ -174,7 +174,10 @@ def _places(case: Case, at: int, bit: Mask, before: Mapping[int, tuple[Place, ..
             return (Place(node.site, places[0].op, at),)
         return tuple(places[:_MOST])
     if cut and node.op in _JOINED and not node.root and not by_row:
-        return (Place(node.site, _joined(node), at),)
+        collective = _JOINED[node.op]
+        if collective == "pmean" and node.op != "mean" and not node.count:
+            collective = "psum"
+        return (Place(node.site, collective, at),)
     if len(cut) == 1 and node.op == "cat":
         return (Place(case.trace.nodes[cut[0]].site, "all_gather", cut[0]),)
     return ()
@@ -204,9 +207,3 @@ def _cut(case: Case, at: int, bit: Mask) -> list[int]:
     if node.effect not in ("union", "minus") or node.root:
         return []
     return [p for p in node.parents if case.types.along[p] & bit and not case.alike(p, bit)]
-
-
-def _joined(node: Node) -> str:
-    """Returns the collective that combines the ranks' results of a reduction."""
-    op = _JOINED[node.op]
-    return "psum" if op == "pmean" and node.op != "mean" and not node.count else op

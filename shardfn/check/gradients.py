@@ -17,9 +17,19 @@ from shardfn.check.varying import bits_of, numbers_of
 def added_up(case: Case, event: Gradient) -> None:
     """A loss that is each rank's mean, or that each rank has whole, while its gradients are summed over ranks."""
     along, mean = case.types.along[event.loss], case.types.mean[event.loss]
-    summed = _axes_summed(case, event)
+    sums = [e.axes for e in case.trace.events if isinstance(e, Summed) and event.begin <= e.at <= event.end]
+    backward = [node for node in case.trace.nodes[event.begin : event.end] if node.backward]
+    summed = union([*sums, *(node.axes for node in backward if node.op in ("psum", "reduce_scatter"))])
     if event.inner and along & summed and _adapts(case, event):
-        _inner(case, event, along & summed)
+        names, site = case.named(along & summed), case.trace.nodes[event.loss].site
+        fix = f"shardfn.pvary(shardfn.unshard(params), {names})"
+        case.add(
+            event.loss, "inner", along & summed, "", site, fix,
+            f"the gradient of a loss{line(site)} that varies along {names} is used to make new parameters inside of "
+            f"another derivative, and is added up over the {case.size(along & summed)} ranks there: each rank's "
+            f"parameters get the gradients of all ranks' losses. For a rank's own (a task on each rank) differentiate "
+            f"by {fix}, made outside of that loss; for one of all ranks reduce the loss",
+        )  # fmt: skip
         return
     for bit in bits_of(along & summed & ~case.compared.watched.get(event.loss, 0)):
         if not divided(case, event, case.size(bit)):
@@ -46,19 +56,6 @@ def _adapts(case: Case, event: Gradient) -> bool:
     return any(types.holds[at] & types.gradient[at] & variables for at in after)
 
 
-def _inner(case: Case, event: Gradient, axes: Mask) -> None:
-    names = case.named(axes)
-    site = case.trace.nodes[event.loss].site
-    fix = f"shardfn.pvary(shardfn.unshard(params), {names})"
-    case.add(
-        event.loss, "inner", axes, "", site, fix,
-        f"the gradient of a loss{line(site)} that varies along {names} is used to make new parameters inside of "
-        f"another derivative, and is added up over the {case.size(axes)} ranks there: each rank's parameters get the "
-        f"gradients of all ranks' losses. For a rank's own (a task on each rank) differentiate by {fix}, made outside "
-        f"of that loss; for one of all ranks reduce the loss",
-    )  # fmt: skip
-
-
 def _repeated(case: Case, event: Gradient, bit: Mask) -> None:
     """A loss that each rank computes from all ranks' values, so that it has the same bits on all ranks."""
     roots = [case.trace.nodes[r] for r in case.roots(event.loss, bit)]
@@ -73,13 +70,6 @@ def _repeated(case: Case, event: Gradient, bit: Mask) -> None:
         f"{names} has all of it, and gradients are added up over them: they are {case.size(bit)} times too large. "
         f"Write: {fix}",
     )  # fmt: skip
-
-
-def _axes_summed(case: Case, event: Gradient) -> Mask:
-    """Returns the axes along which gradients were summed during the backward pass."""
-    others, nodes = case.trace.events, case.trace.nodes[event.begin : event.end]
-    summed = [e.axes for e in others if isinstance(e, Summed) and event.begin <= e.at <= event.end]
-    return union([*summed, *(n.axes for n in nodes if n.backward and n.op in ("psum", "reduce_scatter"))])
 
 
 def _totals(case: Case, mean: int) -> list[Node]:
@@ -112,19 +102,15 @@ def partial_sums(case: Case, event: Gradient) -> None:
                 met = types.first[(k, 1 << number + len(case.trace.variables))]
                 found[at, met] = found.get((at, met), 0) | 1 << k
     for (at, met), axes in found.items():
-        _partial_sum(case, at, met, axes)
-
-
-def _partial_sum(case: Case, at: int, met: int, axes: Mask) -> None:
-    sum_node, site, names = case.trace.nodes[at], case.trace.nodes[met].site, case.named(axes)
-    fix = f"shardfn.pvary({target(sum_node.site) or written(sum_node.site) or sum_node.op}, {names})"
-    name = "all_gather" if sum_node.op == "all_gather_invariant" else sum_node.op
-    case.add(
-        met, "gradient", axes, "", site, fix,
-        f"what {name} gives{line(sum_node.site)} is the same on all ranks along {names}, and meets what varies"
-        f"{line(site)}, in {case.trace.nodes[met].op}: on each rank its derivative is that rank's part alone. "
-        f"Write {fix} there: its transpose adds up the parts",
-    )  # fmt: skip
+        sum_node, site, names = case.trace.nodes[at], case.trace.nodes[met].site, case.named(axes)
+        fix = f"shardfn.pvary({target(sum_node.site) or written(sum_node.site) or sum_node.op}, {names})"
+        name = "all_gather" if sum_node.op == "all_gather_invariant" else sum_node.op
+        case.add(
+            met, "gradient", axes, "", site, fix,
+            f"what {name} gives{line(sum_node.site)} is the same on all ranks along {names}, and meets what varies"
+            f"{line(site)}, in {case.trace.nodes[met].op}: on each rank its derivative is that rank's part alone. "
+            f"Write {fix} there: its transpose adds up the parts",
+        )  # fmt: skip
 
 
 def stepped(case: Case, event: Used) -> None:

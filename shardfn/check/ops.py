@@ -18,6 +18,7 @@ from shardfn.check.callsites import quietly
 from shardfn.check.trace import Node, Root
 from shardfn.check.values import UNKNOWN, Values, like_of
 from shardfn.compat import autograd
+from shardfn.compat.dispatch import tensors_in
 
 MEAN, SUM = 1, 2  # torch's numbers for a loss's `reduction` argument
 
@@ -34,15 +35,15 @@ def op(values: Values, func: Any, facts: Facts, args: Any, kwargs: dict[str, Any
     replaced = written if facts.kind in ("copy", "empty") else [kwargs.get(k) for k in facts.out]
     inputs = [
         x
-        for x in _tensors((args, kwargs))
-        if (not ordinary(x) or x.numel()) and not any(x is y for y in _tensors(replaced))
+        for x in tensors_in(args, kwargs)
+        if (not ordinary(x) or x.numel()) and not any(x is y for y in tensors_in(replaced))
     ]
     parents = () if facts.kind == "like" else tuple(dict.fromkeys(map(values.node_of, inputs)))
     stream = _stream([*args, *kwargs.values()], inputs[0].device) if facts.distributed and inputs else None
     for x in inputs if stream is not None else ():
         values.note(values.watched, values.node_of(x), values.site(), facts.digest + 2, x)
     out = func(*args, **kwargs)
-    results = _tensors(out)
+    results = tensors_in(out)
     if not results and not written:
         if facts.base == "_local_scalar_dense":
             values.add(Node("item", parents, values.site()))
@@ -53,7 +54,7 @@ def op(values: Values, func: Any, facts: Facts, args: Any, kwargs: dict[str, Any
         for x in results:
             values.keep(x, UNKNOWN)
         return out
-    first = results[0] if results else next(iter(_tensors(written)), None)
+    first = results[0] if results else next(iter(tensors_in(written)), None)
     if first is None:
         return out
     node = _made(values, facts, parents, args, kwargs, inputs, results or [first])
@@ -62,7 +63,7 @@ def op(values: Values, func: Any, facts: Facts, args: Any, kwargs: dict[str, Any
     random = facts.random and (facts.chance is None or bool([*args, 0.0][min(facts.chance, len(args))]))
     if random and facts.drawn is not None:
         node, random = _by_seed(values, node, facts, results[facts.drawn]), False
-    into = _tensors(written)
+    into = tensors_in(written)
     for x in into:
         values.keep(x, node, written=True, whole=bool(replaced))
     for x in results:
@@ -136,8 +137,8 @@ def _stream(arguments: list[Any], device: torch.device) -> Tensor:
 def communicated(values: Values, func: Any, args: Any, kwargs: Any) -> Any:
     """Runs one of torch's own collectives, raw or in a compiled graph; its result is known only by its bits."""
     out = func(*args, **kwargs)
-    changed = _tensors((args, kwargs)) if str(func).split(".")[1].endswith("_") else []
-    for x in (*changed, *_tensors(out)):
+    changed = tensors_in(args, kwargs) if str(func).split(".")[1].endswith("_") else []
+    for x in (*changed, *tensors_in(out)):
         values.filled(x)
     return out
 
@@ -199,15 +200,6 @@ def _each(values: Values, func: Any, facts: Facts, args: Any, kwargs: Any) -> An
             together = values.add(Node(facts.base, tuple(dict.fromkeys(sum(parents, ()))), values.site()))
             values.keep(x, together, written=True)
     return out
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    """Returns the tensors among an op's arguments or results: in lists, tuples and dicts, too."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, (list, tuple)):
-        return [x for item in tree for x in _tensors(item)]
-    return [x for item in tree.values() for x in _tensors(item)] if isinstance(tree, dict) else []
 
 
 def _numbers(args: Any, kwargs: Any, sizes: frozenset[int | str]) -> tuple[Any, ...]:

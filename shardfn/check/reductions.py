@@ -232,15 +232,11 @@ def _terms(case: Case, at: int) -> Iterator[int]:
 
 def _weighed(case: Case, call: Call, axes: Mask) -> bool:
     """Whether the argument of a sum over ranks, or its result, is or may be divided by the number of ranks."""
-    return may_be(case, _before_others(case, call.node, axes), case.size(axes)) or _divided_later(case, call, axes)
-
-
-def _before_others(case: Case, at: int, axes: Mask) -> int:
-    """Returns the argument of a `pmean` along other axes, whose division is by their size; else the value itself."""
-    nodes = case.trace.nodes
+    nodes, at = case.trace.nodes, call.node
     dividend = nodes[nodes[at].parents[0]] if nodes[at].op == "div" else nodes[at]
-    other_pmean = dividend.op == "psum" and not dividend.axes & axes and nodes[at].number == case.size(dividend.axes)
-    return dividend.parents[0] if other_pmean else at
+    if dividend.op == "psum" and not dividend.axes & axes and nodes[at].number == case.size(dividend.axes):
+        at = dividend.parents[0]  # of a `pmean` along other axes, whose division is by their size
+    return may_be(case, at, case.size(axes)) or _divided_later(case, call, axes)
 
 
 def _divided_later(case: Case, call: Call, axes: Mask) -> bool:

@@ -9,11 +9,12 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.checkpoint.contents import Contents, Kind, contents, pieces
 from shardfn.checkpoint.loading import filled
@@ -33,9 +34,6 @@ from shardfn.shards.layout import FlatShard, is_flat
 from shardfn.shards.pieces import is_unit
 from shardfn.tiers.copying import read
 from shardfn.tiers.placing import brought
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 STEP = 2**23  # bytes that are gathered or written at a time
 

@@ -249,23 +249,18 @@ def _parsed(path: Path, body: dict[str, Any]) -> Manifest:
     if type(body["about"]["number"]) is not int:
         raise CheckpointError(f"{path} is damaged: its number is {body['about']['number']!r}")
     for name, kind in tensors.items():
-        _refuse_nonsense(name, kind, chunks[name])
+        for part in chunks[name]:
+            places = (*part.box.offsets, *part.box.sizes, part.offset, part.length, part.data, part.before, part.after)
+            _refuse_unnatural(places, f"of a part of {name}")
+            if part.data + part.box.numel * kind.dtype.itemsize > part.length:
+                raise ValueError(f"elements of {name} are not in their part")
+        _refuse_unnatural(kind.shape, f"in the shape of {name}")
     _refuse_unnatural([*body["by_rank"].values(), *(n for pair in files.values() for n in pair)], "of ranks or a file")
     return Manifest(tensors, numbers, body["by_rank"], chunks=chunks, files=files, about=body["about"])
 
 
 def _dtype(entry: dict[str, Any]) -> Any:
     return getattr(torch, entry["dtype"], None)
-
-
-def _refuse_nonsense(name: str, kind: Kind, chunks: list[Chunk]) -> None:
-    """Raises ValueError for sizes and places that are not natural numbers, and elements outside of their part."""
-    for part in chunks:
-        places = (*part.box.offsets, *part.box.sizes, part.offset, part.length, part.data, part.before, part.after)
-        _refuse_unnatural(places, f"of a part of {name}")
-        if part.data + part.box.numel * kind.dtype.itemsize > part.length:
-            raise ValueError(f"elements of {name} are not in their part")
-    _refuse_unnatural(kind.shape, f"in the shape of {name}")
 
 
 def _refuse_unnatural(numbers: Iterable[Any], what: str) -> None:

@@ -36,8 +36,14 @@ def renamed(names: Iterable[str], rules: Iterable[Rule]) -> dict[str, Name]:
     Raises:
         CheckpointError: a rule is malformed, or matches nothing; two names become the same.
     """
-    names = list(names)
-    parsed = _parsed(list(rules), names)
+    names, rules = list(names), list(rules)
+    for rule in rules:
+        if isinstance(rule, str) or len(rule) not in (2, 3) or tuple(rule[2:]) not in ((), ("T",)):
+            raise CheckpointError(f'a rule is (regular expression, template), or these and "T", not {rule!r}')
+    parsed = [(re.compile(rule[0]), rule[1], len(rule) == 3) for rule in rules]
+    idle = [repr(pattern.pattern) for pattern, *_ in parsed if not any(map(pattern.fullmatch, names))]
+    if idle:
+        raise CheckpointError(f"no parameter matches {listed(idle)}; the first of them are {listed(names)}")
     result: dict[str, Name] = {}
     owners: dict[str, str] = {}
     for name in names:
@@ -71,18 +77,6 @@ def part_with(names: Sequence[str], there: Iterable[str]) -> str:
         return ""
     parts = (name.removesuffix(f".{first}") for name in entries if name.endswith(f".{first}"))
     return next((part for part in sorted(parts, key=len) if all(joined(part, inner) in entries for inner in names)), "")
-
-
-def _parsed(rules: Sequence[Rule], names: Sequence[str]) -> list[tuple[re.Pattern[str], str, bool]]:
-    """The compiled rules; each must match something."""
-    for rule in rules:
-        if isinstance(rule, str) or len(rule) not in (2, 3) or tuple(rule[2:]) not in ((), ("T",)):
-            raise CheckpointError(f'a rule is (regular expression, template), or these and "T", not {rule!r}')
-    parsed = [(re.compile(rule[0]), rule[1], len(rule) == 3) for rule in rules]
-    idle = [repr(pattern.pattern) for pattern, *_ in parsed if not any(map(pattern.fullmatch, names))]
-    if idle:
-        raise CheckpointError(f"no parameter matches {listed(idle)}; the first of them are {listed(names)}")
-    return parsed
 
 
 # --- what differs ---

@@ -76,9 +76,22 @@ def planned(tensors: dict[str, Kind], largest: int, metadata: Mapping[str, str])
     Raises:
         CheckpointError: these files cannot hold a dtype, a name or the metadata.
     """
-    _check(tensors, metadata)
+    if any(type(word) is not str for pair in metadata.items() for word in pair):
+        raise CheckpointError(f"metadata is strings by name, not {dict(metadata)!r}")
+    for name, kind in tensors.items():
+        if kind.dtype not in CODES:
+            raise CheckpointError(f"{name} is {kind}, which safetensors does not know: pass another dtype")
+        if name == HEADER:
+            raise CheckpointError(f"no tensor can have the name {HEADER!r}")
     plan = Plan(total=sum(kind.bytes for kind in tensors.values()))
-    groups = _groups(tensors, largest)
+    groups: list[list[str]] = [[]]  # the tensors of each file
+    size = 0
+    for name, kind in tensors.items():
+        if groups[-1] and size + kind.bytes > largest:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += kind.bytes
     for number, names in enumerate(groups, 1):
         file = MODEL if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         names.sort(key=lambda name: -tensors[name].dtype.itemsize)  # so that each is aligned to its element size
@@ -182,29 +195,6 @@ def clear(folder: Path) -> None:
     for path in folder.glob(".model*.writing"):
         if OURS.fullmatch(path.name[1 : -len(".writing")]):
             path.unlink(missing_ok=True)
-
-
-def _check(tensors: dict[str, Kind], metadata: Mapping[str, str]) -> None:
-    if any(type(word) is not str for pair in metadata.items() for word in pair):
-        raise CheckpointError(f"metadata is strings by name, not {dict(metadata)!r}")
-    for name, kind in tensors.items():
-        if kind.dtype not in CODES:
-            raise CheckpointError(f"{name} is {kind}, which safetensors does not know: pass another dtype")
-        if name == HEADER:
-            raise CheckpointError(f"no tensor can have the name {HEADER!r}")
-
-
-def _groups(tensors: dict[str, Kind], largest: int) -> list[list[str]]:
-    """The tensors of each file."""
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name, kind in tensors.items():
-        if groups[-1] and size + kind.bytes > largest:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += kind.bytes
-    return groups
 
 
 def _header(tensors: dict[str, Kind], ends: list[int], metadata: Mapping[str, str]) -> bytes:

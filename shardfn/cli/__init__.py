@@ -136,7 +136,14 @@ def _checkpoint(parser: argparse.ArgumentParser) -> None:
 
 def _inspect(args: argparse.Namespace) -> int:
     if not is_checkpoint(restored(args.path)):
-        return _inspect_folder(args)
+        summaries = tools.summaries(args.path)
+        if args.entries is not None:
+            raise CheckpointError(f"{args.path} is a folder of checkpoints: --entries is for one of them")
+        if args.json:
+            return print_json({"path": args.path, "checkpoints": summaries})
+        rows = [(entry.path.name, *_columns(entry).values(), "latest" if entry.latest else "") for entry in summaries]
+        print_table(["checkpoint", *_columns(summaries[0]), ""], rows, right=(5, 6, 7))
+        return SAME
     about, source = tools.summary(args.path), source_of(args.path)
     names = tools.chosen(source, args.entries)
     tensors = tools.entries(source, names)
@@ -157,17 +164,6 @@ def _inspect(args: argparse.Namespace) -> int:
     return SAME
 
 
-def _inspect_folder(args: argparse.Namespace) -> int:
-    summaries = tools.summaries(args.path)
-    if args.entries is not None:
-        raise CheckpointError(f"{args.path} is a folder of checkpoints: --entries is for one of them")
-    if args.json:
-        return print_json({"path": args.path, "checkpoints": summaries})
-    rows = [(entry.path.name, *_columns(entry).values(), "latest" if entry.latest else "") for entry in summaries]
-    print_table(["checkpoint", *_columns(summaries[0]), ""], rows, right=(5, 6, 7))
-    return SAME
-
-
 def _columns(entry: tools.Summary) -> dict[str, Any]:
     state = {"state": "whole" if entry.whole else "torn", "format": entry.format, "made": entry.made}
     columns = {**state, "ranks": entry.ranks, "number": entry.number, "bytes": size(entry.bytes), "files": entry.files}
@@ -182,25 +178,25 @@ def _verify(args: argparse.Namespace) -> int:
         with _bar(f"verify {path}") as report:
             verdicts.append(verifying.verify(path, report))
         if not args.json:
-            _print_verdict(verdicts[-1])
+            verdict = verdicts[-1]
+            content = f"{verdict.entries} entries, {size(verdict.bytes)} in {verdict.files} files"
+            if verdict.damage:
+                places = f"{len(verdict.damage)} place{'s' * (len(verdict.damage) > 1)}"
+                print(f"{verdict.path}: damaged in {places}; {content}")
+                rows = [
+                    (bad.file, f"{bad.start}-{bad.stop}", ", ".join(bad.entries), bad.what) for bad in verdict.damage
+                ]
+                print_table(["file", "bytes", "entries", "what is wrong"], rows)
+            else:
+                print(f"{verdict.path}: whole; {content}")
+            if verdict.format == "torch":
+                print(
+                    "  torch.distributed.checkpoint keeps no checksums of files: only the structure could be checked, "
+                    "and the checksums that items have themselves"
+                )
     if args.json:
         print_json([{**plain(verdict), "whole": not verdict.damage} for verdict in verdicts])
     return DIFFERENT if any(verdict.damage for verdict in verdicts) else SAME
-
-
-def _print_verdict(verdict: verifying.Verdict) -> None:
-    content = f"{verdict.entries} entries, {size(verdict.bytes)} in {verdict.files} files"
-    if verdict.damage:
-        print(f"{verdict.path}: damaged in {len(verdict.damage)} place{'s' * (len(verdict.damage) > 1)}; {content}")
-        rows = [(bad.file, f"{bad.start}-{bad.stop}", ", ".join(bad.entries), bad.what) for bad in verdict.damage]
-        print_table(["file", "bytes", "entries", "what is wrong"], rows)
-    else:
-        print(f"{verdict.path}: whole; {content}")
-    if verdict.format == "torch":
-        print(
-            "  torch.distributed.checkpoint keeps no checksums of files: only the structure could be checked, and the "
-            "checksums that items have themselves"
-        )
 
 
 def _consolidate(args: argparse.Namespace) -> int:

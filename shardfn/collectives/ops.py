@@ -1,9 +1,8 @@
 """The ops under the collectives, each a kernel and a transpose; the transposes decide what every gradient is.
 
 A collective is linear in its one tensor: its forward derivative is itself, its reverse derivative its transpose, and
-batching it is the same collective over the batched tensor. `primitive` makes an op from these facts: one registered op
-where torch allows it (`compat.SINGLE_LEVEL`; it also passes torch.compile around torch.func), or else one public
-`autograd.Function`, eager only.
+batching it is the same collective over the batched tensor. `primitive` makes an op from these facts, which works under
+eager transforms and under torch.compile, also around torch.func.
 """
 
 from __future__ import annotations
@@ -51,19 +50,6 @@ def primitive(name: str, statics: str, kernel: Op, transpose: Op | None) -> Op:
         kernel: moves the bytes; it sees plain tensors only and returns a fresh tensor.
         transpose: `(cotangent, *statics) -> Tensor`, or None for an op without a derivative.
     """
-    make = registered if dispatch.SINGLE_LEVEL else public
-    op = make(name, statics, kernel, transpose)
-    refuse = _refusal(name)
-
-    def refusing_early(x: Tensor, *args: Any) -> Tensor:
-        """Refuses in forward: backward would refuse as well, but far from the line to blame."""
-        return refuse(x) if x.requires_grad and torch.is_grad_enabled() else op(x, *args)
-
-    return op if transpose else refusing_early
-
-
-def registered(name: str, statics: str, kernel: Op, transpose: Op | None) -> Op:
-    """One dispatcher op with a rule for each transform: works under eager transforms and torch.compile."""
     refuse = _refusal(name)
     op: Op = dispatch.register(
         LIBRARY,
@@ -74,37 +60,12 @@ def registered(name: str, statics: str, kernel: Op, transpose: Op | None) -> Op:
         forward_mode=(lambda t, *args: op(t, *args)) if transpose else refuse,
         batch=_batching(lambda x, *args: op(x, *args), statics),
     )
-    return op
 
+    def refusing_early(x: Tensor, *args: Any) -> Tensor:
+        """Refuses in forward: backward would refuse as well, but far from the line to blame."""
+        return refuse(x) if x.requires_grad and torch.is_grad_enabled() else op(x, *args)
 
-def public(name: str, statics: str, kernel: Op, transpose: Op | None) -> Op:
-    """The same from public names only: works under every eager transform; torch.compile breaks the graph at it."""
-    refuse = _refusal(name)
-
-    class Collective(torch.autograd.Function):
-        @staticmethod
-        def forward(x: Tensor, *args: Any) -> Tensor:
-            return kernel(x, *args)
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-            ctx.args = inputs[1:]
-
-        @staticmethod
-        def backward(ctx: Any, ct: Tensor) -> tuple[Tensor | None, ...]:
-            return ((transpose or refuse)(ct, *ctx.args), *(None for _ in ctx.args))
-
-        @staticmethod
-        def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-            return apply(tangent, *ctx.args) if transpose else refuse(tangent)
-
-        @staticmethod
-        def vmap(info: Any, dims: tuple[int | None, ...], x: Tensor, *args: Any) -> tuple[Tensor, int]:
-            return batch(dims[0], x, *args)
-
-    apply: Op = torch.compiler.disable(lambda x, *args: Collective.apply(x, *args))  # type: ignore[no-untyped-call]
-    batch = _batching(apply, statics)
-    return apply
+    return op if transpose else refusing_early
 
 
 def _batching(op: Op, statics: str) -> Callable[..., tuple[Tensor, int]]:

@@ -228,10 +228,11 @@ def _nesting_works() -> bool:
     return bool((second == 48).all())  # the second derivative of 8 x^3 at 1
 
 
-try:
-    SINGLE_LEVEL = _nesting_works()
-except Exception:  # whatever another torch raises there
-    SINGLE_LEVEL = False
+if not _nesting_works():
+    raise ImportError(
+        f"torch {torch.__version__}: a second derivative through an operation of shardfn is wrong; it is tested with torch "
+        f"2.11 to 2.13"
+    )
 
 
 @functools.cache
@@ -283,6 +284,19 @@ def ordinary(x: torch.Tensor) -> bool:
 def fake(x: torch.Tensor) -> bool:
     """Whether a tensor has no values, and belongs to a fake-tensor mode or to a pretended device."""
     return isinstance(x, FakeTensor)
+
+
+def tensors_in(*values: Any) -> list[torch.Tensor]:
+    """The tensors among the arguments of an operation, or in its result, which are lists and dicts at most."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += tensors_in(*value)
+        elif isinstance(value, dict):
+            found += tensors_in(*value.values())
+    return found
 
 
 def is_op(func: Any) -> bool:

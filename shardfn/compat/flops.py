@@ -9,6 +9,8 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.compat.dispatch import tensors_in
+
 _known: dict[Any, int] = {}
 
 
@@ -62,11 +64,11 @@ def traffic_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
             seen.add(id(x))
             nbytes = _bytes(x)
             if i == 0 and packet in _LOOKUPS:
-                nbytes = min(nbytes, sum(map(_bytes, _tensors(out))))
+                nbytes = min(nbytes, sum(map(_bytes, tensors_in(out))))
             elif i == 0 and packet in _PLACED:
-                nbytes = min(nbytes, max(y.nbytes for y in _tensors(args[1:])))
+                nbytes = min(nbytes, max(y.nbytes for y in tensors_in(args[1:])))
             total += nbytes * (2 if written and packet not in _UNREAD else 1)
-    return total + sum(_bytes(x) for x in _tensors(out) if id(x) not in seen)
+    return total + sum(_bytes(x) for x in tensors_in(out) if id(x) not in seen)
 
 
 def _bytes(x: Tensor) -> int:
@@ -74,10 +76,6 @@ def _bytes(x: Tensor) -> int:
     if x.layout is not torch.strided:
         return 0
     return x.itemsize * math.prod(n for n, step in zip(x.shape, x.stride(), strict=True) if step or not n)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 def operation_number(backward: bool) -> int:

@@ -87,9 +87,13 @@ def compiled(graph: fx.GraphModule) -> Callable[[list[Tensor]], Sequence[Tensor]
     """
     import torch._inductor.config as config
     from torch._guards import TracingContext, tracing
+    from torch._inductor import lowering
     from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
 
-    _keep_random()
+    for op in select_decomp_table().keys() - lowering.lowerings.keys():
+        if torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()):  # it knows some, such as bernoulli, in parts
+            lowering.make_fallback(op, lowering.constrain_to_fx_strides, warn=False, override_decomp=True)
     kinds = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     # Others read them by the strides that the trace found, so they must not be padded.
@@ -100,16 +104,6 @@ def compiled(graph: fx.GraphModule) -> Callable[[list[Tensor]], Sequence[Tensor]
         inputs = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in kinds]
     with _lock, config.patch(fallback_random=True), tracing(TracingContext(mode)), torch.no_grad(), without_autocast():
         return compile_fx_inner(graph, inputs)
-
-
-def _keep_random() -> None:
-    """Lets inductor call random operations that it knows only in parts, such as bernoulli."""
-    from torch._inductor import lowering
-    from torch._inductor.decomposition import select_decomp_table
-
-    for op in select_decomp_table().keys() - lowering.lowerings.keys():
-        if torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()):
-            lowering.make_fallback(op, lowering.constrain_to_fx_strides, warn=False, override_decomp=True)
 
 
 def without_autocast() -> Any:

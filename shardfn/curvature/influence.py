@@ -369,7 +369,13 @@ def _begin(folder: Path, sketch: Sketch, of: dict[str, float], ranks: int, batch
         if found is None and batches is None:
             raise CheckpointError(f"{name}: {folder} has no gradients: pass batches to write them")
         if found is not None:
-            _compare(found, told, ranks, batches, f"{name}: {folder}")
+            if "of" not in found:
+                raise CheckpointError(f"{name}: {folder} does not say what it was made of: remove it, or pass another")
+            asked = told | ({} if batches is None else {"ranks": ranks, "batches": batches})
+            if other := [key for key in asked if key != "of" and found[key] != asked[key]]:
+                both = listed(f"{key}: {found[key]}, not {asked[key]}" for key in other)
+                raise CheckpointError(f"{name}: {folder} was written for other arguments: {both}")
+            compare(found["of"], of, f"{name}: {folder}")
     agree([f"exists: {found is not None}"], ranks_of, name)
     with failing_together([ranks_of], name, OSError):
         if found is None and row_place(space.params)[0] == 0:
@@ -377,17 +383,6 @@ def _begin(folder: Path, sketch: Sketch, of: dict[str, float], ranks: int, batch
             content = json.dumps({**told, "ranks": ranks, "batches": batches}, indent=1)
             _publish(about, content.encode())
     agree([], ranks_of, name)
-
-
-def _compare(found: Mapping[str, Any], told: Mapping[str, Any], ranks: int, batches: int | None, where: str) -> None:
-    asked = dict(told) | ({} if batches is None else {"ranks": ranks, "batches": batches})
-    of = asked.pop("of")
-    if "of" not in found:
-        raise CheckpointError(f"{where} does not say what it was made of: remove it, or pass another")
-    if other := [key for key in asked if found[key] != asked[key]]:
-        both = listed(f"{key}: {found[key]}, not {asked[key]}" for key in other)
-        raise CheckpointError(f"{where} was written for other arguments: {both}")
-    compare(found["of"], of, where)
 
 
 def _files(folder: Path) -> dict[tuple[int, int], tuple[str, int, str]]:
@@ -399,15 +394,6 @@ def _files(folder: Path) -> dict[tuple[int, int], tuple[str, int, str]]:
             raise CheckpointError(f"{folder} has two files of batch {batch} of rank {rank}: ranks had different rows")
         found[int(batch), int(rank)] = path.name, int(rows), digest
     return found
-
-
-def _digest(rows: Batch) -> str:
-    crc = 0
-    for leaf in rows.leaves:
-        is_tensor = isinstance(leaf, Tensor)
-        text = f"{leaf.dtype} {tuple(leaf.shape)}" if is_tensor else repr(leaf)
-        crc = zlib.crc32(memory(leaf) if is_tensor else b"", zlib.crc32(text.encode(), crc))
-    return f"{crc:08x}"
 
 
 def _write(
@@ -423,7 +409,12 @@ def _write(
     """Computes the rows of one batch and writes them, unless all ranks have; compares the batch if this rank has."""
     params = sketch.space.params
     given, rows = checked(params, functools.partial(tuple, batch), name)
-    digest = _digest(rows)
+    crc = 0
+    for leaf in rows.leaves:
+        is_tensor = isinstance(leaf, Tensor)
+        text = f"{leaf.dtype} {tuple(leaf.shape)}" if is_tensor else repr(leaf)
+        crc = zlib.crc32(memory(leaf) if is_tensor else b"", zlib.crc32(text.encode(), crc))
+    digest = f"{crc:08x}"
     error = None
     if at in there and there[at][2] != digest:
         error = CheckpointError(f"{name}: batch {at[0]} of rank {at[1]} in {folder} was another one: {there[at][0]}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.distributions import Distribution
 
 from shardfn.check.callsites import paused
 from shardfn.collectives.functional import axis_index
+from shardfn.compat.replacing import replaced
 from shardfn.curvature.per_example import batch_of
 from shardfn.curvature.row_axes import row_axes
 from shardfn.mesh.scope import scope
@@ -48,7 +49,7 @@ class Drawn:
         model, likelihood = self.model, self.likelihood
 
         def losses(params: Any, labels: Tensor, *batch: Any) -> Tensor:
-            with _unchecked():
+            with replaced(Distribution, _validate_args=False):  # which it cannot do row by row
                 each: Tensor = -likelihood(model(params, *batch), *batch).log_prob(labels)
             return each.flatten(1).sum(1) if each.ndim > 1 else each
 
@@ -77,14 +78,3 @@ class Drawn:
 def called(losses: Any) -> tuple[Callable[..., Any], ...]:
     """The functions that are called with each batch: of `Drawn` its two, else the losses themselves."""
     return (losses.model, losses.likelihood) if isinstance(losses, Drawn) else (losses,)
-
-
-@contextlib.contextmanager
-def _unchecked() -> Iterator[None]:
-    """A context in which distributions do not check their arguments, which they cannot do row by row."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(before)

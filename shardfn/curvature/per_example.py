@@ -33,7 +33,7 @@ from shardfn.mesh.scope import scope
 from shardfn.optim.hyperparameters import in_range, whole
 from shardfn.optim.norms import global_norm
 from shardfn.quoting import listed, short
-from shardfn.shards.layout import is_flat
+from shardfn.shards.layout import flat_shards, is_flat
 from shardfn.shards.pieces import Unit, units
 from shardfn.shards.random import int_seed
 from shardfn.stages.replay import RngAndAutocast
@@ -364,7 +364,7 @@ class Batch:
 def batch_of(batch: tuple[Any, ...], name: str = "per_example") -> Batch:
     """Arguments after the parameters; raises TypeError or ValueError if no rows can be told in them."""
     paths, leaves, tree = optree.tree_flatten_with_path(batch, none_is_leaf=True)
-    if any(is_flat(node) for node in optree.tree_leaves(batch, is_leaf=is_flat)):
+    if flat_shards(batch):
         raise TypeError(f"{name}: there is a flat shard in the batch; pass parameters as `params`")
     mapped = [isinstance(x, Tensor) and x.ndim > 0 for x in leaves]
     counts = {str(path): len(x) for path, x, yes in zip(paths, leaves, mapped, strict=True) if yes}

@@ -220,7 +220,15 @@ def squares(numel: int, uses: Sequence[Used]) -> Tensor:
         numel: number of its elements.
         uses: the gradient is the sum of these; each is the gradient with respect to some of the elements.
     """
-    merged = _merged(uses)
+    groups: dict[Any, list[Used]] = {}
+    for form, place in single(uses):
+        rising = len(place.shape) == 2 and place.strides[0] < place.strides[1]
+        if rising and isinstance(form, Outer) and form.a.shape[1] == 1:
+            form, place = form.swapped(), Place(place.shape[::-1], place.strides[::-1], place.offset)
+        heads = form.a.shape[1] if isinstance(form, Outer) else 0
+        key = (type(form), place, heads) if isinstance(form, (Outer, Picked, Dense)) else id(form)
+        groups.setdefault(key, []).append((form, place))
+    merged = [(_sum([form for form, _ in group]), group[0][1]) for group in groups.values()]
     if len(merged) == 1:
         return merged[0][0].squares()
     if _disjoint(numel, tuple(place for _, place in merged)):
@@ -240,18 +248,6 @@ def whole(numel: int, uses: Sequence[Used], rows: slice) -> Tensor:
     for value, place in values:
         place.of(sums).add_(value)
     return sums
-
-
-def _merged(uses: Sequence[Used]) -> list[Used]:
-    groups: dict[Any, list[Used]] = {}
-    for form, place in single(uses):
-        rising = len(place.shape) == 2 and place.strides[0] < place.strides[1]
-        if rising and isinstance(form, Outer) and form.a.shape[1] == 1:
-            form, place = form.swapped(), Place(place.shape[::-1], place.strides[::-1], place.offset)
-        heads = form.a.shape[1] if isinstance(form, Outer) else 0
-        key = (type(form), place, heads) if isinstance(form, (Outer, Picked, Dense)) else id(form)
-        groups.setdefault(key, []).append((form, place))
-    return [(_sum([form for form, _ in group]), group[0][1]) for group in groups.values()]
 
 
 def single(uses: Sequence[Used]) -> list[Used]:

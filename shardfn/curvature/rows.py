@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shardfn.compat import autograd, functorch
+from shardfn.compat.dispatch import tensors_in
+from shardfn.compat.replacing import replaced
 from shardfn.curvature.row_gradients import parts
 from shardfn.curvature.row_rules import OPENED, RULES, WITHOUT_PARAMETERS
 from shardfn.curvature.row_uses import Begin, Collector, Key, Link, Receiver, Shared, Ticket, Undecided, Use
@@ -67,7 +69,7 @@ class Rows(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _met(self, func: Any, args: Any, kwargs: Any) -> Any:
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_in(args, kwargs)
         rows = [x for x in tensors if self.row(x)]
         if not rows:
             return func(*args, **kwargs)
@@ -147,20 +149,6 @@ class Rows(TorchFunctionMode):
 
 
 _ASIDE = {Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.size, Tensor.dim}  # type: ignore[attr-defined]
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    stack = [tree]
-    while stack:
-        x = stack.pop()
-        if isinstance(x, Tensor):
-            found.append(x)
-        elif isinstance(x, (tuple, list)):
-            stack += x
-        elif isinstance(x, dict):
-            stack += x.values()
-    return found
 
 
 def _replaced(tree: Any, given: dict[int, Tensor]) -> Any:
@@ -355,19 +343,14 @@ class Plan:
         self.tickets: dict[int, Ticket] = {}
 
 
-@contextlib.contextmanager
-def stages_apart(receiver: Receiver, variables: Variables) -> Iterator[None]:
+def stages_apart(receiver: Receiver, variables: Variables) -> contextlib.AbstractContextManager[None]:
     """A context in which stages are called by one row.
 
     Args:
         receiver: what takes their rows' gradients.
         variables: the shards of which they are gradients, and the indices of their leaves, by id.
     """
-    before, instead.call = instead.call, functools.partial(_called, receiver, variables)
-    try:
-        yield
-    finally:
-        instead.call = before
+    return replaced(instead, call=functools.partial(_called, receiver, variables))
 
 
 def _called(receiver: Receiver, variables: Variables, signature: Signature, leaves: list[Any]) -> Any:
@@ -405,15 +388,12 @@ def _called(receiver: Receiver, variables: Variables, signature: Signature, leav
 @contextlib.contextmanager
 def _aside(variables: Variables) -> Iterator[None]:
     """A context in which stages are ordinary ones, and shards need no gradient."""
-    before = instead.call, now.mode
-    instead.call = now.mode = None
     for _, x in variables.values():
         x.requires_grad_(False)
     try:
-        with autograd.saved_tensors_hooks_enabled():
+        with replaced(instead, call=None), replaced(now, mode=None), autograd.saved_tensors_hooks_enabled():
             yield
     finally:
-        instead.call, now.mode = before
         for _, x in variables.values():
             x.requires_grad_()
 

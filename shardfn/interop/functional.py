@@ -12,6 +12,7 @@ import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.compat import dispatch, dynamo, functorch
 from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, keeps_statistics, synchronised
@@ -43,9 +44,6 @@ from shardfn.shards.placement import Strategy
 from shardfn.shards.sharding import Specs, shard
 from shardfn.shards.unsharding import unshard
 from shardfn.stages.stage import layers, stage
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 SMALL = 2**14  # parameters
 

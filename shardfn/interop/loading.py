@@ -8,12 +8,13 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.checkpoint.contents import Kind, LocalBox
 from shardfn.checkpoint.matching import Differences, part_with, patterns
@@ -38,9 +39,6 @@ from shardfn.shards.layout import Layout, is_flat, local_parameters
 from shardfn.shards.placement import Strategy
 from shardfn.shards.sharding import Rules, Specs, agreed
 from shardfn.tiers import copying
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _SOURCE = ("the sources", "source= is the one rank that has the files, and the same number on every rank")
 _SEED = ("the seeds", "seed= is the same number on every rank: parameters that begin with random numbers are cut")

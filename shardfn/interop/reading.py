@@ -64,7 +64,18 @@ def tensors_of(source: Any, share: tuple[int, int] = (0, 1)) -> Tensors:
         TypeError: the source has another type, or values that are not dense tensors.
     """
     if in_files(source):
-        return _in_file(Path(source), share)
+        path, model_path = Path(source), model_in(Path(source))
+        if model_path is None:
+            if path.is_dir():
+                raise CheckpointError(_without_model(path))
+            hub = ": of a model on the Hub pass the folder that huggingface_hub.snapshot_download returns"
+            raise CheckpointError(f"{path} does not exist here{hub if _NAMED.fullmatch(str(path)) else ''}")
+        reader = FileReader(model_path, share)
+        reader.check()
+        others = {**{name: f"the value {x!r}" for name, x in reader.source.numbers.items()}, **reader.source.others}
+        inner = any(name.startswith(INNER) for name in reader.tensors)  # as trainers save it, beside other state
+        values, others = (_part(reader.tensors), _part(others)) if inner else (reader.tensors, others)
+        return Tensors(values, others, reader.forget, zlib.crc32(reader.identity().encode()))
     if isinstance(source, Functional):
         state_dict = source.module.state_dict()
         source = {**source.tree, **{name: b for name, b in source.buffers.items() if name in state_dict}}
@@ -76,21 +87,6 @@ def tensors_of(source: Any, share: tuple[int, int] = (0, 1)) -> Tensors:
             f"from {source!r}" + (": source= names the rank that passes it" if source is None else "")
         )
     return Tensors(_checked(dict(_flat(source))), {}, lambda: None)
-
-
-def _in_file(path: Path, share: tuple[int, int]) -> Tensors:
-    model_path = model_in(path)
-    if model_path is None:
-        if path.is_dir():
-            raise CheckpointError(_without_model(path))
-        hub = ": of a model on the Hub pass the folder that huggingface_hub.snapshot_download returns"
-        raise CheckpointError(f"{path} does not exist here{hub if _NAMED.fullmatch(str(path)) else ''}")
-    reader = FileReader(model_path, share)
-    reader.check()
-    others = {**{name: f"the value {x!r}" for name, x in reader.source.numbers.items()}, **reader.source.others}
-    inner = any(name.startswith(INNER) for name in reader.tensors)  # as trainers save it, beside other state
-    values, others = (_part(reader.tensors), _part(others)) if inner else (reader.tensors, others)
-    return Tensors(values, others, reader.forget, zlib.crc32(reader.identity().encode()))
 
 
 def _part(named: dict[str, T]) -> dict[str, T]:

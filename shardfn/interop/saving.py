@@ -329,7 +329,13 @@ def _begin(
     if conversions.of_transformers(model.module):
         conversions.write_settings(model.module, new)
         floats = [x.dtype for x in files.values() if x.dtype.is_floating_point]
-        _note_dtype(new / CONFIG, floats, few.settings)
+        settings = json.loads((new / CONFIG).read_text())
+        settings.pop("quantization_config", None)  # describes the files from which the model was loaded
+        if floats:
+            settings["dtype"] = str(floats[0]).removeprefix("torch.")
+        if few.settings:
+            settings["quantization_config"] = few.settings
+        (new / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     if tokenizer is not None:
         tokenizer.save_pretrained(str(new))
     for file in _files_in(new):
@@ -365,17 +371,6 @@ def _finish(folder: Path, plan: Plan) -> None:
 def _tensors_in(folder: Path) -> dict[str, int]:
     """The tensor files of a model in a folder, with inodes, which change if a file is replaced."""
     return {path.name: path.stat().st_ino for path in folder.iterdir() if OURS.fullmatch(path.name)}
-
-
-def _note_dtype(config: Path, floats: list[torch.dtype], few: dict[str, Any]) -> None:
-    """Writes the dtype of the tensors, or the quantisation settings, to a configuration for `from_pretrained`."""
-    settings = json.loads(config.read_text())
-    settings.pop("quantization_config", None)  # describes the files from which the model was loaded
-    if floats:
-        settings["dtype"] = str(floats[0]).removeprefix("torch.")
-    if few:
-        settings["quantization_config"] = few
-    config.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 def _files_in(folder: Path) -> Iterator[Path]:

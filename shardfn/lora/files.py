@@ -10,11 +10,12 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.checkpoint import folders
 from shardfn.checkpoint.disk import sync, write_whole
@@ -42,9 +43,6 @@ from shardfn.shards.layout import flat_shards, is_stage
 from shardfn.shards.placement import Strategy
 from shardfn.shards.sharding import shard
 from shardfn.shards.unsharding import unshard
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
@@ -305,9 +303,17 @@ def _compare(base: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
 def _read(folder: Path, model: Functional) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Whole adapters, and the base's weights that are in the file as well."""
     config = _configuration(folder / CONFIG)
-    tensors = _stored(folder)
+    file = next((folder / name for name in (WEIGHTS, "adapter_model.bin") if (folder / name).exists()), None)
+    if file is None:
+        raise CheckpointError(f"{folder} has no {WEIGHTS}")
+    reader = FileReader(file)
+    reader.check()
+    if foreign := {**reader.source.others, **reader.source.numbers}:
+        raise CheckpointError(f"{file} has {listed(foreign)}, which is not a tensor")
+    if unprefixed := [name for name in reader.tensors if not name.startswith(PREFIX)]:
+        raise CheckpointError(f"{file} has {unprefixed[0]}; peft's names begin with {PREFIX}")
     try:
-        return _understood(config, tensors, model)
+        return _understood(config, reader.tensors, model)
     except (TypeError, ValueError) as error:
         raise CheckpointError(str(error)) from None
 
@@ -383,19 +389,6 @@ def _configuration(file: Path) -> dict[str, Any]:
         if not isinstance(config.get(key), (int, float)):
             raise CheckpointError(f"{file} says {key}={config.get(key)!r}, which is not a number")
     return config
-
-
-def _stored(folder: Path) -> dict[str, Tensor]:
-    file = next((folder / name for name in (WEIGHTS, "adapter_model.bin") if (folder / name).exists()), None)
-    if file is None:
-        raise CheckpointError(f"{folder} has no {WEIGHTS}")
-    reader = FileReader(file)
-    reader.check()
-    if foreign := {**reader.source.others, **reader.source.numbers}:
-        raise CheckpointError(f"{file} has {listed(foreign)}, which is not a tensor")
-    if unprefixed := [name for name in reader.tensors if not name.startswith(PREFIX)]:
-        raise CheckpointError(f"{file} has {unprefixed[0]}; peft's names begin with {PREFIX}")
-    return reader.tensors
 
 
 def _check_complete(config: Mapping[str, Any], model: Functional, found: Set[str], saved: Iterable[str]) -> None:

@@ -11,10 +11,11 @@ import math
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.compat import devices
 from shardfn.mesh import waiting
@@ -22,10 +23,6 @@ from shardfn.mesh.grid import ALONE, Axis, AxisName, Grid, as_names, show
 from shardfn.mesh.groups import connected, group_over, world_of_thread
 from shardfn.mesh.lanes import lane
 from shardfn.quoting import short
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 T = TypeVar("T")
 _numbers = itertools.count()

@@ -78,12 +78,9 @@ def _lost_by(rank: int, wait: dict[str, Any], states: dict[int, State], suspects
     others = [other for other in wait["ranks"] if other != rank]
     lost = [other for other in others if _lost(other, wait, states, suspects)]
     killed = [other for other in others if other not in lost and other in states and states[other]["counts"] is None]
-    late = [other for other in others if other not in {*lost, *killed} and not _came(other, wait, states)]
+    come = {other for other, state in states.items() if came(state, wait["group"], wait["key"], wait["count"])}
+    late = [other for other in others if other not in {*lost, *killed, *come}]
     return lost if late else sorted([*lost, *killed])
-
-
-def _came(rank: int, wait: dict[str, Any], states: dict[int, State]) -> bool:
-    return rank in states and came(states[rank], wait["group"], wait["key"], wait["count"])
 
 
 def _lost(rank: int, wait: dict[str, Any], states: dict[int, State], suspects: dict[Thread, list[int]]) -> bool:
@@ -149,13 +146,9 @@ def _does(state: State | None) -> str:
         return f"has not come, and does something else{after}"
     if state["ended"]:
         return f"{state['ended']}{after}"
-    waits = [_told(thread["wait"]) for thread in state["threads"] or () if thread["wait"]]
+    open_waits = [thread["wait"] for thread in state["threads"] or () if thread["wait"]]
+    waits = [f"{wait['told']} ({wait['note']})" if wait.get("note") else str(wait["told"]) for wait in open_waits]
     return f"waits for {' and for '.join(waits)}" if waits else "has given up" if state["vain"] else "has not come"
-
-
-def _told(wait: dict[str, Any]) -> str:
-    note = wait.get("note")
-    return f"{wait['told']} ({note})" if note else str(wait["told"])
 
 
 def ranks_named(ranks: Sequence[int]) -> str:

@@ -6,10 +6,9 @@ import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 
 AxisName = str | tuple[str, ...]
 """One mesh axis, or the product of several, major to minor. `()` means this rank alone and needs no mesh."""
@@ -45,7 +44,8 @@ class Grid:
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        self.__dict__["_meshes"] = []  # no field: torch.compile hashes fields, whether they are compared or not
+        # No fields: torch.compile hashes fields, whether they are compared or not.
+        self.__dict__.update(_meshes=[], _places={rank: place for place, rank in enumerate(self.ranks)})
 
     @property
     def _meshes(self) -> list[weakref.ref[DeviceMesh]]:
@@ -82,9 +82,10 @@ class Grid:
         Raises:
             ValueError: the rank is not in the mesh.
         """
-        if rank not in self.ranks:
+        place = self.__dict__["_places"].get(rank)
+        if place is None:
             raise ValueError(f"rank {rank} is not in the mesh, whose ranks are {self.ranks}")
-        place, positions = self.ranks.index(rank), {}
+        positions = {}
         for name, size in reversed(self.sizes):
             place, positions[name] = divmod(place, size)
         lengths, index = dict(self.sizes), 0

@@ -8,18 +8,16 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.compat import process_groups
 from shardfn.mesh import waiting, watchdog
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.lanes import lane
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.compat import devices
 from shardfn.mesh.axes import device_of, grid_of, per_mesh, row
@@ -21,9 +22,6 @@ from shardfn.mesh.groups import connected, group_over
 from shardfn.mesh.planned import planned
 from shardfn.mesh.start import check_device, claim_device, patience, start_distributed
 from shardfn.quoting import advised, short, short_errors
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger("shardfn")
 

@@ -6,9 +6,10 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.compat import autograd, dynamo
 from shardfn.compat.replacing import replaced
@@ -18,9 +19,6 @@ from shardfn.mesh.axes import Axes, axis_of, device_of, grid_of, known_axes, mes
 from shardfn.mesh.grid import ALONE, Axis, AxisName, Grid, as_names
 from shardfn.mesh.groups import world_of_thread
 from shardfn.mesh.make import made_again
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class _Scope(threading.local):
@@ -66,18 +64,15 @@ def _scoped(mesh: DeviceMesh, axes: Axes | None) -> Iterator[None]:
 @contextlib.contextmanager
 def as_if_at(axis: AxisName, index: int) -> Iterator[None]:
     """A context in which the program finds shapes as another rank along an axis of the mesh in scope."""
-    mesh, axes, before = _scope.mesh, _scope.axes, _scope.elsewhere
+    mesh, axes = _scope.mesh, _scope.axes
     assert mesh is not None, "an axis belongs to a mesh"
     assert axes is not None, "a mesh has axes"
     there = dataclasses.replace(bound_axis(axis, "axis"), index=index)
     names = as_names(axis)
     used = {known: bound for known, bound in axes.used.items() if not set(as_names(known)) & set(names)}
-    _scope.elsewhere = True
-    try:
-        with _scoped(mesh, dataclasses.replace(axes, used=used | dict.fromkeys((axis, names), there))):
-            yield
-    finally:
-        _scope.elsewhere = before
+    there_axes = dataclasses.replace(axes, used=used | dict.fromkeys((axis, names), there))
+    with replaced(_scope, elsewhere=True), _scoped(mesh, there_axes):
+        yield
 
 
 def elsewhere() -> bool:

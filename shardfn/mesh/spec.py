@@ -11,17 +11,15 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optree
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.mesh.axes import axis_of, check_axes, sizes
 from shardfn.mesh.grid import AxisName, as_names
 from shardfn.quoting import listed, short
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Entry = str | tuple[str, ...] | None
 
@@ -293,20 +291,15 @@ def _trimmed(spec: P) -> tuple[Entry, ...]:
 def _spec(spec: Any, where: str) -> Any:
     if isinstance(spec, (P, EllipsisType, ByPath)):
         return spec
+    instead, dim = "P() for a value that every rank holds whole", getattr(spec, "dim", None)
+    if isinstance(spec, str):
+        instead = f"P({short(repr(spec))})"
+    elif isinstance(dim, int) and dim >= 0:  # a placement of DTensor
+        instead = f"P({'None, ' * dim}axis) for an axis of the mesh, by name, that cuts dimension {dim}"
     raise TypeError(
         f"{where} is {short(repr(spec))}, of type {type(spec).__name__}, not a spec (P(...), ..., or by_path): "
-        f"{_instead(spec)}"
+        f"write {instead}"
     )
-
-
-def _instead(spec: Any) -> str:
-    """Returns advice on what to write in place of something that is no spec."""
-    if isinstance(spec, str):
-        return f"write P({short(repr(spec))})"
-    dim = getattr(spec, "dim", None)  # of a placement of DTensor
-    if isinstance(dim, int) and dim >= 0:
-        return f"write P({'None, ' * dim}axis) for an axis of the mesh, by name, that cuts dimension {dim}"
-    return "write P() for a value that every rank holds whole"
 
 
 def _by_rules(rules: ByPath, subtree: Any, where: str) -> list[P | EllipsisType]:

@@ -184,16 +184,12 @@ def _counts(whole: tuple[int, ...], like: Tensor) -> Tensor:
     return counts
 
 
-def _as_rows(segment: Segment, x: Tensor) -> tuple[int, Tensor]:
-    """Pads elements with zeros to whole rows; returns the number of the first row, and the rows."""
-    (row, before), columns = divmod(segment.first, segment.shape[-1]), segment.shape[-1]
-    after = -(before + x.numel()) % columns
-    return row, torch.nn.functional.pad(x, (before, after)).view(-1, columns)
-
-
 def _sums(segment: Segment, squared: Tensor) -> Tensor:
     """What this rank's elements add to the sums of the parameter's rows and columns, as one vector."""
-    first, rows = _as_rows(segment, squared)
+    # Zeros pad this rank's elements to whole rows.
+    columns = segment.shape[-1]
+    first, before = divmod(segment.first, columns)
+    rows = torch.nn.functional.pad(squared, (before, -(before + squared.numel()) % columns)).view(-1, columns)
     numbers = torch.arange(first, first + len(rows), device=squared.device)
     of_rows = squared.new_zeros(math.prod(segment.shape[:-1])).index_add(0, numbers, rows.sum(1))
     of_columns = squared.new_zeros(math.prod(segment.shape[:-2]), segment.shape[-1])

@@ -484,7 +484,7 @@ def _inside(node: Any) -> dict[str, Any] | None:
     if node is None or optree.tree_is_leaf(node):
         return None
     accessors, children, _ = optree.tree_flatten_with_accessor(node, lambda x: x is not node, none_is_leaf=True)
-    return {dotted(accessor): child for accessor, child in zip(accessors, children, strict=True)}
+    return dict(zip(map(dotted, accessors), children, strict=True))
 
 
 def _structures(name: str, first: Any, second: Any, a: str = "the parameters", b: str = "the gradients") -> str:

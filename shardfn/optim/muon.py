@@ -13,7 +13,7 @@ from shardfn.optim.optimizer import Optimizer, Rule
 from shardfn.optim.owners import moved, on_everyone, on_owner
 from shardfn.optim.state_offload import on_whole
 from shardfn.shards.boxes import Ints
-from shardfn.shards.pieces import Unit, pairs, refuse_complex, units, zeros_like
+from shardfn.shards.pieces import pairs, refuse_complex, units, zeros_like
 
 
 @made_of_numbers
@@ -67,7 +67,13 @@ def muon(
     def init(params: Any) -> Any:
         refuse_complex(units(params), "muon")
         for unit in units(params).each:
-            _refuse(unit)
+            entries = [unit.layout.entries[i] for i in unit.entries] if unit.layout else unit.segments
+            for e in entries:
+                if unit.trainable and len(e.shape) != 2:
+                    raise ValueError(
+                        f"muon: {e.path} has shape {e.shape}, and only matrices can be orthogonalised; give the others "
+                        f"to another optimizer: masked(muon(...), lambda path, shape: len(shape) == 2, adamw(...))"
+                    )
         return {"step": 0, "numbers": constants(numbers), "momentum": zeros_like(params)}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
@@ -94,17 +100,6 @@ def muon(
         return new_params, state | {"step": count, "momentum": leaves.like(momenta)}
 
     return Optimizer(init, on_whole(step))
-
-
-def _refuse(unit: Unit) -> None:
-    """Raises ValueError for a trained parameter that is not a matrix."""
-    entries = [unit.layout.entries[i] for i in unit.entries] if unit.layout else unit.segments
-    for e in entries:
-        if unit.trainable and len(e.shape) != 2:
-            raise ValueError(
-                f"muon: {e.path} has shape {e.shape}, and only matrices can be orthogonalised; give the others to "
-                f"another optimizer: masked(muon(...), lambda path, shape: len(shape) == 2, adamw(...))"
-            )
 
 
 def orthogonalised(x: Tensor, iterations: int, dtype: torch.dtype | None) -> Tensor:

@@ -11,10 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import optree
-
 from shardfn.mesh.grid import AxisName, as_names
-from shardfn.mesh.spec import dotted
+from shardfn.mesh.spec import leaves_by_path
 from shardfn.optim.guard import guarded, guarded_update
 from shardfn.optim.hyperparameters import kind
 from shardfn.optim.sharded_state import divides_init, divides_step
@@ -121,8 +119,18 @@ def _each_once(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def checked(params: Any) -> Any:
         seen: set[int] = set()
         leaves = units(params)
-        if not any(unit.trainable for unit in leaves.each):
-            _refuse_few_bits(params)
+        trains = any(unit.trainable for unit in leaves.each)
+        untrained = {} if trains else leaves_by_path(params, lambda x: is_unit(x) or is_packed(x))
+        for path, leaf in untrained.items():
+            layout = leaf.layout if is_unit(leaf) else None
+            entries = layout.entries if layout else ()
+            names = [entry.path for entry in entries if layout and entry.leaves[0] in layout.packed]
+            if names or is_packed(leaf):
+                raise ValueError(
+                    f"init: there is nothing to train: {(names or [path])[0]} is in few bits, which have no gradient, "
+                    f"and all else is frozen. Make the state of adapters, optimizer.init(lora.init(model, "
+                    f"'all-linear', rank=8)), or leave what is to be trained out of quantize"
+                )
         for unit in leaves.each:
             if unit.trainable and id(unit.values) in seen:
                 raise ValueError(
@@ -133,21 +141,6 @@ def _each_once(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return init(params)
 
     return checked
-
-
-def _refuse_few_bits(params: Any) -> None:
-    """Raises ValueError for quantized parameters, if no others are to be trained."""
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(params, is_leaf=lambda x: is_unit(x) or is_packed(x))
-    for accessor, leaf in zip(accessors, leaves, strict=True):
-        layout = leaf.layout if is_unit(leaf) else None
-        entries = layout.entries if layout else ()
-        names = [entry.path for entry in entries if layout and entry.leaves[0] in layout.packed]
-        if names or is_packed(leaf):
-            raise ValueError(
-                f"init: there is nothing to train: {(names or [dotted(accessor)])[0]} is in few bits, which have no "
-                f"gradient, and all else is frozen. Make the state of adapters, optimizer.init(lora.init(model, "
-                f"'all-linear', rank=8)), or leave what is to be trained out of quantize"
-            )
 
 
 @short_errors

@@ -277,7 +277,10 @@ def _optimizer(
         for unit, g in zip(each, gs, strict=True):
             for _, path, shape in spread(unit):
                 counts[path] += g is not None
-                rates[path] = _of_rules(now, path, shape)
+                rates[path] = {
+                    key: value(path, shape) if callable(value) else value for key, value in now.items() if key != "lr"
+                }
+                check_rule(path, tuple(rates[path].items()))  # on every rank: its owner's error alone would hang others
         with torch.no_grad():
             kept = state["blocks"] if donate else optree.tree_map(torch.clone, state["blocks"])
 
@@ -303,13 +306,6 @@ def _optimizer(
 
 def _trained(leaves: Units) -> list[Unit]:
     return [unit for unit in leaves.each if unit.trainable]
-
-
-def _of_rules(now: dict[str, Any], path: str, shape: Ints) -> dict[str, float]:
-    """The numbers of a parameter, by every rank: an error on its owner alone would leave the others waiting."""
-    found = {key: value(path, shape) if callable(value) else value for key, value in now.items() if key != "lr"}
-    check_rule(path, tuple(found.items()))
-    return found
 
 
 def refuse_derivative(name: str, count: Any, *trees: Any) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.check import recording
 from shardfn.collectives import functional
@@ -27,9 +28,6 @@ from shardfn.optim.state_offload import Init, Step
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.tiers import copying, placing
 from shardfn.tiers.placing import brought
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Finer = Callable[[Layout], Layout]
 

@@ -162,7 +162,9 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> custom_
         k, v = (all_gather(x, axis, dim=2) for x in (k, v))
         scores = kernels.by_group(q, k.mT) * scale
         if causal:
-            scores = scores.masked_fill(_unseen(q.shape[2], axis, balanced, q.device), -torch.inf)
+            places = [_places(q.shape[2], i, axis_size(axis), balanced, q.device) for i in range(axis_size(axis))]
+            later = torch.cat(places)[None, :] > places[axis_index(axis)][:, None]  # keys of all ranks, for each query
+            scores = scores.masked_fill(later, -torch.inf)
         return (kernels.by_group(scores.softmax(-1), v),)
 
     def fwd(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -214,12 +216,6 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> custom_
         return [dq.to(q.dtype), dk, dv]
 
     return custom_vjp(pure, fwd, bwd)
-
-
-def _unseen(own: int, axis: AxisName, balanced: bool, device: torch.device) -> Tensor:
-    """Mask of the keys of all ranks that come after each of this rank's queries: `[own, size * own]`, bool."""
-    places = [_places(own, index, axis_size(axis), balanced, device) for index in range(axis_size(axis))]
-    return torch.cat(places)[None, :] > places[axis_index(axis)][:, None]
 
 
 def _parts(index: int, source: int, length: int, causal: bool, balanced: bool) -> list[Block]:

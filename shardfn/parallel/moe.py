@@ -244,7 +244,10 @@ def _dropless(expert: Expert, params: Any, x: Tensor, routing: Routing, axis: Ax
     coming = all_to_all(counts, axis, split_dim=0, concat_dim=0)  # from each rank, for each expert here
     going, lengths = torch.stack((counts, coming)).tolist()
     if planned():
-        going, lengths = _even(len(choices), count, axis)
+        notes().assume("as many tokens for each expert")
+        loads = [len(choices) // count + (i < len(choices) % count) for i in range(count)]
+        going = [loads[i : i + count // size] for i in range(0, count, count // size)]
+        lengths = [going[axis_index(axis)]] * size
     send, receive = ([sum(row) for row in rows] for rows in (going, lengths))
     rows = _taken(k, False)(x.flatten(0, 1)[None], order[None] // k, back[None])[0][0]
     received = ragged_all_to_all(rows, axis, send, receive)
@@ -259,15 +262,6 @@ def _dropless(expert: Expert, params: Any, x: Tensor, routing: Routing, axis: Ax
     chosen = ragged_all_to_all(returned, axis, receive, send)
     chosen = _taken(1, False)(chosen[None], back[None], order[None])[0]
     return (chosen.view(*routing.weights.shape, chosen.shape[-1]) * routing.weights[..., None]).sum(2)
-
-
-def _even(choices: int, count: int, axis: AxisName) -> tuple[list[list[int]], list[list[int]]]:
-    """How many choices go to each expert, and come to those of this rank, by rank, if they are spread evenly."""
-    notes().assume("as many tokens for each expert")
-    size, index = axis_size(axis), axis_index(axis)
-    loads = [choices // count + (i < choices % count) for i in range(count)]
-    going = [loads[i : i + count // size] for i in range(0, count, count // size)]
-    return going, [going[index]] * size
 
 
 @functools.cache

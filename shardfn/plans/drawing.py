@@ -1,16 +1,20 @@
-"""When each work of a plan runs, and in which lane: what its pictures draw."""
+"""What pictures draw: when each work of a plan runs, and in which lane; and colors, the same as in the terminal."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol, runtime_checkable
 
-from shardfn.plans.colors import OTHER, hue, mixed
+from shardfn.plans.holdings import Section
 from shardfn.plans.schedule import Held, Work
 
+FEW = ("#38618c", "#e08e45", "#4f9d69", "#c0504d", "#7b5ea7", "#3d9db3", "#b08a2e", "#c2679b")
+MANY = ("#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a0da39", "#f2d13c")
+PADDING, OTHER = "#e4e8ed", "#9aa7b5"
 PALER = {"forward": 0.5, "recompute": 0.25, "backward": 0.0, "update": 0.0}
 KINDS = {
     "parameters": "#38618c",
@@ -112,6 +116,49 @@ def lane_of(work: Work) -> str:
     }.get(work.kind, "sends")  # fmt: skip
 
 
+def colors(section: Section) -> dict[int, str]:
+    """Returns rank -> color: a hue by position along the axes cutting most bytes (or all), paler for further copies."""
+    grid = section.grid
+    if grid is None:
+        return dict.fromkeys(section.ranks, FEW[0])
+    whole = Counter[tuple[str, ...]]()
+    for flat in section.flats:
+        axes = tuple(name for name in flat.layout.placement.axes if grid.size(name) > 1)
+        if axes:
+            whole[axes] += flat.whole
+    names = max(whole, key=lambda axes: whole[axes]) if whole else tuple(name for name, _ in grid.sizes)
+    other_axes = tuple(name for name, _ in grid.sizes if name not in names)
+    count, copies = grid.size(names), grid.size(other_axes)
+    color_of = {}
+    for rank in grid.ranks:
+        paler = 0.45 * grid.index(rank, other_axes) / max(copies - 1, 1)
+        color_of[rank] = mixed(hue(grid.index(rank, names), count), "#ffffff", paler)
+    return color_of
+
+
+def hue(index: int, count: int) -> str:
+    """Returns color `index` of `count` distinct ones."""
+    if count <= len(FEW):
+        return FEW[index]
+    low, part = divmod(index / (count - 1) * (len(MANY) - 1), 1)
+    return mixed(MANY[int(low)], MANY[min(math.ceil(low + part), len(MANY) - 1)], part)
+
+
+def mixed(a: str, b: str, part: float) -> str:
+    """Mixes two colors: `part` of `b`, the rest of `a`."""
+    return "#" + "".join(f"{round(x + (y - x) * part):02x}" for x, y in zip(_rgb(a), _rgb(b), strict=True))
+
+
+def over(color: str) -> str:
+    """Returns the text color, black or white, that is readable on a color."""
+    r, g, b = _rgb(color)
+    return "#ffffff" if 0.299 * r + 0.587 * g + 0.114 * b < 160 else "#1c2733"
+
+
+def _rgb(color: str) -> Sequence[int]:
+    return [int(color[i : i + 2], 16) for i in (1, 3, 5)]
+
+
 def stage_colors(works: Sequence[Work]) -> dict[tuple[str, str], str]:
     """Returns (stage, phase) -> color: a hue by stage in their order, and its forward paler; grey outside of stages."""
     stages = [stage for stage in dict.fromkeys(work.stage for work in works) if stage]
@@ -126,15 +173,6 @@ def kind_colors(held: Sequence[Held]) -> dict[str, str]:
     return {kind: color for kind, color in KINDS.items() if kind in found} | {
         kind: MORE[i % len(MORE)] for i, kind in enumerate(own)
     }
-
-
-def amount(n: float, unit: str = "") -> str:
-    """Returns a number with four digits, with the prefix that makes it at least 1: `1.234 TFLOP`."""
-    for prefix in ("", "k", "M", "G", "T", "P", "E"):
-        if n < 1000 or prefix == "E":
-            break
-        n /= 1000
-    return f"{n:.4g} {prefix}{unit}".rstrip()
 
 
 def duration(seconds: float) -> str:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.compat import process_groups
 from shardfn.mesh.axes import grid_of
@@ -24,9 +25,6 @@ from shardfn.quoting import listed
 from shardfn.shards.blocks import Blocks
 from shardfn.shards.layout import FlatShard, Layout, Range, is_stage, stage_shards
 from shardfn.shards.pieces import is_unit
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -155,37 +153,17 @@ class Section:
             pieces[layout, flat.layout.trainable] += flat.piece
         plain = sum(tensor.nbytes for stage in self.stages for tensor in stage.plain)
         held = {}
-        for rank, position in self.places.items():
+        for rank in self.ranks:
             totals = {True: 0, False: 0}
             for (layout, trained), nbytes in pieces.items():
-                totals[trained] += nbytes * lives(layout, position)
+                totals[trained] += nbytes * layout.here(rank)
             held[rank] = Held(totals[True], totals[False], plain)
         return held
 
-    @cached_property
-    def places(self) -> dict[int, dict[str, int]]:
-        """Rank -> its position along each axis."""
-        return {process_groups.global_rank(): {}} if self.grid is None else places(self.grid)
-
-
-def places(grid: Grid) -> dict[int, dict[str, int]]:
-    """Returns rank -> its position along each axis."""
-    names = [name for name, _ in grid.sizes]
-    positions = itertools.product(*(range(size) for _, size in grid.sizes))
-    return {rank: dict(zip(names, position, strict=True)) for rank, position in zip(grid.ranks, positions, strict=True)}
-
-
-def along(grid: Grid, position: dict[str, int], names: Sequence[str]) -> int:
-    """Returns the position along the product of some axes, major to minor."""
-    lengths, index = dict(grid.sizes), 0
-    for name in names:
-        index = index * lengths[name] + position[name]
-    return index
-
-
-def lives(layout: Layout, where: dict[str, int]) -> bool:
-    """Whether a rank at this position holds any part of a buffer."""
-    return all(where[name] == position for name, position in layout.placement.only_at)
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that hold it."""
+        return (process_groups.global_rank(),) if self.grid is None else self.grid.ranks
 
 
 def owners(layout: Layout) -> dict[str, dict[Range, list[int]]]:

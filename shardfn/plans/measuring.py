@@ -8,10 +8,11 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives import into_buffers, kernels
 from shardfn.collectives.agree import agree
@@ -22,9 +23,6 @@ from shardfn.mesh.axes import device_of, sizes
 from shardfn.mesh.grid import show
 from shardfn.plans.machines import OPERATIONS, Chip, Curve, Links, nodes_of
 from shardfn.quoting import short, short_errors
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 SIZES = tuple(2**k for k in range(12, 25, 2))  # 4 KiB to 16 MiB
 _BUDGET = 0.2  # seconds for the repetitions of one entry, after the first

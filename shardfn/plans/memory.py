@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.compat import autograd, process_groups
 from shardfn.mesh.scope import current_mesh, mesh_of
@@ -20,15 +21,12 @@ from shardfn.quant.packed import is_packed
 from shardfn.quoting import listed, short_errors
 from shardfn.shards.blocks import Blocks
 from shardfn.shards.init import drawn_hollow
-from shardfn.shards.layout import FlatShard, Layout, is_flat
+from shardfn.shards.layout import FlatShard, Layout, flat_shards, is_flat
 from shardfn.shards.pieces import is_unit
 from shardfn.shards.placement import Strategy
 from shardfn.shards.sharding import Rules, Specs
 from shardfn.tiers import placing
 from shardfn.tiers.tensors import ALIGNMENT
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -148,7 +146,7 @@ def _laid_out(
     params: Any, strategy: Strategy | None, mesh: DeviceMesh | None, stages: Which | None, frozen: Which, specs: Specs
 ) -> Any:
     """Returns the parameters as they are sharded, or would be by `shard`, but without asking other ranks."""
-    is_sharded = any(map(is_flat, optree.tree_leaves(params, is_leaf=is_flat)))
+    is_sharded = bool(flat_shards(params))
     if is_sharded and strategy is not None:
         raise ValueError(
             "memory: the parameters are sharded already, each by its own strategy: leave strategy= out, or "
@@ -266,8 +264,7 @@ def _state(optimizer: Optimizer, tree: Any) -> list[tuple[Tensor, str, Layout | 
             "leave the optimizer out, and count what its documentation says"
         )
     seen = {autograd.storage_of(x) for x in optree.tree_leaves(tree) if isinstance(x, Tensor)}
-    flats = [leaf for leaf in optree.tree_leaves(tree, is_leaf=is_flat) if is_flat(leaf)]
-    offloaded = [flat.layout.placement.tiers.params != "device" for flat in flats]
+    offloaded = [flat.layout.placement.tiers.params != "device" for flat in flat_shards(tree)]
     default_tier = "host" if offloaded and all(offloaded) else "device"
     tensors = []
     for node in optree.tree_leaves(state, is_leaf=_has_layout):

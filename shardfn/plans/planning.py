@@ -8,12 +8,13 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.compat import attention, devices, process_groups, replacing
 from shardfn.mesh.axes import sizes
@@ -26,13 +27,10 @@ from shardfn.plans.plan import Plan
 from shardfn.plans.recorder import Block, Recorder
 from shardfn.quant.packed import is_packed
 from shardfn.quoting import listed, short, short_errors
-from shardfn.shards.layout import is_flat
+from shardfn.shards.layout import flat_shards, is_flat
 from shardfn.simulated.clocks import HOST
 from shardfn.simulated.device import Device, simulated
 from shardfn.tiers import transfers
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @contextlib.contextmanager
@@ -189,11 +187,9 @@ def _explained(recorder: Recorder) -> Iterator[None]:
 
 def mesh_for(what: str, mesh: DeviceMesh | None, given: Any) -> DeviceMesh | None:
     """Returns the mesh that a step is about: the one passed, or that of the flat shards among its arguments."""
-    flats = (leaf for leaf in optree.tree_leaves(given, is_leaf=is_flat) if is_flat(leaf))
-    first = next(flats, None)
-    if mesh is not None or first is None:
-        return mesh if mesh is not None else current_mesh()
-    return mesh_of(first.layout.grid, what)
+    if mesh is None and (flats := flat_shards(given)):
+        return mesh_of(flats[0].layout.grid, what)
+    return mesh if mesh is not None else current_mesh()
 
 
 def plan_of(

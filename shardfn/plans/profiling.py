@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives.ledger import Record
 from shardfn.compat import modes
@@ -33,9 +34,6 @@ from shardfn.plans.schedule import Work
 from shardfn.quoting import short_errors
 from shardfn.simulated.device import Device
 from shardfn.simulated.operations import launches
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
 _STREAM = 1  # the number of the device's own stream among drafts, where 0 is the host

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardfn.collectives.ledger import Record, attribution, ledger
 from shardfn.compat import autograd, process_groups
+from shardfn.compat.dispatch import tensors_in
 from shardfn.compat.flops import flops_of, traffic_of
 from shardfn.compat.replacing import replaced
 from shardfn.plans.places import Place, Places
@@ -24,7 +25,6 @@ from shardfn.plans.schedule import Work
 from shardfn.simulated.clocks import HOST
 from shardfn.simulated.device import Device, Listener
 from shardfn.simulated.operations import NAME, launches, second
-from shardfn.simulated.shapes import tensors_in
 from shardfn.tiers.tensors import ALIGNMENT, on_disk
 
 

@@ -13,17 +13,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from shardfn.compat import process_groups
 from shardfn.mesh.grid import Grid
-from shardfn.plans.colors import colors, over
-from shardfn.plans.holdings import Flat, Held, Section, Stage, along, lives, owners, pieces_of, sections, word
+from shardfn.plans.drawing import colors, over
+from shardfn.plans.holdings import Flat, Held, Section, Stage, owners, pieces_of, sections, word
 from shardfn.plans.printed import WIDE, Line, Printed, need_matplotlib, save_figure
 from shardfn.quoting import byte_count
 from shardfn.shards.layout import Layout, Range
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from torch.distributed.device_mesh import DeviceMesh
 
 NAMED = 16  # most ranks that are named; with more, positions along axes are shown instead
 PARTS = 4  # most parts of a parameter that are listed one by one
@@ -270,7 +271,7 @@ def _holders(holders: list[int], section: Section) -> str:
         return "each rank" if len(holders) > 1 else f"rank {holders[0]}"
     if len(grid.ranks) <= NAMED:
         return f"rank{'s' * (len(holders) > 1)} {ranks(holders, grid)}"
-    fixed = {name: {section.places[rank][name] for rank in holders} for name, n in grid.sizes if n > 1}
+    fixed = {name: {grid.index(rank, name) for rank in holders} for name, n in grid.sizes if n > 1}
     at = ", ".join(f"{name}={min(some)}" for name, some in fixed.items() if len(some) == 1)
     return f"the {len(holders)} ranks{f' at {at}' if at else ''}"
 
@@ -389,9 +390,9 @@ def ranks(numbers: Sequence[int], grid: Grid) -> str:
 def holders(section: Section, layout: Layout) -> dict[int, list[int]]:
     """Returns piece -> the ranks that hold it."""
     ranks_of: dict[int, list[int]] = {}
-    for rank, position in sorted(section.places.items()):
-        if lives(layout, position):
-            ranks_of.setdefault(along(layout.grid, position, layout.placement.axes), []).append(rank)
+    for rank in sorted(section.ranks):
+        if layout.here(rank):
+            ranks_of.setdefault(layout.index(rank), []).append(rank)
     return ranks_of
 
 

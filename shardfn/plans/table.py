@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from shardfn.plans.drawing import amount, kind_colors, peak_told
+from shardfn.plans.drawing import kind_colors, peak_told
 from shardfn.plans.printed import Line
 from shardfn.plans.schedule import Work
-from shardfn.quoting import byte_count, listed
+from shardfn.quoting import amount, byte_count, listed
 
 if TYPE_CHECKING:
     from shardfn.plans.plan import Plan

@@ -13,10 +13,11 @@ import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.checkpoint.team import team_of
 from shardfn.collectives.agree import agree, failing_together, gathered
@@ -41,9 +42,6 @@ from shardfn.run.collating import (
     sizes_of,
 )
 from shardfn.run.feeding import Copier, Copy, fresh, owned
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 LOOKS = 64  # at most so many batches are compared by content
 ASTRAY = -1  # sent in place of an iterator's number by a rank that has seen ranks out of step

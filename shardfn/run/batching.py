@@ -7,14 +7,16 @@ import itertools
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, get_args
+from typing import Any, Protocol, get_args
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives.agree import agree, failing_together
 from shardfn.mesh.axes import device_of, sizes
 from shardfn.mesh.grid import AxisName
+from shardfn.optim.hyperparameters import whole
 from shardfn.quoting import short_errors
 from shardfn.run.batch_consistency import Peers, Read, State, axes_of, peers, together
 from shardfn.run.collating import Collate, Lengths, Pad, lengths_of
@@ -23,9 +25,6 @@ from shardfn.run.order import RARE, Last, Order, Sample, room
 from shardfn.run.sources import NAME, Reader, by_workers, opened, portion, sampled
 from shardfn.run.streams import Stream, Streamed, stream_facts
 from shardfn.shards.random import int_seed
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _SOURCES = (
     "the arguments",
@@ -68,7 +67,7 @@ class Batches:
         Raises:
             ValueError: a negative step.
         """
-        _checked_int("start", start, 0)
+        whole(NAME, "start", start, 0)
         return together(self._open(start), start, self._peers, device_of(self.mesh))
 
     def __iter__(self) -> Generator[Any]:
@@ -174,10 +173,10 @@ def _made(
     """The batches, and a line for each fact about their source."""
     axes = axes_of(axes, mesh, NAME)
     for name, value, least in (("batch", batch, 1), ("workers", workers, 0), ("prefetch", prefetch, 0)):
-        _checked_int(name, value, least)
+        whole(NAME, name, value, least)
     if epochs is not None:
-        _checked_int("epochs", epochs, 1)
-    _checked_int("start", start, 0)
+        whole(NAME, "epochs", epochs, 1)
+    whole(NAME, "start", start, 0)
     if last not in get_args(Last):
         raise ValueError(f"{NAME}: last={last!r}; what becomes of an epoch's last rows is one of {get_args(Last)}")
     if collate is not None and not callable(collate):
@@ -251,13 +250,6 @@ def _check_room(sample: Sample, places: int) -> None:
             f"{sample.count * sample.rate:.4g} on average, sometimes more: say batch={-(-least // places) * places}, "
             f"which is too few with a probability of at most {RARE:g} a step"
         )
-
-
-def _checked_int(name: str, value: Any, least: int) -> None:
-    if type(value) is not int:
-        raise TypeError(f"{NAME}: {name}={value!r} is of type {type(value).__name__}, and not an int")
-    if value < least:
-        raise ValueError(f"{NAME}: {name}={value}; it is at least {least}")
 
 
 class Feed(Protocol):

@@ -96,24 +96,18 @@ def loaded(path: Path, state: Any, origin: Origin) -> tuple[Any, dict[str, Any]]
     head = team.together(f"load {path}", lambda: _head(path) if team.rank == 0 else {})[0]
     origin.check(Origin(head["run.seed"], head["run.batches"]), path)
     if team.rank == 0:
-        _tell_changed(path, state)
+        theirs = source_of(path).numbers
+        for name, ours in contents({"state": state}, shared=False).numbers.items():
+            if ".numbers." in name and name in theirs and theirs[name] != ours:  # a hyperparameter of the optimizer
+                _log.warning(
+                    "%s has %s = %r, which goes on, and the program has %r: to change a number of a run, let it be a "
+                    "function of the step", path, name, theirs[name], ours,
+                )  # fmt: skip
     loaded_state = checkpoint.load(path, tree(state, 0, origin))["state"]
     parts = json.loads(head["run.parts"])
     own = parts[0] if len(parts) == 1 else parts[team.rank] if len(parts) == team.size else "[]"
     recall(own, ranks_of(team))
     return loaded_state, head
-
-
-def _tell_changed(path: Path, state: Any) -> None:
-    """Warns of optimizer hyperparameters that differ in the program; those of the checkpoint are used."""
-    theirs = source_of(path).numbers
-    ours = contents({"state": state}, shared=False).numbers
-    for name, mine in ours.items():
-        if ".numbers." in name and name in theirs and theirs[name] != mine:
-            _log.warning(
-                "%s has %s = %r, which goes on, and the program has %r: to change a number of a run, let it be a "
-                "function of the step", path, name, theirs[name], mine,
-            )  # fmt: skip
 
 
 def _head(path: Path) -> dict[str, Any]:

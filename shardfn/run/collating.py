@@ -158,21 +158,17 @@ def collated(rows: list[Any], numbers: Sequence[int], collate: Collate | None) -
     if collate is not None:
         return of_dicts(collate(rows))
     rows = [dict(row) if isinstance(row, Mapping) and not isinstance(row, dict) else row for row in rows]
-    _refuse_text(rows[0], numbers[0])
+    for name, leaf in named_leaves(rows[0]):
+        if isinstance(leaf, (str, bytes)) or leaf is None:
+            raise TypeError(
+                f"row {numbers[0]} of the source has {type(leaf).__name__} at row{name}, of which no tensor is "
+                f"made: turn it into numbers in the data set (tokenize it), drop the column (remove_columns of a "
+                f"Hugging Face data set), or pass collate="
+            )
     try:
         return default_collate(rows)
     except (RuntimeError, TypeError, ValueError, KeyError, IndexError) as error:
         raise _difference(rows, numbers) or error from error
-
-
-def _refuse_text(row: Any, number: int) -> None:
-    for name, leaf in named_leaves(row):
-        if isinstance(leaf, (str, bytes)) or leaf is None:
-            raise TypeError(
-                f"row {number} of the source has {type(leaf).__name__} at row{name}, of which no tensor is "
-                f"made: turn it into numbers in the data set (tokenize it), drop the column (remove_columns of a "
-                f"Hugging Face data set), or pass collate="
-            )
 
 
 def _difference(rows: list[Any], numbers: Sequence[int]) -> Exception | None:

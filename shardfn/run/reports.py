@@ -233,7 +233,14 @@ class progress:
         self.before = time.monotonic()
         self.shown_step, self.step, self._shown, self._pace = -1, step, {}, _Pace()
         if sys.stderr.isatty() and find_spec("rich") is not None:
-            self._bar = _bar(step, steps)
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn
+
+            columns = [TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=20),
+                       TextColumn("{task.fields[shown]}"), TextColumn("{task.fields[left]}")]  # fmt: skip
+            self._bar = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
+            self._bar.start()
+            self._bar.add_task("", total=steps, completed=step, shown="", left="")
 
     def __call__(self, step: int, metrics: dict[str, float]) -> None:
         """Shows a step if enough time has passed."""
@@ -288,18 +295,6 @@ class _Pace:
         # By the clock, which sees evaluations too; but of steps that are read all at once it sees too little.
         each = max(self.now - self.began, self.seconds) / max(1, self.steps)
         return f"{lasting(each * steps)} left"
-
-
-def _bar(step: int, steps: int) -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    columns = [TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=20),
-               TextColumn("{task.fields[shown]}"), TextColumn("{task.fields[left]}")]  # fmt: skip
-    bar = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
-    bar.start()
-    bar.add_task("", total=steps, completed=step, shown="", left="")
-    return bar
 
 
 def described(metrics: dict[str, float]) -> str:

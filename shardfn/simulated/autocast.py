@@ -57,7 +57,9 @@ _casts: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # of parameters, by 
 
 def register(device: str) -> torch.library.Library:
     """Makes autocast work on the device of this name, which is torch's spare one."""
-    rules: dict[str, Callable[..., Any]] = dict.fromkeys(LOWER, functools.partial(_in, _lower))
+    rules: dict[str, Callable[..., Any]] = dict.fromkeys(
+        LOWER, functools.partial(_in, lambda device, _: torch.get_autocast_dtype(device))
+    )
     rules |= dict.fromkeys(FLOAT, functools.partial(_in, lambda *_: torch.float32))
     rules |= dict.fromkeys(RETURNS_FLOAT, _returns_float) | dict.fromkeys(WIDEST, functools.partial(_in, _widest))
     rules |= {"binary_cross_entropy": _refused}
@@ -67,10 +69,6 @@ def register(device: str) -> torch.library.Library:
 def forget() -> None:
     """Drops the casts of parameters."""
     _casts.clear()
-
-
-def _lower(device: str, given: Any) -> torch.dtype:
-    return torch.get_autocast_dtype(device)
 
 
 def _widest(device: str, given: Any) -> torch.dtype:

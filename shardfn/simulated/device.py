@@ -36,11 +36,11 @@ from torch import Tensor
 
 from shardfn.collectives.late_checks import LateChecks
 from shardfn.compat import autograd, dispatch, dynamo, process_groups
+from shardfn.compat.dispatch import tensors_in
 from shardfn.simulated import autocast
 from shardfn.simulated.capture import Capture, Graph
 from shardfn.simulated.clocks import HOST, ByStorage, Clocks, Current, Point, device_index
 from shardfn.simulated.operations import NAME, Operations, line, opened, past_modes, twin, users_line, waits_for
-from shardfn.simulated.shapes import tensors_in
 
 ENDLESS = 5000
 """Waits of one line after which a loop is taken to wait for numbers."""

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from shardfn.collectives import ops
 from shardfn.compat import dispatch, dynamo, modes, process_groups
+from shardfn.compat.dispatch import tensors_in
 from shardfn.simulated import cells, shapes
 from shardfn.simulated.clocks import HOST, ByStorage, device_index
-from shardfn.simulated.shapes import tensors_in
 
 if TYPE_CHECKING:
     from shardfn.simulated.device import Device

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardfn.compat import autograd, dynamo
+from shardfn.compat.dispatch import tensors_in
 
 known: dict[Any, Results] = {}
 """By operation and arguments."""
@@ -109,16 +110,3 @@ def _made(result: _Result, given: list[Tensor]) -> Tensor:
     made = torch.empty(0, dtype=result.dtype, device="meta")
     made.set_(whole.untyped_storage(), start // result.dtype.itemsize, result.shape, result.steps)
     return dynamo.fake_of(made, result.device)
-
-
-def tensors_in(*values: Any) -> list[Tensor]:
-    """The tensors among the arguments of an operation, or in its result, which are lists and dicts at most."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (tuple, list)):
-            found += tensors_in(*value)
-        elif isinstance(value, dict):
-            found += tensors_in(*value.values())
-    return found

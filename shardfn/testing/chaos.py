@@ -24,19 +24,17 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives import into_buffers, messages
 from shardfn.compat import process_groups
 from shardfn.mesh.groups import group_over
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _POISON = 255  # in every byte: nan, or -1
 _active = threading.Lock()

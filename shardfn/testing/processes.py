@@ -60,7 +60,12 @@ class Processes:
         try:
             if not self._ranks:
                 _start(self._ranks, self._size, self._alone)
-            _send(self._ranks, call)
+            path = [entry or os.getcwd() for entry in sys.path]
+            setting = pickle.dumps((path, state.filters()))
+            for rank in self._ranks:
+                with contextlib.suppress(ConnectionError):  # it is dead, which _collect reports
+                    rank.channel.send_bytes(setting)
+                    rank.channel.send_bytes(call)
             outcomes, groups = _collect(self._ranks, deadline)
         except BaseException:
             self._stop()
@@ -115,15 +120,6 @@ def _receive(ranks: Sequence[_Rank], number: int) -> bytes:
             return channel.recv_bytes()
     why = "a rank died; its standard error says why" if ready else f"it took more than {_START_SECONDS:g} s"
     raise RuntimeError(f"a world of {len(ranks)} processes could not start: {why}")
-
-
-def _send(ranks: Sequence[_Rank], call: bytes) -> None:
-    path = [entry or os.getcwd() for entry in sys.path]
-    setting = pickle.dumps((path, state.filters()))
-    for rank in ranks:
-        with contextlib.suppress(ConnectionError):  # it is dead, which _collect reports
-            rank.channel.send_bytes(setting)
-            rank.channel.send_bytes(call)
 
 
 def _collect(ranks: Sequence[_Rank], deadline: float) -> tuple[list[Outcome], int]:
@@ -227,7 +223,14 @@ def serve(rank: int, size: int, channel: int, log: int) -> NoReturn:
     torch.set_num_threads(1)
     with Connection(channel) as caller, contextlib.suppress(EOFError, BrokenPipeError):
         if size:
-            _meet(rank, size, caller)
+            # All meet at a store that rank 0 holds, on a port that the caller passes on.
+            port = 0 if rank == 0 else pickle.loads(caller.recv_bytes())
+            store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)  # type: ignore[attr-defined]
+            if rank == 0:
+                caller.send_bytes(pickle.dumps(store.port))
+            # The caller enforces the deadline, so a collective itself never times out.
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(days=1))
+            caller.send_bytes(b"ready")
         while setting := caller.recv_bytes():
             sys.path[:], warning_filters = pickle.loads(setting)
             call = caller.recv_bytes()
@@ -247,14 +250,3 @@ def serve(rank: int, size: int, channel: int, log: int) -> NoReturn:
         sys.stderr.flush()
         os._exit(0)
     os._exit(1)  # the caller is gone
-
-
-def _meet(rank: int, size: int, caller: Connection) -> None:
-    """Joins the others at a store that rank 0 holds, on a port that the caller passes on."""
-    port = 0 if rank == 0 else pickle.loads(caller.recv_bytes())
-    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)  # type: ignore[attr-defined]
-    if rank == 0:
-        caller.send_bytes(pickle.dumps(store.port))
-    # The caller enforces the deadline, so a collective itself never times out.
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(days=1))
-    caller.send_bytes(b"ready")

@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-if TYPE_CHECKING:
-    from shardfn.mesh.spec import P
+from shardfn.mesh.spec import P
 
 Family = Literal["float", "integer", "bool"]
 
@@ -92,7 +91,6 @@ def mesh_sizes(max_world: int = 4, max_axes: int = 2, *, world: int | None = Non
 
 def specs(ndim: int, axes: Sequence[str]) -> SearchStrategy[P]:
     """Specs for a tensor of `ndim` dimensions; an axis cuts one dimension, together with others, or none."""
-    from shardfn.mesh.spec import P
 
     def spec(order: list[str], dims: list[int | None]) -> P:
         cuts = [tuple(axis for axis, dim in zip(order, dims, strict=True) if dim == d) for d in range(ndim)]

@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.tiers import placing, streaming, tensors
 from shardfn.tiers.tensors import ALIGNMENT, place_of
 from shardfn.tiers.transfers import Arrival, CopyStreams, Reading, Transfer, buffers, copy_streams, reading, writing
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class DiskPrefetch:

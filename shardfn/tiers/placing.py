@@ -6,10 +6,10 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardfn.compat import functorch
@@ -18,9 +18,6 @@ from shardfn.mesh.planned import planned
 from shardfn.tiers import copying, tensors
 from shardfn.tiers.tensors import File
 from shardfn.tiers.transfers import reading
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 SCRATCH = "SHARDFN_SCRATCH"
 

@@ -24,7 +24,7 @@ from shardfn.mesh.lanes import lane
 from shardfn.mesh.planned import notes, planned
 from shardfn.mesh.scope import current_mesh, independent_axes, mesh_of
 from shardfn.quoting import findings, listed, short
-from shardfn.shards.layout import is_flat
+from shardfn.shards.layout import flat_shards, is_flat
 from shardfn.transforms.shortage import SPOKEN, RandomNumbers, emptied, exhausted, handled, versions
 
 T = TypeVar("T")
@@ -276,8 +276,7 @@ def _refuse_changed(fared: dict[int, Fared], who: str, name: str, parts: str) ->
 
 def together(params: Any) -> Axis:
     """The ranks that run the same program: of the mesh in scope, else of the flat shards' mesh, else the world."""
-    flat = next((node for node in optree.tree_leaves(params, is_leaf=is_flat) if is_flat(node)), None)
-    mesh = current_mesh() or (flat and mesh_of(flat.layout.grid, "the parameters"))
+    mesh = current_mesh() or next((mesh_of(flat.layout.grid, "the parameters") for flat in flat_shards(params)), None)
     if mesh is not None:
         return _real(axis_of(mesh, tuple(name for name in sizes(mesh) if name not in independent_axes())))
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -350,7 +349,7 @@ def batch_of(tree: Any, micro: Any) -> Batch:
     paths, leaves, spec = optree.tree_flatten_with_path(tree)
     if not leaves:
         raise ValueError("accumulate: with micro= the second argument is one batch, and this one has no tensors")
-    if any(is_flat(node) for node in optree.tree_leaves(tree, is_leaf=is_flat)):
+    if flat_shards(tree):
         raise TypeError("accumulate: the batch has a flat shard in it, which has no rows; pass parameters as `params`")
     rows = {}
     for path, leaf in zip(paths, leaves, strict=True):

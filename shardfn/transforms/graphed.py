@@ -21,7 +21,7 @@ from shardfn.debugging import KINDS, debugging
 from shardfn.mesh.scope import current_mesh, mesh_of
 from shardfn.mesh.spec import dotted
 from shardfn.quoting import listed, short, short_errors
-from shardfn.shards.layout import is_flat
+from shardfn.shards.layout import flat_shards
 from shardfn.transforms.autodiff import name_of
 from shardfn.transforms.captured import Captured, Donated, Program, Roles, captured
 from shardfn.transforms.checking import asked
@@ -123,7 +123,9 @@ class Graphs:
         roles = self._roles(leaves, tree, [*args, *kwargs.values()])
         devices = [x.device for x in leaves if isinstance(x, Tensor)]
         device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-        leaves = [_lifted(x, roles.lifted.get(i), device) for i, x in enumerate(leaves)]
+        for i, dtype in roles.lifted.items():
+            if not isinstance(leaves[i], Tensor):
+                leaves[i] = torch.full((), leaves[i], dtype=dtype, device=device)
         program = self._program(leaves, tree, roles, device)
         self._refuse_numbers(program, leaves)
         program.calls += 1
@@ -294,8 +296,7 @@ class Graphs:
 
     def _meshes(self, args: Any, kwargs: Any) -> Iterator[DeviceMesh]:
         """The meshes whose ranks capture together."""
-        nodes = optree.tree_leaves((args, kwargs), is_leaf=is_flat)
-        grids = dict.fromkeys(node.layout.grid for node in nodes if is_flat(node))
+        grids = dict.fromkeys(flat.layout.grid for flat in flat_shards((args, kwargs)))
         mesh = self.mesh or current_mesh()
         if mesh is not None:
             yield mesh
@@ -382,10 +383,6 @@ def _carried(values: list[Any], result: Any) -> dict[int, int]:
 
 def _tensors(leaves: list[Any]) -> tuple[tuple[int, int], ...]:
     return tuple((i, id(x)) for i, x in enumerate(leaves) if isinstance(x, Tensor))
-
-
-def _lifted(x: Any, dtype: torch.dtype | None, device: torch.device) -> Any:
-    return x if dtype is None or isinstance(x, Tensor) else torch.full((), x, dtype=dtype, device=device)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from shardfn.compat import functorch, process_groups
 from shardfn.compat.norms import WrittenOut
 from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import scope_of
-from shardfn.shards.layout import Layout, is_flat
+from shardfn.shards.layout import Layout, flat_shards
 from shardfn.shards.partition import with_leaves
 from shardfn.shards.unsharding import unshard
 from shardfn.transforms.autodiff import Variables, name_of, positions
@@ -129,8 +129,7 @@ def _jacobian(
             if has_aux and not (isinstance(result, tuple) and len(result) == 2):
                 raise TypeError(f"{place}: with has_aux=True it returns (outputs, aux), not {type(result).__name__}")
             out, aux = result if has_aux else (result, ())
-            flat = any(map(is_flat, optree.tree_leaves(out, is_leaf=is_flat)))
-            leaves, tree = optree.tree_flatten(unshard(out) if flat else out)
+            leaves, tree = optree.tree_flatten(unshard(out) if flat_shards(out) else out)
             trees[:] = [tree]
             return tuple(_floating(y, place) for y in leaves), aux
 
@@ -165,8 +164,12 @@ def _by_columns(
 ) -> Sequence[Sequence[Tensor]]:
     """The Jacobian of each output with respect to each variable, by forward mode."""
     for layout in variables.layouts:
-        if layout is not None:
-            _refuse_cut_further(layout)
+        cut = layout is not None and any(names for entry in layout.entries for names in entry.spec.by_dim())
+        if layout is not None and (cut or layout.placement.only_at):
+            raise NotImplementedError(
+                f"jacfwd: {layout.stage!r} {'is also cut by specs=' if cut else 'lives on some ranks only'}: a rank's "
+                f"numbers are not those of one piece there. Use jacrev"
+            )
     each = [_columns(outputs, variables, k, values, chunk_size, again) for k in range(len(variables.values))]
     return [[columns[i] for columns in each] for i in range(len(values))]
 
@@ -213,16 +216,6 @@ def _floating(y: Any, where: str) -> Tensor:
             f"{where}: it returns {kind} among its outputs, which are floating tensors; has_aux=True for more"
         )
     return y
-
-
-def _refuse_cut_further(layout: Layout) -> None:
-    """Raises NotImplementedError for parameters that other axes cut too, or that live on some ranks only."""
-    cut = any(names for entry in layout.entries for names in entry.spec.by_dim())
-    if cut or layout.placement.only_at:
-        raise NotImplementedError(
-            f"jacfwd: {layout.stage!r} {'is also cut by specs=' if cut else 'lives on some ranks only'}: a rank's "
-            f"numbers are not those of one piece there. Use jacrev"
-        )
 
 
 def _refuse_apart(

@@ -329,21 +329,18 @@ def _localized(leaf: Leaf, mesh: DeviceMesh, inputs: str, name: str) -> Any:
         return _unwrapped(leaf, mesh, name)
     if inputs == "global" and isinstance(leaf.value, Tensor) and isinstance(leaf.spec, P):
         local_shape(leaf.value.shape, leaf.spec, mesh, f"{name} in_specs: {leaf.path}")
-        return _cut(leaf.value, leaf.spec, mesh, f"{name}: {leaf.path}")
+        # This rank's piece of a whole value; the derivative is that of the whole value, on every rank.
+        piece = leaf.value
+        for dim, names in enumerate(leaf.spec.by_dim()):
+            axis = axis_of(mesh, names)
+            if axis.size > 1:
+                piece = ops.local_slice(piece, dim, axis.index, axis.size, axis.group)
+        whole = tuple(axis_name for axis_name, n in sizes(mesh).items() if n > 1 and axis_name not in leaf.spec.axes)
+        if whole and (piece.is_floating_point() or piece.is_complex()):
+            what = f"{name}: {leaf.path} along {', '.join(map(repr, whole))}"
+            piece = ops.replicated(piece, what, axis_of(mesh, whole).group)
+        return kernels.copy(piece) if piece is leaf.value else piece
     return leaf.value
-
-
-def _cut(value: Tensor, spec: P, mesh: DeviceMesh, path: str) -> Tensor:
-    """This rank's piece of a whole value; the derivative is that of the whole value, on every rank."""
-    piece = value
-    for dim, names in enumerate(spec.by_dim()):
-        axis = axis_of(mesh, names)
-        if axis.size > 1:
-            piece = ops.local_slice(piece, dim, axis.index, axis.size, axis.group)
-    whole = tuple(name for name, size in sizes(mesh).items() if size > 1 and name not in spec.axes)
-    if whole and (value.is_floating_point() or value.is_complex()):
-        piece = ops.replicated(piece, f"{path} along {', '.join(map(repr, whole))}", axis_of(mesh, whole).group)
-    return kernels.copy(piece) if piece is value else piece
 
 
 def _differentiated(tree: Any) -> bool:

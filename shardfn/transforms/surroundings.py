@@ -357,7 +357,10 @@ def _noted(x: Any, named: frozenset[str]) -> Any:
         if isinstance(x, MethodType):
             return x.__func__, note(x.__self__, named | {x.__func__.__name__})
         if isinstance(x, (Tensor, nn.Module, np.ndarray)) or _ours(x):
-            return _reference(x)
+            try:
+                return weakref.ref(x)
+            except TypeError:
+                return x
         if left[0] <= 0:
             return kind
         named = named | _read_by(kind, named)
@@ -365,13 +368,6 @@ def _noted(x: Any, named: frozenset[str]) -> Any:
         return (kind, *[(name, note(_own_if_set(name, x), named)) for name in names])
 
     return note(x, named)
-
-
-def _reference(x: Any) -> Any:
-    try:
-        return weakref.ref(x)
-    except TypeError:
-        return x
 
 
 @functools.lru_cache(maxsize=1024)

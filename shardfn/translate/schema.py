@@ -178,7 +178,16 @@ def meant(draft: Draft, key: str, value: Any, meaning: Meaning | By | Section | 
     elif meaning.status == "missing" and set(spellings(value)) & set(meaning.harmless):
         draft.row(key, value, "always", "so here as well")
     elif meaning.status == "becomes" and is_open(value) and any(map(callable, meaning.facts.values())):
-        _open(draft, key, value, meaning)
+        text = meaning.text.replace("{value}", "...")
+        if meaning.lax:
+            draft.row(key, value, "yours", text)
+        elif meaning.name is None:
+            draft.open(key, value, f"with one it is {text}")
+        else:
+            here = f"its value is not in the file: the program has the name {meaning.name} for it; {text}"
+            draft.row(key, value, "open", here)
+            for fact in meaning.facts:
+                draft.say(fact, draft.name(meaning.name, meaning.about or key), key)
     else:
         facts = {fact: x(key, value) if callable(x) else x for fact, x in meaning.facts.items()}
         for fact, x in facts.items():
@@ -202,16 +211,3 @@ def _by(draft: Draft, key: str, value: Any, meaning: By) -> None:
     if chosen is None:
         raise TranslateError(f"{key}: {shown(value)} is not {choices_text}")
     meant(draft, key, value, chosen)
-
-
-def _open(draft: Draft, key: str, value: Any, meaning: Meaning) -> None:
-    text = meaning.text.replace("{value}", "...")
-    if meaning.lax:
-        draft.row(key, value, "yours", text)
-    elif meaning.name is None:
-        draft.open(key, value, f"with one it is {text}")
-    else:
-        here = f"its value is not in the file: the program has the name {meaning.name} for it; {text}"
-        draft.row(key, value, "open", here)
-        for fact in meaning.facts:
-            draft.say(fact, draft.name(meaning.name, meaning.about or key), key)

@@ -85,7 +85,11 @@ def _called(draft: Draft, file: Path, calls_read: list[Call], imported: set[str]
         raise TranslateError(f"two strategies in one file: {lines}{why}; leave one of them")
     trainer = trainers[0].arguments if trainers else {}
     if arguments or "args" in trainer or any(call.name in transformers.TRAINERS for call in trainers):
-        _transformers(draft, file, arguments, trainer)
+        if len(arguments) != 1:
+            lines = listed(f"{call.name} in line {call.line}" for call in arguments)
+            found = f"{lines}; leave one of them" if arguments else f"none of {listed(sorted(transformers.ARGUMENTS))}"
+            raise TranslateError(f"a Trainer of Transformers takes one set of arguments, and there is {found}")
+        transformers.translate(draft, arguments[0], trainer, lambda name: mapping_of(near(file, name)))
         return "Transformers"
     if plugins or accelerators:
         for plugin in plugins:
@@ -110,14 +114,6 @@ def _is_composer(given: Mapping[str, Any], imported: set[str]) -> bool:
     if {"composer", "llmfoundry"} & imported or {"lightning", "pytorch_lightning"} & imported:
         return bool({"composer", "llmfoundry"} & imported)
     return bool({"parallelism_config", "fsdp_config", "max_duration", "device_train_microbatch_size"} & set(given))
-
-
-def _transformers(draft: Draft, file: Path, arguments: list[Call], trainer: Mapping[str, Any]) -> None:
-    if len(arguments) != 1:
-        lines = listed(f"{call.name} in line {call.line}" for call in arguments)
-        given = f"{lines}; leave one of them" if arguments else f"none of {listed(sorted(transformers.ARGUMENTS))}"
-        raise TranslateError(f"a Trainer of Transformers takes one set of arguments, and there is {given}")
-    transformers.translate(draft, arguments[0], trainer, lambda name: mapping_of(near(file, name)))
 
 
 # --- files ---

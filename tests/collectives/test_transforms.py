@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +11,6 @@ from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import shardfn as sf
-from shardfn.collectives import ops
-from shardfn.compat import dispatch
 from shardfn.testing import World
 from tests.reference import LINEAR, Case, drawn, mine, worst
 
@@ -172,20 +168,6 @@ REVERSE += [vmap_of_other, func_jacrev, grad_of_grad, vmap_of_grad, grad_of_vmap
 FORWARD = [func_jvp, func_jacfwd, jvp_of_grad, grad_of_jvp, func_hessian]
 
 
-@contextmanager
-def public_construction() -> Iterator[None]:
-    """Collectives from public names only, as on a torch that lacks the private ones."""
-    kept = dict(vars(ops))
-    dispatch.SINGLE_LEVEL = False
-    try:
-        importlib.reload(ops)
-        assert not isinstance(ops.psum, torch._ops.OpOverload)
-        yield
-    finally:
-        dispatch.SINGLE_LEVEL = True
-        vars(ops).update(kept)
-
-
 Found = dict[str, tuple[float, float]]
 
 
@@ -202,11 +184,6 @@ def compare(case: Case, axis: Any, cells: list[Callable[[Setting], Any]], sizes:
         return found
 
     return sf.shard_map(run, mesh=mesh, in_specs=(), out_specs=...)()
-
-
-def compare_public(*args: Any) -> Found:
-    with public_construction():
-        return compare(*args)
 
 
 def assert_equal(results: list[Found]) -> None:
@@ -233,12 +210,6 @@ def test_transforms_over_two_axes(world: World, case: Case) -> None:
 @pytest.mark.parametrize("world", [(4, "threads")], indirect=True, ids=["4-threads"])
 def test_transforms_on_threads(world: World, case: Case) -> None:
     assert_equal(world.run(compare, case, "a", REVERSE, {"a": 4}))
-
-
-@pytest.mark.parametrize("case", LINEAR, ids=str)
-@pytest.mark.parametrize("world", [(2, "processes")], indirect=True, ids=["2"])
-def test_transforms_by_public_names_only(world: World, case: Case) -> None:
-    assert_equal(world.run(compare_public, case, "a", REVERSE + FORWARD, {"a": 2}))
 
 
 def compiled(case: Case, cell: str) -> Found:
