@@ -230,8 +230,8 @@ def _nesting_works() -> bool:
 
 if not _nesting_works():
     raise ImportError(
-        f"torch {torch.__version__}: a second derivative through an operation of shardfn is wrong; it is tested with torch "
-        f"2.11 to 2.13"
+        f"torch {torch.__version__}: a second derivative through an operation of shardfn is wrong; it is tested with "
+        f"torch 2.11 to 2.13"
     )
 
 

@@ -1435,6 +1435,7 @@ def all_written_elsewhere() -> dict[str, float]:
     return {name: distance(compiled, plain) for name, (plain, compiled) in found.items()}
 
 
+@pytest.mark.central
 def test_what_overwrites_a_tensor_from_elsewhere_in_any_way_does_so_when_compiled() -> None:
     for name, apart in on_one_rank(all_written_elsewhere).items():
         assert apart < 1e-12, name
