@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from shardfn.check.callsites import Site
-from shardfn.check.case import Case, divided, local, scaled_later
+from shardfn.check.case import OWN_ROWS, Case, divided, local, scaled_later
 from shardfn.check.findings import Kind, given_at, line, named, target, written
 from shardfn.check.fixes import joined_at
 from shardfn.check.trace import Call, Gradient, Mask, Node, Output, Summed, Used, reached, union
@@ -164,6 +164,7 @@ def undeclared(case: Case) -> None:
     """Reports gradients of a loss that all ranks have that leave as each rank's part, if their specs declare nothing.
 
     Nothing contradicts that, and a sum over ranks may follow; but if parameters are updated by them, ranks drift apart.
+    Only what varies by this rank's rows counts: ranks of a pipeline may have parameters of their own that begin equal.
     """
     types, known, case.partial = case.types, case.partial, {}
     gradients = {at: (of, event.loss) for event in case.trace.gradients() for of, at in event.pairs}
@@ -171,6 +172,7 @@ def undeclared(case: Case) -> None:
         if isinstance(event, Output) and event.allowed is None and event.node in gradients:
             of, loss = gradients[event.node]
             bad = types.along[event.node] & ~types.along[of] & ~types.along[loss]
+            bad = union(bit for bit in bits_of(bad) if case.of_rows(bit)[event.node] & OWN_ROWS)
             partial(case, bad, union(1 << at for at in numbers_of(types.holds[of]) if at not in known), event.path)
     parts(case, "parts")
 
