@@ -119,7 +119,12 @@ def _once(
             try:
                 if process_groups.between_processes():
                     waiting.meet(repr(key), ranks, "the making of a group", of)
-                own_future.set_result(make())
+                    # A rank that is killed now would be waited for inside the backend, for minutes.
+                    with waiting.on("the connecting of a group", f"meeting {key!r}", of, ranks):
+                        made = make()
+                else:
+                    made = make()
+                own_future.set_result(made)
             except BaseException as error:
                 world.made.pop(key)  # a later call tries again
                 own_future.set_exception(error)

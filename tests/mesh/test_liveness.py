@@ -234,6 +234,14 @@ ENDS = {
         [1, -9, 1],
         "rank 1 has ended without an error message",
     ),
+    "killed while the ranks of a group are connected": (
+        3,
+        "from shardfn.mesh import groups\n"
+        "if rank == 1: groups.process_groups.new_group = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "cpu_group([0, 1, 2], 'another')",
+        [1, -9, 1],
+        "in vain for the connecting of a group",
+    ),
     "killed between a message's note and its tensor": (
         2,
         "def kill(*_): end(lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
@@ -283,6 +291,7 @@ def test_a_process_that_has_ended_is_given_up_only_if_it_did_not_do_its_part(nam
         finally:
             for process in processes:
                 process.kill()
+                process.wait()
         said.seek(0)
         text = said.read().decode()
     assert found == codes, text
