@@ -65,7 +65,7 @@ TIMED = [
     Command("train_step --ranks 2", 600, NOISE),
     Command("train_step --ranks 4 --rounds 5", 900, NOISE),
     Command("stage_overhead", 200, NOISE),
-    Command("stage_overhead --compiled", 500, NOISE),
+    Command("stage_overhead --compiled", 500, 2.0),  # the difference of two times that are nearly equal
     Command("collectives", 300, NOISE),
     Command("collectives --gloo 2 --repeats 7", 300, NOISE),
     Command("optimizer", 600, NOISE),
