@@ -29,6 +29,7 @@ from shardfn.transforms.pure import overwrites, pure
 
 _aten: Any = torch.ops.aten
 _UPDATES = _aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default
+_TRACES = 4  # of one call: the second has as inputs what the first overwrites elsewhere, and finds no more
 TENSOR: Any = object()
 """The mark of a tensor among the leaves of a result."""
 
@@ -74,11 +75,12 @@ class Trace:
             RuntimeError: the step does what a graph cannot hold, or returns something else than at the first call.
         """
         outside = list(outside)
-        while True:
+        for _ in range(_TRACES):
             traced, more = cls._of(program, leaves, outside)
             if not more:
                 return traced
             outside += {id(x): x for x in more}.values()  # what is overwritten elsewhere becomes an input
+        raise _foreign(program, more[0])
 
     @classmethod
     def _of(cls, program: Program, leaves: list[Any], outside: list[Tensor]) -> tuple[Trace, list[Tensor]]:
@@ -109,7 +111,13 @@ class Trace:
         lifted = _lift(graph)
         constants = [*outside, *lifted]
         places = [node for node in graph.graph.nodes if node.op == "placeholder"][len(at) + len(outside) :]
-        watch.overwritten += [x for x, place in zip(lifted, places, strict=True) if _overwritten(place)]
+        for x, place in zip(lifted, places, strict=True):
+            if _overwritten(place):
+                watch.overwritten.append(x)
+            # Torch takes what `lift_fresh` is given for new, and an array of NumPy is not.
+            fresh = [user for user in place.users if user.target is _aten.lift_fresh_copy.default]
+            if any(map(_overwritten, fresh)) and not x.untyped_storage().resizable():
+                raise _foreign(program, x)
         regions.unaliased(graph.graph)
         traced = regions.described(graph.graph)
         parts = program, at, graph, list(outside), constants, watch.works, watch.sent, tree, results, traced
@@ -254,10 +262,10 @@ class _TraceWatch(Watch):
         return func(*args, **kwargs)
 
     def given(self, x: Any) -> Any:
-        """What is traced for a tensor from elsewhere, or another name of it such as `x.data`, if it is an input."""
-        if isinstance(x, Tensor) and not dispatch.fake(x) and x.layout is torch.strided:
+        """What is traced for a tensor from elsewhere, or another of its memory such as `x.data`, if it is an input."""
+        if isinstance(x, Tensor) and not dispatch.fake(x):
             for tensor, traced in self.known:
-                if x is tensor or (x.dtype == tensor.dtype and same_elements(x, tensor)):
+                if x is tensor or _same_memory(x, tensor):
                     return traced
         return x
 
@@ -366,6 +374,20 @@ def _lift(graph: fx.GraphModule) -> list[Tensor]:
         graph.graph.erase_node(node)
     graph.recompile()
     return constants
+
+
+def _foreign(program: Program, x: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"{program.name}: the step overwrites a tensor of shape {list(x.shape)} in memory that is not torch's, such as "
+        f"an array of NumPy, or that is another in each call: overwrite a clone() of it, or a tensor made outside"
+    )
+
+
+def _same_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors with numbers are the same elements in memory, which may have several storages."""
+    strided = x.layout is y.layout is torch.strided and x.device == y.device
+    alike = strided and x.dtype == y.dtype and x.shape == y.shape and x.stride() == y.stride()
+    return alike and x.data_ptr() == y.data_ptr() != 0
 
 
 def _overwritten(place: fx.Node) -> bool:

@@ -410,6 +410,18 @@ def views_from_elsewhere() -> Any:
     return repeated(more)
 
 
+def arrays(make: Callable[[], Any]) -> Any:
+    return repeated(lambda w, x: torch.from_numpy(make()).add_(x).sum())
+
+
+def buffers(kept: list[bytearray]) -> Any:
+    def fresh() -> Tensor:
+        kept.append(bytearray(8 * WIDTH))
+        return torch.frombuffer(kept[-1], dtype=torch.float64)
+
+    return repeated(lambda w, x: fresh().add_(x).sum())
+
+
 def powers() -> Any:
     step, w, n = sf.compile(lambda w, n: (w * 2**-n, n + 1), mesh=sf.make_mesh(shard=1, device="cpu")), data(), 1
     for _ in range(4):
@@ -494,6 +506,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "views of one tensor from elsewhere": (
         views_from_elsewhere,
         r"from elsewhere, which shares memory with another that",
+    ),
+    "an array of NumPy from elsewhere": (
+        functools.partial(arrays, np.ones(WIDTH).view),
+        r"overwrites a tensor of shape \[8\] in memory that is not torch's",
+    ),
+    "an array of NumPy of its own": (
+        functools.partial(arrays, functools.partial(np.ones, WIDTH)),
+        r"overwrites a tensor of shape \[8\] in memory that is not torch's",
+    ),
+    "memory that is another in each call": (
+        functools.partial(buffers, []),
+        r"overwrites a tensor of shape \[8\] in memory that is not torch's.* or that is another in each call",
     ),
     "a power of a count": (powers, r"a power that has become a tensor of integers, where negative powers are 0"),
     "another tensor in each call": (
@@ -1439,6 +1463,31 @@ def all_written_elsewhere() -> dict[str, float]:
 def test_what_overwrites_a_tensor_from_elsewhere_in_any_way_does_so_when_compiled() -> None:
     for name, apart in on_one_rank(all_written_elsewhere).items():
         assert apart < 1e-12, name
+
+
+def in_a_buffer() -> Any:
+    """A step that overwrites memory of its own, by a new tensor in each call."""
+    found = []
+    for compiles in (False, True):
+        memory = bytearray(8 * WIDTH)
+
+        def step(w: Tensor, x: Tensor, memory: bytearray = memory) -> Any:
+            held = torch.frombuffer(memory, dtype=torch.float64)
+            held[1:].add_(x[1:])
+            return w / 2 + torch.frombuffer(memory, dtype=torch.float64), held.sum()
+
+        stepping = sf.compile(step, mesh=sf.make_mesh(shard=1, device="cpu")) if compiles else step
+        w, every = data(1), []
+        for i in range(4):
+            w, last = stepping(w, data(i))
+            every.append([w.clone(), last, torch.frombuffer(memory, dtype=torch.float64).clone()])
+        found.append(every)
+    return found
+
+
+def test_memory_that_is_not_torchs_is_overwritten_where_it_stays() -> None:
+    plain, compiled = on_one_rank(in_a_buffer)
+    assert distance(compiled, plain) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["a slice", "running statistics, twice", "statistics of each row"])
