@@ -411,6 +411,7 @@ def stepped(optimizer: so.Optimizer) -> Any:
     return optimizer.step(ps, {"w": torch.ones(3)}, optimizer.init(ps))
 
 
+loose: Any = so  # for calls that the types refuse
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a gradient of another shape": (
         lambda: so.sgd(0.1).step({"w": torch.ones(3)}, {"w": torch.ones(2)}, so.sgd(0.1).init({"w": torch.ones(3)})),
@@ -448,16 +449,20 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "complex matrices": (lambda: so.muon(0.1).init({"w": torch.ones(2, 2) * 1j}), "muon: w is torch.complex64"),
     "complex parameters": (lambda: so.adafactor(0.1).init({"w": torch.ones(2) * 1j}), "adafactor: w is torch"),
     # What people write who know torch's.
-    "betas": (lambda: so.adamw(1e-3, betas=(0.9, 0.95)), "argument 'betas'; betas=(0.9, 0.95) is b1=0.9"),  # type: ignore[call-arg]
-    "a number of another library": (lambda: so.adam(1e-3, amsgrad=True), "write shardfn.optim.from_torch("),  # type: ignore[call-arg]
-    "a number of another optimizer": (lambda: so.lion(1e-3, eps=1e-8), "it takes lr, b1, b2, weight_decay"),  # type: ignore[call-arg]
-    "parameters": (lambda: so.muon([torch.ones(2)], lr=1e-3), "'lr'; an optimizer is made of numbers by name"),  # type: ignore[misc, arg-type]
-    "parameters alone": (lambda: so.sgd(iter([torch.ones(2)])), "It gets parameters by state = optimizer.init(params)"),  # type: ignore[arg-type]
-    "a module": (lambda: so.soap(torch.nn.Linear(1, 1)), "soap: lr=... is a Linear; it is a number"),
-    "no rate": (lambda: so.kfac(), "kfac: missing a required argument: 'lr'; an optimizer is made of numbers by name"),  # type: ignore[call-arg]
-    "zero_grad": (lambda: so.sgd(0.1).zero_grad(), "no .zero_grad: gradients are values"),  # type: ignore[attr-defined]
-    "groups": (lambda: so.chain(so.sgd(0.1)).param_groups, "no .param_groups: its numbers are arguments"),  # type: ignore[attr-defined]
-    "what no optimizer has": (lambda: so.sgd(0.1).model, "an Optimizer has no .model: it has init and step"),  # type: ignore[attr-defined]
+    "betas": (lambda: loose.adamw(1e-3, betas=(0.9, 0.95)), "argument 'betas'; betas=(0.9, 0.95) is b1=0.9"),
+    "a number of another library": (lambda: loose.adam(1e-3, amsgrad=True), "write shardfn.optim.from_torch("),
+    "a number of another optimizer": (lambda: loose.lion(1e-3, eps=1e-8), "it takes lr, b1, b2, weight_decay"),
+    "parameters": (lambda: loose.muon([torch.ones(2)], lr=1e-3), "'lr'; an optimizer is made of numbers by name"),
+    "parameters alone": (
+        lambda: loose.sgd(iter([torch.ones(2)])), "It gets parameters by state = optimizer.init(params)"
+    ),
+    "a module": (lambda: loose.soap(torch.nn.Linear(1, 1)), "soap: lr=... is a Linear; it is a number"),
+    "no rate": (
+        lambda: loose.kfac(), "kfac: missing a required argument: 'lr'; an optimizer is made of numbers by name"
+    ),
+    "zero_grad": (lambda: loose.sgd(0.1).zero_grad(), "no .zero_grad: gradients are values"),
+    "groups": (lambda: loose.chain(loose.sgd(0.1)).param_groups, "no .param_groups: its numbers are arguments"),
+    "what no optimizer has": (lambda: loose.sgd(0.1).model, "an Optimizer has no .model: it has init and step"),
     "one tensor twice": (lambda: so.sgd(0.1).init((lambda x: {"a": x, "b": x})(torch.ones(2))), "at two places"),
 }  # fmt: skip
 
