@@ -307,9 +307,14 @@ def _tensors(leaves: Iterable[Any]) -> list[Tensor]:
 
 
 def same_elements(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are the same elements in memory."""
-    same = autograd.storage_of(x) == autograd.storage_of(y) and x.shape == y.shape
-    return same and x.storage_offset() == y.storage_offset() and x.stride() == y.stride()
+    """Whether two tensors are the same elements in memory, with the same meaning."""
+    same = autograd.storage_of(x) == autograd.storage_of(y) and x.storage_offset() == y.storage_offset()
+    return same and meaning(x) == meaning(y)
+
+
+def meaning(x: Tensor) -> tuple[Any, ...]:
+    """What a tensor makes of the memory from its first element on."""
+    return x.dtype, x.shape, x.stride(), x.is_conj(), x.is_neg()
 
 
 def _apart(x: Tensor, shared: set[int]) -> Tensor:

@@ -24,7 +24,7 @@ from shardfn.mesh import callsites
 from shardfn.quoting import listed, short
 from shardfn.shards.partition import with_leaves
 from shardfn.transforms import regions
-from shardfn.transforms.captured import Program, same_elements
+from shardfn.transforms.captured import Program, meaning, same_elements
 from shardfn.transforms.pure import overwrites, pure
 
 _aten: Any = torch.ops.aten
@@ -384,10 +384,9 @@ def _foreign(program: Program, x: Tensor) -> RuntimeError:
 
 
 def _same_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors with numbers are the same elements in memory, which may have several storages."""
+    """As `same_elements`, of tensors with numbers, whose memory may have several storages."""
     strided = x.layout is y.layout is torch.strided and x.device == y.device
-    alike = strided and x.dtype == y.dtype and x.shape == y.shape and x.stride() == y.stride()
-    return alike and x.data_ptr() == y.data_ptr() != 0
+    return strided and x.data_ptr() == y.data_ptr() != 0 and meaning(x) == meaning(y)
 
 
 def _overwritten(place: fx.Node) -> bool:

@@ -422,6 +422,12 @@ def buffers(kept: list[bytearray]) -> Any:
     return repeated(lambda w, x: fresh().add_(x).sum())
 
 
+def negated() -> Any:
+    numbers = torch.ones(WIDTH, dtype=torch.float64)
+    negative: Tensor = torch._neg_view(numbers)  # the same memory, shape and dtype
+    return repeated(lambda w, x: (numbers.add_(x) * 2 + negative).sum())
+
+
 def powers() -> Any:
     step, w, n = sf.compile(lambda w, n: (w * 2**-n, n + 1), mesh=sf.make_mesh(shard=1, device="cpu")), data(), 1
     for _ in range(4):
@@ -520,6 +526,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"overwrites a tensor of shape \[8\] in memory that is not torch's.* or that is another in each call",
     ),
     "a power of a count": (powers, r"a power that has become a tensor of integers, where negative powers are 0"),
+    "a negative view from elsewhere": (negated, r"from elsewhere, which shares memory with another that"),
     "another tensor in each call": (
         swapped,
         r"the step does the same with other tensors from elsewhere, of shapes \[8\]: a compiled program always",
