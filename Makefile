@@ -9,7 +9,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq
 # The processes of one machine share its cores; without this each of them would start a thread for every core.
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
-PYTEST := $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# A worker that hung and was ended is not replaced: the run ends and names its test.
+PYTEST := $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 TRAIN := $(RUN) -m torch.distributed.run --standalone --nproc-per-node 4 -m examples.train_lm --mesh replica=2,shard=2
 PAGES := README.md CONTRIBUTING.md CHANGELOG.md $(wildcard docs/*.md docs/*/*.md)
 

@@ -24,7 +24,7 @@ from shardfn.mesh.scope import scope
 from shardfn.quoting import listed, short_errors
 from shardfn.transforms import regions
 from shardfn.transforms.captured import Form, Program, donate
-from shardfn.transforms.graphed import Graphs, host_checks
+from shardfn.transforms.graphed import ALIKE, NTH_CALL, Graphs, host_checks
 from shardfn.transforms.tracing import TENSOR, Trace
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -99,7 +99,7 @@ class Programs(Graphs):
             self._refuse_unfit(program, leaves)
             trace = Trace.of(program, leaves)
             trace.schedule()
-        agree(trace.collectives, meshes, self.name, subject=_ALIKE)
+        agree([NTH_CALL.format("second"), *trace.collectives], meshes, self.name, subject=_COLLECTIVES)
         shapes = [
             list(x.shape) for i, x in enumerate(leaves) if isinstance(x, Tensor) and i not in program.roles.carried
         ]
@@ -114,10 +114,11 @@ class Programs(Graphs):
                 if not apart or first is leads:
                     made.compile()
             agree(["compiled"], meshes, self.name)
+        callsites.reached(f"{self.name} was compiled")
         return made
 
 
-_ALIKE = (
+_COLLECTIVES = (
     "the collectives of the step",
     "All ranks run the same stages and collectives in the same order: what they do must not depend on the rank",
 )
@@ -155,7 +156,7 @@ class _Compiled:
         if self.times == 1:
             with failing_together(self.meshes, program.name):
                 self._compare(leaves)
-            agree(["compared"], self.meshes, program.name)
+            agree([NTH_CALL.format("third")], self.meshes, program.name, subject=ALIKE)
         self.times += 1
         late_checks.look(program.device)
         inputs = [leaves[i].detach() for i in trace.at]

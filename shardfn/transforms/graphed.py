@@ -31,6 +31,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 WARM_UP = 3  # calls in which a result may become an argument, which shows its role
 MOST = 8  # graphs of one step
+NTH_CALL = "{} call with arguments of this kind"
+ALIKE = (
+    "the arguments",
+    "Each kind of shapes, strides, dtypes and structure gets a program of its own, on all ranks in the same calls: pad "
+    "batches to a few lengths, and drop or pad a last batch with fewer rows",
+)
 _NUMBERS = {int: torch.int64, float: torch.float64}
 
 
@@ -126,7 +132,7 @@ class Graphs:
         for i, dtype in roles.lifted.items():
             if not isinstance(leaves[i], Tensor):
                 leaves[i] = torch.full((), leaves[i], dtype=dtype, device=device)
-        program = self._program(leaves, tree, roles, device)
+        program = self._program(leaves, tree, roles, device, args, kwargs)
         self._refuse_numbers(program, leaves)
         program.calls += 1
         self._refuse_surroundings(program)
@@ -194,7 +200,9 @@ class Graphs:
         """What a graph is made for, of one leaf of the arguments."""
         return (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else type(x) if type(x) in _NUMBERS else (x,)
 
-    def _program(self, leaves: list[Any], tree: optree.PyTreeSpec, roles: Roles, device: torch.device) -> Program:
+    def _program(
+        self, leaves: list[Any], tree: optree.PyTreeSpec, roles: Roles, device: torch.device, args: Any, kwargs: Any
+    ) -> Program:
         autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
         key = tree, tuple(map(self._kind, leaves)), torch.is_grad_enabled(), autocast
         program = self.programs.get(key)
@@ -215,9 +223,20 @@ class Graphs:
             known = earlier.numbers if earlier else {}
             numbers = {i: known.get(i, x) for i, x in enumerate(leaves) if type(x) in _NUMBERS}
             label = functools.partial(_label, self.step, tree)
+            if earlier is None:  # new to one rank alone, it would wait for others that run theirs
+                self._meet(key, label, leaves, list(self._meshes(args, kwargs)))
             program = Program(self.name, run, device, roles, numbers, label, calls=int(earlier is not None))
             self.programs[key] = program
         return program
+
+    def _meet(self, key: Any, label: Callable[[int], str], leaves: list[Any], meshes: list[DeviceMesh]) -> None:
+        """Raises an error on all ranks unless these arguments are new to all of them."""
+        tree, kinds = key[:2]
+        before = next((known for other, known, *_ in reversed(self.programs) if other == tree), kinds)
+        new = [f"{label(i)}: {_described(leaves[i])}" for i, kind in enumerate(kinds) if kind != before[i]]
+        what, advice = ALIKE
+        advice = f"New here: {listed(new, 3)}. {advice}" if new else advice
+        agree([NTH_CALL.format("first")], meshes, self.name, subject=(what, advice))
 
     def _refuse_numbers(self, program: Program, leaves: list[Any]) -> None:
         """Raises ValueError for a number that was another at the first call."""
@@ -334,6 +353,10 @@ def host_checks(kinds: Iterable[str] = KINDS) -> list[str]:
     on = [f"debug({name}=True)" for name in kinds if getattr(debugging, name)]
     on += ["SHARDFN_CHECK=always"] if asked() == "always" else []
     return [*on, *(["torch.autograd.detect_anomaly"] if torch.is_anomaly_enabled() else [])]
+
+
+def _described(x: Any) -> str:
+    return f"{x.dtype} {list(x.shape)} with strides {list(x.stride())}" if isinstance(x, Tensor) else short(x, 40)
 
 
 def _subtrees(tree: Any, structure: optree.PyTreeSpec, at: int = 0) -> Iterator[tuple[int, Any, optree.PyTreeSpec]]:

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 import shardfn as sf
 import shardfn.optim as so
 from shardfn import P, interop, parallel
-from shardfn.testing import world
+from shardfn.mesh import watchdog
+from shardfn.testing import World, world
 from shardfn.transforms import pure, regions, surroundings
 from tests.lossless import LOSSLESS
 from tests.models import DATA, STRATEGIES, distance, drawn
@@ -1201,6 +1202,56 @@ def by_rank(other: str) -> Any:
 def test_ranks_that_do_different_things_are_told_before_they_run(other: str) -> None:
     with pytest.raises(Exception, match="the collectives of the step differ between ranks"):
         world(2).within(60).run(by_rank, other)
+
+
+UNLIKE: dict[str, tuple[int, Callable[[Tensor], Any]]] = {
+    "first": (0, lambda x: x[:3]),
+    "second": (1, lambda x: x[:3]),
+    "third": (2, lambda x: x[:3]),
+    "strides": (0, lambda x: x.t().contiguous().t()),
+    "dtype": (0, lambda x: x.float()),
+    "structure": (0, lambda x: [x]),
+}
+
+
+def unlike(transform: str, name: str) -> list[str]:
+    """What a rank is told whose arguments change their kind alone, after so many calls with that kind on all ranks."""
+    watchdog.PATIENCE, watchdog.TICK = 0.3, 0.05
+    mesh, (before, other) = mesh_here(), UNLIKE[name]
+    params = sf.shard(whole(), mesh, sf.full_shard(DATA))
+    layer, optimizer = sf.stage(block), so.sgd(0.1)
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        (x,) = batch if isinstance(batch, list) else [batch]
+        for p in sf.layers(params["blocks"]):
+            x = layer(p, x.double())
+        return sf.psum(x.sum(), DATA)
+
+    @sf.shard_map(mesh=mesh, in_specs=..., out_specs=..., check=False)
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        value, grads = sf.value_and_grad(loss)(params, batch)
+        return *optimizer.step(params, grads, state), value
+
+    state, compiled, x = optimizer.init(params), getattr(sf, transform)(step), data().view(1, -1).expand(4, -1).clone()
+    for batch in [x] * 5 + [other(x)] * before:
+        params, state, _ = compiled(params, state, batch)
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        compiled(params, state, other(x) if dist.get_rank() else x)
+    return [str(caught.value)]
+
+
+@pytest.mark.central
+@pytest.mark.parametrize(
+    ("transform", "name"), [*(("compile", name) for name in UNLIKE), ("graphed", "first"), ("graphed", "structure")]
+)
+def test_a_kind_of_arguments_that_is_new_to_one_rank_is_an_error_on_all(transform: str, name: str) -> None:
+    with World(2, deadline=60) as fresh:
+        (here,), (there,) = fresh.run(alone, functools.partial(unlike, transform, name))
+    call = name if name in ("second", "third") else "first"
+    assert f"{call} call with arguments of this kind" in there
+    assert "rank 1 waits for comparing" in here
+    if name == "strides":
+        assert "New here: batch: torch.float64 [4, 8] with strides [1, 4]" in there
 
 
 def read_and_overwritten() -> Any:
