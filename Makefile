@@ -27,10 +27,10 @@ export PYTHONDONTWRITEBYTECODE :=
 ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
 endif
-.PHONY: help setup train test test-fast checks lint format fix types unit docs wheel smoke goals test-deep clean
+.PHONY: help setup train test test-fast another-torch checks lint format fix types unit docs wheel smoke goals test-deep clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo 'Variables: PYTHON=python3  VENV=.venv  WORKERS=3 (of the tests)  ARGS="flags for the one target that is called"'
 
 $(BIN)/python:
@@ -71,6 +71,13 @@ types: $(VENV)/.dev ## check the types
 
 unit: $(VENV)/.dev ## run the tests, and with them the code in README.md and docs/
 	$(PYTEST) --tier=change $(ARGS)
+
+TORCH ?= 2.11.0
+another-torch: ## the tests with another torch, which downloads gigabytes: TORCH=2.11.0, the oldest
+	$(PYTHON) -m venv $(VENV)-$(TORCH)
+	PIP_CONSTRAINT= PIP_BUILD_CONSTRAINT= $(VENV)-$(TORCH)/bin/python -m pip install -qq torch==$(TORCH) -e '.[dev]'
+	touch $(VENV)-$(TORCH)/.examples $(VENV)-$(TORCH)/.dev
+	$(MAKE) unit VENV=$(VENV)-$(TORCH)
 
 test-fast: $(VENV)/.dev ## the tests that take little, and those of the folders that were edited since the last commit
 	$(PYTEST) --tier=fast $(ARGS)

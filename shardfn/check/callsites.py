@@ -129,7 +129,6 @@ class Site:
 
 
 _SHORT = 80  # most characters of source that a message quotes
-_APPLY = inspect.unwrap(torch.autograd.Function.apply).__code__
 # With the files: equal lines give equal code.
 _sites: dict[tuple[CodeType, str, int, CodeType, str, int], Site] = {}
 
@@ -144,9 +143,7 @@ def callsite() -> Site | None:
     inner = None
     while frame is not None:
         if is_users(frame.f_code):
-            inner = frame if inner is None else inner
-        elif frame.f_code is _APPLY:
-            inner = None
+            inner = None if _is_forward(frame.f_code) else inner or frame
         elif inner is not None:
             break
         frame = frame.f_back
@@ -156,6 +153,15 @@ def callsite() -> Site | None:
     while outer is not None and (not is_users(outer.f_code) or installed(outer.f_code.co_filename)):
         outer = outer.f_back
     return _callsite(*_at(inner), *_at(outer or inner))
+
+
+@functools.cache
+def _is_forward(code: CodeType) -> bool:
+    """Whether this is the forward of a custom autograd function."""
+    kinds = [torch.autograd.Function]
+    for kind in kinds:  # grows
+        kinds += kind.__subclasses__()
+    return any(getattr(inspect.unwrap(kind.forward), "__code__", None) is code for kind in kinds)
 
 
 def _at(frame: FrameType) -> tuple[CodeType, int, int]:

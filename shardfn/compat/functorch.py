@@ -91,35 +91,51 @@ def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
 def applications_seen(look: Callable[[Any, Sequence[Any]], None]) -> Iterator[None]:
     """A context in which `look(function, args)` is called before a Function is applied outside of transforms.
 
-    Modes do not see that. Among the arguments are those that have lost a gradient, with the wrappers of transforms that
-    have ended. It is called for Functions of others, in this thread.
+    Modes do not see that, but each application makes an object for its backward, and then looks up the forward.
+    It is called for Functions of others, in this thread. Among the arguments are those that have lost a gradient, with
+    the wrappers of transforms that have ended; since torch 2.14 these come without them.
     """
     module, thread = torch._functorch.utils, threading.get_ident()
-    kind: Any = torch.autograd.function._SingleLevelFunction
-    unwrap, before, given = module.unwrap_dead_wrappers, kind.__dict__.get("apply"), list[Any]()
+    kind: Any = torch.autograd.function.BackwardCFunction
+    unwrap, init = module.unwrap_dead_wrappers, kind.__init__
+    given, replaced = list[Any](), dict[Any, Any]()
 
-    def unwrap_dead_wrappers(args: Any) -> Any:  # which Function.apply calls first
+    def unwrap_dead_wrappers(args: Any) -> Any:  # which comes first, before torch 2.14
         if threading.get_ident() == thread:
             given[:] = [x for x in args if isinstance(x, torch.Tensor) and lost(x)]
         return unwrap(args)
 
-    def apply(function: Any, *args: Any) -> Any:
-        if threading.get_ident() == thread:
-            dead, given[:] = given[:], []
-            if not function.__module__.startswith(("shardfn.", "torch.")):
-                look(function, [*dead, *args])
-            del dead  # what is kept longer is gathered again
-        return super(kind, function).apply(*args)
+    def restore(function: Any) -> None:
+        own = replaced.pop(function)
+        if own is None:
+            del function.forward  # it is that of a class above
+        else:
+            function.forward = own
 
-    module.unwrap_dead_wrappers, kind.apply = unwrap_dead_wrappers, classmethod(apply)
+    def begin(context: Any) -> None:
+        function, differentiates = type(context)._forward_cls, torch.is_grad_enabled()
+        if threading.get_ident() != thread or function.__module__.startswith(("shardfn.", "torch.")):
+            return
+        forward = function.forward
+
+        def seen(*args: Any) -> Any:
+            if threading.get_ident() == thread:
+                restore(function)
+                dead, given[:] = given[:], []
+                with torch.set_grad_enabled(differentiates):
+                    look(function, [*dead, *(x for x in args if x is not context)])
+                del dead  # what is kept longer is gathered again
+            return forward(*args)
+
+        replaced[function], function.forward = function.__dict__.get("forward"), staticmethod(seen)
+
+    module.unwrap_dead_wrappers, kind.__init__ = unwrap_dead_wrappers, begin
     try:
         yield
     finally:
-        module.unwrap_dead_wrappers = unwrap
-        if before is None:
-            del kind.apply
-        else:
-            kind.apply = before
+        module.unwrap_dead_wrappers, kind.__init__ = unwrap, init
+        for function in list(replaced):
+            restore(function)
 
 
 def applied_to(func: Any, args: Sequence[Any]) -> Any:

@@ -301,13 +301,19 @@ def _by_members_alone() -> Iterator[None]:
 
 
 # torch names such a group by its ranks and by the number of groups that this rank has made. Members may count
-# differently, and would then wait for each other under different names.
+# differently, and would then wait for each other under different names. Nor is the group counted, as since torch 2.14:
+# ranks outside do not count it, and would name the next group of all ranks otherwise.
 _names = threading.local()
 
 
-if hasattr(dist.distributed_c10d, "_hash_ranks_to_str"):
-    _torchs_name = dist.distributed_c10d._hash_ranks_to_str
-    dist.distributed_c10d._hash_ranks_to_str = lambda ranks: getattr(_names, "next", None) or _torchs_name(ranks)
+if hasattr(dist.distributed_c10d, "_process_group_name"):
+    _torchs_name = dist.distributed_c10d._process_group_name
+
+    def _name(ranks: Any, use_hashed_name: bool) -> Any:
+        own = getattr(_names, "next", None) if use_hashed_name else None
+        return own or _torchs_name(ranks, use_hashed_name)
+
+    dist.distributed_c10d._process_group_name = _name
 
 
 @contextmanager

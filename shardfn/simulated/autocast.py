@@ -18,7 +18,8 @@ from shardfn.compat import dispatch
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
+    """Those of these ops that this torch has."""
+    return tuple(name for name in text.split() if hasattr(torch.ops.aten, name.partition(".")[0]))
 
 
 LOWER = _names("""
@@ -37,7 +38,7 @@ smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss so
 multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
 _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d
 upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
-_upsample_bicubic2d_aa
+_upsample_bicubic2d_aa linalg_matrix_sqrth
 """)
 """Those that run in float32."""
 

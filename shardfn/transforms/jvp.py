@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardfn.compat import functorch, together
+from shardfn.compat import autograd, functorch, together
 from shardfn.compat.blockwise_attention import attention
 from shardfn.compat.norms import Padded, WrittenOut
 from shardfn.compat.replacing import replaced
@@ -94,6 +94,7 @@ def _pushed(f: Callable[..., Any], tree: Any, pairs: Sequence[tuple[Any, Tensor 
 
 
 _STAGE = "_shardfn_stage"  # an attribute of tensors
+_VALUE = "_shardfn_value"  # the same, of what is in their wrappers: since torch 2.14 a Function gets that alone
 
 
 class Watched(Padded):
@@ -132,6 +133,11 @@ def _refuse_leaks(given: Any) -> None:
 
 def _refuse_applied(function: Any, args: Sequence[Any]) -> None:
     _refuse_leaks(args)
+    if torch.is_grad_enabled() and _running.stage is None and not autograd.inside_backward():
+        for x in args:
+            stage = getattr(x, _VALUE, None) if isinstance(x, Tensor) and not x.requires_grad else None
+            if stage is not None:
+                raise escaped(stage)
     _refuse_once(function, args)
 
 
@@ -150,7 +156,10 @@ def belonging(tree: Any) -> None:
     """Marks tensors that have gradients as those of the stage that runs."""
     for x in optree.tree_leaves(tree):
         if isinstance(x, Tensor) and x.requires_grad:
+            *_, value = functorch.layers(x)
             setattr(x, _STAGE, _running.stage)
+            if value is not x:
+                setattr(value, _VALUE, _running.stage)
 
 
 WRITES = "a stage's function writes into what it was lent"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 import multiprocessing
 import os
@@ -479,11 +480,12 @@ def test_a_forked_process_leaves_the_groups_of_the_one_before_alone(tmp_path: Pa
 def as_in_an_older_torch() -> Any:
     """What a group is told of its order where `new_group` sorts ranks, as before torch 2.13."""
     make = dist.new_group
+    keeps: dict[str, Any] = {"sort_ranks": False} if "sort_ranks" in inspect.signature(make).parameters else {}
 
     def older(ranks: Any, timeout: Any, backend: Any = None, use_local_synchronization: bool = False) -> Any:
         inside = all(0 <= rank < dist.get_world_size() for rank in ranks)
         assert inside
-        return make(sorted(ranks), timeout, backend, use_local_synchronization=use_local_synchronization)
+        return make(sorted(ranks), timeout, backend, use_local_synchronization=use_local_synchronization, **keeps)
 
     with mock.patch.object(dist, "new_group", older):
         group = group_over([3, 1, 2, 0], "older")
