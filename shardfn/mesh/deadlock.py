@@ -10,6 +10,7 @@ from shardfn.quoting import findings
 
 SHOWN = 6  # most ranks that a message lists
 _ADVICE = "All ranks make the same calls in the same order: a branch around one goes the same way on every rank"
+_OUTSIDE = "take it out of a branch such as `if rank == 0`, and leave there only what uses its result"
 BARRIER = "torch.distributed.barrier"
 CALL = re.compile(r" in (sf\.[\w.]*\w)")
 
@@ -167,4 +168,4 @@ def advised(message: str) -> str:
 def advice(message: str) -> str:
     """Returns what to append to a message about a wait in one of the user's calls; empty for any other wait."""
     call = CALL.search(message)
-    return f". All ranks call {call[1]}, whatever they do with it: only write files or print on rank 0" if call else ""
+    return f". All ranks call {call[1]}: {_OUTSIDE}" if call else ""

@@ -56,8 +56,9 @@ if TYPE_CHECKING:
 
 PATIENCE = 5.0  # seconds after which a rank publishes and logs what it waits for
 WAKING = 10.0  # seconds in which a thread must wake that waited for a rank whose process has ended
-STARTING = 6  # times as long until it logs that it waits for others to begin
+STARTING = 6  # times as long until it logs that it waits for others to begin, or to compile
 STARTS = "A rank that still imports modules or loads data comes later"
+COMPILES = "One process of a host compiles at a time, which takes minutes"
 TICK = 1.0  # seconds between two checks
 PATIENCE_COMPARING, TICK_COMPARING = 1.0, 0.25  # the same while ranks compare what they are about to do
 
@@ -430,8 +431,9 @@ class Watcher:
                 wait.verdict = verdicts[0]
                 self.give_up(wait, stuck)
                 continue
-            waited, begins = now - self.since[thread][1], wait.note == STARTS and thread not in calls
-            patience = _pace()[0] * (STARTING if begins else 1)
+            begins = wait.note == STARTS and thread not in calls
+            waited, slow = now - self.since[thread][1], begins or wait.note == COMPILES
+            patience = _pace()[0] * (STARTING if slow else 1)
             concerns = wait is not self.barrier or (self.rank, thread) in hopeless
             if now >= self.spoke.get(thread, 0) and waited >= patience and concerns:
                 self.spoke[thread] = now + 2 * waited
