@@ -137,7 +137,8 @@ def _alone(name: str, what: str, described: list[str], before: Iterable[str] | N
     known = sorted(line for line in earlier if line.partition(": ")[0] in names)
     news = _few(new) + (f"; known before: {_few(known)}" if known else "")
     rank = process_groups.global_rank()
-    return f"{name}: {what} are new to rank {rank} ({news}), and not every other rank has come to compare", known
+    what = f"{what} are new to rank {rank}" if earlier else f"rank {rank} compares {what}"
+    return f"{name}: {what} ({news}), and not every other rank has come to compare", known
 
 
 _ROWS = re.compile(r"(.+: \S+) \(\d+(.*)\)")

@@ -183,12 +183,13 @@ def state_of(beat: int, stuck: dict[int, on], vain: Vain | None = None, ended: s
 def _wait(thread: int, wait: on | None) -> dict[str, Any] | None:
     if wait is None:
         return None
-    place = callsites.reaching.get(thread)
+    place, told = callsites.reaching.get(thread), text_of(wait, thread)
     return {
         "group": wait.group,
         "ranks": ranks_of(wait),
-        "told": text_of(wait, thread),
-        "note": short(wait.note, 640),
+        "told": told,
+        "where": "" if "called at" in told else callsites.of_thread(thread),
+        "note": "" if wait.note in (STARTS, COMPILES) else short(wait.note, 640),
         "key": wait.key,
         "count": wait.count,
         "sided": wait.sided,

@@ -240,6 +240,7 @@ def test_a_rank_in_a_barrier_of_the_programs_own_does_not_come(call: str) -> Non
     with World(2, deadline=30) as own:
         (_, error), (said, _) = own.run(in_a_barrier, call)
     assert f"in {call}: rank 1 waits for torch.distributed.barrier" in error
+    assert re.search(r"barrier over shard at \S+test_waiting\.py:\d+\. All ranks call", error), error
     assert CALLED.format(call) in error
     line = next(line for line in said if "rank 1 has waited" in line)  # its error is torch's own
     assert "s for torch.distributed.barrier over shard: rank 0 waits for " in line
