@@ -66,7 +66,7 @@ MESHES: dict[str, Row] = {
         ["make_mesh", "axes have names", "make_mesh(data=2"],
     ),
     "as torch's": (lambda: mesh(mesh_shape=(4,)), ValueError, ["'mesh_shape' has size (4,)", "as in make_mesh(data=2"]),  # type: ignore[arg-type]
-    "no axes": (lambda: sf.make_mesh(device="cpu"), ValueError, ["at least one axis"]),
+    "no axes": (lambda: sf.make_mesh(device="cpu"), ValueError, ["at least one axis", "make_mesh(data=-1); got none"]),
     "no names": (unnamed, ValueError, ["no axis names", "mesh_dim_names"]),
     "no mesh": (lambda: sf.shard_map(lambda: 1, in_specs=(), out_specs=...)(), NameError, ["no mesh", "make_mesh"]),
 }

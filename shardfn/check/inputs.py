@@ -41,8 +41,8 @@ def same_rows(case: Case) -> None:
             case.add(
                 cut[0].node, "same", bit, cut[0].path, None, f"pass each rank its own rows along {name!r}",
                 f"{paths}: declared to be cut along {name!r}, but the bits are the same on all ranks along it: "
-                f"each rank reads the same rows. Pass each its own, by shardfn.axis_index({name!r}), or "
-                f"shardfn.run.batches",
+                f"each rank reads the same rows. Pass each its own, by shardfn.axis_index({name!r}) or "
+                f"shardfn.run.batches, or let shard_map cut whole values, by inputs='global'",
             )  # fmt: skip
 
 

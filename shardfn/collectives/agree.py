@@ -50,7 +50,7 @@ def agree(
     mine: Exception | None = None,
     subject: tuple[str, str] = ARGUMENTS,
     axes: tuple[str, ...] | None = None,
-    before: Iterable[str] = (),
+    before: Iterable[str] | None = None,
 ) -> None:
     """Raises ValueError on every rank of the mesh unless all ranks were given the same.
 
@@ -88,7 +88,7 @@ def _agree(
     name: str,
     mine: Exception | None,
     subject: tuple[str, str],
-    before: Iterable[str],
+    before: Iterable[str] | None,
 ) -> None:
     """Compares as `agree` does, on one axis."""
     if axis.size == 1 or planned():
@@ -108,11 +108,11 @@ def _agree(
     row = torch.tensor([digest, -len(text) if mine else len(text)], device="cpu")
     try:
         with contextlib.nullcontext() if place is None else callsites.at(place):
-            note = f"{alone}. {advice}" if known else alone
+            note = f"{alone}. {advice}" if known else alone or ("" if described else advice)
             digests, marked = gathered(row, axis, None, f"comparing {what}", name, note).T.tolist()
     except RuntimeError as error:
-        hint = f"{error}. {alone}" if waiting.elsewhere(error) else f"{alone}. {advice}. {error}"
-        raise RuntimeError(bounded(hint)) from waiting.cause(error)
+        parts = [str(error), alone] if waiting.elsewhere(error) else [alone, advice, str(error)]
+        raise RuntimeError(bounded(". ".join(filter(None, parts)))) from waiting.cause(error)
     if len(set(digests)) > 1:
         callsites.alike()
         said = texts(text, [*map(abs, marked)], axis, f"comparing {what}, which differ", name)
@@ -127,15 +127,18 @@ def _agree(
     raise ValueError(f"{name}: {_difference_of_arguments(lines, axis, subject)}")
 
 
-def _alone(name: str, what: str, described: list[str], before: Iterable[str]) -> tuple[str, list[str]]:
-    """Says what is new to this rank, for when others do not come, and returns earlier lines of the same names."""
-    earlier = set(before)
+def _alone(name: str, what: str, described: list[str], before: Iterable[str] | None) -> tuple[str, list[str]]:
+    """Says what is new to this rank since earlier calls, for when others do not come, and which lines it replaces."""
+    earlier = set(before or ())
+    if not described or (before is not None and not earlier):
+        return "", []
     new = [line for line in described if line not in earlier] or described
     names = {line.partition(": ")[0] for line in new}
     known = sorted(line for line in earlier if line.partition(": ")[0] in names)
     news = _few(new) + (f"; known before: {_few(known)}" if known else "")
     rank = process_groups.global_rank()
-    return f"{name}: {what} are new to rank {rank} ({news}), and not every other rank has come to compare", known
+    what = f"{what} are new to rank {rank}" if earlier else f"rank {rank} compares {what}"
+    return f"{name}: {what} ({news}), and not every other rank has come to compare", known
 
 
 _ROWS = re.compile(r"(.+: \S+) \(\d+(.*)\)")

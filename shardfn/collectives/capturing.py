@@ -216,7 +216,11 @@ class Watch(modes.Watching):
         what means something else for a number that has become a tensor."""
         packet = func.overloadpacket
         if packet in _READS or self._counts(packet, args, kwargs):
-            self._refuse_host(f"the host reads a result, by {func.name()},", "keep it on the device, as by torch.where")
+            self._refuse_host(
+                f"the host reads a result, by {func.name()},",
+                "return it, and read it after the call; in place of an if use torch.where, and in place of math.cos "
+                "torch.cos",
+            )
         to = _device_of(kwargs) if packet is _aten._to_copy else None
         kinds = {x.device.type for x in tensors} | ({to} if to else set())
         if packet in _COPIES and len(kinds) > 1:

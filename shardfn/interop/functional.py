@@ -29,7 +29,7 @@ from shardfn.interop.in_place import (
 from shardfn.interop.module_state import Attributes, undone
 from shardfn.interop.partition import Anatomy, Boundaries, taken_apart
 from shardfn.interop.placeholder import Part, Placeholder, Slot
-from shardfn.interop.refusals import drawn_layers, refuse_apart, refuse_checkpointing
+from shardfn.interop.refusals import drawn_layers, refuse_apart, refuse_checkpointing, refuse_mixed_loose
 from shardfn.interop.stage_module import Run, Shell, Unit
 from shardfn.interop.tensor_checks import Region
 from shardfn.interop.tensor_parallel import TensorParallel
@@ -296,7 +296,11 @@ class Functional:
                 if method == "generate" and _all_ranks_run(params):
                     kwargs.setdefault("synced_gpus", True)
                 target = self.module if method == "__call__" else getattr(self.module, method)
-                out = target(*args, **kwargs)
+                try:
+                    out = target(*args, **kwargs)
+                except RuntimeError as error:
+                    refuse_mixed_loose(error, self.module, loose)
+                    raise
                 if followed is not None:
                     followed.check(out)
         finally:

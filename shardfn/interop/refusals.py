@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor, nn
 
@@ -24,6 +25,7 @@ from shardfn.interop.placeholder import Part, Placeholder, Slot, left_in
 from shardfn.interop.pytrees import is_cache
 from shardfn.mesh.scope import mesh_of
 from shardfn.mesh.spec import is_dtensor, joined
+from shardfn.quoting import listed
 from shardfn.shards.layout import flat_shards
 from shardfn.stages.returned import keeps_numbers
 
@@ -266,6 +268,44 @@ def refuse_rebound(part: Part, pairs: Sequence[tuple[Slot, Any]]) -> None:
                 f"{joined(part.path, slot.key)}, which would be lost: what is there during a call is lent. Let forward "
                 f"compute with a new tensor, and change parameters outside of the model, by an optimizer or in the tree"
             )
+
+
+def refuse_mixed(error: RuntimeError, part: Part, groups: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Raises TypeError instead of torch's error if a stage mixes dtypes or devices.
+
+    Args:
+        error: torch's.
+        part: the stage.
+        groups: what it is given: trees of tensors.
+        options: of the stage.
+    """
+    tensors = {what: [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)] for what, tree in groups.items()}
+    dtypes = {what: {str(x.dtype) for x in some if x.is_floating_point()} for what, some in tensors.items()}
+    devices = {what: {str(x.device) for x in some} for what, some in tensors.items()}
+    asked = ", ".join(f"{name}={options.get(name)}" for name in ("gather_dtype", "input_dtype"))
+    advice = {
+        "dtype": f"with {asked}. Cast the arguments, or pass input_dtype; parameters have the dtype gather_dtype, and "
+        f"buffers keep theirs: cast these, or the module, before functional",
+        "device": "and parameters are on the device of their mesh: move the arguments there",
+    }
+    for what, kinds in (("dtype", dtypes), ("device", devices)):
+        if what in str(error) and len(set().union(*kinds.values())) > 1:
+            joint = "of" if what == "dtype" else "on"
+            mixture = ", ".join(f"{of} {joint} {' and '.join(sorted(some))}" for of, some in kinds.items() if some)
+            raise TypeError(
+                f"{part.path} ({type(part.module).__name__}) mixes {what}s ({error}): it has {mixture}, {advice[what]}"
+            ) from error
+
+
+def refuse_mixed_loose(error: RuntimeError, module: nn.Module, loose: Mapping[str, Tensor]) -> None:
+    """Raises TypeError instead of torch's error if parameters outside of stages meet another dtype."""
+    if loose and "dtype" in str(error):
+        dtypes = sorted({str(x.dtype) for x in loose.values()})
+        raise TypeError(
+            f"{type(module).__name__} mixes dtypes ({error}) outside of its stages: {listed(loose, 3)}, of "
+            f"{' and '.join(dtypes)}, belong to no stage, so input_dtype and output_dtype do not cast what they meet. "
+            f"Pass small=0, which makes stages of the modules that hold them, or cast there"
+        ) from error
 
 
 def refuse_caches(part: Part, leaves: Sequence[Any]) -> None:

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor, nn
 
@@ -158,7 +157,8 @@ class Unit:
                 out = (self.forward if followed is None else self.eager)(*args, **kwargs)
                 refusals.refuse_rebound(part, pairs)
         except RuntimeError as error:
-            self._refuse_mixed(error, values, leaves, buffers)
+            groups = {"parameters": values, "arguments": leaves, "buffers": buffers}
+            refusals.refuse_mixed(error, part, groups, {**self.options, "input_dtype": self.input_dtype})
             raise
         finally:
             self.shell.running.unit = outer_unit
@@ -172,25 +172,3 @@ class Unit:
     def _constant(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Buffers, with statistics detached, since torch's kernels lack derivatives that transforms would ask for."""
         return {key: x.detach() if key in self.shell.statistics else x for key, x in buffers.items()}
-
-    def _refuse_mixed(
-        self, error: RuntimeError, parameters: Any, given: Sequence[Any], buffers: Mapping[str, Tensor]
-    ) -> None:
-        """Raises TypeError instead of torch's error if incompatible dtypes were mixed."""
-        groups = {"parameters": parameters, "arguments": given, "buffers": buffers}
-        kinds = {
-            what: sorted(
-                {str(x.dtype) for x in optree.tree_leaves(some) if isinstance(x, Tensor) and x.is_floating_point()}
-            )
-            for what, some in groups.items()
-        }
-        if "dtype" not in str(error) or len({kind for some in kinds.values() for kind in some}) < 2:
-            return
-        mixture = ", ".join(f"{what} of {' and '.join(some)}" for what, some in kinds.items() if some)
-        options = {**self.options, "input_dtype": self.input_dtype}
-        asked = ", ".join(f"{name}={options.get(name)}" for name in ("gather_dtype", "input_dtype"))
-        raise TypeError(
-            f"{self.part.path} ({type(self.part.module).__name__}) mixes dtypes ({error}): it has {mixture}, "
-            f"with {asked}. gather_dtype is the dtype in which it gets its floating parameters, and input_dtype that "
-            f"of its arguments; buffers keep theirs: cast them, or the module, before functional"
-        ) from error

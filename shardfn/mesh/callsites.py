@@ -35,6 +35,7 @@ _NOT_USERS = (
 )
 
 
+_UNKNOWN = "an unknown line"
 _LOOPS = str(Path(__file__).parents[1] / "run")
 
 
@@ -87,6 +88,12 @@ def caller() -> str:
     return _users_line(_lines(sys._getframe(1)))
 
 
+def of_thread(thread: int) -> str:
+    """Returns the innermost line of the user on a thread, wherever that is now; empty if there is none."""
+    line = _users_line(_lines(sys._current_frames().get(thread)))
+    return "" if line == _UNKNOWN else line
+
+
 def warned(f: Callable[..., Any]) -> tuple[str, int, dict[str, Any]]:
     """Returns where a warning about a call of `f` belongs: file, line, and the names of that module.
 
@@ -123,7 +130,7 @@ def _users_line(lines: Iterable[tuple[str, int]]) -> str:
         if _users(file):
             return f"{file}:{number}" + (f" (in {within})" if within else "")
         within = within or f"{installed(file)}:{number}"
-    return within or "an unknown line"
+    return within or _UNKNOWN
 
 
 @contextlib.contextmanager

@@ -8,8 +8,10 @@ from typing import Any
 
 from shardfn.quoting import findings
 
+_AND = (("where", " at {}"), ("note", " ({})"))  # what else is told of another rank's wait, and how
 SHOWN = 6  # most ranks that a message lists
 _ADVICE = "All ranks make the same calls in the same order: a branch around one goes the same way on every rank"
+_OUTSIDE = "take it out of a branch such as `if rank == 0`, and leave there only what uses its result"
 BARRIER = "torch.distributed.barrier"
 CALL = re.compile(r" in (sf\.[\w.]*\w)")
 
@@ -26,6 +28,7 @@ broken      group -> the failure that broke the group
 threads     None while no thread waits; else the live threads that have waited before, and the main thread:
     thread, main, used      its identifier, whether it is the main thread, the groups it has used
     wait                    None while it does not wait; else a description made by `watchdog`, in which
+        where               is the user's line, unless `told` has it
         place               is None, or the comparison that it is at: [group, number there, number in its call]
 counts      group -> key -> how often the rank has arrived at it; None if it was killed, and nobody knows. For a barrier
             of the program's own 1 while the rank is in it, as nobody counts these
@@ -147,7 +150,10 @@ def _does(state: State | None) -> str:
     if state["ended"]:
         return f"{state['ended']}{after}"
     open_waits = [thread["wait"] for thread in state["threads"] or () if thread["wait"]]
-    waits = [f"{wait['told']} ({wait['note']})" if wait.get("note") else str(wait["told"]) for wait in open_waits]
+    waits = [
+        "".join([wait["told"], *(form.format(wait[name]) for name, form in _AND if wait.get(name))])
+        for wait in open_waits
+    ]
     return f"waits for {' and for '.join(waits)}" if waits else "has given up" if state["vain"] else "has not come"
 
 
@@ -167,4 +173,4 @@ def advised(message: str) -> str:
 def advice(message: str) -> str:
     """Returns what to append to a message about a wait in one of the user's calls; empty for any other wait."""
     call = CALL.search(message)
-    return f". All ranks call {call[1]}, whatever they do with it: only write files or print on rank 0" if call else ""
+    return f". All ranks call {call[1]}: {_OUTSIDE}" if call else ""

@@ -70,7 +70,8 @@ def make_mesh(
             )
     if not sizes or list(sizes.values()).count(-1) > 1:
         raise ValueError(
-            f"make_mesh needs at least one axis, and at most one of size -1; got {short(show(sizes), 800)}"
+            f"make_mesh needs at least one axis, and at most one of size -1, as in make_mesh(data=-1); got "
+            f"{short(show(sizes), 800) or 'none'}"
         )
     if scratch is not None and not isinstance(scratch, (str, os.PathLike)):
         raise TypeError(

@@ -56,8 +56,9 @@ if TYPE_CHECKING:
 
 PATIENCE = 5.0  # seconds after which a rank publishes and logs what it waits for
 WAKING = 10.0  # seconds in which a thread must wake that waited for a rank whose process has ended
-STARTING = 6  # times as long until it logs that it waits for others to begin
+STARTING = 6  # times as long until it logs that it waits for others to begin, or to compile
 STARTS = "A rank that still imports modules or loads data comes later"
+COMPILES = "One process of a host compiles at a time, which takes minutes"
 TICK = 1.0  # seconds between two checks
 PATIENCE_COMPARING, TICK_COMPARING = 1.0, 0.25  # the same while ranks compare what they are about to do
 
@@ -182,12 +183,13 @@ def state_of(beat: int, stuck: dict[int, on], vain: Vain | None = None, ended: s
 def _wait(thread: int, wait: on | None) -> dict[str, Any] | None:
     if wait is None:
         return None
-    place = callsites.reaching.get(thread)
+    place, told = callsites.reaching.get(thread), text_of(wait, thread)
     return {
         "group": wait.group,
         "ranks": ranks_of(wait),
-        "told": text_of(wait, thread),
-        "note": short(wait.note, 640),
+        "told": told,
+        "where": "" if "called at" in told else callsites.of_thread(thread),
+        "note": "" if wait.note in (STARTS, COMPILES) else short(wait.note, 640),
         "key": wait.key,
         "count": wait.count,
         "sided": wait.sided,
@@ -430,8 +432,9 @@ class Watcher:
                 wait.verdict = verdicts[0]
                 self.give_up(wait, stuck)
                 continue
-            waited, begins = now - self.since[thread][1], wait.note == STARTS and thread not in calls
-            patience = _pace()[0] * (STARTING if begins else 1)
+            begins = wait.note == STARTS and thread not in calls
+            waited, slow = now - self.since[thread][1], begins or wait.note == COMPILES
+            patience = _pace()[0] * (STARTING if slow else 1)
             concerns = wait is not self.barrier or (self.rank, thread) in hopeless
             if now >= self.spoke.get(thread, 0) and waited >= patience and concerns:
                 self.spoke[thread] = now + 2 * waited

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn.collectives import late_checks
 from shardfn.collectives.agree import agree, failing_together
 from shardfn.compat import autograd, inductor, process_groups
-from shardfn.mesh import callsites
+from shardfn.mesh import callsites, watchdog
 from shardfn.mesh.axes import known_axes
 from shardfn.mesh.scope import scope
 from shardfn.quoting import listed, short_errors
@@ -105,7 +105,7 @@ class Programs(Graphs):
         ]
         _log.info("%s: compiles for arguments of shapes %s", self.name, listed(shapes))
         made = _Compiled(trace, meshes)
-        callsites.reached(f"{self.name} began to compile, which takes minutes")
+        callsites.reached(f"{self.name} began to compile")
         # One process of a host compiles, and the others find what it made on disk. What is for a GPU is for that alone.
         apart = bool(meshes) and program.device.type == "cpu"
         leads = int(os.environ.get("LOCAL_RANK", process_groups.global_rank())) == 0
@@ -113,7 +113,7 @@ class Programs(Graphs):
             with failing_together(meshes, self.name):
                 if not apart or first is leads:
                     made.compile()
-            agree(["compiled"], meshes, self.name)
+            agree([], meshes, self.name, subject=("the programs", watchdog.COMPILES))
         callsites.reached(f"{self.name} was compiled")
         return made
 

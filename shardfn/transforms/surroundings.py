@@ -164,7 +164,9 @@ def _shown(x: Any) -> str:
 
 def _kind(x: Any) -> str:
     x = x() if isinstance(x, weakref.ref) else x
-    return "module" if isinstance(x, nn.Module) else "tensor" if x is None or isinstance(x, Tensor) else "thing"
+    return (
+        "module" if isinstance(x, nn.Module) else "tensor" if x is None or isinstance(x, Tensor) else type(x).__name__
+    )
 
 
 def _installed(kind: type) -> bool:
@@ -226,7 +228,7 @@ def _looked(name: str, read: Read, named: set[str], inside: bool = False) -> Ite
         for where, again, *parts in _in_module(name, module) if _ready(module) else ():
             with contextlib.suppress(Exception):  # of an object that cannot be looked at
                 yield where, again(), again, *parts
-    elif inside:
+    elif inside or (_ours(x) and not isinstance(x, (type, ModuleType, list, tuple, dict, functools.partial))):
         again = functools.partial(_then, functools.partial(_noted, named=frozenset(named)), read)
         yield name, again(), again
     elif isinstance(x, (list, tuple, dict)) and len(x) <= _MOST:
@@ -238,7 +240,7 @@ def _looked(name: str, read: Read, named: set[str], inside: bool = False) -> Ite
     elif isinstance(x, functools.partial):
         for part in ("func", "args", "keywords"):
             yield from _looked(f"{name}.{part}", functools.partial(_then, operator.attrgetter(part), read), named)
-    elif not isinstance(x, (type, FunctionType)) and not _ours(x):
+    elif not isinstance(x, type) and not _ours(x):
         kind: Any = type(x)
         for key in sorted(named & (_attributes(x).keys() | _names_of(kind))):
             again = functools.partial(_then, functools.partial(_own, key), read)

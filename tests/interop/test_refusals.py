@@ -393,3 +393,38 @@ def step_with_whole_parameters() -> str:
 def test_whole_parameters_of_a_module_may_be_sharded_instead(world: World) -> None:
     text = world.run(step_with_whole_parameters)[0]
     assert "its transpose adds up the parts; or shard them, shardfn.shard(params, mesh, strategy)" in text
+
+
+BF16 = torch.bfloat16
+MIXED: dict[str, tuple[dict[str, Any], Tensor, tuple[str, ...]]] = {
+    "rows, in a stage": (
+        {"small": 0},
+        torch.ones(2, 4, dtype=torch.float64),
+        ("0 (Linear) mixes dtypes", "parameters of torch.float32, arguments of torch.float64", "Cast the arguments"),
+    ),
+    "a device, in a stage": (
+        {"small": 0},
+        torch.ones(2, 4, device="meta"),
+        ("0 (Linear) mixes devices", "parameters on cpu, arguments on meta", "move the arguments there"),
+    ),
+    "rows, outside of stages": (
+        {"gather_dtype": BF16, "input_dtype": BF16},
+        torch.ones(2, 4),
+        ("Sequential mixes dtypes", "0.weight, 0.bias, of torch.bfloat16, belong to no stage", "Pass small=0"),
+    ),
+    "what a stage returns": (
+        {"gather_dtype": BF16, "input_dtype": BF16, "output_dtype": torch.float32, "stages": "0"},
+        torch.ones(2, 4),
+        ("Sequential mixes dtypes", "1.weight, 1.bias, of torch.bfloat16, belong to no stage", "Pass small=0"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_a_mixture_of_dtypes_or_devices_is_told_with_what_to_do(case: str) -> None:
+    options, rows, told = MIXED[case]
+    model = functional(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **{"stages": "1", **options})
+    params = model.shard(sf.make_mesh(shard=1, device="cpu"), sf.full_shard("shard"))
+    text = said(lambda: model(params, rows))
+    for part in told:
+        assert part in text, text

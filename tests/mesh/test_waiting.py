@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import shardfn as sf
+from shardfn.collectives.agree import agree
 from shardfn.compat import process_groups
 from shardfn.mesh import waiting, watchdog
 from shardfn.mesh.deadlock import BARRIER, State, waits_in_vain
@@ -95,7 +96,7 @@ def save(params: Any) -> None:
     sf.checkpoint.save("/nowhere/at/all", params)
 
 
-CALLED = "All ranks call {}, whatever they do with it: only write files or print on rank 0"
+CALLED = "All ranks call {}: take it out of a branch such as `if rank == 0`, and leave there only what uses its result"
 PROGRAMS: dict[str, tuple[Any, Any, str, str]] = {
     # what rank 0 does, what the other does, and what the two say
     "one stage more": (lambda p: step(p, "abc"), lambda p: step(p, "ab"), "all_gather of 'c'", "reduce_scatter of 'b'"),
@@ -154,6 +155,7 @@ def test_programs_that_cannot_meet_end_with_an_error_on_every_rank(size: int, na
         assert mine in failure.message, failure.message
         assert other in failure.message, failure.message
         assert "pad them" not in failure.message or name == "new arguments"
+        assert "new to rank" not in failure.message  # all of it is, in a first call
         # "waited", where the others broke the group before this rank had waited for long
         assert len(re.findall("wait(?:s|ed) in vain", failure.message)) == 1
     assert len(caught.value.failures) == size
@@ -238,6 +240,7 @@ def test_a_rank_in_a_barrier_of_the_programs_own_does_not_come(call: str) -> Non
     with World(2, deadline=30) as own:
         (_, error), (said, _) = own.run(in_a_barrier, call)
     assert f"in {call}: rank 1 waits for torch.distributed.barrier" in error
+    assert re.search(r"barrier over shard at \S+test_waiting\.py:\d+\. All ranks call", error), error
     assert CALLED.format(call) in error
     line = next(line for line in said if "rank 1 has waited" in line)  # its error is torch's own
     assert "s for torch.distributed.barrier over shard: rank 0 waits for " in line
@@ -268,6 +271,28 @@ def test_a_wait_in_a_call_soon_says_that_all_ranks_make_it() -> None:
         line = next(line for line in said if f"in {call}: " in line)
         assert CALLED.format(call) in line
         assert watchdog.STARTS not in line
+
+
+def late_with_a_program(late: float) -> list[str]:
+    """What the log of rank 0 says while rank 1 compiles."""
+    watchdog.PATIENCE, watchdog.TICK = 0.1, 0.02
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    agree([], mesh, "before")
+    try:
+        with heard() as said:
+            time.sleep(late * dist.get_rank())
+            agree([], mesh, "compile(step)", subject=("the programs", watchdog.COMPILES))
+    finally:
+        watchdog.PATIENCE, watchdog.TICK = 5.0, 1.0
+    return [line for line in said if "the programs" in line]
+
+
+def test_a_wait_for_a_rank_that_compiles_is_told_late_and_as_such() -> None:
+    with World(2, deadline=30) as own:
+        assert own.run(late_with_a_program, 0.4)[0] == []
+        line, *_ = own.run(late_with_a_program, 2.2)[0]
+    assert "for comparing the programs of 'compile(step)': rank 1 has not come" in line
+    assert line.endswith(f". {watchdog.COMPILES}")
 
 
 def only_slow() -> list[str]:

@@ -532,7 +532,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         swapped,
         r"the step does the same with other tensors from elsewhere, of shapes \[8\]: a compiled program always",
     ),
-    "the host reads": (lambda: repeated(lambda w, x: w.sum().item()), r"the host reads a result, by aten::_local_scal"),
+    "the host reads": (
+        lambda: repeated(lambda w, x: w.sum().item()),
+        r"the host reads a result.* return it, and read it after",
+    ),
     "the host branches": (lambda: repeated(lambda w, x: 1 if w.sum() > 0 else 0), r"the host reads a result"),
     "the host counts": (lambda: repeated(lambda w, x: w[w > 0].sum()), r"the host reads a result, by aten::index"),
     "a number among the arguments changes": (
@@ -591,6 +594,19 @@ def late_tensor() -> Callable[[], Any]:
     return running(lambda w, x: (w * teachers["new"]).sum(), lambda: teachers.update(new=teachers["new"] + 1))
 
 
+def late_optimizer() -> Callable[[], Any]:
+    small, large = (sf.optim.sgd(sf.optim.warmup_cosine(peak, warmup=0, steps=9)) for peak in (1e-3, 1.0))
+
+    def more(w: Tensor, x: Tensor) -> Any:
+        return small.step([w.detach().clone()], [torch.ones_like(w)], small.init([w.detach()]))[0][0].sum()
+
+    def change() -> None:
+        nonlocal small
+        small = large
+
+    return running(more, change)
+
+
 def late_mode() -> Callable[[], Any]:
     net = nn.Sequential(nn.Linear(WIDTH, 1).double(), nn.Dropout(0.5))
     return running(lambda w, x: net(w).sum(), net.eval)
@@ -622,6 +638,7 @@ LATE: dict[str, tuple[Callable[[], Callable[[], Any]], str]] = {
     "global": (late_global, r"settings\['rate'\] in late_global\.<locals>\.<lambda> is 0\.5 now, and was 1\.0"),
     "attribute": (late_attribute, r"more\.rate in toy.* is 0\.5 now"),
     "tensor": (late_tensor, r"teachers\['new'\] in late_tensor.* is another tensor now"),
+    "optimizer": (late_optimizer, r"small in late_optimizer.* is another Optimizer now"),
     "module": (late_module, r"nets\[0\] in late_module.* is another module now"),
     "mode": (late_mode, r"net\.training in late_mode.* is False now, and was True"),
 }
@@ -791,7 +808,7 @@ def cases_of_places() -> dict[str, tuple[Callable[..., Any], Callable[[], Any], 
     held: dict[str, Any] = {"f": scaled(1.0), "x": torch.ones(2), "shape": (2, 3)}
     several, settings, kind = [1.0, 2.0], {"rate": 1.0}, type("Own", (Halved,), {"__slots__": ()})
     of_class, of_slot, bound = kind(), Halved(), functools.partial(lambda w, rate: w * rate, rate=1.0)
-    f, dtype, swapped = scaled(1.0), torch.float32, scaled(1.0)
+    f, dtype, swapped, optimizer = scaled(1.0), torch.float32, scaled(1.0), sf.optim.sgd(0.1)
     x: Tensor | None = torch.ones(2)
 
     def optional(w: Tensor, rate: float = 1.0) -> Tensor:
@@ -815,6 +832,10 @@ def cases_of_places() -> dict[str, tuple[Callable[..., Any], Callable[[], Any], 
     def set_dtype() -> None:
         nonlocal dtype
         dtype = torch.float64
+
+    def set_optimizer() -> None:
+        nonlocal optimizer
+        optimizer = sf.optim.sgd(0.1)
 
     linear, dropout, norm, of_model = nn.Linear(2, 2), nn.Dropout(0.1), nn.BatchNorm1d(2), nn.Dropout(0.1)
     inner, acting = nn.Sequential(), Acting()
@@ -896,6 +917,7 @@ def cases_of_places() -> dict[str, tuple[Callable[..., Any], Callable[[], Any], 
         "another function": (lambda w: swapped(w), set_other, "swapped in .* is the function at line "),
         "its code": (lambda w: optional(w), lambda: setattr(optional, "__code__", plain.__code__), "__code__ in"),
         "a default": (lambda w: optional(w), lambda: setattr(optional, "__defaults__", (0.5,)), r"rate in .* is 0\.5"),
+        "an optimizer": (lambda w: optimizer.init(w), set_optimizer, "optimizer in .* is another Optimizer now"),
         "no tensor": (lambda w: w if x is None else w * x, set_x, "x in .* is None now, and was a tensor"),
         "a dtype": (lambda w: w.to(dtype), set_dtype, r"dtype in .* is torch\.float64 now"),
         "a key less": (
