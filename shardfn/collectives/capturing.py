@@ -42,7 +42,7 @@ _buffers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def written_by_graphs(buffers: Any) -> None:
-    """Notes memory in which graphs and eager calls take turns; its `empty()` runs before a graph does."""
+    """Notes memory in which graphs and eager calls take turns; `empty()` runs before a graph does, and `used()` after."""
     _buffers.add(buffers)
 
 
@@ -51,6 +51,13 @@ def empty(device: torch.device) -> None:
     for buffers in list(_buffers):
         if buffers.device == device:
             buffers.empty()
+
+
+def used(device: torch.device) -> None:
+    """Notes that the current stream was given a graph, which writes to that memory."""
+    for buffers in list(_buffers):
+        if buffers.device == device:
+            buffers.used()
 
 
 class _Current(threading.local):

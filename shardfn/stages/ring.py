@@ -436,12 +436,31 @@ class Ring:
             self.spare.append(slot)
 
     def empty(self) -> None:
-        """Ends all transfers into slots that calls take in turn, and forgets what they hold and since when."""
+        """Waits for all that uses the slots that calls take in turn, on any stream, and forgets what they hold."""
         _free_left()
         for slot in self.slots:
+            if slot.free is not None:
+                self._stream().wait_event(slot.free)
             if slot.works or slot.holds is not None:
                 slot.give_back()
             slot.free = None
+
+    def used(self) -> None:
+        """Notes that the current stream was given a graph, which uses these slots."""
+        end = self._stream().record_event()
+        for slot in self.slots:
+            slot.free = end
+
+    def leave(self) -> None:
+        """Frees the slots that calls take in turn, as soon as nothing uses them."""
+        self.empty()
+        if self.device.type != "cpu":
+            for slot in self.slots:  # another stream may have allocated it
+                slot.buffer.record_stream(self._stream())
+        self.positions.clear()
+
+    def _stream(self) -> Any:
+        return torch.get_device_module(self.device).current_stream(self.device)
 
     def nbytes(self) -> int:
         """Bytes of all slots."""
