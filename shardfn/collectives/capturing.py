@@ -130,7 +130,8 @@ class Watch(modes.Watching):
         leaves = optree.tree_leaves((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         watched = [x for x in tensors if self._watches(x)]
-        if watched or _device_of(kwargs) == self.device.type:
+        runs = func.namespace != "prim"  # `prim.device` only tells what a simulated device's tensor is
+        if runs and (watched or _device_of(kwargs) == self.device.type):
             self._refuse(func, args, kwargs, tensors)
             self._note(func, leaves)
             for x in watched:
@@ -232,6 +233,11 @@ class Watch(modes.Watching):
                 "move what goes in before the step, and what comes out after it; parameters, state and activations "
                 "stay on the device",
             )
+        if packet in _INDEXES and self.device.type != "cpu":
+            if any(isinstance(x, Tensor) and x.ndim and x.device.type != self.device.type for x in args[1]):
+                self._refuse_host(
+                    f"the step copies indices from the CPU to {self.device.type}", "make them there before the step"
+                )
         if (
             func is _aten.pow.Scalar
             and isinstance(args[0], int)
