@@ -42,7 +42,7 @@ _buffers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def written_by_graphs(buffers: Any) -> None:
-    """Notes memory in which graphs and eager calls take turns; `empty()` runs before a graph does, and `used()` after."""
+    """Notes memory in which graphs and eager calls take turns; its `empty()` runs before a graph, and `used()` after."""
     _buffers.add(buffers)
 
 
@@ -233,11 +233,11 @@ class Watch(modes.Watching):
                 "move what goes in before the step, and what comes out after it; parameters, state and activations "
                 "stay on the device",
             )
-        if packet in _INDEXES and self.device.type != "cpu":
-            if any(isinstance(x, Tensor) and x.ndim and x.device.type != self.device.type for x in args[1]):
-                self._refuse_host(
-                    f"the step copies indices from the CPU to {self.device.type}", "make them there before the step"
-                )
+        indices = [x for x in args[1] if isinstance(x, Tensor) and x.ndim] if packet in _INDEXES else []
+        if any(x.device.type != self.device.type for x in indices):
+            self._refuse_host(
+                f"the step copies indices from the CPU to {self.device.type}", "make them there before the step"
+            )
         if (
             func is _aten.pow.Scalar
             and isinstance(args[0], int)

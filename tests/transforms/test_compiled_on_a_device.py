@@ -10,9 +10,9 @@ from typing import Any
 import optree
 import pytest
 import torch
-import torch.distributed as dist
 import torch._inductor.compile_fx
 import torch._inductor.config
+import torch.distributed as dist
 from torch import Tensor
 
 import shardfn as sf
@@ -21,7 +21,7 @@ from shardfn.mesh.scope import mesh_of
 from shardfn.shards.layout import flat_shards
 from shardfn.testing import Device, simulated, world
 from tests.models import DATA, drawn
-from tests.transforms.test_compiled import PROGRAMS, ROWS, STEPS, WIDTH, block, in_turn, of_blocks
+from tests.transforms.test_compiled import ROWS, STEPS, WIDTH, block, in_turn, of_blocks
 
 NAMES = ["hybrid_shard, plain", "zero1, accumulate", "hpz, remat", "mics, plain", "few bits", "shard_state",
          "prefetch 2", "kept for the step", "muon", "clipped", "tensor"]  # fmt: skip
