@@ -321,6 +321,13 @@ MUTANTS = [
         f"{STREAMS}[of copies-compile-plain]",
     ),
     Mutant(
+        "streams decode into the same memory",
+        "stages/decoding.py",
+        "stream = None if on_cpu else",
+        "stream = None if True else",
+        "tests/stages/test_overlap.py::test_streams_do_not_meet_in_decoded_parameters",
+    ),
+    Mutant(
         "gathers ahead into the slot in use",
         "stages/ring.py",
         "return None if position.slot.alternates(spared) else position",

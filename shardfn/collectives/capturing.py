@@ -42,7 +42,7 @@ _buffers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def written_by_graphs(buffers: Any) -> None:
-    """Notes memory in which graphs and eager calls take turns; its `empty()` runs before a graph, and `used()` after."""
+    """Notes memory in which graphs and eager calls take turns; `empty()` runs before a graph, and `used()` after."""
     _buffers.add(buffers)
 
 

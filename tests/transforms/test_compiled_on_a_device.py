@@ -114,7 +114,25 @@ def test_programs_on_two_streams_do_not_meet_in_gathered_parameters(
         assert losses[1:-1:2] == pytest.approx(losses[2::2] if ordered else [losses[1]] * 6, rel=1e-12)
 
 
-# --- what inductor is asked ---
+# --- what the host would wait for, and what inductor is asked ---
+
+
+def indexed(store: str) -> str:
+    with rank_of(store, 1):
+        places = torch.tensor([0, 2], device="cpu")
+        step, params, state = of_blocks(function=lambda p, x: block(p, x)[:, places])
+        run = sf.compile(step)
+        try:
+            for _ in range(2):
+                params, state, _ = run(params, state, torch.ones(ROWS, WIDTH, WIDTH, dtype=torch.float64).to("sim"))
+        except RuntimeError as error:
+            return str(error)
+        return "no error"
+
+
+def test_indices_from_the_cpu_are_refused(tmp_path: Any) -> None:
+    found = world(1, "alone").within(60).run(indexed, str(tmp_path / "store"))[0]
+    assert "compile(step): the step copies indices from the CPU to sim at" in found
 
 
 def test_regions_have_results_of_their_own_and_the_strides_of_the_trace_whatever_is_set(monkeypatch: Any) -> None:
