@@ -117,22 +117,23 @@ def test_programs_on_two_streams_do_not_meet_in_gathered_parameters(
 # --- what the host would wait for, and what inductor is asked ---
 
 
-def indexed(store: str) -> str:
+def indexed(store: str, transform: Callable[[Any], Any]) -> str:
     with rank_of(store, 1):
-        places = torch.tensor([0, 2], device="cpu")
+        places = torch.tensor([0, 1], device="cpu")
         step, params, state = of_blocks(function=lambda p, x: block(p, x)[:, places])
-        run = sf.compile(step)
+        run = transform(step)
         try:
-            for _ in range(2):
+            for _ in range(3):
                 params, state, _ = run(params, state, torch.ones(ROWS, WIDTH, WIDTH, dtype=torch.float64).to("sim"))
         except RuntimeError as error:
             return str(error)
         return "no error"
 
 
-def test_indices_from_the_cpu_are_refused(tmp_path: Any) -> None:
-    found = world(1, "alone").within(60).run(indexed, str(tmp_path / "store"))[0]
-    assert "compile(step): the step copies indices from the CPU to sim at" in found
+@pytest.mark.parametrize("transform", [sf.compile, sf.graphed])
+def test_indices_from_the_cpu_are_refused(tmp_path: Any, transform: Any) -> None:
+    found = world(1, "alone").within(60).run(indexed, str(tmp_path / "store"), transform)[0]
+    assert "(step): the step copies indices from the CPU to sim at" in found
 
 
 def test_regions_have_results_of_their_own_and_the_strides_of_the_trace_whatever_is_set(monkeypatch: Any) -> None:

@@ -348,10 +348,6 @@ REFUSED: dict[str, tuple[Run, str]] = {
     ),
     "a branch on a number": (lambda d: repeated(d, lambda w, x: 1 if w.sum() > 0 else 0), "the host reads a result"),
     "a size that depends on numbers": (lambda d: repeated(d, lambda w, x: w[w > 0].sum()), "the host reads a result"),
-    "indices from the CPU": (
-        lambda d: repeated(d, lambda w, x: w[torch.tensor([0, 2], device="cpu")].sum()),
-        "the step copies indices from the CPU to sim at",
-    ),
     "the step is skipped": (
         lambda d: repeated(d, lambda w, x: 0, optimizer=so.skip_nonfinite(so.sgd(0.1))),
         r"the host reads a result.*test_graphed.py:\d+",
