@@ -321,6 +321,13 @@ MUTANTS = [
         f"{STREAMS}[of copies-compile-plain]",
     ),
     Mutant(
+        "what an error left on its way is lent for ever",
+        "stages/ring.py",
+        "weakref.WeakSet[Slot]()",
+        "set()",
+        f"{ON_A_DEVICE}::test_after_an_error_in_the_middle_a_program_goes_on_from_copies",
+    ),
+    Mutant(
         "streams decode into the same memory",
         "stages/decoding.py",
         "stream = None if on_cpu else",

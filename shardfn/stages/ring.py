@@ -388,13 +388,18 @@ class Ring:
         written_by_graphs(self)
         self.positions: list[Position] = []
         self.spare: list[Slot] = []
-        self.lent = 0  # bytes of the slots lent by `outside`
+        self._lent: Any = weakref.WeakSet[Slot]()  # by `outside`; an error may leave some on their way
         self.largest = 0
 
     @property
     def slots(self) -> list[Slot]:
         """The slot at each position."""
         return [position.slot for position in self.positions]
+
+    @property
+    def lent(self) -> int:
+        """Bytes of the slots lent by `outside`."""
+        return sum(slot.buffer.numel() for slot in self._lent)
 
     def at(self, number: int, slots: int, nbytes: int, spared: Slot | None = None) -> Slot | None:
         """The slot for call `number` of a schedule with `slots` slots; None if it would replace `spared`.
@@ -424,13 +429,13 @@ class Ring:
         best = min(fitting, key=lambda slot: slot.buffer.numel(), default=None) or Slot(nbytes, self.device)
         if fitting:
             self.spare.remove(best)
-        self.lent += best.buffer.numel()
+        self._lent.add(best)
         return best
 
     def give_back(self, slot: Slot) -> None:
         """Ends a loan by `outside`."""
         slot.give_back()
-        self.lent -= slot.buffer.numel()
+        self._lent.discard(slot)
         # What a graph has used, it writes to in each of its runs.
         if not debugging.memory and not devices.capturing(self.device):
             self.spare.append(slot)

@@ -19,6 +19,8 @@ import shardfn as sf
 from shardfn.compat import inductor
 from shardfn.mesh.scope import mesh_of
 from shardfn.shards.layout import flat_shards
+from shardfn.stages import in_graph
+from shardfn.stages.engine import engine_of
 from shardfn.testing import Device, simulated, world
 from tests.models import DATA, drawn
 from tests.transforms.test_compiled import ROWS, STEPS, WIDTH, block, in_turn, of_blocks
@@ -32,6 +34,10 @@ def rank_of(store: str, size: int) -> Iterator[Device]:
     met = dist.FileStore(store, size)  # type: ignore[attr-defined]
     with simulated(size, met.add("ranks", 1) - 1, store=met) as device, sf.debug(memory=False):
         yield device
+
+
+def copied(tree: Any) -> Any:
+    return optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)
 
 
 def on_the_device(store: str) -> dict[str, Any]:
@@ -75,7 +81,7 @@ def on_streams(store: str, training: str, evaluating: str, ordered: bool) -> Any
     kinds: dict[str, Callable[[Any], Any]] = {"plain": lambda f: f, "compile": sf.compile, "graphed": sf.graphed}
     with rank_of(store, 2) as device:
         module, (step, params, state) = torch.get_device_module(device.name), of_blocks()
-        copies = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, params)
+        copies = copied(params)
         layer, batch, kept = sf.stage(block), drawn(1)(ROWS, WIDTH, WIDTH).to(device.name), list[Any]()
 
         @sf.shard_map(mesh=mesh_of(flat_shards(params)[0].layout.grid, "here"), in_specs=..., out_specs=...)
@@ -112,6 +118,46 @@ def test_programs_on_two_streams_do_not_meet_in_gathered_parameters(
         assert races == []
         assert losses[::2] == sorted(losses[::2], reverse=True)
         assert losses[1:-1:2] == pytest.approx(losses[2::2] if ordered else [losses[1]] * 6, rel=1e-12)
+
+
+# --- errors in the middle ---
+
+
+def failing(store: str, work: str, after: int) -> Any:
+    """Losses of a step as it is, and of a program that fails once in the middle; bytes before and after; races."""
+    with rank_of(store, 2) as device, pytest.MonkeyPatch.context() as patch:
+        kind, (step, params, state), left = getattr(in_graph, work), of_blocks(), list[int]()
+        plain, run, losses, sizes = kind.finish, sf.compile(step), list[list[float]](), list[int]()
+        batch = drawn(1)(ROWS, WIDTH, WIDTH).to(device.name)
+        ring = engine_of(mesh_of(flat_shards(params)[0].layout.grid, "here")).residency.ring
+
+        def finish(self: Any, started: Any) -> Any:
+            if left and not left.pop():
+                raise torch.OutOfMemoryError("no memory")
+            return plain(self, started)
+
+        patch.setattr(kind, "finish", finish)
+        for call in (step, run):
+            found: list[float] = []
+            one = copied((params, state))
+            for i in range(6):
+                saved = copied(one)
+                left += range(after + 1) if call is run and i == 4 else ()
+                try:
+                    *one, value = call(*one, batch)
+                except torch.OutOfMemoryError:
+                    *one, value = call(*saved, batch)
+                found.append(value.item())
+                sizes.append(ring.nbytes())
+            losses.append(found)
+        return losses, sizes[-1] - sizes[-3], device.races
+
+
+@pytest.mark.parametrize(("work", "after"), [("Gathering", 0), ("Gathering", 3), ("Reducing", 1)])
+def test_after_an_error_in_the_middle_a_program_goes_on_from_copies(tmp_path: Any, work: str, after: int) -> None:
+    for (plain, again), more, races in world(2, "alone").within(120).run(failing, str(tmp_path / "s"), work, after):
+        assert again == pytest.approx(plain, rel=1e-12)
+        assert (more, races) == (0, [])
 
 
 # --- what the host would wait for, and what inductor is asked ---
