@@ -23,7 +23,16 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu_curvature, gpu_graphs, gpu_groups, gpu_kernels, gpu_memory, gpu_schedules, gpu_training
+from benchmarks import (
+    gpu_compiled,
+    gpu_curvature,
+    gpu_graphs,
+    gpu_groups,
+    gpu_kernels,
+    gpu_memory,
+    gpu_schedules,
+    gpu_training,
+)
 from benchmarks.goals import ran
 from benchmarks.gpu_setting import Answer, Missing, Where
 from benchmarks.report import lacks, parser, publish
@@ -55,6 +64,7 @@ PARTS = {
     "kernels": Part(gpu_kernels.kernels, 300),
     "waits": Part(gpu_schedules.waits, 300),
     "graphs": Part(gpu_graphs.graphs, 300),
+    "compiled": Part(gpu_compiled.compiled, 600),
     "memory": Part(gpu_memory.memory, 300),
     "curvature": Part(gpu_curvature.curvature, 400),
     "7B": Part(gpu_training.seven, 900),

@@ -231,6 +231,9 @@ def measured(case: Case) -> dict[str, Any]:
         for _ in range(2):  # sf.compile traces in the second call and in the third
             step()
         seconds = []
+        if cuda:  # compilers try kernels in the first steps, with memory of their own
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
         for _ in range(STEPS):
             began = time.perf_counter()
             step()

@@ -57,6 +57,8 @@ BITS = f"{COLLECTIVES}::test_a_sum_has_the_same_bits_on_all_ranks_and_narrow_num
 PIPELINES = "tests/parallel/test_pipeline.py"
 OPTIMIZERS = "tests/optim/test_optim.py"
 ACCUMULATE = "tests/transforms/test_accumulate.py"
+ON_A_DEVICE = "tests/transforms/test_compiled_on_a_device.py"
+STREAMS = f"{ON_A_DEVICE}::test_programs_on_two_streams_do_not_meet_in_gathered_parameters"
 
 TRANSFERS = "tests/tiers/test_transfers.py"
 RUN = "tests/run"
@@ -279,7 +281,7 @@ MUTANTS = [
     Mutant(
         "a gather on its own stream waits for nothing",
         "stages/gather_stream.py",
-        "            for event in (free, *ready):\n                self.stream.wait_event(event)\n",
+        "            self.stream.wait_event(event)\n",
         "            pass\n",
         "tests/stages/test_overlap.py::test_gathers_that_start_early_give_the_cpus_numbers_without_a_race",
     ),
@@ -289,6 +291,48 @@ MUTANTS = [
         "if free is None or ready is None:",
         "if True:",
         "tests/stages/test_overlap.py::test_a_gather_waits_for_no_stage_but_the_last_user_of_its_slot",
+    ),
+    Mutant(
+        "a gather does not wait for another stream that uses its slot",
+        "stages/gather_stream.py",
+        "        for event in (*([]",
+        "            free = ready = None\n        for event in (*([]",
+        f"{STREAMS}[of copies-compile-compile]",
+    ),
+    Mutant(
+        "a graph does not wait for another stream that uses its slots",
+        "stages/ring.py",
+        "self._stream().wait_event(slot.free)",
+        "pass",
+        f"{STREAMS}[of copies-graphed-plain]",
+    ),
+    Mutant(
+        "others do not wait for a graph that uses their slots",
+        "transforms/captured.py",
+        "            used(self.program.device)\n",
+        "",
+        f"{STREAMS}[of copies-graphed-plain]",
+    ),
+    Mutant(
+        "a compiled step frees slots that another stream uses",
+        "stages/ring.py",
+        "        self.empty()\n        if self.device",
+        "        if self.device",
+        f"{STREAMS}[of copies-compile-plain]",
+    ),
+    Mutant(
+        "what an error left on its way is lent for ever",
+        "stages/ring.py",
+        "weakref.WeakSet[Slot]()",
+        "set()",
+        f"{ON_A_DEVICE}::test_after_an_error_in_the_middle_a_program_goes_on_from_copies",
+    ),
+    Mutant(
+        "streams decode into the same memory",
+        "stages/decoding.py",
+        "stream = None if on_cpu else",
+        "stream = None if True else",
+        "tests/stages/test_overlap.py::test_streams_do_not_meet_in_decoded_parameters",
     ),
     Mutant(
         "gathers ahead into the slot in use",

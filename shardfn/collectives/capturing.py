@@ -42,7 +42,7 @@ _buffers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def written_by_graphs(buffers: Any) -> None:
-    """Notes memory in which graphs and eager calls take turns; its `empty()` runs before a graph does."""
+    """Notes memory in which graphs and eager calls take turns; `empty()` runs before a graph, and `used()` after."""
     _buffers.add(buffers)
 
 
@@ -51,6 +51,13 @@ def empty(device: torch.device) -> None:
     for buffers in list(_buffers):
         if buffers.device == device:
             buffers.empty()
+
+
+def used(device: torch.device) -> None:
+    """Notes that the current stream was given a graph, which writes to that memory."""
+    for buffers in list(_buffers):
+        if buffers.device == device:
+            buffers.used()
 
 
 class _Current(threading.local):
@@ -123,7 +130,8 @@ class Watch(modes.Watching):
         leaves = optree.tree_leaves((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         watched = [x for x in tensors if self._watches(x)]
-        if watched or _device_of(kwargs) == self.device.type:
+        runs = func.namespace != "prim"  # `prim.device` only tells what a simulated device's tensor is
+        if runs and (watched or _device_of(kwargs) == self.device.type):
             self._refuse(func, args, kwargs, tensors)
             self._note(func, leaves)
             for x in watched:
@@ -228,6 +236,11 @@ class Watch(modes.Watching):
                 f"the step copies between {' and '.join(sorted(kinds))}",
                 "move what goes in before the step, and what comes out after it; parameters, state and activations "
                 "stay on the device",
+            )
+        indices = [x for x in args[1] if isinstance(x, Tensor) and x.ndim] if packet in _INDEXES else []
+        if any(x.device.type != self.device.type for x in indices):
+            self._refuse_host(
+                f"the step copies indices from the CPU to {self.device.type}", "make them there before the step"
             )
         if (
             func is _aten.pow.Scalar

@@ -83,7 +83,8 @@ def newest_nodes(after: fx.Node | None = None) -> list[fx.Node]:
 def compiled(graph: fx.GraphModule) -> Callable[[list[Tensor]], Sequence[Tensor]]:
     """A function compiled by inductor: `[inputs] -> outputs`; it empties the list.
 
-    Random numbers are those that torch's own operations draw.
+    Random numbers are those that torch's own operations draw. Whatever the user has set, results have memory of their
+    own, which a graph of CUDA's would write to again in the next run, and the strides of the trace.
     """
     import torch._inductor.config as config
     from torch._guards import TracingContext, tracing
@@ -102,7 +103,8 @@ def compiled(graph: fx.GraphModule) -> Callable[[list[Tensor]], Sequence[Tensor]
     # inductor runs the graph on these, and finds by their storages which tensors are views of others.
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         inputs = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in kinds]
-    with _lock, config.patch(fallback_random=True), tracing(TracingContext(mode)), torch.no_grad(), without_autocast():
+    options = config.patch({"fallback_random": True, "triton.cudagraphs": False, "keep_output_stride": True})
+    with _lock, options, tracing(TracingContext(mode)), torch.no_grad(), without_autocast():
         return compile_fx_inner(graph, inputs)
 
 

@@ -14,7 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn.compat import autograd, process_groups
+from shardfn.compat import autograd, dispatch, process_groups
 from shardfn.simulated.operations import NAME, line, shadow
 
 if TYPE_CHECKING:
@@ -132,11 +132,12 @@ class Graph:
         writes = [x for number, x in self.memory.items() if number in self.written]
         device.operations["replay"] += 1
         device.clocks.use(device.stream(), "replay", list(self.memory.values()), writes)
-        for run in self.runs:
-            run()
-        for number in list(self.works):
-            for work in self.works.pop(number):
-                process_groups.handle_of(work).wait()
+        with dispatch.outside_modes():  # which would take what is sent for collectives of the host
+            for run in self.runs:
+                run()
+            for number in list(self.works):
+                for work in self.works.pop(number):
+                    process_groups.handle_of(work).wait()
 
 
 class Capture:

@@ -37,7 +37,7 @@ from torch import Tensor
 from shardfn.collectives.late_checks import LateChecks
 from shardfn.compat import autograd, dispatch, dynamo, process_groups
 from shardfn.compat.dispatch import tensors_in
-from shardfn.simulated import autocast
+from shardfn.simulated import autocast, compiling
 from shardfn.simulated.capture import Capture, Graph
 from shardfn.simulated.clocks import HOST, ByStorage, Clocks, Current, Point, device_index
 from shardfn.simulated.operations import NAME, Operations, line, opened, past_modes, twin, users_line, waits_for
@@ -285,7 +285,8 @@ def _patched(device: Device) -> Iterator[None]:
     with torch.device("cpu"):  # torch remembers from now on which constructors take the default device
         torch.empty(0, device=None)
     handles = [kind for kind in process_groups.kinds_of_handles() if "wait" in vars(kind)]
-    patches = [*_patches(device), *((kind, "wait", waits_for(device, kind.wait)) for kind in handles)]
+    patches = [*_patches(device), *compiling.patches(NAME)]
+    patches += [(kind, "wait", waits_for(device, kind.wait)) for kind in handles]
     if not device.values:  # what arrives on the host is ones, which no check would accept
         add = LateChecks.add
         patches.append((*dynamo.redraws(), lambda x, *_, **__: x))

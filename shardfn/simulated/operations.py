@@ -22,6 +22,7 @@ from shardfn.compat import dispatch, dynamo, modes, process_groups
 from shardfn.compat.dispatch import tensors_in
 from shardfn.simulated import cells, shapes
 from shardfn.simulated.clocks import HOST, ByStorage, device_index
+from shardfn.simulated.compiling import tracing
 
 if TYPE_CHECKING:
     from shardfn.simulated.device import Device
@@ -56,7 +57,7 @@ class Operations(modes.DispatchMode):
         return type(x) is dynamo.FAKE and x.device.type == NAME
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not opened:  # a thread from the block outlives it
+        if not opened or tracing():  # a thread from the block outlives it
             return func(*args, **kwargs or {})
         device = opened[0]  # also where a thread has this mode from an earlier block
         if func is _DEVICE:  # torch asks for the device of a fake tensor more often than for all else

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,25 +114,28 @@ class Decoding:
 
 
 class Memories:
-    """The decoding memory of one engine: one memory while runs with quantized parameters follow each other."""
+    """The decoding memory of one engine: one while runs with quantized parameters follow each other on a stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._kept: Memory | None = None
-        self._latest: Callable[[], Memory | None] = lambda: None
+        self._kept: dict[Any, Memory] = {}  # by the stream on which it is used
+        self._latest: dict[Any, weakref.ref[Memory]] = {}
 
     def take(self, signature: Signature) -> Decoding | None:
         """A `Decoding` for a run; None if none of its parameters are quantized."""
         if not signature.packed:
-            self._kept = None  # frees the memory for a large stage without quantized parameters, such as the last
+            self._kept.clear()  # frees the memory for a large stage without quantized parameters, such as the last
             return None
         dtype = signature.options.gather_dtype
         nbytes = sum(aligned(part.numel * (dtype or part.dtype).itemsize, torch.uint8) for part in signature.packed)
-        memory = self._latest()
+        on_cpu = self.device.type == "cpu"
+        stream = None if on_cpu else torch.get_device_module(self.device).current_stream(self.device)
+        latest = self._latest.get(stream)
+        memory = None if latest is None else latest()
         if memory is None or len(memory.buffer) < nbytes:
             memory = Memory(nbytes, self.device)  # runs that still use a smaller one keep that alive
-            self._latest = weakref.ref(memory)
-        self._kept = memory
+            self._latest[stream] = weakref.ref(memory)
+        self._kept[stream] = memory
         return Decoding(memory, dtype)
 
 

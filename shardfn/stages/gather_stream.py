@@ -32,18 +32,18 @@ class GatherStream:
         """A context for the start of a gather.
 
         Args:
-            free: the event after which nothing uses its slot; None if there is none.
+            free: the event after which nothing uses its slot, which another stream may have used; None if there is
+                none.
             ready: the events after which nothing writes to its shards; None if they are not known. Without one of the
-                two, the gather waits for all that the current stream has been given.
+                two, the gather also waits for all that the current stream has been given.
         """
         if devices.capturing(self.device):  # a graph cannot wait for events from outside of it
             yield
             return
         if free is None or ready is None:
             self.stream.wait_stream(self.module.current_stream(self.device))
-        else:
-            for event in (free, *ready):
-                self.stream.wait_event(event)
+        for event in (*([] if free is None else [free]), *(ready or ())):
+            self.stream.wait_event(event)
         with self.module.stream(self.stream):
             yield
 

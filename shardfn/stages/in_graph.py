@@ -91,9 +91,7 @@ class Gathering(Scheduled):
 
     def prepare(self) -> None:
         """Frees the slots of the engine's ring."""
-        ring = self.engine.residency.ring
-        ring.empty()
-        ring.positions.clear()
+        self.engine.residency.ring.leave()
 
 
 class Reducing(Scheduled):

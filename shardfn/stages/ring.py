@@ -388,13 +388,18 @@ class Ring:
         written_by_graphs(self)
         self.positions: list[Position] = []
         self.spare: list[Slot] = []
-        self.lent = 0  # bytes of the slots lent by `outside`
+        self._lent: Any = weakref.WeakSet[Slot]()  # by `outside`; an error may leave some on their way
         self.largest = 0
 
     @property
     def slots(self) -> list[Slot]:
         """The slot at each position."""
         return [position.slot for position in self.positions]
+
+    @property
+    def lent(self) -> int:
+        """Bytes of the slots lent by `outside`."""
+        return sum(slot.buffer.numel() for slot in self._lent)
 
     def at(self, number: int, slots: int, nbytes: int, spared: Slot | None = None) -> Slot | None:
         """The slot for call `number` of a schedule with `slots` slots; None if it would replace `spared`.
@@ -424,24 +429,43 @@ class Ring:
         best = min(fitting, key=lambda slot: slot.buffer.numel(), default=None) or Slot(nbytes, self.device)
         if fitting:
             self.spare.remove(best)
-        self.lent += best.buffer.numel()
+        self._lent.add(best)
         return best
 
     def give_back(self, slot: Slot) -> None:
         """Ends a loan by `outside`."""
         slot.give_back()
-        self.lent -= slot.buffer.numel()
+        self._lent.discard(slot)
         # What a graph has used, it writes to in each of its runs.
         if not debugging.memory and not devices.capturing(self.device):
             self.spare.append(slot)
 
     def empty(self) -> None:
-        """Ends all transfers into slots that calls take in turn, and forgets what they hold and since when."""
+        """Waits for all that uses the slots that calls take in turn, on any stream, and forgets what they hold."""
         _free_left()
         for slot in self.slots:
+            if slot.free is not None:
+                self._stream().wait_event(slot.free)
             if slot.works or slot.holds is not None:
                 slot.give_back()
             slot.free = None
+
+    def used(self) -> None:
+        """Notes that the current stream was given a graph, which uses these slots."""
+        end = self._stream().record_event()
+        for slot in self.slots:
+            slot.free = end
+
+    def leave(self) -> None:
+        """Frees the slots that calls take in turn, as soon as nothing uses them."""
+        self.empty()
+        if self.device.type != "cpu":
+            for slot in self.slots:  # another stream may have allocated it
+                slot.buffer.record_stream(self._stream())
+        self.positions.clear()
+
+    def _stream(self) -> Any:
+        return torch.get_device_module(self.device).current_stream(self.device)
 
     def nbytes(self) -> int:
         """Bytes of all slots."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import late_checks
-from shardfn.collectives.capturing import Late, Note, Watch, empty
+from shardfn.collectives.capturing import Late, Note, Watch, empty, used
 from shardfn.collectives.ledger import Ledger, ledger, record_again
 from shardfn.compat import autograd, dispatch
 from shardfn.quoting import short
@@ -196,6 +196,7 @@ class Captured:
             if not first:
                 self._fill(leaves)
             self.graph.replay()
+            used(self.program.device)
             results = self._returned()
             late_checks.after_replay(self.late)
             if not first:  # open ledgers have heard the capture

@@ -28,7 +28,9 @@ def answered(name: str) -> Answer:
     return gpu.PARTS[name].ask(CPU)
 
 
-@pytest.mark.parametrize("name", ["late", "renewals", "waits", "graphs", "memory", "worlds", "kernels", "host"])
+@pytest.mark.parametrize(
+    "name", ["late", "renewals", "waits", "graphs", "compiled", "memory", "worlds", "kernels", "host"]
+)
 def test_a_part_meets_its_goals_where_a_cpu_can_tell(name: str) -> None:
     with World(1, kind="alone", deadline=200) as fresh:  # a simulated device, once there, would be the accelerator
         (answer,) = fresh.run(answered, name)

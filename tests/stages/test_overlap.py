@@ -304,3 +304,32 @@ def test_a_missing_wait_of_a_gather_is_a_race(mutant: str) -> None:
     assert world(1, "alone").run(raced, mutant, False) == [[]]
     (races,) = world(1, "alone").run(raced, mutant, True)
     assert races
+
+
+def evaluated_in_turn() -> list[str]:
+    """Races of evaluations with quantized parameters on two streams, which nothing orders."""
+    with simulated(4) as device, torch.no_grad(), sf.debug(memory=False):
+        module, mesh = torch.get_device_module(device.name), sf.make_mesh(shard=4, device=device.name)
+        whole = quant.quantize([torch.ones(64, 64) for _ in range(3)], quant.nf4(), names=".*")
+        params, layer = sf.shard(whole, mesh, sf.full_shard("shard")), sf.stage(lambda w, x: torch.tanh(x @ w))
+
+        @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
+        def evaluated(params: Any, x: Tensor) -> Tensor:
+            for w in sf.layers(params):
+                x = layer(w, x)
+            return x
+
+        x = torch.ones(2, 64, device=device.name)
+        kept = [evaluated(params, x) for _ in range(2)]
+        streams = [module.Stream() for _ in range(2)]
+        for stream in streams:
+            stream.wait_stream(module.current_stream())
+        device.forget()
+        for stream in streams * 2:
+            with module.stream(stream):
+                kept.append(evaluated(params, x))
+        return device.races
+
+
+def test_streams_do_not_meet_in_decoded_parameters() -> None:
+    assert world(1, "alone").run(evaluated_in_turn) == [[]]

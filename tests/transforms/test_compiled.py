@@ -4,6 +4,7 @@ hold.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import tempfile
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 import shardfn as sf
 import shardfn.optim as so
 from shardfn import P, interop, parallel
+from shardfn.compat import devices
 from shardfn.mesh import watchdog
 from shardfn.testing import World, world
 from shardfn.transforms import pure, regions, surroundings
@@ -62,9 +64,13 @@ def whole(dtype: torch.dtype = torch.float64) -> Any:
     return optree.tree_map(lambda x: x.to(dtype), tree)
 
 
+def device_here() -> str:
+    return devices.in_use() or "cpu"
+
+
 def mesh_here() -> Any:
     n = dist.get_world_size()
-    return sf.make_mesh(device="cpu", replica=2 if n == 4 else 1, shard=n // 2 if n == 4 else n)
+    return sf.make_mesh(device=device_here(), replica=2 if n == 4 else 1, shard=n // 2 if n == 4 else n)
 
 
 def stepping(loss: Callable[[Any, Any], Tensor], optimizer: so.Optimizer, mesh: Any, **accumulated: Any) -> Step:
@@ -117,7 +123,7 @@ def frozen() -> Setting:
 
 
 def by_tensor() -> Setting:
-    mesh = sf.make_mesh(device="cpu", shard=dist.get_world_size() // 2, tensor=2)
+    mesh = sf.make_mesh(device=device_here(), shard=dist.get_world_size() // 2, tensor=2)
     optimizer = so.chain(so.clip_by_global_norm(0.1), so.adamw(1e-2))
     specs = sf.by_path([(r".*\.up", P(None, "tensor")), (r".*\.b", P("tensor")), (r".*\.down", P("tensor", None))])
     tree = whole()
@@ -214,25 +220,28 @@ PROGRAMS: dict[str, Callable[[], Setting]] = {
 # --- against the step as it is ---
 
 
-def in_turn(name: str) -> Any:
-    """A step as it is beside the same compiled: for each call the differences and the messages that differ."""
+def in_turn(name: str, around: Callable[[int], Any] = lambda i: contextlib.nullcontext()) -> Any:
+    """A step as it is beside the same compiled: for each call the differences and the messages that differ.
+
+    `around` makes contexts of the compiled calls.
+    """
     step, params, state = PROGRAMS[name]()
     draw = drawn(1 + dist.get_rank() // (2 if name == "tensor" else 1))
     compiled, found = sf.compile(step), []
     one = params, state
     two = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, one)
     for i in range(STEPS):
-        x = draw(ROWS, WIDTH, WIDTH)
+        x = draw(ROWS, WIDTH, WIDTH).to(device_here())
         torch.manual_seed(i)
         with sf.ledger() as plainly_sent:
             *one, value = step(*one, x)
         torch.manual_seed(i)
-        with sf.ledger() as sent:
+        with sf.ledger() as sent, around(i):
             *two, other = compiled(*two, x)
         counts = [Counter(map(_message, log.records)) for log in (plainly_sent, sent)]
         found.append(
             (
-                distance([*_numbers(two), other], [*_numbers(one), value], 1.0),
+                distance(_numbers([*two, other]), _numbers([*one, value]), 1.0),
                 counts[1] - counts[0],
                 counts[0] - counts[1],
             )
@@ -245,7 +254,8 @@ def _message(record: Any) -> Any:
 
 
 def _numbers(tree: Any) -> list[Tensor]:
-    return [torch.as_tensor(x, dtype=torch.float64) for x in optree.tree_leaves(tree) if isinstance(x, (Tensor, int))]
+    leaves = optree.tree_leaves(tree)
+    return [torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in leaves if isinstance(x, (Tensor, int))]
 
 
 def compared(name: str, inductor: bool = False) -> Any:
