@@ -412,6 +412,52 @@ def stepped(optimizer: so.Optimizer) -> Any:
 
 
 loose: Any = so  # for calls that the types refuse
+
+
+def own(move: Callable[[Any, Any], None]) -> so.Optimizer:
+    """An optimizer of the user's, with torch's interface, whose step is `move` of each of its groups."""
+
+    class Own(torch.optim.Optimizer):
+        def __init__(self, params: Any, lr: float) -> None:
+            super().__init__(params, {"lr": lr, "count": 0})
+            self.count = 0
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                move(self, group)
+
+    return so.from_torch(Own, lr=0.1)
+
+
+def counting_in_group(optimizer: Any, group: Any) -> None:
+    group["count"] += 1
+    for x in group["params"]:
+        x.sub_(x.grad / group["count"])
+
+
+def counting_itself(optimizer: Any, group: Any) -> None:
+    optimizer.count += 1
+    for x in group["params"]:
+        x.sub_(x.grad / optimizer.count)
+
+
+def clipping_all(optimizer: Any, group: Any) -> None:
+    norm = torch.stack([x.grad.norm() for x in group["params"]]).norm()
+    for x in group["params"]:
+        x.sub_(x.grad / norm)
+
+
+def clipping_each(optimizer: Any, group: Any) -> None:
+    for x in group["params"]:
+        x.sub_(x.grad * (200 / x.grad.norm()).clamp(max=1))
+
+
+def decaying_matrices(optimizer: Any, group: Any) -> None:
+    for x in group["params"]:
+        x.sub_(x.grad + (0.1 * x if x.dim() > 1 else 0))
+
+
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a gradient of another shape": (
         lambda: so.sgd(0.1).step({"w": torch.ones(3)}, {"w": torch.ones(2)}, so.sgd(0.1).init({"w": torch.ones(3)})),
@@ -440,7 +486,12 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "no steps": (lambda: so.accumulate(so.sgd(0.1), 0), "every=0"),
     "a backoff of 0": (lambda: so.loss_scaled(so.sgd(0.1), backoff=0.0), "backoff=0.0"),
     "a long warmup": (lambda: so.warmup_cosine(0.1, warmup=20, steps=10), "do not fit into steps=10"),
-    "a coupled optimizer": (lambda: so.from_torch(torch.optim.Adafactor, lr=0.1), "Adafactor moves an element by what"),
+    "a coupled optimizer": (lambda: so.from_torch(torch.optim.Adafactor, lr=0.1), "Adafactor moves an element by how many"),
+    "a count for all parameters": (lambda: own(counting_in_group), "Own remembers something outside of its `state`"),
+    "a count of the optimizer's": (lambda: own(counting_itself), "Own remembers something outside of its `state`"),
+    "a norm of all gradients": (lambda: own(clipping_all), "Own moves an element by what other elements are"),
+    "a norm that is limited late": (lambda: own(clipping_each), "Own moves an element by what its neighbours are"),
+    "a decay of matrices alone": (lambda: own(decaying_matrices), "Own moves an element by how many dimensions"),
     "a tensor that is not a rate": (
         lambda: so.muon(0.1, momentum=torch.ones(())),  # type: ignore[arg-type]
         "momentum is a tensor",
