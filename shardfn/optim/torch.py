@@ -205,7 +205,7 @@ def _refuse_placed(name: str, unit: Unit, layout: Layout, block: int, draws: boo
 
 
 def _refuse_coupled(name: str, make: Callable[..., torch.optim.Optimizer], options: dict[str, Any], block: int) -> None:
-    """Raises ValueError unless a matrix moves as its parts do: whole blocks, each a vector with its own new optimizers."""
+    """Raises ValueError unless a matrix moves as its parts do: whole blocks, vectors with optimizers of their own."""
     plain = _plain(options)
     start = torch.linspace(-1.0, 2.0, 8 * block, dtype=torch.float32, device="cpu")
     halves = (start[: 3 * block], start[3 * block :])
@@ -217,12 +217,13 @@ def _refuse_coupled(name: str, make: Callable[..., torch.optim.Optimizer], optio
     ):
         if not _alike(matrix, _steps(name, make, plain, split)):
             raise ValueError(
-                f"from_torch: {name} moves an element by {why}. shardfn.optim has adafactor and muon, which know of shards"
+                f"from_torch: {name} moves an element by {why}. "
+                "shardfn.optim has adafactor and muon, which know of shards"
             )
     if not _alike(matrix, _steps(name, make, plain, [[half] for half in halves], anew=True)):
         raise ValueError(
-            f"from_torch: {name} remembers something outside of its `state`, as in `param_groups` or in an attribute: it "
-            f"would be lost, since each step makes a new {name}. Write it as an Optimizer(init, step), whose state holds it"
+            f"from_torch: {name} remembers something outside of its `state`, as in `param_groups` or in an attribute: "
+            f"it would be lost, as each step makes a new {name}. Write an Optimizer(init, step), whose state holds it"
         )
 
 
@@ -232,7 +233,7 @@ _Moved = tuple[Tensor, set[str]]
 def _steps(
     name: str, make: Callable[..., torch.optim.Optimizer], plain: dict[str, Any], split: Any, anew: bool = False
 ) -> _Moved:
-    """Three steps of one optimizer for each list of tensors; returns where all elements are, and the groups' options."""
+    """Three steps of an optimizer for each list of tensors: where all elements are then, and the groups' options."""
     each = [[x.clone().requires_grad_() for x in parts] for parts in split]
     slopes = [[x.detach() ** 3 + 1 for x in parts] for parts in each]
     optimizers = [make(variables, **plain) for variables in each]

@@ -486,7 +486,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "no steps": (lambda: so.accumulate(so.sgd(0.1), 0), "every=0"),
     "a backoff of 0": (lambda: so.loss_scaled(so.sgd(0.1), backoff=0.0), "backoff=0.0"),
     "a long warmup": (lambda: so.warmup_cosine(0.1, warmup=20, steps=10), "do not fit into steps=10"),
-    "a coupled optimizer": (lambda: so.from_torch(torch.optim.Adafactor, lr=0.1), "Adafactor moves an element by how many"),
+    "a coupled optimizer": (lambda: so.from_torch(torch.optim.Adafactor, lr=0.1), "Adafactor moves an element by"),
     "a count for all parameters": (lambda: own(counting_in_group), "Own remembers something outside of its `state`"),
     "a count of the optimizer's": (lambda: own(counting_itself), "Own remembers something outside of its `state`"),
     "a norm of all gradients": (lambda: own(clipping_all), "Own moves an element by what other elements are"),
