@@ -162,8 +162,9 @@ def _stretches(unit: Unit, rules: dict[str, Any], block: int) -> list[_Stretch]:
     for number, (key, entries, start, stop) in enumerate(runs):
         middle = start + (stop - start) // block * block if unit.layout else stop
         split.append(_Stretch(key, entries, start, middle, str(number)))
-        split.append(_Stretch(key, entries, middle, stop, f"{number}, rest"))
-    return [stretch for stretch in split if stretch.start < stretch.stop]
+        if unit.layout and block > 1:
+            split.append(_Stretch(key, entries, middle, stop, f"{number}, rest"))
+    return split  # also those of which this rank has nothing, so that all ranks' states have one structure
 
 
 def _cut(x: Tensor, start: int, stop: int) -> Tensor:

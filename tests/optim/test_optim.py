@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -1009,3 +1010,50 @@ def test_an_optimizer_with_other_numbers_on_a_rank_is_an_error(strategy: str, ra
     else:
         (name,) = {"lr", "weight_decay"} & rates.keys() if len(rates) == 1 else {"weight_decay"}
         assert f"the optimizer's 1.numbers.{name} varies along 'shard'" in found[0]
+
+
+RULED: dict[str, tuple[Callable[[], so.Optimizer], Callable[[Any], list[torch.optim.Optimizer]]]] = {
+    "a rule": (
+        lambda: so.from_torch(torch.optim.AdamW, lr=0.1, weight_decay=lambda path, shape: 0.1 * (len(shape) > 1)),
+        lambda p: [torch.optim.AdamW([{"params": [p[k]], "weight_decay": d} for k, d in (("w", 0.1), ("b", 0))], 0.1)],
+    ),
+    "masked": (
+        lambda: so.masked(so.from_torch(torch.optim.NAdam, lr=0.1), r"b", so.from_torch(torch.optim.RMSprop, lr=0.1)),
+        lambda p: [torch.optim.NAdam([p["b"]], 0.1), torch.optim.RMSprop([p["w"]], 0.1)],
+    ),
+}  # fmt: skip
+RULED_SHAPES = {"w": (5, 4), "b": (3,)}  # with several ranks, only the first has elements of `b`
+
+
+def ruled(case: str, folder: str, resumes: bool) -> Any:
+    """The parameters after three steps, saved after two of them; or loaded there, with one step more."""
+    mesh, optimizer = sf.make_mesh(shard=-1, device="cpu"), RULED[case][0]()
+    params = sf.shard(
+        {k: torch.ones(s, dtype=torch.float64) for k, s in RULED_SHAPES.items()}, mesh, sf.full_shard("shard")
+    )
+
+    @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)  # which compares what ranks pass
+    def step(params: Any, state: Any) -> Any:
+        return optimizer.step(params, optree.tree_map(torch.sin, params), state)
+
+    params, state = step(params, optimizer.init(params))
+    if resumes:
+        params, state = sf.checkpoint.load(folder, (params, state))
+    else:
+        params, state = step(params, state)
+        sf.checkpoint.save(folder, (params, state))
+    return sf.unshard(step(params, state)[0])
+
+
+@pytest.mark.parametrize("case", list(RULED))
+def test_an_optimizer_of_torch_has_one_structure_of_states_whatever_ranks_hold(case: str, tmp_path: Path) -> None:
+    want = {k: torch.ones(s, dtype=torch.float64, requires_grad=True) for k, s in RULED_SHAPES.items()}
+    theirs = RULED[case][1](want)
+    for _ in range(3):
+        for p in want.values():
+            p.grad = p.detach().sin()
+        for optimizer in theirs:
+            optimizer.step()
+    for ranks, resumes in ((2, False), (4, True), (1, True)):
+        for found in world(ranks).run(ruled, case, str(tmp_path / "saved"), resumes):
+            assert distance(found, optree.tree_map(torch.detach, want)) < 1e-14
