@@ -297,7 +297,7 @@ def refuse_inside_function(part: Part, outermost: types.CodeType) -> None:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-_APPLY: types.CodeType = torch.autograd.Function.apply.__func__.__code__
+_APPLY: types.CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def refuse_hooks(part: Part) -> None:

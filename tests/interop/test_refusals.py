@@ -231,7 +231,7 @@ class Again(torch.autograd.Function):
 
 class RunsAgain(nn.Sequential):
     def forward(self, x: Tensor) -> Any:
-        return Again.apply(super().forward, x, *self.parameters())  # type: ignore[no-untyped-call]
+        return Again.apply(super().forward, x, *self.parameters())
 
 
 class Copies(nn.Sequential):

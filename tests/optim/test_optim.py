@@ -424,7 +424,7 @@ def own(move: Callable[[Any, Any], None]) -> so.Optimizer:
             self.count = 0
 
         @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
             for group in self.param_groups:
                 move(self, group)
 

@@ -223,7 +223,7 @@ def implicit(f: Any, x: Tensor) -> Tensor:
             y = gradient + torch.autograd.grad(again, start, y, retain_graph=True)[0] / 4
         return y
 
-    z.register_hook(solved)  # type: ignore[no-untyped-call]
+    z.register_hook(solved)
     return z
 
 
