@@ -279,7 +279,8 @@ class Functional:
         given = self._given(buffers or {}, self._place.device)
         own = self._own_buffers(self._place.device)
         values = {**own, **{key: b for key, b in given.items() if key not in self._kept}}
-        run = Run(params, frozenset(changing | self._kept), adapters)
+        records = Functional._called.__code__ if torch.is_grad_enabled() else None
+        run = Run(params, frozenset(changing | self._kept), adapters, records)
         parts = arguments(params, self._loose, adapters)
         loose, *adapted = self._reveal(*parts) if self._loose.own or self._loose.shared else ({},)
         announced = self._announced(params, adapters)

@@ -109,6 +109,11 @@ class Placeholder(nn.Parameter):
         return f"Placeholder({self.path}, {tuple(self.shape)})"
 
     def __deepcopy__(self, memo: Any) -> Placeholder:
+        if self.place.running.now is not None and torch.is_grad_enabled() and self.requires_grad:
+            raise RuntimeError(
+                f"{self.path} is copied in forward: torch's copy would be a parameter of its own, and this one would "
+                f"be the same, with its gradient. Copy under torch.no_grad(), or compute with the module itself"
+            )
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:

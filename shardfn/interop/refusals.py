@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import sys
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -317,6 +318,26 @@ def refuse_caches(part: Part, leaves: Sequence[Any]) -> None:
                 f"recorded: pass use_cache=False to the model (or set it in its config), or generate under "
                 f"torch.no_grad()"
             )
+
+
+def refuse_inside_function(part: Part, outermost: types.CodeType) -> None:
+    """Raises RuntimeError if a stage that computes no graph is called by the forward of a custom Function.
+
+    What a Function is given of the module, such as `*self.parameters()`, are placeholders, which get no gradient.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not outermost:
+        if frame.f_code is _APPLY:
+            raise RuntimeError(
+                f"{part.path} is called by the forward of a torch.autograd.Function, or of a checkpoint, in the "
+                f"module: its parameters would get no gradient. Leave the Function out of the module, and pass "
+                f"remat=True to functional where it saves memory; or call shardfn.stage functions in it, with flat "
+                f"shards' values among its arguments"
+            )
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+_APPLY: types.CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def refuse_hooks(part: Part) -> None:

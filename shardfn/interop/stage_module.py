@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +23,16 @@ from shardfn.stages.stage import skip, stage
 
 
 class Run:
-    """One call: its parameters, the keys of buffers that may change, adapters, and the stages that have run."""
+    """One call: its parameters, the keys of buffers that may change, adapters, and the stages that have run.
 
-    def __init__(self, params: Any, changing: frozenset[str], adapters: Mapping[str, Any]) -> None:
-        self.params, self.changing, self.adapters = params, changing, adapters
+    Attributes:
+        records: if it began while gradients are recorded, the code of the frame where it did.
+    """
+
+    def __init__(
+        self, params: Any, changing: frozenset[str], adapters: Mapping[str, Any], records: CodeType | None
+    ) -> None:
+        self.params, self.changing, self.adapters, self.records = params, changing, adapters, records
         self.trace: list[str] = []
 
 
@@ -90,6 +97,8 @@ class Unit:
         leaves, form = self.forms.flatten((args, kwargs))
         if torch.is_grad_enabled():
             refusals.refuse_caches(self.part, leaves)
+        elif call.records is not None:
+            refusals.refuse_inside_function(self.part, call.records)
         transformed = functorch.inside_transform()
         if transformed:
             refusals.refuse_hooks(self.part)

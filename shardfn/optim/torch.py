@@ -37,8 +37,9 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
         An `Optimizer`; its steps cannot be differentiated.
 
     Raises:
-        TypeError, ValueError: `make` is not an optimizer class; a block below 1; an optimizer that treats elements of
-            one parameter together, for which a shard is not enough. By `init`: replicated parameters, if the optimizer
+        TypeError, ValueError: `make` is not an optimizer class; a block below 1; an optimizer that moves an element by
+            other elements or by the parameter's dimensions, which a shard does not have, or that remembers something
+            outside of its `state`, since each step makes a new one. By `init`: replicated parameters, if the optimizer
             draws random numbers, such as torchao's with `bf16_stochastic_round=True`; a strategy that keeps the state
             on the host or on disk, if `block` is above 1.
 
@@ -161,8 +162,9 @@ def _stretches(unit: Unit, rules: dict[str, Any], block: int) -> list[_Stretch]:
     for number, (key, entries, start, stop) in enumerate(runs):
         middle = start + (stop - start) // block * block if unit.layout else stop
         split.append(_Stretch(key, entries, start, middle, str(number)))
-        split.append(_Stretch(key, entries, middle, stop, f"{number}, rest"))
-    return [stretch for stretch in split if stretch.start < stretch.stop]
+        if unit.layout and block > 1:
+            split.append(_Stretch(key, entries, middle, stop, f"{number}, rest"))
+    return split  # also those of which this rank has nothing, so that all ranks' states have one structure
 
 
 def _cut(x: Tensor, start: int, stop: int) -> Tensor:
@@ -204,24 +206,53 @@ def _refuse_placed(name: str, unit: Unit, layout: Layout, block: int, draws: boo
 
 
 def _refuse_coupled(name: str, make: Callable[..., torch.optim.Optimizer], options: dict[str, Any], block: int) -> None:
-    """Raises ValueError unless a vector is updated in the same way as its parts, which are whole blocks."""
+    """Raises ValueError unless a matrix moves as its parts do: whole blocks, vectors with optimizers of their own."""
     plain = _plain(options)
     start = torch.linspace(-1.0, 2.0, 8 * block, dtype=torch.float32, device="cpu")
-    results = []
-    for parts in ([start.clone()], [start[: 3 * block].clone(), start[3 * block :].clone()]):
-        variables = [x.requires_grad_() for x in parts]
-        optimizer = make(variables, **plain)
-        for factor in (1.0, 3.0):
-            for x in variables:
-                x.grad = factor * (x.detach() ** 3 + 1)
+    halves = (start[: 3 * block], start[3 * block :])
+    matrix = _steps(name, make, plain, [[start.view(4, -1)]])
+    for split, why in (  # from how torch runs it to how a step here does
+        ([[start]], "how many dimensions its parameter has, and a shard is flat"),
+        ([halves], "what its neighbours are, and a shard has not all of them"),
+        ([[half] for half in halves], "what other elements are, and this rank has not all of them"),
+    ):
+        if not _alike(matrix, _steps(name, make, plain, split)):
+            raise ValueError(
+                f"from_torch: {name} moves an element by {why}. "
+                "shardfn.optim has adafactor and muon, which know of shards"
+            )
+    if not _alike(matrix, _steps(name, make, plain, [[half] for half in halves], anew=True)):
+        raise ValueError(
+            f"from_torch: {name} remembers something outside of its `state`, as in `param_groups` or in an attribute: "
+            f"it would be lost, as each step makes a new {name}. Write an Optimizer(init, step), whose state holds it"
+        )
+
+
+_Moved = tuple[Tensor, set[str]]
+
+
+def _steps(
+    name: str, make: Callable[..., torch.optim.Optimizer], plain: dict[str, Any], split: Any, anew: bool = False
+) -> _Moved:
+    """Three steps of an optimizer for each list of tensors: where all elements are then, and the groups' options."""
+    each = [[x.clone().requires_grad_() for x in parts] for parts in split]
+    slopes = [[x.detach() ** 3 + 1 for x in parts] for parts in each]
+    optimizers = [make(variables, **plain) for variables in each]
+    for factor in (1.0, 3.0, 1000.0):
+        for at, variables in enumerate(each):
+            if anew:
+                optimizers[at], before = make(variables, **plain), optimizers[at]
+                optimizers[at].state.update(before.state)
+            for x, slope in zip(variables, slopes[at], strict=True):
+                x.grad = factor * slope
             try:
-                optimizer.step()
+                optimizers[at].step()
             except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
                 raise ValueError(f"from_torch: {name} does not step on vectors: {error}") from error
-        results.append(torch.cat([x.detach() for x in variables]))
-    whole, split = results
-    if not torch.allclose(whole, split, rtol=1e-5, atol=1e-7):
-        raise ValueError(
-            f"from_torch: {name} moves an element by what its neighbours are, and a shard has not all of them. "
-            f"shardfn.optim has adafactor and muon, which know of shards"
-        )
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    said = {str([(option, x) for option, x in group.items() if option != "params"]) for group in groups}
+    return torch.cat([x.detach().flatten() for variables in each for x in variables]), said
+
+
+def _alike(one: _Moved, other: _Moved) -> bool:
+    return one[1] == other[1] and torch.allclose(one[0], other[0], rtol=1e-5, atol=1e-7)

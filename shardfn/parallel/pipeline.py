@@ -315,7 +315,7 @@ class _Work:
         pairs = [(y, ct) for y, ct in both if y.requires_grad and (self.last or ct is not None)]
         leaves = [x for x in (*inputs, *self.variables) if x.requires_grad]
         grads: Sequence[Tensor | None] = [None] * len(leaves)
-        with self.step.differentiating(), _without_autocast(self.team.device):
+        with self.step.differentiating(y for y, _ in pairs), _without_autocast(self.team.device):
             if pairs:
                 ys, cts = zip(*pairs, strict=True)
                 grads = torch.autograd.grad(ys, leaves, cts, allow_unused=True)

@@ -169,7 +169,7 @@ def _one_by_one(losses: Callable[[Any], Iterator[tuple[Tensor, Any]]], params: A
             if step.engines:
                 reaches_others((value, aux), variables)
             if variables:
-                with step.differentiating():
+                with step.differentiating([value]):
                     gradients: Sequence[Tensor | None] = [None] * len(variables)
                     if value.requires_grad:
                         gradients = torch.autograd.grad(value, variables, allow_unused=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -123,15 +123,23 @@ class Step:
                 self.watched.__exit__(*error)
 
     @contextlib.contextmanager
-    def differentiating(self) -> Iterator[None]:
-        """A context for the backward pass whose gradients the step collects."""
+    def differentiating(self, outputs: Iterable[Tensor]) -> Iterator[None]:
+        """A context for the backward pass from these outputs, whose gradients the step collects."""
         self.pass_ = _UNKNOWN
+        # Where a pass begins it is not yet inside of another, which a hook of the program's may start.
+        hooks = [y.grad_fn.register_prehook(self._begins) for y in outputs if y.grad_fn is not None]
         try:
             yield
             self.catch_up()
         finally:
             self.pass_ = None
+            for hook in hooks:
+                hook.remove()
         self.tapes.clear()
+
+    def _begins(self, _: Any) -> None:
+        if self.pass_ == _UNKNOWN:
+            self.pass_ = autograd.backward_pass()
 
     def catch_up(self, tape: Any = None, index: int = -1) -> None:
         """Does this rank's part in the backward of calls after the given one, if its own loss does not use them."""
@@ -142,12 +150,7 @@ class Step:
 
     def collects(self) -> bool:
         """Whether the running backward pass is the step's own, not one started for something else."""
-        if not self.live or self.pass_ is None:
-            return False
-        running = autograd.backward_pass()
-        if self.pass_ == _UNKNOWN:
-            self.pass_ = running
-        return self.pass_ == running
+        return self.live and self.pass_ == autograd.backward_pass()
 
     def meet(self, engine: Member) -> None:
         """Registers an engine, which is told when the step ends."""

@@ -208,6 +208,47 @@ class Reads(nn.Module):
         return F.linear(self.blocks[1](x), first.weight)
 
 
+class Again(torch.autograd.Function):
+    """Runs a function without a graph, and again in backward, as reversible networks and adjoint methods do."""
+
+    @staticmethod
+    def forward(run: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        found: Tensor = run(x)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.run, x, *parameters = inputs
+        ctx.save_for_backward(x, *parameters)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return None, *torch.autograd.grad(ctx.run(x), (x, *parameters), gradient)
+
+
+class RunsAgain(nn.Sequential):
+    def forward(self, x: Tensor) -> Any:
+        return Again.apply(super().forward, x, *self.parameters())
+
+
+class Copies(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = copy.deepcopy(self[0])(self[0](x))
+        return found
+
+
+class CopiesUnseen(nn.Sequential):
+    """Copies a layer where no gradient is recorded, which is the same here as in torch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = copy.deepcopy(self[0])(x)
+        return y + super().forward(x)
+
+
 def _same(x: Tensor) -> Tensor:
     return x
 
@@ -240,6 +281,9 @@ def refused() -> dict[str, str]:
     run("cache", zoo.build("llama"), kwargs={**text, "use_cache": True}, pick=lambda out: out.logits)
     run("kept", seeded(Keeps), x)
     run("read", seeded(Reads), x)
+    run("in a Function", RunsAgain(nn.Linear(4, 4), nn.Linear(4, 4)).double(), x)
+    run("copies", Copies(nn.Linear(4, 4)).double(), x)
+    run("copies unseen", CopiesUnseen(nn.Linear(4, 4)).double(), x)
 
     kept: list[Tensor] = []
     module = seeded(Net)
@@ -305,6 +349,14 @@ MESSAGES: dict[str, tuple[str, ...]] = {
     "kept": ("RuntimeError", "attribute", "would be lost"),
     "hook": ("RuntimeError", "hook"),
     "read": ("RuntimeError", *READ),
+    "in a Function": (
+        "RuntimeError",
+        "0 is called by the forward of a torch.autograd.Function",
+        "no gradient",
+        "remat=True",
+    ),
+    "copies": ("RuntimeError", "0.weight is copied in forward", "Copy under torch.no_grad()"),
+    "copies unseen": ("nothing was said",),
 }
 ONCE: dict[str, tuple[str, ...]] = {
     "checkpointing": ("TypeError", DISABLES.replace("call ", "call model.module."), "remat=True"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -412,6 +413,52 @@ def stepped(optimizer: so.Optimizer) -> Any:
 
 
 loose: Any = so  # for calls that the types refuse
+
+
+def own(move: Callable[[Any, Any], None]) -> so.Optimizer:
+    """An optimizer of the user's, with torch's interface, whose step is `move` of each of its groups."""
+
+    class Own(torch.optim.Optimizer):
+        def __init__(self, params: Any, lr: float) -> None:
+            super().__init__(params, {"lr": lr, "count": 0})
+            self.count = 0
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                move(self, group)
+
+    return so.from_torch(Own, lr=0.1)
+
+
+def counting_in_group(optimizer: Any, group: Any) -> None:
+    group["count"] += 1
+    for x in group["params"]:
+        x.sub_(x.grad / group["count"])
+
+
+def counting_itself(optimizer: Any, group: Any) -> None:
+    optimizer.count += 1
+    for x in group["params"]:
+        x.sub_(x.grad / optimizer.count)
+
+
+def clipping_all(optimizer: Any, group: Any) -> None:
+    norm = torch.stack([x.grad.norm() for x in group["params"]]).norm()
+    for x in group["params"]:
+        x.sub_(x.grad / norm)
+
+
+def clipping_each(optimizer: Any, group: Any) -> None:
+    for x in group["params"]:
+        x.sub_(x.grad * (200 / x.grad.norm()).clamp(max=1))
+
+
+def decaying_matrices(optimizer: Any, group: Any) -> None:
+    for x in group["params"]:
+        x.sub_(x.grad + (0.1 * x if x.dim() > 1 else 0))
+
+
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a gradient of another shape": (
         lambda: so.sgd(0.1).step({"w": torch.ones(3)}, {"w": torch.ones(2)}, so.sgd(0.1).init({"w": torch.ones(3)})),
@@ -440,7 +487,12 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "no steps": (lambda: so.accumulate(so.sgd(0.1), 0), "every=0"),
     "a backoff of 0": (lambda: so.loss_scaled(so.sgd(0.1), backoff=0.0), "backoff=0.0"),
     "a long warmup": (lambda: so.warmup_cosine(0.1, warmup=20, steps=10), "do not fit into steps=10"),
-    "a coupled optimizer": (lambda: so.from_torch(torch.optim.Adafactor, lr=0.1), "Adafactor moves an element by what"),
+    "a coupled optimizer": (lambda: so.from_torch(torch.optim.Adafactor, lr=0.1), "Adafactor moves an element by"),
+    "a count for all parameters": (lambda: own(counting_in_group), "Own remembers something outside of its `state`"),
+    "a count of the optimizer's": (lambda: own(counting_itself), "Own remembers something outside of its `state`"),
+    "a norm of all gradients": (lambda: own(clipping_all), "Own moves an element by what other elements are"),
+    "a norm that is limited late": (lambda: own(clipping_each), "Own moves an element by what its neighbours are"),
+    "a decay of matrices alone": (lambda: own(decaying_matrices), "Own moves an element by how many dimensions"),
     "a tensor that is not a rate": (
         lambda: so.muon(0.1, momentum=torch.ones(())),  # type: ignore[arg-type]
         "momentum is a tensor",
@@ -958,3 +1010,50 @@ def test_an_optimizer_with_other_numbers_on_a_rank_is_an_error(strategy: str, ra
     else:
         (name,) = {"lr", "weight_decay"} & rates.keys() if len(rates) == 1 else {"weight_decay"}
         assert f"the optimizer's 1.numbers.{name} varies along 'shard'" in found[0]
+
+
+RULED: dict[str, tuple[Callable[[], so.Optimizer], Callable[[Any], list[torch.optim.Optimizer]]]] = {
+    "a rule": (
+        lambda: so.from_torch(torch.optim.AdamW, lr=0.1, weight_decay=lambda path, shape: 0.1 * (len(shape) > 1)),
+        lambda p: [torch.optim.AdamW([{"params": [p[k]], "weight_decay": d} for k, d in (("w", 0.1), ("b", 0))], 0.1)],
+    ),
+    "masked": (
+        lambda: so.masked(so.from_torch(torch.optim.NAdam, lr=0.1), r"b", so.from_torch(torch.optim.RMSprop, lr=0.1)),
+        lambda p: [torch.optim.NAdam([p["b"]], 0.1), torch.optim.RMSprop([p["w"]], 0.1)],
+    ),
+}  # fmt: skip
+RULED_SHAPES = {"w": (5, 4), "b": (3,)}  # with several ranks, only the first has elements of `b`
+
+
+def ruled(case: str, folder: str, resumes: bool) -> Any:
+    """The parameters after three steps, saved after two of them; or loaded there, with one step more."""
+    mesh, optimizer = sf.make_mesh(shard=-1, device="cpu"), RULED[case][0]()
+    params = sf.shard(
+        {k: torch.ones(s, dtype=torch.float64) for k, s in RULED_SHAPES.items()}, mesh, sf.full_shard("shard")
+    )
+
+    @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)  # which compares what ranks pass
+    def step(params: Any, state: Any) -> Any:
+        return optimizer.step(params, optree.tree_map(torch.sin, params), state)
+
+    params, state = step(params, optimizer.init(params))
+    if resumes:
+        params, state = sf.checkpoint.load(folder, (params, state))
+    else:
+        params, state = step(params, state)
+        sf.checkpoint.save(folder, (params, state))
+    return sf.unshard(step(params, state)[0])
+
+
+@pytest.mark.parametrize("case", list(RULED))
+def test_an_optimizer_of_torch_has_one_structure_of_states_whatever_ranks_hold(case: str, tmp_path: Path) -> None:
+    want = {k: torch.ones(s, dtype=torch.float64, requires_grad=True) for k, s in RULED_SHAPES.items()}
+    theirs = RULED[case][1](want)
+    for _ in range(3):
+        for p in want.values():
+            p.grad = p.detach().sin()
+        for optimizer in theirs:
+            optimizer.step()
+    for ranks, resumes in ((2, False), (4, True), (1, True)):
+        for found in world(ranks).run(ruled, case, str(tmp_path / "saved"), resumes):
+            assert distance(found, optree.tree_map(torch.detach, want)) < 1e-14

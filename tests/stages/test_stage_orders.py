@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import optree
@@ -16,14 +17,17 @@ from tests.models import (
     distance,
     embed,
     everyone,
+    gradients,
     head,
     params,
     plainly,
+    variables,
 )
 from tests.reference import worst
 from tests.stages.setting import (
     OPTIONS,
     Setting,
+    apart,
     everywhere,
     loops,
     on_threads,
@@ -203,6 +207,49 @@ def retained(options: dict[str, Any]) -> Any:
 @on_threads
 def test_a_retained_graph_goes_backward_again(world: World, options: Any) -> None:
     assert worst(world.run(retained, options)) < 1e-11
+
+
+def implicit(f: Any, x: Tensor) -> Tensor:
+    """A fixed point of `f`, whose gradient a hook finds by passes of its own, as deep equilibrium models do."""
+    with torch.no_grad():
+        z = f(f(x))
+    z = f(z)
+    start = z.detach().requires_grad_()
+    again = f(start)
+
+    def solved(gradient: Tensor) -> Tensor:
+        y = gradient
+        for _ in range(3):
+            y = gradient + torch.autograd.grad(again, start, y, retain_graph=True)[0] / 4
+        return y
+
+    z.register_hook(solved)
+    return z
+
+
+def passes_inside(options: dict[str, Any]) -> Any:
+    s, x = Setting(1, **options), rows_of(sf.make_mesh(shard=-1, device="cpu").get_rank())
+
+    def loss(stage: Any, ps: Any, x: Tensor) -> Tensor:
+        return implicit(partial(stage(block), ps["blocks"][0]), x).square().sum()
+
+    whole = variables(s.plain)
+    torch.stack([loss(plainly, whole, rows_of(rank)) for rank in range(s.n)]).sum().backward()
+    loss(s.stage, s.leaves, x).backward()
+    ways = {
+        "backward": s.left(),
+        "value_and_grad": sf.value_and_grad(lambda ps: loss(s.stage, ps, x))(s.flat)[1],
+        "accumulate": sf.accumulate(lambda ps, x: loss(s.stage, ps, x), x.split(1))(s.flat)[1],
+    }
+    return worst(apart(ways, gradients(whole)).values())
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@on_threads
+def test_a_step_collects_nothing_of_passes_that_hooks_start_inside_of_its_own(
+    world: World, options: dict[str, Any]
+) -> None:
+    assert worst(world.run(passes_inside, options)) < 1e-12
 
 
 def freed_graph() -> Any:
