@@ -231,7 +231,7 @@ def _nesting_works() -> bool:
 if not _nesting_works():
     raise ImportError(
         f"torch {torch.__version__}: a second derivative through an operation of shardfn is wrong; it is tested with "
-        f"torch 2.11 to 2.13"
+        f"torch 2.11 to 2.14"
     )
 
 
