@@ -23,6 +23,8 @@ _aten: Any = torch.ops.aten
 
 def pairs_of(*tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]] | None:
     """Values and tangents, for a rule that computes in place; None if formulas are needed, or nothing has a tangent."""
+    if functorch.inside_transform():  # a vmap, say, which has no rule for taking tangents off
+        return None
     values, tangents = zip(*[functorch.unpacked(functorch.alive(x)) for x in tensors], strict=True)
     moves = any(t is not None for t in tangents)
     return (values, tangents) if moves and functorch.untracked(*values, *tangents) else None

@@ -715,3 +715,15 @@ def test_errors(world: World) -> None:
         assert "torch.float32" in found["dtype"]
         assert "its tangent is float" in found["a number"]
         assert "writes into" in found["returned"]
+
+
+@pytest.mark.parametrize("activation", [torch.tanh, F.silu, F.gelu])
+def test_product_with_a_hessian_goes_through_vmap_of_a_product_with_a_matrix(activation: Any) -> None:
+    draw = torch.Generator().manual_seed(0)
+    w, v, x = (torch.randn(3, 4, 4, generator=draw, dtype=torch.float64) for _ in range(3))
+
+    def loss(w: Tensor) -> Tensor:
+        return torch.func.vmap(lambda w, x: F.linear(activation(x @ w), w))(w, x).square().sum()
+
+    want = torch.func.jvp(torch.func.grad(loss), (w,), (v,))[1]
+    torch.testing.assert_close(sf.jvp(sf.grad(loss), (w,), (v,))[1], want, rtol=1e-12, atol=1e-12)
