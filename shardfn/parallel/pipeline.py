@@ -32,7 +32,7 @@ from shardfn.shards.partition import with_leaves
 from shardfn.transforms.autodiff import follow, layouts_of, moves
 from shardfn.transforms.custom_vjp import custom_vjp
 from shardfn.transforms.shortage import versions
-from shardfn.transforms.step import Step
+from shardfn.transforms.step import OutsideGradient, Step, pushes
 
 Part = Callable[[Any, Any, Any], Any]
 Schedule = Literal["1f1b", "gpipe"]
@@ -80,6 +80,8 @@ def pipeline(
         micro_batches = _batches(batches, schedule)
         return torch.stack([_loss(part(params, None, batch)) for batch in micro_batches]).sum()
     refuse_independent(axis, "pipeline")
+    if pushes():
+        raise OutsideGradient  # the passes in lockstep keep their order where torch.func differentiates them
     team = team_of(axis)
     try:
         job, tensors = _job(part, _alone((params, _batches(batches, schedule)), axis), team, schedule)

@@ -78,6 +78,8 @@ def differences() -> dict[Any, float]:
                 return first | {
                     "jvp": torch.func.jvp(f, (w,), (v,))[1],
                     "hvp": torch.func.jvp(sf.grad(f), (w,), (v,))[1],
+                    "sf.jvp": sf.jvp(f, (w,), (v,))[1],
+                    "sf.jvp of sf.grad": sf.jvp(sf.grad(f), (w,), (v,))[1],
                     "twice": sf.grad(lambda w: (sf.grad(f)(w) * v).sum())(w),
                     "each": torch.func.vmap(lambda x: sf.grad(f)(w, x[:, None]), in_dims=1)(xs),
                 }
@@ -92,6 +94,7 @@ def differences() -> dict[Any, float]:
                 "tied": torch.func.grad(lambda w, xs=xs: plain([w] * size, xs))(ws[0]),
             }  # fmt: skip
             wanted |= {"torch.func": wanted["grad"], "backward": wanted["grad"], "twice": wanted["hvp"]}
+            wanted |= {"sf.jvp": wanted["jvp"], "sf.jvp of sf.grad": wanted["hvp"]}
             of_batches = torch.func.grad(lambda xs: plain(ws, xs))(xs)
             wanted["of batches"] = of_batches if index == 0 else torch.zeros_like(of_batches)
             for name, got in run(ws[index].clone(), vs[index]).items():
@@ -102,7 +105,7 @@ def differences() -> dict[Any, float]:
 @either
 def test_every_derivative_is_that_of_one_process(world: World) -> None:
     for found in world.within(100).run(differences):
-        assert len(found) == 2 * (10 + 6)
+        assert len(found) == 2 * (12 + 6)
         assert not {cell: worst for cell, worst in found.items() if not worst < 1e-12}
 
 

@@ -114,8 +114,9 @@ def differences(sizes: dict[str, int], tables: list[str | None], options: list[d
             compare((name, str(option)), sf.unshard(got), gradient)
             compare((name, str(option), "value"), value, loss(params, list(xs)))
         if name in (None, "whole"):
-            got = mapped(lambda p, v: torch.func.jvp(sf.grad(f), (p,), (v,))[1])(p, v)
-            compare((name, "second derivative"), sf.unshard(got), product)
+            for jvp in (torch.func.jvp, sf.jvp):
+                got = mapped(lambda p, v, jvp=jvp: jvp(sf.grad(f), (p,), (v,))[1])(p, v)
+                compare((name, "second derivative", jvp.__module__), sf.unshard(got), product)
         if name == "the same along pipe":
             frozen = placed(params, mesh, table, frozen=["table.*"])
             compare("frozen", sf.unshard(mapped(sf.grad(f))(frozen)), gradient)
@@ -129,14 +130,14 @@ def differences(sizes: dict[str, int], tables: list[str | None], options: list[d
 @pytest.mark.world(2)
 def test_its_gradient_is_the_sum_over_its_uses(world: World) -> None:
     for found in world.run(differences, {"pipe": 2, "shard": 1}, ["whole", None], OPTIONS):
-        assert len(found) == 2 * (3 * 2 + 1)
+        assert len(found) == 2 * (3 * 2 + 2)
         assert not {cell: worst for cell, worst in found.items() if not worst < 1e-12}
 
 
 @pytest.mark.world(4)
 def test_its_gradient_is_the_sum_over_its_uses_and_over_the_ranks_that_cut_it(world: World) -> None:
     for found in world.run(differences, {"pipe": 2, "shard": 2}, [*TABLES, None], [{}]):
-        assert len(found) == 5 * 2 + 2 + 3
+        assert len(found) == 5 * 2 + 2 * 2 + 3
         assert not {cell: worst for cell, worst in found.items() if not worst < 1e-12}
 
 
