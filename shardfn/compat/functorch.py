@@ -116,7 +116,7 @@ def applications_seen(look: Callable[[Any, Sequence[Any]], None]) -> Iterator[No
         function, differentiates = type(context)._forward_cls, torch.is_grad_enabled()
         if threading.get_ident() != thread or function.__module__.startswith(("shardfn.", "torch.")):
             return
-        if function in replaced:  # torch refused the arguments before it came to the forward
+        if function in replaced:  # an earlier one came to no forward
             restore(function)
         forward = function.forward
 

@@ -675,6 +675,17 @@ def test_what_can_be_differentiated_once_is_not_differentiated_twice(world: Worl
     assert off < 1e-12
 
 
+def test_a_function_is_seen_after_a_context_that_came_to_no_forward() -> None:
+    own, seen, x = Old.__dict__["forward"], list[Any](), torch.ones(2, requires_grad=True)
+    with functorch.applications_seen(lambda function, args: seen.append((function, len(args)))):
+        for _ in range(2):
+            Old._backward_cls()  # type: ignore[attr-defined]
+        assert torch.equal(Old.apply(x), x.sin())
+        Old._backward_cls()  # type: ignore[attr-defined]
+    assert seen == [(Old, 1)]
+    assert Old.__dict__["forward"] is own
+
+
 # --- errors ---
 
 
