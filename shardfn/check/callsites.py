@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
-import inspect
 import itertools
 import linecache
 import os
@@ -143,7 +142,7 @@ def callsite() -> Site | None:
     inner = None
     while frame is not None:
         if is_users(frame.f_code):
-            inner = None if _is_forward(frame.f_code) else inner or frame
+            inner = None if functorch.is_forward(frame.f_code) else inner or frame
         elif inner is not None:
             break
         frame = frame.f_back
@@ -153,15 +152,6 @@ def callsite() -> Site | None:
     while outer is not None and (not is_users(outer.f_code) or installed(outer.f_code.co_filename)):
         outer = outer.f_back
     return _callsite(*_at(inner), *_at(outer or inner))
-
-
-@functools.cache
-def _is_forward(code: CodeType) -> bool:
-    """Whether this is the forward of a custom autograd function."""
-    kinds = [torch.autograd.Function]
-    for kind in kinds:  # grows
-        kinds += kind.__subclasses__()
-    return any(getattr(inspect.unwrap(kind.forward), "__code__", None) is code for kind in kinds)
 
 
 def _at(frame: FrameType) -> tuple[CodeType, int, int]:

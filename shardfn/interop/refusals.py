@@ -327,7 +327,7 @@ def refuse_inside_function(part: Part, outermost: types.CodeType) -> None:
     """
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not outermost:
-        if frame.f_code is _APPLY:
+        if functorch.is_forward(frame.f_code):
             raise RuntimeError(
                 f"{part.path} is called by the forward of a torch.autograd.Function, or of a checkpoint, in the "
                 f"module: its parameters would get no gradient. Leave the Function out of the module, and pass "
@@ -335,9 +335,6 @@ def refuse_inside_function(part: Part, outermost: types.CodeType) -> None:
                 f"shards' values among its arguments"
             )
         frame = frame.f_back  # type: ignore[assignment]
-
-
-_APPLY: types.CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def refuse_hooks(part: Part) -> None:

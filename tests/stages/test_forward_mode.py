@@ -679,9 +679,9 @@ def test_a_function_is_seen_after_a_context_that_came_to_no_forward() -> None:
     own, seen, x = Old.__dict__["forward"], list[Any](), torch.ones(2, requires_grad=True)
     with functorch.applications_seen(lambda function, args: seen.append((function, len(args)))):
         for _ in range(2):
-            Old._backward_cls()  # type: ignore[attr-defined]
+            Old._backward_cls()
         assert torch.equal(Old.apply(x), x.sin())
-        Old._backward_cls()  # type: ignore[attr-defined]
+        Old._backward_cls()
     assert seen == [(Old, 1)]
     assert Old.__dict__["forward"] is own
 
