@@ -250,6 +250,7 @@ def _is_of_run(path: Path) -> bool:
 
 LOCK = ".lock"
 HERE, ELSEWHERE = 3.0, 100.0  # seconds to wait for a run on this host to end, and on one that may be gone
+NAMING = 2.0  # seconds to wait for a run that has taken the folder to write its name
 SIZE = 2**12  # most bytes of the lock file that are read
 BUSY = (errno.EACCES, errno.EAGAIN)  # another process holds the lock
 LACKING = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # the file system has no locks
@@ -301,6 +302,11 @@ class Lock:
         if self._refused is not None:
             raise CheckpointError(f"{self.path.parent} cannot be written to: {self._refused.strerror}")
         if self._file is None or content != self._written:
+            # The other run may be between emptying the file and writing its name into it.
+            deadline = time.monotonic() + NAMING
+            while not content and seen(self.path) is not None and time.monotonic() < deadline:
+                time.sleep(0.05)
+                content = self._content()
             raise CheckpointError(f"{self.path.parent} belongs to another run now: {self._owner(content)[0]}")
 
     def release(self) -> None:

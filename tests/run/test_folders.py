@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -390,12 +391,15 @@ def test_a_folder_has_one_run_at_a_time_and_is_free_when_that_is_killed(
     assert not (tmp_path / "run" / run_folder.LOCK).exists()
 
 
-def test_a_run_whose_folder_another_one_has_taken_writes_nothing_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize("naming", [0.0, 0.5])  # seconds between emptying the file and writing to it
+def test_a_run_whose_folder_another_one_has_taken_writes_nothing_more(tmp_path: Path, naming: float) -> None:
     """As where the file system has no locks."""
+    lock, name = tmp_path / run_folder.LOCK, '{"host": "h", "pid": 7, "since": "now"}'
 
     def taken(step: int, metrics: Any) -> None:
         if step == 3:
-            (tmp_path / run_folder.LOCK).write_text('{"host": "h", "pid": 7, "since": "now"}')
+            lock.write_text("")
+            threading.Timer(naming, lock.write_text, [name]).start()
 
     said = told(lambda: trained(tmp_path, 9, report=taken))
     assert "belongs to another run now: process 7 on h, since now" in said
