@@ -8,10 +8,12 @@ ordinary tensors.
 from __future__ import annotations
 
 import doctest
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -96,6 +98,15 @@ def drawn(kind: str, shape: tuple[int, ...], n: int, seed: int) -> Tensor:
 def mine(kind: str, whole: Tensor, rank: int) -> Tensor:
     """A rank's part of such a value."""
     return whole[rank] if kind == "V" else whole
+
+
+def library(name: str) -> Any:
+    """A module, or a skip; what these log as they are imported, of kernels for other machines, is left out."""
+    logging.disable(logging.WARNING)
+    try:
+        return pytest.importorskip(name)
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def worst(differences: Iterable[float]) -> float:

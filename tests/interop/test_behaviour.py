@@ -6,6 +6,7 @@ Each is compared with what the module itself does on the same rank, whose gradie
 from __future__ import annotations
 
 import copy
+import dataclasses
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +24,7 @@ from shardfn.interop import Functional, functional
 from shardfn.testing import World
 from tests.interop import zoo
 from tests.interop.modules import Call, Fails, Net, mapped, meshed, of_module, off, seeded
+from tests.reference import library, worst
 
 
 def mine(batch: zoo.Batch) -> zoo.Batch:
@@ -48,6 +50,30 @@ def away(module: nn.Module, run: Callable[[Call], Tensor], **options: Any) -> di
             gradient = off({k: named[k] for k in want}, want)
             found[f"{'remat' if remat else 'plain'} {turn}"] = max(abs(float(got - value)), gradient)
     return found
+
+
+# --- products of matrices in 8 bits ---
+
+
+def in_8_bits() -> dict[str, float]:
+    """Scales are those of this rank's rows and of whole weights; gradients are rounded before they are summed."""
+    float8, found = library("torchao.float8"), {}
+    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
+    own = x.chunk(dist.get_world_size())[dist.get_rank()]
+    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+        config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+        torch.manual_seed(0)
+        module = nn.Sequential(*[nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)])
+        module = float8.convert_to_float8_training(module.float(), config=config)
+        numbers = away(module, lambda call: call(own).square().mean())
+        found |= {f"{recipe}, {name}": number for name, number in numbers.items()}
+    return found
+
+
+def test_layers_of_torchao_that_multiply_in_8_bits_are_the_modules_own() -> None:
+    library("torchao.float8")
+    for found in World(2).run(in_8_bits):
+        assert worst(found.values()) < 1e-6, found  # in float32; another scale would change 1e-2
 
 
 # --- what is recorded, dropped, kept ---

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,9 @@ import shardfn.optim as so
 from shardfn import checkpoint
 from shardfn.quant import codes
 from shardfn.testing import World
+from tests.reference import library
 
 STEP = 2.0 / (2**16 - 1)  # of the table by which bitsandbytes looks numbers up on the CPU, from -1 to 1
-
-
-def library(name: str) -> Any:
-    """A module, or a skip; what these log as they are imported, of kernels for other machines, is left out."""
-    logging.disable(logging.WARNING)
-    try:
-        return pytest.importorskip(name)
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def gradient(w: Tensor, number: int, spread: float = 0.0) -> Tensor:
