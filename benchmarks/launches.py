@@ -50,6 +50,7 @@ OPTIMIZERS: dict[str, tuple[Make, int]] = {
     "adamw, rounding at random": (lambda: so.stochastic_rounding(so.adamw(1e-3)), 2_000),
     "lion": (lambda: so.lion(1e-3), 10),
     "adafactor": (lambda: so.adafactor(1e-3), 1_000),
+    "lamb": (lambda: so.lamb(1e-3), 300),
     "muon": (lambda: so.muon(1e-3), 1_000),
     "adamw8bit": (lambda: so.adamw8bit(1e-3), 3_000),
     "lion8bit": (lambda: so.lion8bit(1e-3), 3_000),

@@ -7,6 +7,7 @@ from shardfn.optim.adafactor import adafactor
 from shardfn.optim.elementwise import Sophia, adam, adamw, adamw8bit, lion, lion8bit, sgd, sophia
 from shardfn.optim.hyperparameters import linear, warmup_cosine, wsd
 from shardfn.optim.kfac import Kfac, kfac
+from shardfn.optim.lamb import lamb
 from shardfn.optim.muon import muon
 from shardfn.optim.norms import Norms, clip_by_global_norm, clip_by_value, global_norm, norms, vdot
 from shardfn.optim.optimizer import Optimizer, Transform, chain, shard_state
@@ -40,6 +41,7 @@ __all__ = [
     "global_norm",
     "kfac",
     "kl_shampoo",
+    "lamb",
     "linear",
     "lion",
     "lion8bit",

@@ -156,6 +156,7 @@ OPTIMIZERS = {
     "adam": Kind("adam", _ADAM),
     "adamw": Kind("adamw", _ADAM),
     "lion": Kind("lion", {"betas": (0.9, 0.99), "weight_decay": 0.0}),
+    "lamb": Kind("lamb", {**_ADAM, "min_coeff": 0.01, "max_coeff": 10.0}),
     "sgd": Kind("sgd", {"momentum": 0.0, "weight_decay": 0.0, "nesterov": False}),
     **{name.rpartition(".")[2].lower(): Kind(name) for name in optimizers.TAKES if "." in name},
 }

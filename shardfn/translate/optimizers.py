@@ -16,6 +16,7 @@ TAKES = {
     "adam": _ADAM,
     "adamw": _ADAM,
     "lion": "lr betas weight_decay",
+    "lamb": "lr betas eps min_coeff max_coeff weight_decay",
     "sgd": "lr momentum weight_decay nesterov",
     "torch.optim.Adagrad": "lr lr_decay weight_decay initial_accumulator_value eps",
     "torch.optim.Adadelta": "lr rho eps weight_decay",
@@ -24,11 +25,14 @@ TAKES = {
     "torch.optim.RAdam": "lr betas eps weight_decay decoupled_weight_decay",
     "torch.optim.Adamax": "lr betas eps weight_decay",
 }
+OURS = {"min_coeff": "least", "max_coeff": "clip"}  # arguments with other names
 # Arguments that shardfn's optimizers do not have.
 _OTHERS: Table = {
     "torch_adam": always("one implementation on each tier"),
     "adam_w_mode": always("whether it is so.adamw or so.adam"),
     "bias_correction": missing("it is always there", "True"),
+    "eps_inside_sqrt": missing("so.lamb adds eps to the root", "False"),
+    "max_grad_norm": missing("gradient_clipping, which becomes so.clip_by_global_norm", "0", "0.0"),
     "amsgrad": missing("so.from_torch(torch.optim.AdamW, amsgrad=True, ...)", "False"),
     "fp32_optimizer_states": missing("state has the dtype of the parameters' shards, float32 here", "True"),
     "dampening": missing("so.from_torch(torch.optim.SGD, dampening=...)", "0", "0.0"),
@@ -97,7 +101,7 @@ def arguments(draft: Draft, key: str, given: Mapping[str, Any], kind: Kind) -> d
     takes = TAKES[kind.ours].split()
     table: dict[str, Any] = {} if "." in kind.ours else dict(_OTHERS)
     for name in takes:
-        text = f"b1= and b2= of so.{kind.ours}" if name == "betas" else f"{name}= of the optimizer"
+        text = f"b1= and b2= of so.{kind.ours}" if name == "betas" else f"{OURS.get(name, name)}= of the optimizer"
         fact = {f"optimizer.{name}": _READERS.get(name, number)}
         table[name] = sets(text + kind.notes.get(name, ""), name=name, about=f"of the optimizer, {name}", **fact)
     read(draft, key, given, Section(table, kind.ours))

@@ -205,7 +205,7 @@ def _more(given: dict[str, Any]) -> str:
             is_name = isinstance(value, Name)
             arguments |= {f"b{i + 1}": f"{value}[{i}]" if is_name else _code(value[i]) for i in (0, 1)}
         else:
-            arguments[name] = _code(value)
+            arguments[optimizers.OURS.get(name, name)] = _code(value)
     return "".join(f", {name}={code}" for name, code in arguments.items())
 
 

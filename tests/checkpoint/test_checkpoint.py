@@ -170,6 +170,7 @@ OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda: so.adamw(so.warmup_cosine(1e-2, warmup=2, steps=10), weight_decay=0.1),
     "chain": lambda: so.chain(so.clip_by_global_norm(0.5), so.sgd(0.1, momentum=0.9)),
     "adafactor": lambda: so.adafactor(1e-2),
+    "lamb": lambda: so.lamb(1e-2),
     "muon": lambda: so.masked(so.muon(1e-2), lambda path, shape: len(shape) == 2, so.adamw(1e-3)),
     "shampoo": lambda: so.shampoo(1e-2, ridge=1e-6, every=2, block=5),
     "kl_shampoo": lambda: so.kl_shampoo(1e-2, ridge=1e-6, every=2, block=5),

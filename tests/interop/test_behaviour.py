@@ -57,7 +57,8 @@ def away(module: nn.Module, run: Callable[[Call], Tensor], **options: Any) -> di
 
 def in_8_bits() -> dict[str, float]:
     """Scales are those of this rank's rows and of whole weights; gradients are rounded before they are summed."""
-    float8, found = library("torchao.float8"), {}
+    float8 = library("torchao.float8")
+    found: dict[str, float] = {}
     x = torch.randn(32, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
     own = x.chunk(dist.get_world_size())[dist.get_rank()]
     for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):

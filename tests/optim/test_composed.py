@@ -24,6 +24,7 @@ OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
     "adamw": lambda: so.adamw(0.1),
     "adamw, decay by rule": lambda: so.adamw(0.1, weight_decay=lambda path, shape: 0.1 if len(shape) > 1 else 0.0),
     "adafactor": lambda: so.adafactor(0.1),
+    "lamb": lambda: so.lamb(0.1),
     "lion8bit": lambda: so.lion8bit(0.1),
     "adamw8bit": lambda: so.adamw8bit(0.1),
     "muon": lambda: so.masked(so.muon(0.1), lambda path, shape: len(shape) == 2, so.adamw(0.1)),

@@ -66,6 +66,7 @@ OPTIMIZERS: dict[str, Callable[..., so.Optimizer]] = {
     "master": lambda **k: so.master(so.adamw(0.02, **k), **k),
     "rounded": lambda **k: so.stochastic_rounding(so.adamw8bit(0.02, **k), seed=2, **k),
     "adafactor": lambda **k: so.adafactor(0.02, weight_decay=0.1, **k),
+    "lamb": lambda **k: so.lamb(0.02, weight_decay=decay, **k),
     "muon": lambda **k: so.masked(so.muon(0.02, dtype=None, **k), is_matrix, so.adamw(0.02, **k)),
     "shampoo": lambda **k: so.shampoo(0.02, ridge=1e-6, every=2, block=5, weight_decay=decay, **k),
     "kl_shampoo": lambda **k: so.kl_shampoo(0.02, ridge=1e-6, every=2, block=5, weight_decay=decay, **k),
@@ -194,6 +195,32 @@ def test_optimizers_are_those_of_torch(name: str, donate: bool) -> None:
     assert distance(got, optree.tree_unflatten(tree, [x.detach() for x in leaves])) < 1e-12
 
 
+@pytest.mark.parametrize("bounds", [(0.0, None), (1.5, 2.5)])
+def test_lamb_is_adams_step_times_the_quotient_of_two_norms(bounds: tuple[float, float | None]) -> None:
+    """Of each parameter; 1 for one that is zero or does not move."""
+    least, most = bounds
+    ps = {
+        "w": normal(4, 3, seed=0),
+        "large": 9 * normal(2, seed=2),
+        "zero": torch.zeros(3, dtype=torch.float64),
+        "still": normal(2, seed=1),
+    }
+    got, _ = trained(
+        so.lamb(0.1, least=least, clip=most),
+        copied(ps),
+        lambda p, n: p | {"still": p["still"] * 0, "zero": p["zero"] + n - 1},
+    )
+    means, squares_ = ({k: torch.zeros_like(x) for k, x in ps.items()} for _ in range(2))
+    for t in range(1, STEPS + 1):
+        for k, p in ps.items():
+            g = {"w": p, "large": p, "still": p * 0, "zero": p + t - 2}[k]
+            means[k], squares_[k] = 0.9 * means[k] + 0.1 * g, 0.999 * squares_[k] + 0.001 * g * g
+            u = means[k] / (1 - 0.9**t) / ((squares_[k] / (1 - 0.999**t)).sqrt() + 1e-6)
+            size = (p.norm() / u.norm()).clamp(least, most) if p.norm() > 0 and u.norm() > 0 else 1.0
+            ps[k] = p - 0.1 * size * u
+    assert distance(got, ps) < 1e-12
+
+
 def moved(name: str, strategy: str) -> bool:
     """Whether a donated step left the memory of parameters of which this rank has some."""
     mesh = sf.make_mesh(device="cpu", replica=1, shard=2)
@@ -275,7 +302,9 @@ def cut_further(name: str, replicated: bool) -> tuple[float, float]:
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize("replicated", [True, False], ids=["ddp", "hybrid_shard"])
-@pytest.mark.parametrize("name", ["adamw-masked", "adafactor", "muon", "soap", "rmsprop of torch", "everything"])
+@pytest.mark.parametrize(
+    "name", ["adamw-masked", "adafactor", "lamb", "muon", "soap", "rmsprop of torch", "everything"]
+)
 def test_shard_state_cuts_the_state_of_any_optimizer(world: World, name: str, replicated: bool) -> None:
     for d, share in world.within(60).run(cut_further, name, replicated):
         assert d < ROUNDING.get(name, 1e-10)
@@ -304,6 +333,7 @@ META: dict[str, Callable[[Any], so.Optimizer]] = {
     ),
     "sgd": lambda lr: so.ema(so.sgd(lr, momentum=0.9, weight_decay=decay, donate=False), 0.9, donate=False),
     "adafactor": lambda lr: so.adafactor(lr, weight_decay=0.1, donate=False),
+    "lamb": lambda lr: so.lamb(lr, eps=1e-3, weight_decay=decay, donate=False),
     "muon": lambda lr: so.masked(
         so.muon(lr, dtype=None, weight_decay=0.1, donate=False), is_matrix, so.adamw(lr, eps=1e-3, donate=False)
     ),
@@ -373,6 +403,7 @@ RATED: dict[str, Callable[[float], so.Optimizer]] = {
     "adamw": so.adamw,
     "lion": so.lion,
     "adafactor": so.adafactor,
+    "lamb": so.lamb,
     "torch": lambda lr: so.from_torch(torch.optim.Adam, lr=lr),
 }
 
@@ -497,6 +528,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: so.muon(0.1, momentum=torch.ones(())),  # type: ignore[arg-type]
         "momentum is a tensor",
     ),
+    "bounds that cross": (lambda: so.lamb(0.1, least=2.0, clip=1.0), "clip=1.0 is below least=2.0"),
     "no block": (lambda: so.from_torch(torch.optim.SGD, lr=0.1, block=0), "block=0"),
     "complex matrices": (lambda: so.muon(0.1).init({"w": torch.ones(2, 2) * 1j}), "muon: w is torch.complex64"),
     "complex parameters": (lambda: so.adafactor(0.1).init({"w": torch.ones(2) * 1j}), "adafactor: w is torch"),
@@ -538,6 +570,7 @@ NUMBERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         so.adafactor,
         {"lr": 0.1, "decay": -0.8, "clip": 1.0, "eps": 1e-8, "least": 1e-3, "weight_decay": 0.1},
     ),
+    "lamb": (so.lamb, {"lr": 0.1, "b1": 0.9, "b2": 0.9, "eps": 1e-8, "least": 0.1, "clip": 9.0, "weight_decay": 0.1}),
     "muon": (so.muon, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "iterations": 5}),
     "shampoo": (so.shampoo, {"lr": 0.1, "b1": 0.9, "b2": 0.9, "eps": 1e-8, "ridge": 1e-8, "exponent": 0.5,
                              "weight_decay": 0.1, "every": 2, "block": 9}),
@@ -557,6 +590,7 @@ NUMBERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "linear": (so.linear, {"peak": 0.1, "warmup": 2, "steps": 9, "end": 0.0}),
     "wsd": (so.wsd, {"peak": 0.1, "warmup": 2, "decay": 3, "steps": 9, "end": 0.0}),
 }  # fmt: skip
+OPTIONAL = {("adafactor", "eps"), ("lamb", "clip"), ("shampoo", "exponent")}
 SENSELESS = ["1e-3", True, [0.1], 1j, torch.ones(2), float("nan"), float("inf"), -1.0, -3]
 
 
@@ -565,7 +599,7 @@ def test_a_number_that_makes_no_sense_is_refused_by_name(name: str) -> None:
     make, numbers = NUMBERS[name]
     make(**numbers)
     for key, value in itertools.product(numbers, [*SENSELESS, None]):
-        if (key in ("eps", "exponent") and value is None) or (
+        if (value is None and (name, key) in OPTIONAL) or (
             name == "adafactor" and key == "decay" and repr(value)[0] == "-"
         ):
             continue  # which make sense
@@ -575,7 +609,8 @@ def test_a_number_that_makes_no_sense_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["sgd", "adam", "adamw", "lion", "sophia", "adafactor", "muon", "shampoo", "kl_shampoo", "soap"]
+    "name",
+    ["sgd", "adam", "adamw", "lion", "sophia", "adafactor", "lamb", "muon", "shampoo", "kl_shampoo", "soap"],
 )
 def test_numbers_at_the_ends_of_their_ranges_are_taken(name: str) -> None:
     make, numbers = NUMBERS[name]
@@ -591,6 +626,7 @@ RATE_FREE: dict[str, Callable[[Any], so.Optimizer]] = {
     "lion": lambda lr: so.lion(lr, weight_decay=decay),
     "sophia": lambda lr: told_of_squares(so.sophia(lr, weight_decay=decay)),
     "adafactor": so.adafactor,
+    "lamb": lambda lr: so.lamb(lr, weight_decay=decay),
     "muon": lambda lr: so.masked(so.muon(lr, dtype=None, weight_decay=decay), is_matrix, so.lion(lr)),
     "soap": lambda lr: so.soap(lr, weight_decay=decay),
 }

@@ -21,6 +21,7 @@ OPTIMIZERS: dict[str, Callable[..., so.Optimizer]] = {
     "adam": lambda **o: so.adam(0.1, **o),
     "lion": lambda **o: so.lion(0.1, **o),
     "adafactor": lambda **o: so.adafactor(0.1, **o),
+    "lamb": lambda **o: so.lamb(0.1, **o),
     "muon": lambda **o: so.masked(
         so.muon(0.1, dtype=None, **o), lambda path, shape: len(shape) == 2, so.adam(0.1, **o)
     ),

@@ -41,6 +41,7 @@ OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
     "sophia": lambda: so.sophia(1e-2),
     "soap": lambda: so.soap(1e-2, every=2, block=5),
     "adafactor": lambda: so.adafactor(1e-2),
+    "lamb": lambda: so.lamb(1e-2),
     "torch's": lambda: so.from_torch(torch.optim.AdamW, lr=1e-2),
     "averaged": lambda: so.ema(so.adamw(1e-2), 0.9),
     "in several steps": lambda: so.accumulate(so.adamw(1e-2), 2),

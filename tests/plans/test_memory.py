@@ -35,6 +35,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adamw in bfloat16": lambda: so.adamw(0.1, state_dtype=torch.bfloat16),
     "lion": lambda: so.lion(0.1),
     "adafactor": lambda: so.adafactor(0.1),
+    "lamb": lambda: so.lamb(0.1),
     "muon, masked": lambda: so.masked(so.muon(0.1), lambda path, shape: len(shape) == 2, so.adamw(0.1)),
     "shampoo": lambda: so.shampoo(1e-2, ridge=1e-6, every=2, block=5),
     "soap": lambda: so.soap(1e-2, every=2, block=5),

@@ -42,6 +42,7 @@ OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda: so.adamw(1e-2, weight_decay=lambda path, shape: 0.1 if len(shape) > 1 else 0.0),
     "pure": lambda: so.adamw(1e-2, donate=False),
     "adafactor": lambda: so.adafactor(1e-2),
+    "lamb": lambda: so.lamb(1e-2),
     "muon": lambda: so.masked(so.muon(1e-2), lambda path, shape: len(shape) == 2, so.adamw(1e-3)),
     "shampoo": lambda: so.shampoo(1e-2, ridge=1e-6, every=2, block=5),
     "soap": lambda: so.soap(1e-2, every=2, block=5),

@@ -56,6 +56,7 @@ OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
     "adamw, pure": lambda: so.adamw(1e-3, donate=False),
     "lion": lambda: so.lion(1e-3),
     "adafactor": lambda: so.adafactor(1e-3),
+    "lamb": lambda: so.lamb(1e-3),
     "muon": lambda: so.masked(so.muon(1e-3), HALF, so.adamw(1e-3)),
     "muon, pure": lambda: so.masked(so.muon(1e-3, donate=False), HALF, so.adamw(1e-3)),
     "clipped": lambda: so.chain(so.clip_by_global_norm(1.0), so.adamw(1e-3)),

@@ -105,6 +105,7 @@ OPTIMIZERS: dict[str, Callable[..., so.Optimizer]] = {
     "master": lambda **k: so.master(so.adamw(0.02, **k), **k),
     "rounded": lambda **k: so.stochastic_rounding(so.adamw8bit(0.02, **k), seed=2, **k),
     "adafactor": lambda **k: so.adafactor(0.02, weight_decay=0.1, **k),
+    "lamb": lambda **k: so.lamb(0.02, weight_decay=0.1, **k),
     "muon": lambda **k: so.masked(so.muon(0.02, dtype=None, **k), is_matrix, so.adamw(0.02, **k)),
     "rmsprop of torch": lambda donate=True: so.from_torch(torch.optim.RMSprop, lr=0.01, weight_decay=decay),
     "everything": lambda **k: so.chain(

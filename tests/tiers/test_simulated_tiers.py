@@ -23,6 +23,7 @@ OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
     "muon": lambda: so.masked(so.muon(0.02), lambda path, shape: len(shape) == 2, so.adamw(1e-2)),
     "soap": lambda: so.soap(1e-2, every=2, block=5),
     "adafactor": lambda: so.adafactor(1e-2),
+    "lamb": lambda: so.lamb(1e-2),
     "torch's": lambda: so.from_torch(torch.optim.RMSprop, lr=1e-2),
 }
 

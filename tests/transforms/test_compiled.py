@@ -206,6 +206,7 @@ PROGRAMS: dict[str, Callable[[], Setting]] = {
     "clipped": lambda: of_blocks(optimizer=lambda: so.chain(so.clip_by_global_norm(0.1), so.adamw(1e-2))),
     "adamw8bit": lambda: of_blocks(optimizer=lambda: so.adamw8bit(1e-2)),
     "adafactor": lambda: of_blocks(optimizer=lambda: so.adafactor(1e-2)),
+    "lamb": lambda: of_blocks(optimizer=lambda: so.lamb(1e-2)),
     "muon": lambda: of_blocks(
         optimizer=lambda: so.masked(so.muon(0.02), lambda path, shape: len(shape) == 2, so.adamw(1e-2))
     ),

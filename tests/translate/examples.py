@@ -123,6 +123,7 @@ EXAMPLES: dict[str, Example] = {
         communication_data_type="fp32",
         optimizer={"type": "Lion", "params": {"lr": 1e-3}},
     ),
+    "lamb": _ds(optimizer={"type": "Lamb", "params": {"lr": 1e-3, "max_coeff": 0.3, "weight_decay": 0.01}}),
     "bf16": _ds(bf16={"enabled": True, "bf16_optimizer_states": True, "check_grad_overflow": True}, optimizer=ADAMW),
     "autos": _ds(
         1,

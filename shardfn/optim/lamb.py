@@ -1,0 +1,132 @@
+"""LAMB on flat shards: Adam's steps, each scaled by norms of its parameter, whose pieces lie on several ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.optim.differentiable import filled, lent, lerped, numbered, refuse_overwriting
+from shardfn.optim.hyperparameters import Schedule, begun, check, constants, made_of_numbers
+from shardfn.optim.norms import squares
+from shardfn.optim.optimizer import Optimizer, Rule, of_rule
+from shardfn.optim.state_offload import on_whole
+from shardfn.shards.pieces import Unit, Units, pairs, refuse_complex, units, zeros_like
+
+
+@made_of_numbers
+def lamb(
+    lr: float | Tensor | Schedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-6,
+    least: float = 0.0,
+    clip: float | None = None,
+    weight_decay: float | Rule = 0.0,
+    donate: bool = True,
+) -> Optimizer:
+    r"""LAMB, for large batches; overwrites parameters and state unless `donate=False`.
+
+    With the means :math:`\hat m` and :math:`\hat v` of Adam and :math:`u = \hat m / (\sqrt{\hat v} + \epsilon) +
+    \lambda p`, the step is :math:`p \leftarrow p - \eta\, u\, \|p\| / \|u\|`, with norms of one parameter on all ranks.
+    The quotient is clamped, or 1 where one of the norms is 0.
+
+    State: two numbers a parameter.
+
+    Args:
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the step number, which begins at 1.
+        b1: :math:`\beta_1`, from 0 to below 1: decay of the mean of gradients.
+        b2: :math:`\beta_2`, from 0 to below 1: decay of the mean of squared gradients.
+        eps: :math:`\epsilon`, 0 or more.
+        least: lower bound of the quotient, 0 or more; DeepSpeed has 0.01.
+        clip: upper bound of the quotient, at least `least`; None for no bound. DeepSpeed has 10.
+        weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
+        donate: as for `sgd`.
+
+    Returns:
+        An `Optimizer` for parameters of real floating-point dtypes.
+
+    Raises:
+        TypeError, ValueError: an argument is not a number, or out of its range; `init` also for complex parameters.
+
+    Source: You et al., Large batch optimization for deep learning: training BERT in 76 minutes (2019), algorithm 2.
+
+    Example:
+        ``lamb(warmup_cosine(2e-3, warmup=500, steps=10_000), weight_decay=0.01)``
+    """
+    numbers = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "least": least, "weight_decay": weight_decay}
+    numbers |= {} if clip is None else {"clip": clip}
+    check("lamb", numbers | {"donate": donate})
+    if clip is not None and clip < least:
+        raise ValueError(f"lamb: clip={clip!r} is below least={least!r}; it is at least that")
+
+    def init(params: Any) -> Any:
+        refuse_complex(units(params), "lamb")
+        moments = {name: zeros_like(params) for name in ("mean", "square")}
+        return {"step": 0, "numbers": constants(numbers), **moments}
+
+    def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
+        count, now = begun(numbers, state)
+        leaves = units(params)
+        gs = [grad for _, grad in pairs(leaves, grads)]
+        if donate:
+            refuse_overwriting("lamb", params, grads, state)
+        with torch.set_grad_enabled(not donate and torch.is_grad_enabled()):
+            slots = {name: list(leaves.beside(state[name])) for name in ("mean", "square")}
+            moving = [unit._replace(trainable=g is not None) for unit, g in zip(leaves.each, gs, strict=True)]
+            for i, g in enumerate(gs):
+                if g is not None:
+                    for name, target, decay in (("mean", g, "b1"), ("square", g * g, "b2")):
+                        slots[name][i] = lerped([slots[name][i]], [target], 1 - now[decay], donate)[0]
+                    own = slots["mean"][i], slots["square"][i]
+                    moving[i] = moving[i]._replace(values=_direction(leaves.each[i], *own, now, count))
+            quotients = _quotients(squares(leaves), squares(Units(moving, leaves.tree)), now["least"], now.get("clip"))
+            values = [unit.values for unit in leaves.each]
+            for i, move in enumerate(moving):
+                if move.trainable:
+                    new = _moved(leaves.each[i], move.values, quotients, now["lr"])
+                    values[i] = values[i].copy_(new) if donate else new
+        kept = state if donate else state | {name: leaves.like(slot) for name, slot in slots.items()}
+        return params if donate else leaves.like(values), kept | {"step": count}
+
+    return Optimizer(init, on_whole(step))
+
+
+def _direction(unit: Unit, mean: Tensor, square: Tensor, now: dict[str, Any], count: Any) -> Tensor:
+    """Adam's step for a rate of 1 the other way, and the weight decay."""
+    count = count.double() if isinstance(count, Tensor) else count
+    # The root of zero has no derivative; where a square is zero, so is the mean, and nothing moves.
+    root = torch.where(square > 0, square, 1).sqrt() * (square > 0) / (1 - now["b2"] ** count) ** 0.5
+    adams = (mean / (1 - now["b1"] ** count) / (root + now["eps"])).to(mean.dtype)
+    flat, moves = unit.values.reshape(-1), adams.reshape(-1)
+    parts = [moves[s.start : s.stop] + of_rule(now["weight_decay"], s) * flat[s.start : s.stop] for s in unit.filled]
+    return filled(adams, unit, parts, [adams])
+
+
+def _quotients(
+    of_params: dict[str, Tensor], of_moves: dict[str, Tensor], least: float, most: float | None
+) -> dict[str, Tensor]:
+    """The norm of each parameter over that of its move, given their squares; 1 where one of them is 0."""
+    groups: dict[Any, list[str]] = {}
+    for path, squared in of_moves.items():
+        groups.setdefault((squared.dtype, squared.device), []).append(path)
+    quotients: dict[str, Tensor] = {}
+    for paths in groups.values():
+        own, its = (torch.stack([sums[path] for path in paths]) for sums in (of_params, of_moves))
+        both = (own > 0) & (its > 0)
+        found = torch.where(both, (torch.where(both, own, 1) / torch.where(both, its, 1)).sqrt().clamp(least, most), 1)
+        quotients |= dict(zip(paths, found.unbind(), strict=True))
+    return quotients
+
+
+def _moved(unit: Unit, move: Tensor, quotients: dict[str, Tensor], lr: Any) -> Tensor:
+    """A unit's values after the step; each parameter has a rate of its own."""
+    (shared, ties), (rates, lr_ties) = lent(quotients, unit), numbered(lr, unit)
+    flat, moves = unit.values.reshape(-1), move.reshape(-1)
+    parts = [
+        flat[s.start : s.stop] - (rates[s.path] * shared[s.path]).to(flat.dtype) * moves[s.start : s.stop]
+        for s in unit.filled
+    ]
+    return filled(unit.values, unit, parts, [move, *ties, *lr_ties])
