@@ -6,8 +6,9 @@ dtypes, frozen parameters or placements.
 
 from __future__ import annotations
 
+import re
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import optree
@@ -29,8 +30,8 @@ from shardfn.shards.placement import Placement, Strategy
 from shardfn.shards.replicated import assert_replicated, checksum
 from shardfn.tiers import copying, placing
 
-Specs = P | ByPath | Callable[[str, tuple[int, ...]], P]
-"""How parameters are cut over other axes than the buffer's: one spec for all, by patterns, or by a function."""
+Specs = P | ByPath | Mapping[Any, Any] | Sequence[Any] | Callable[[str, tuple[int, ...]], P]
+"""How parameters are cut over other axes than the buffer's: one spec for all, a tree, patterns, or a function."""
 
 
 @short_errors
@@ -56,8 +57,8 @@ def shard(
             each top-level entry of the tree, and each item of a list or tuple entry.
         frozen: which parameters get no gradient: patterns, or a function of a path and a whole shape. Integer
             parameters never get one.
-        specs: how parameters are cut over *other* axes, such as tensor-parallel ones: a `P` for all, `by_path`, or a
-            function of a path and the shape of the tensor passed that returns a `P`.
+        specs: how parameters are cut over *other* axes, such as tensor-parallel ones: a `P` for all, a tree prefix of
+            them, `by_path`, or a function of a path and the shape of the tensor passed that returns a `P`.
         inputs: `"global"`: tensors are whole, and are cut as `specs` say; `"local"`: they are this rank's parts.
 
     Returns:
@@ -163,9 +164,12 @@ class Rules:
             )
         if inputs not in ("global", "local"):
             raise ValueError(f'inputs={inputs!r}; it is "global" or "local"')
+        if not optree.tree_is_leaf(specs):
+            specs = _by_place(specs)
         if not isinstance(specs, (P, ByPath)) and (not callable(specs) or isinstance(specs, type)):
             raise TypeError(
-                f"specs is a P for all parameters, by_path([...]), or a function of path and shape, not {specs!r}"
+                f"specs is a P for all parameters, a tree of them, by_path([...]), or a function of path and shape, "
+                f"not {specs!r}"
             )
         self.mesh, self.grid, self.strategy, self.rank = mesh, grid_of(mesh), strategy, process_groups.global_rank()
         self.placements: set[Placement] = set()
@@ -352,7 +356,7 @@ class Rules:
         first_match = next(((rule.pattern, spec) for rule, spec in self.specs.rules if rule.fullmatch(name)), None)
         if first_match is None or not isinstance(first_match[1], P):
             if self.specs.strict:
-                raise ValueError(f"specs: by_path has no rule for {name}; add one, or pass strict=False")
+                raise ValueError(f"specs have nothing for {name}: add it; or by_path([...], strict=False) gives it P()")
             return P()
         self.unused.discard(first_match[0])
         return first_match[1]
@@ -361,6 +365,22 @@ class Rules:
         """Whether patterns choose a parameter; takes note of the patterns that match."""
         self.unused -= which.matching(path)
         return which(path, shape)
+
+
+def _by_place(tree: Any) -> ByPath:
+    """The rules of a tree of specs, each of which is for the parameters at its place and below.
+
+    Raises:
+        TypeError: a leaf is not a `P`.
+    """
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree)
+    rules = []
+    for accessor, spec in zip(accessors, leaves, strict=True):
+        if not isinstance(spec, P):
+            raise TypeError(f"{accessor.codify('specs')} is {spec!r}, not a P")
+        rules.append((re.compile(rf"{re.escape(dotted(accessor))}(\..*)?"), spec))
+    # A key may hold dots: the longer path is nearer to the parameter.
+    return ByPath(tuple(sorted(rules, key=lambda rule: -len(rule[0].pattern))), strict=True)
 
 
 class Parameter(NamedTuple):

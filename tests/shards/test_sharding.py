@@ -235,10 +235,14 @@ def tensor_parallel(inputs: str, specs: Any) -> None:
 MATRICES = sf.by_path([(r".*\.up", P(None, "tensor")), (r".*\.down", P("tensor")), (r".*\.b", P("tensor"))])
 
 
+TREE = {"block": {"up": P(None, "tensor"), "down": P("tensor"), "b": P("tensor")}}
+
+
 @pytest.mark.parametrize("inputs", ["global", "local"])
+@pytest.mark.parametrize("specs", [MATRICES, TREE], ids=["rules", "tree"])
 @pytest.mark.world(4, "threads")
-def test_parameters_cut_over_another_axis(world: World, inputs: str) -> None:
-    world.run(tensor_parallel, inputs, MATRICES)
+def test_parameters_cut_over_another_axis(world: World, specs: Any, inputs: str) -> None:
+    world.run(tensor_parallel, inputs, specs)
 
 
 def one_spec_for_all() -> None:
@@ -249,6 +253,21 @@ def one_spec_for_all() -> None:
         assert same(sf.unshard(flat), plain)
         assert sf.stage(lambda p: p.numel())(flat["a"]) == 4
     assert same(sf.unshard(sf.shard(plain, mesh, sf.ddp(()), specs=P(("shard", "tensor")))), plain)
+
+
+def a_prefix() -> None:
+    """Of a tree with lists, and keys in which regular expressions would see more than a name."""
+    mesh = sf.make_mesh(tensor=2, shard=2, device="cpu")
+    plain = {"a.*": [{"w": torch.arange(8.0)}, (torch.ones(4), torch.ones(6))], "a": {"w": torch.ones(3)}}
+    flat = sf.shard(plain, mesh, sf.full_shard("shard"), specs={"a.*": [P("tensor"), (P(), P("tensor"))], "a": P()})
+    assert same(sf.unshard(flat), plain)
+    shapes = sf.stage(lambda p: [tuple(x.shape) for x in optree.tree_leaves(p)])
+    assert [shapes(p) for p in (*flat["a.*"], flat["a"])] == [[(4,)], [(4,), (3,)], [(3,)]]
+
+
+@pytest.mark.world(4, "threads")
+def test_specs_are_a_tree_prefix_of_the_parameters(world: World) -> None:
+    world.run(a_prefix)
 
 
 @pytest.mark.world(4, "threads")
@@ -305,6 +324,12 @@ def refused(how: str) -> Any:
             return sf.shard({"a": {"w": w}}, mesh, full, stages=["", "b"])
         case "no spec matches":
             return sf.shard({"a": {"w": w}}, mesh, full, specs=sf.by_path([("a.v", P()), (".*", P())]))
+        case "no place of the tree":
+            return sf.shard({"a": {"w": w}, "b": {"w": w + 1}}, mesh, full, specs={"a": P()})
+        case "another place":
+            return sf.shard({"a": {"w": w}}, mesh, full, specs={"a": P(), "b": {"v": P()}})
+        case "no spec":
+            return sf.shard({"a": {"w": w}}, mesh, full, specs={"a": {"w": ("shard",)}})
         case "no rule":
             return sf.shard({"a": {"w": w}}, mesh, full, specs=sf.by_path([("a.v", P())]))
         case "int":
@@ -344,6 +369,9 @@ def refused(how: str) -> Any:
         ("no match", ValueError, ["'a.v'", "a.w"]),
         ("no stage matches", ValueError, ["'b'"]),
         ("no spec matches", ValueError, ["a.v"]),
+        ("no place of the tree", ValueError, ["specs have nothing for b.w"]),
+        ("another place", ValueError, ["nothing matches", "b", "v", "a.w"]),
+        ("no spec", TypeError, ["specs['a']['w'][0] is 'shard', not a P"]),
         ("no rule", ValueError, ["a.w", "strict=False"]),
         ("int", TypeError, ["a.n", "int"]),
         ("shards", TypeError, ["a", "FlatShard"]),
