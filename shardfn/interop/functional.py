@@ -35,6 +35,7 @@ from shardfn.interop.tensor_checks import Region
 from shardfn.interop.tensor_parallel import TensorParallel
 from shardfn.interop.tensor_plan import Table, TensorPlan, planned
 from shardfn.mesh import planned as plans
+from shardfn.mesh import waiting
 from shardfn.mesh.grid import AxisName
 from shardfn.mesh.selectors import Chosen, Which, chosen
 from shardfn.mesh.spec import P, joined
@@ -339,6 +340,7 @@ class Functional:
             raise ValueError("shard: model.tree has the parameters, and was deleted: shard before that")
         return shard(self.tree, mesh, strategy, frozen=self.frozen if frozen is None else frozen, specs=self.specs)
 
+    @waiting.during("model.state_dict")
     def state_dict(self, params: Any) -> dict[str, Tensor]:
         """Gathers whole parameters under all of the module's names, including aliases, on every rank.
 

@@ -18,6 +18,7 @@ from shardfn.check import recording
 from shardfn.collectives import ops
 from shardfn.collectives.functional import all_gather, all_to_all, axis_index, axis_size
 from shardfn.compat import attention as kernels
+from shardfn.mesh.callsites import asked
 from shardfn.mesh.grid import AxisName, as_names
 from shardfn.mesh.scope import bound_axis
 from shardfn.parallel.linear import wide
@@ -160,18 +161,17 @@ def _alike(name: str, axis: AxisName, tensors: dict[str, Tensor], **options: Any
 
 def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(
-            f"attention: q is {q.dtype}, k {k.dtype} and v {v.dtype}; they have one dtype: write k.to(q.dtype)"
-        )
+        kinds = f"q is {q.dtype}, k {k.dtype} and v {v.dtype}"
+        raise TypeError(f"{asked('attention')}: {kinds}; they have one dtype: write k.to(q.dtype)")
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.ndim != 4 or k.shape != v.shape or k.ndim != 4 or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
-        raise ValueError(f"attention: {shapes}; they are [b, h, t, d], [b, g, s, d] and [b, g, s, d]")
+        raise ValueError(f"{asked('attention')}: {shapes}; they are [b, h, t, d], [b, g, s, d] and [b, g, s, d]")
     if q.shape[1] % k.shape[1]:
         raise ValueError(
-            f"attention: {shapes}: {q.shape[1]} heads of queries are not a multiple of {k.shape[1]} of keys"
+            f"{asked('attention')}: {shapes}: {q.shape[1]} heads of queries are not a multiple of {k.shape[1]} of keys"
         )
     if causal and q.shape[2] != k.shape[2]:
-        raise ValueError(f"attention: {shapes}: causal=True, but {q.shape[2]} queries and {k.shape[2]} keys")
+        raise ValueError(f"{asked('attention')}: {shapes}: causal=True, but {q.shape[2]} queries and {k.shape[2]} keys")
 
 
 @functools.lru_cache(maxsize=256)
