@@ -11,11 +11,11 @@ from shardfn.quoting import MOST, short
 
 Kind = Literal[
     "output", "gradient", "sum", "vary", "losses", "means", "whole", "inner", "parts", "branch", "replica", "same",
-    "batch_norm", "closure", "collectives",
+    "batch_norm", "order", "closure", "collectives",
 ]  # fmt: skip
-PROBABLY = ("losses", "means", "whole", "inner", "parts", "branch", "same", "batch_norm")
+PROBABLY = ("losses", "means", "whole", "inner", "parts", "branch", "same", "batch_norm", "order")
 """Kinds that may be intended, if rarely: reported as a warning."""
-LAST = ("means", "whole", "same", "batch_norm")
+LAST = ("means", "whole", "same", "batch_norm", "order")
 """Kinds that never cause other findings."""
 
 

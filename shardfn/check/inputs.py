@@ -1,12 +1,12 @@
-"""Rules for inputs: arguments that differ from their declaration, shared random numbers, and partial statistics."""
+"""Rules for inputs: arguments unlike their declaration, shared random numbers, partial statistics, orders of places."""
 
 from __future__ import annotations
 
 from shardfn.check.case import Argument, Case
-from shardfn.check.findings import line, named
+from shardfn.check.findings import given_at, line, named
 from shardfn.check.ops import DISTRIBUTIONS
 from shardfn.check.reductions import rows
-from shardfn.check.trace import Gradient, Mask, Node, reached, union
+from shardfn.check.trace import Gradient, Mask, Node, Ordered, reached, union
 from shardfn.check.values import Evidence, Values
 from shardfn.check.varying import bits_of
 
@@ -173,3 +173,25 @@ def _by_rows(case: Case, at: int) -> Mask:
         roots = case.roots(at, bit)
         axes |= bit if any(case.trace.nodes[r].root not in ("parameter", "statistics") for r in roots) else 0
     return axes
+
+
+_HOW = {True: "in balanced pieces", False: "in order"}
+
+
+def orders(case: Case) -> None:
+    """A sequence that is cut in one order, where causal attention takes it to be cut in another."""
+    events = [event for event in case.trace.events if isinstance(event, Ordered) and event.axes]
+    for axes in dict.fromkeys(event.axes for event in events):
+        asked = {e.balanced: e for e in events if e.axes == axes and e.name == "positions"}
+        masks = [e for e in events if e.axes == axes and e.name != "positions" and e.balanced not in asked]
+        if len(asked) != 1 or not masks:
+            continue
+        (cut,), mask, names = asked.values(), masks[0], case.named(axes)
+        fix = f"shardfn.parallel.positions({given_at(cut.site)}, {names}, balanced={mask.balanced})"
+        other = f", or {mask.name}(..., balanced={cut.balanced})" * (mask.name == "ring_attention")
+        case.add(
+            mask.at, "order", axes, "", cut.site, fix,
+            f"positions{line(cut.site)} are those of a sequence cut along {names} {_HOW[cut.balanced]}, and "
+            f"{mask.name}{line(mask.site)} masks keys as if it were cut {_HOW[mask.balanced]}: queries see places that "
+            f"are later. Write: {fix}{other}",
+        )  # fmt: skip

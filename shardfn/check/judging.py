@@ -58,6 +58,7 @@ def judged(trace: Trace, compared: Compared) -> list[Finding]:
     inputs.repeated_draws(case)
     inputs.noise_of_rows(case)
     inputs.batch_statistics(case)
+    inputs.orders(case)
     gradients.parts(case)
     gradients.undeclared(case)
     # What comes after a prefix can refute guesses, but not those from before an optimizer's step.

@@ -18,7 +18,20 @@ from shardfn.check import callsites, ops
 from shardfn.check.bits import digest_of
 from shardfn.check.callsites import active, thread
 from shardfn.check.ops import facts_of
-from shardfn.check.trace import Call, Claimed, Effect, Gradient, Mask, Node, Part, Summed, Trace, Used, Variable
+from shardfn.check.trace import (
+    Call,
+    Claimed,
+    Effect,
+    Gradient,
+    Mask,
+    Node,
+    Ordered,
+    Part,
+    Summed,
+    Trace,
+    Used,
+    Variable,
+)
 from shardfn.check.values import Values, like_of
 from shardfn.compat import autograd, dispatch, functorch, modes
 from shardfn.compat.replacing import replaced
@@ -276,6 +289,11 @@ class Recorder(modes.Watching):
         """Records a value that an inner mapped function takes or returns, which may vary along these axes alone."""
         node = self.values.node_of(functorch.unwrapped(x))
         self.trace.events.append(Claimed(function, side, path, node, allowed, self.values.site()))
+
+    def ordered(self, name: str, names: Iterable[str], balanced: bool) -> None:
+        """Records in which order a function of `parallel` takes a sequence to be cut along these axes."""
+        axes, at = self.trace.mask(names), len(self.trace.nodes)
+        self.trace.events.append(Ordered(name, axes, balanced, at, self.values.site()))
 
     def same(self, x: Tensor, y: Tensor) -> None:
         """Records that a tensor stands for another one, derivative included."""

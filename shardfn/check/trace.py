@@ -173,7 +173,25 @@ class Claimed(NamedTuple):
     site: Site | None
 
 
-Event = Call | Gradient | Summed | Part | Used | Output | Claimed
+class Ordered(NamedTuple):
+    """Places of a sequence that is cut along some axes, in a balanced order or not.
+
+    Attributes:
+        name: of the function: `"positions"` returned them, attention masks by them.
+        axes: that cut the sequence.
+        balanced: the order.
+        at: how many nodes there were.
+        site: the user's line.
+    """
+
+    name: str
+    axes: Mask
+    balanced: bool
+    at: int
+    site: Site | None
+
+
+Event = Call | Gradient | Summed | Part | Used | Output | Claimed | Ordered
 
 
 @dataclass

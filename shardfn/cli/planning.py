@@ -17,10 +17,13 @@ from typing import Any, get_args
 from shardfn.cli.printing import count, plain, print_table, size
 from shardfn.mesh.make import make_mesh
 from shardfn.plans import presets
+from shardfn.plans.drawing import duration
 from shardfn.plans.fits import RESERVE, size_of
 from shardfn.plans.machines import Chip, Links
 from shardfn.plans.plan import Plan
 from shardfn.plans.planning import plan, planning
+from shardfn.plans.timeline import Timeline
+from shardfn.quoting import amount, byte_count
 from shardfn.shapes.searching import Found, search
 from shardfn.shapes.settings import OPTIMIZERS, Setting, planned, planned_config
 from shardfn.shapes.sizes import SHAPES, shape
@@ -67,6 +70,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
         "--links", metavar="NAME", help="as --chip, or a file that Links.save wrote; default: the chip's"
     )
     command.add_argument("--per-node", type=count, default=8, metavar="N", help="ranks on a node; default: 8")
+    command.add_argument("--schedule", action="store_true", help="print every work in order, with its times and bytes")
     command.add_argument("--json", type=Path, metavar="FILE", help="write the plan, or the list, as JSON")
     command.add_argument("--html", type=Path, metavar="FILE", help="write a page with its timeline and its memory")
     command.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for chrome://tracing or Perfetto")
@@ -98,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
     made, tokens = _made(args)
     timeline = made.timed(links, chip, tokens=tokens)
     verdict = made.fits(args.fit or chip.memory, args.reserve)
+    if args.schedule:
+        _print_schedule(made, timeline)
     print(made.table())
     print()
     print(timeline)
@@ -109,6 +115,20 @@ def run(args: argparse.Namespace) -> int:
     if args.trace:
         made.trace(args.trace, timeline)
     return FITS if verdict or not args.fit else DOES_NOT
+
+
+def _print_schedule(made: Plan, timeline: Timeline) -> None:
+    """Prints a line for each work: when it begins and ends on the chip, and what it computes or moves."""
+    rows = [
+        (
+            number, duration(begins), duration(ends), work.stream, work.kind, work.phase, work.stage or "-",
+            " x ".join(work.axis) or "-", amount(sum(work.flops.values()), "FLOP") if work.flops else "-",
+            byte_count(work.sent) if work.sent else "-", ", ".join(map(str, work.after)) or "-",
+        )
+        for number, (work, begins, ends) in enumerate(zip(made.works, timeline.begins, timeline.ends, strict=True))
+    ]  # fmt: skip
+    head = ["", "begins", "ends", "stream", "work", "pass", "stage", "axis", "computes", "sends", "after"]
+    print_table(head, rows, right=(0, 1, 2, 8, 9))
 
 
 def _made(args: argparse.Namespace) -> tuple[Plan, int | None]:
@@ -164,6 +184,9 @@ def _setting(args: argparse.Namespace, mesh: dict[str, int]) -> Setting:
 
 def _listed(args: argparse.Namespace, links: Links, chip: Chip) -> int:
     """Lists what fits, cheapest first."""
+    views = [f"--{name}" for name in ("schedule", "html", "trace") if getattr(args, name)]
+    if views:
+        raise ValueError(f"plan: {', '.join(views)}: of one plan, and --ranks lists many: pass --mesh AXES instead")
     if args.model is None:
         raise ValueError("plan: --ranks lists ways to train a known model: pass --model NAME, or --mesh AXES for STEP")
 

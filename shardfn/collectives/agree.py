@@ -322,8 +322,10 @@ def compare(op: str, values: str, axis: Axis, served: bool = False, by: str = DE
     leaf = f"{attribution.leaf}: " if attribution.leaf else ""
     what = f"{op}({leaf}{values})" if values else op
     line, failed = callsites.caller(), callsites.failure(axis.group)
+    call = op if served or _backward() else callsites.asked(op)
     axes = waiting.named(axis.group)
-    text = f"{what}{f' over {axes}' if axes else ''}{_purpose(served, line)}, called at {line}{failed}"
+    within = f" in {call}" if call != op else ""
+    text = f"{what}{within}{f' over {axes}' if axes else ''}{_purpose(served, line)}, called at {line}{failed}"
     here = callsites.place(axis.group, text)
     same = [what, attribution.stage, _backward(), here.inside > 1, line if debugging.collectives and not served else ""]
     counted = f"(number {here.inside} of the call at {here.where})" if here.inside else "(outside of any call)"

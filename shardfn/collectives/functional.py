@@ -32,6 +32,7 @@ from shardfn.check import recording
 from shardfn.collectives import kernels, ops
 from shardfn.collectives.ledger import attribution
 from shardfn.debugging import debugging
+from shardfn.mesh.callsites import asked
 from shardfn.mesh.grid import Axis, AxisName, as_names
 from shardfn.mesh.planned import notes, planned
 from shardfn.mesh.scope import bound_axis, current_device, refuse_independent
@@ -387,7 +388,7 @@ def _over(x: T, axis: AxisName, name: str, f: Callable[[Tensor, Axis], Call]) ->
         if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
             tensor = torch.full((), leaf, device=current_device())  # a copy would make the host wait
         elif not isinstance(leaf, Tensor):
-            raise TypeError(f"{name} takes tensors and numbers, or pytrees of them; got {type(leaf).__name__}")
+            raise TypeError(f"{asked(name)} takes tensors and numbers, or pytrees of them; got {type(leaf).__name__}")
         if recorder is not None:
             recorder.called(name, as_names(axis), tensor, tensor is not leaf, axis, pieces.get(id(leaf), ()))
         op, *statics = f(tensor, bound)
@@ -410,7 +411,9 @@ def _over(x: T, axis: AxisName, name: str, f: Callable[[Tensor, Axis], Call]) ->
 
 def _dim(x: Tensor, dim: int, name: str, argument: str) -> int:
     if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"{name}: {argument}={dim}, but the tensor has shape {tuple(x.shape)}, of {x.ndim} dimensions")
+        raise ValueError(
+            f"{asked(name)}: {argument}={dim}, but the tensor has shape {tuple(x.shape)}, of {x.ndim} dimensions"
+        )
     return dim % x.ndim
 
 
@@ -419,7 +422,7 @@ def _divisible(x: Tensor, dim: int, axis: AxisName, bound: Axis, name: str, argu
     if x.shape[d] % bound.size:
         padded = -(-x.shape[d] // bound.size) * bound.size
         raise ValueError(
-            f"{name} over {axis!r} cuts dimension {d} of shape {tuple(x.shape)} into {bound.size} equal pieces, "
+            f"{asked(name)} over {axis!r} cuts dimension {d} of shape {tuple(x.shape)} into {bound.size} equal pieces, "
             f"but {x.shape[d]} does not divide by {bound.size}: pad it to {padded}"
         )
     return d
@@ -428,12 +431,14 @@ def _divisible(x: Tensor, dim: int, axis: AxisName, bound: Axis, name: str, argu
 def _summable(x: Tensor, axis: Axis, name: str) -> tuple[str]:
     """Returns the group to sum over; raises TypeError if the dtype cannot be summed."""
     if x.dtype == torch.bool or (x.device.type == "cpu" and x.dtype not in kernels.SUMMABLE and not x.is_complex()):
-        raise TypeError(f"{name} cannot add {x.dtype} on {x.device.type}: cast first, for example x.to(torch.int64)")
+        raise TypeError(
+            f"{asked(name)} cannot add {x.dtype} on {x.device.type}: cast first, for example x.to(torch.int64)"
+        )
     return (axis.group,)
 
 
 def _ordered(x: Tensor, axis: Axis, name: str) -> tuple[str]:
     """Returns the group to compare over; raises TypeError if the dtype has no order."""
     if x.is_complex():
-        raise TypeError(f"{name}: complex numbers have no order; got {x.dtype}")
+        raise TypeError(f"{asked(name)}: complex numbers have no order; got {x.dtype}")
     return (axis.group,) if x.dtype == torch.bool else _summable(x, axis, name)

@@ -19,11 +19,13 @@ from shardfn.check import recording
 from shardfn.check.callsites import paused
 from shardfn.check.findings import Finding, VaryingError
 from shardfn.collectives import kernels
-from shardfn.collectives.agree import DEBUG, compare, gathered, values
-from shardfn.compat import dispatch, process_groups
+from shardfn.collectives.agree import DEBUG, agree, compare, gathered, values
+from shardfn.collectives.ledger import unrecorded
+from shardfn.compat import dispatch, functorch, process_groups
 from shardfn.debugging import debugging
 from shardfn.mesh.callsites import caller
-from shardfn.mesh.grid import Axis
+from shardfn.mesh.grid import Axis, AxisName
+from shardfn.mesh.scope import bound_axis
 
 Op = Callable[..., Tensor]
 
@@ -122,22 +124,53 @@ def described(name: str, x: Tensor, statics: dict[str, Any]) -> str:
 
 
 def _compared(name: str, x: Tensor, statics: dict[str, Any]) -> None:
-    if not statics["group"]:
+    def on(axis: Axis, by: str) -> None:
+        compare(name, described(name, x, statics), axis, by=by)
+        if name == "ragged_all_to_all":
+            _compare_lengths(statics, axis)
+
+    _on_all_ranks(on, statics["group"])
+
+
+def alike(name: str, axis: AxisName, x: Tensor, described: Callable[[], list[str]], advice: str) -> None:
+    """Compares the arguments of a function of several collectives, in the debug mode or in a checked call.
+
+    Args:
+        name: of the function.
+        axis: the axis along which ranks call it alike.
+        x: one of its tensors; nothing is compared while it is traced.
+        described: a line for each argument that is the same on all ranks, see `arguments`.
+        advice: what to do about a difference.
+
+    Raises:
+        ValueError: on all ranks, if they differ.
+    """
+    if not torch.compiler.is_compiling() and dispatch.plain(functorch.unwrapped(x)):
+        subject = "the arguments", advice
+        _on_all_ranks(lambda along, by: agree(described(), along, name, subject=subject), bound_axis(axis, name).group)
+
+
+def arguments(tensors: dict[str, Tensor], **options: Any) -> list[str]:
+    """Describes arguments for `alike`: dtypes and shapes of tensors, and the other ones as they are."""
+    shapes = [f"{name}: {x.dtype} {tuple(x.shape)}" for name, x in tensors.items()]
+    return [*shapes, *(f"{name}={value!r}" for name, value in options.items())]
+
+
+def _on_all_ranks(comparison: Callable[[Axis, str], None], name: str) -> None:
+    """Runs a comparison along the axis of a group in the debug mode or in a checked call, whose errors are findings."""
+    if not name:
         return
-    recorder = recording.comparing(statics["group"])
+    recorder = recording.comparing(name)
     if recorder is None and not debugging.collectives:
         return
-    group = process_groups.group_of(statics["group"])
-    axis = Axis(group.size(), group.rank(), statics["group"])
-    with paused():
+    group = process_groups.group_of(name)
+    with paused(), unrecorded():
         try:
-            compare(name, described(name, x, statics), axis, by=DEBUG if recorder is None else recorder.name)
-            if name == "ragged_all_to_all":
-                _compare_lengths(statics, axis)
+            comparison(Axis(group.size(), group.rank(), name), DEBUG if recorder is None else recorder.name)
         except ValueError as error:
             if recorder is None:
                 raise
-            names = recorder.trace.names(recorder.trace.mask(recorder.axes_of(statics["group"])))
+            names = recorder.trace.names(recorder.trace.mask(recorder.axes_of(name)))
             finding = Finding("collectives", names, "", caller(), "call the same collectives on all ranks", str(error))
             raise VaryingError(str(error), (finding,)) from None
 

@@ -30,11 +30,12 @@ from shardfn.interop.module_state import Attributes, undone
 from shardfn.interop.partition import Anatomy, Boundaries, taken_apart
 from shardfn.interop.placeholder import Part, Placeholder, Slot
 from shardfn.interop.refusals import drawn_layers, refuse_apart, refuse_checkpointing, refuse_mixed_loose
-from shardfn.interop.stage_module import Run, Shell, Unit
+from shardfn.interop.stage_module import Run, Shell, Unit, casting
 from shardfn.interop.tensor_checks import Region
 from shardfn.interop.tensor_parallel import TensorParallel
 from shardfn.interop.tensor_plan import Table, TensorPlan, planned
 from shardfn.mesh import planned as plans
+from shardfn.mesh import waiting
 from shardfn.mesh.grid import AxisName
 from shardfn.mesh.selectors import Chosen, Which, chosen
 from shardfn.mesh.spec import P, joined
@@ -205,6 +206,12 @@ class Functional:
         self._units = {path: self._unit(shell, part, compile, options) for path, part in anatomy.parts.items()}
         inside = {m for unit in self._units.values() for m in unit.part.module.modules()}
         self._around = {m: forward for m, forward in self._instead.items() if m not in inside}
+        casts = options.get("input_dtype"), options.get("output_dtype")
+        if any(casts):  # loose modules that hold parameters cast as stages do
+            held = {id(slot.holder) for slot in (*self._loose.own, *self._loose.shared)}
+            loose = [m for m in module.modules() if m not in inside and id(m._parameters) in held]
+            self._around |= {m: casting(self._around.get(m, m.forward), *casts) for m in loose}
+        self._casts = {name: options.get(name) for name in ("gather_dtype", "input_dtype")}
         self._region = self._region_of("", set(module.modules()) - inside)
         self._fresh, self._unasked = uncached(module), unasked(module)
         revealing = {name: options[name] for name in ("gather_dtype", "reduce_dtype") if name in options}
@@ -300,7 +307,7 @@ class Functional:
                 try:
                     out = target(*args, **kwargs)
                 except RuntimeError as error:
-                    refuse_mixed_loose(error, self.module, loose)
+                    refuse_mixed_loose(error, self.module, loose, self._casts)
                     raise
                 if followed is not None:
                     followed.check(out)
@@ -333,6 +340,7 @@ class Functional:
             raise ValueError("shard: model.tree has the parameters, and was deleted: shard before that")
         return shard(self.tree, mesh, strategy, frozen=self.frozen if frozen is None else frozen, specs=self.specs)
 
+    @waiting.during("model.state_dict")
     def state_dict(self, params: Any) -> dict[str, Tensor]:
         """Gathers whole parameters under all of the module's names, including aliases, on every rank.
 

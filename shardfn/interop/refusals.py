@@ -298,14 +298,17 @@ def refuse_mixed(error: RuntimeError, part: Part, groups: Mapping[str, Any], opt
             ) from error
 
 
-def refuse_mixed_loose(error: RuntimeError, module: nn.Module, loose: Mapping[str, Tensor]) -> None:
+def refuse_mixed_loose(
+    error: RuntimeError, module: nn.Module, loose: Mapping[str, Tensor], options: Mapping[str, Any]
+) -> None:
     """Raises TypeError instead of torch's error if parameters outside of stages meet another dtype."""
     if loose and "dtype" in str(error):
         dtypes = sorted({str(x.dtype) for x in loose.values()})
+        asked = ", ".join(f"{name}={dtype}" for name, dtype in options.items())
         raise TypeError(
-            f"{type(module).__name__} mixes dtypes ({error}) outside of its stages: {listed(loose, 3)}, of "
-            f"{' and '.join(dtypes)}, belong to no stage, so input_dtype and output_dtype do not cast what they meet. "
-            f"Pass small=0, which makes stages of the modules that hold them, or cast there"
+            f"{type(module).__name__} mixes dtypes ({error}) outside of its stages, where it has {listed(loose, 3)}, "
+            f"of {' and '.join(dtypes)}, with {asked}. Cast the arguments, or pass input_dtype, which casts what the "
+            f"module that holds them is given; where another module reads them, cast there"
         ) from error
 
 

@@ -50,6 +50,26 @@ class Shell(NamedTuple):
     statistics: Collection[str]
 
 
+def casting(
+    forward: Callable[..., Any], input_dtype: torch.dtype | None, output_dtype: torch.dtype | None
+) -> Callable[..., Any]:
+    """A forward whose arguments and results are cast, as those of a stage are."""
+    forms = Forms()
+
+    def to(dtype: torch.dtype | None, tree: Any) -> Any:
+        leaves, form = forms.flatten(tree)
+        given = [cast(x, dtype) for x in leaves]
+        same = all(a is b for a, b in zip(given, leaves, strict=True))
+        return tree if same else forms.unflatten(given, form)  # what is not cast may be written into
+
+    @functools.wraps(forward)
+    def cast_around(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = to(input_dtype, (args, kwargs))
+        return to(output_dtype, forward(*args, **kwargs))
+
+    return cast_around
+
+
 class Unit:
     """A module that is a stage: its forward is replaced by a call of this."""
 

@@ -31,6 +31,7 @@ from shardfn.lora.targets import (
     refuse_parts,
     saved_modules,
 )
+from shardfn.mesh import waiting
 from shardfn.mesh.spec import joined, leaves_by_path
 from shardfn.quant.packed import Packed, is_packed
 from shardfn.quoting import short_errors
@@ -40,6 +41,7 @@ from shardfn.shards.unsharding import unshard
 
 
 @short_errors
+@waiting.during("sf.lora.init")
 def init(
     base: Any,
     targets: Names,

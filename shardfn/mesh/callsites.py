@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -86,6 +87,26 @@ reaching: dict[int, Place] = {}
 def caller() -> str:
     """Returns the innermost line of the user; in backward, the line that called backward."""
     return _users_line(_lines(sys._getframe(1)))
+
+
+def asked(inner: str) -> str:
+    """Returns the package's function that the user's line calls, for a message of one that runs inside it.
+
+    Args:
+        inner: the name of the function that runs; it is returned if it says more than that, or if the user calls no
+            function by name.
+    """
+    if torch.compiler.is_compiling() or not inner.isidentifier():
+        return inner
+    names, frame = list[str](), sys._getframe(1)
+    while not _users(frame.f_code.co_filename):
+        if frame.f_code.co_filename.startswith(_NOT_USERS[0]) and "<locals>" not in frame.f_code.co_qualname:
+            names.append(frame.f_code.co_qualname)
+        if frame.f_back is None:
+            return inner
+        frame = frame.f_back
+    name = names[-1].replace("Functional.", "model.") if names else "_"
+    return inner if re.search(r"(^|\.)_|[A-Z]", name) else name
 
 
 def of_thread(thread: int) -> str:

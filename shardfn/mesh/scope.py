@@ -104,13 +104,13 @@ def bound_axis(axis: AxisName, where: str) -> Axis:
     """
     if not isinstance(axis, str) and not (isinstance(axis, tuple) and all(isinstance(name, str) for name in axis)):
         got = type(axis).__name__ if isinstance(axis, torch.Tensor) or "tensor(" in repr(axis) else repr(axis)
-        raise TypeError(f"{where}: an axis is a name or a tuple of names, not {got}")
+        raise TypeError(f"{callsites.asked(where)}: an axis is a name or a tuple of names, not {got}")
     if not axis:
         return ALONE
     axes = axes_here()
     if axes is None:
         raise NameError(
-            f"{where}: there is no mesh in scope, so the axis {axis!r} means nothing here. "
+            f"{callsites.asked(where)}: there is no mesh in scope, so the axis {axis!r} means nothing here. "
             f"Call it under shardfn.shard_map(f, mesh=..., in_specs=..., out_specs=...)."
         )
     if torch.compiler.is_compiling():

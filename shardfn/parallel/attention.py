@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from shardfn.check import recording
 from shardfn.collectives import ops
 from shardfn.collectives.functional import all_gather, all_to_all, axis_index, axis_size
 from shardfn.compat import attention as kernels
+from shardfn.mesh.callsites import asked
 from shardfn.mesh.grid import AxisName, as_names
 from shardfn.mesh.scope import bound_axis
 from shardfn.parallel.linear import wide
@@ -67,15 +69,17 @@ def ring_attention(
         scale: factor of the scores; default: `d ** -0.5`.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: the shapes do not fit; in a checked call also: ranks pass other shapes or options.
         TypeError: the dtypes differ.
 
     Sources: Liu et al., Ring Attention with Blockwise Transformers (2023), algorithm 1; Brandon et al., Striped
     Attention (2023), for the imbalance; Llama 3 (2024), section 3.3.2, for the cut into two pieces a rank.
     """
     _check(q, k, v, causal)
+    _alike("ring_attention", axis, {"k": k}, causal=causal, balanced=balanced, scale=scale)
     size = axis_size(axis)
     balanced = balanced and causal and size > 1
+    _ordered("ring_attention", axis, balanced, causal)
     if balanced and q.shape[2] % 2:
         raise ValueError(
             f"ring_attention: this rank has {q.shape[2]} places; cut in a balanced way they are two equal pieces: make "
@@ -94,18 +98,20 @@ def ulysses_attention(
     Four all-to-alls bring queries, keys and values to the ranks of their heads, and the results back.
 
     Raises:
-        ValueError: the size of `axis` does not divide the heads; the shapes do not fit.
+        ValueError: the size of `axis` does not divide the heads; the shapes do not fit, or, in a checked call, differ.
         TypeError: the dtypes differ.
 
     Source: Jacobs et al., DeepSpeed Ulysses (2023), section 3.
     """
     size = axis_size(axis)
+    _ordered("ulysses_attention", axis, False, causal)
     for name, x in (("q", q), ("k and v", k)):
         if x.shape[1] % size:
             raise ValueError(
                 f"ulysses_attention: {name} have {x.shape[1]} heads, which the {size} ranks along {axis!r} cannot "
                 f"share: use ring_attention, or an axis whose size divides {x.shape[1]}"
             )
+    _alike("ulysses_attention", axis, {"q": q, "k": k}, causal=causal, scale=scale)
     q, k, v = (all_to_all(x, axis, split_dim=1, concat_dim=2) for x in (q, k, v))
     return all_to_all(attention(q, k, v, causal=causal, scale=scale), axis, split_dim=2, concat_dim=1)
 
@@ -129,7 +135,14 @@ def positions(length: int, axis: AxisName, *, balanced: bool = True, device: tor
     own = _places(length // size, axis_index(axis), size, balanced, device)
     if not torch.compiler.is_compiling() and (recorder := recording.current()) is not None:
         recorder.declared(own, recorder.trace.mask(as_names(axis)), (), "positions")
+    _ordered("positions", axis, balanced)
     return own
+
+
+def _ordered(name: str, axis: AxisName, balanced: bool, causal: bool = True) -> None:
+    """Tells a checked call in which order a sequence is cut, where that matters."""
+    if causal and not torch.compiler.is_compiling() and (recorder := recording.current()) is not None:
+        recorder.ordered(name, as_names(axis), balanced)
 
 
 def _places(own: int, index: int, size: int, balanced: bool, device: torch.device | None) -> Tensor:
@@ -140,20 +153,25 @@ def _places(own: int, index: int, size: int, balanced: bool, device: torch.devic
     return torch.cat([torch.arange(piece * half, (piece + 1) * half, device=device) for piece in pieces])
 
 
+def _alike(name: str, axis: AxisName, tensors: dict[str, Tensor], **options: Any) -> None:
+    """Raises on all ranks, in a checked call, if they pass pieces of other shapes, or other options."""
+    advice = "Every rank passes the same, and as many places of the sequence: pad it to one length before it is cut"
+    ops.alike(name, axis, tensors["k"], lambda: ops.arguments(tensors, **options), advice)
+
+
 def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(
-            f"attention: q is {q.dtype}, k {k.dtype} and v {v.dtype}; they have one dtype: write k.to(q.dtype)"
-        )
+        kinds = f"q is {q.dtype}, k {k.dtype} and v {v.dtype}"
+        raise TypeError(f"{asked('attention')}: {kinds}; they have one dtype: write k.to(q.dtype)")
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.ndim != 4 or k.shape != v.shape or k.ndim != 4 or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
-        raise ValueError(f"attention: {shapes}; they are [b, h, t, d], [b, g, s, d] and [b, g, s, d]")
+        raise ValueError(f"{asked('attention')}: {shapes}; they are [b, h, t, d], [b, g, s, d] and [b, g, s, d]")
     if q.shape[1] % k.shape[1]:
         raise ValueError(
-            f"attention: {shapes}: {q.shape[1]} heads of queries are not a multiple of {k.shape[1]} of keys"
+            f"{asked('attention')}: {shapes}: {q.shape[1]} heads of queries are not a multiple of {k.shape[1]} of keys"
         )
     if causal and q.shape[2] != k.shape[2]:
-        raise ValueError(f"attention: {shapes}: causal=True, but {q.shape[2]} queries and {k.shape[2]} keys")
+        raise ValueError(f"{asked('attention')}: {shapes}: causal=True, but {q.shape[2]} queries and {k.shape[2]} keys")
 
 
 @functools.lru_cache(maxsize=256)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardfn.collectives import ops
 from shardfn.collectives.capturing import capturing
 from shardfn.collectives.functional import all_gather, axis_index, axis_size, psum, pvary, reduce_scatter
 from shardfn.collectives.late_checks import late_checks
@@ -73,6 +74,7 @@ def embedding(tokens: Tensor, table: Tensor, axis: AxisName = (), *, sequence: i
         raise ValueError(
             f"embedding: the table has shape {tuple(table.shape)}; it is [v, d], cut by rows over {axis!r}"
         )
+    ops.alike("embedding", axis, table, lambda: ops.arguments({"tokens": tokens, "table": table}), EQUAL)
     size, rows = axis_size(axis), table.shape[0]
     check_range("embedding", "tokens", tokens, rows * size)
     own = tokens - axis_index(axis) * rows
@@ -81,6 +83,7 @@ def embedding(tokens: Tensor, table: Tensor, axis: AxisName = (), *, sequence: i
     return from_parallel(vectors * here[..., None], axis, sequence=sequence) if size > 1 else vectors
 
 
+EQUAL = "Every rank passes the same, of what the axis cuts equal pieces: pad that to a multiple of the number of ranks"
 _INTEGERS = (
     torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64,
 )  # fmt: skip
@@ -192,6 +195,7 @@ def rms_norm(x: Tensor, weight: Tensor, axis: AxisName = (), *, eps: float | Non
     if x.ndim == 0 or weight.shape != x.shape[-1:]:
         raise ValueError(f"rms_norm: x {tuple(x.shape)}, weight {tuple(weight.shape)}; they are [..., d] and [d]")
     eps = torch.finfo(wide(x)).eps if eps is None else eps
+    ops.alike("rms_norm", axis, x, lambda: ops.arguments({"x": x}, eps=eps), EQUAL)
     alike = x.dtype == weight.dtype and not functorch.inside_batching_or_forward()
     if alike and x.device.type != "cpu" and axis_size(axis) == 1:
         return F.rms_norm(x, weight.shape, weight, eps)  # one kernel

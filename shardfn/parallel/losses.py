@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from shardfn.collectives import ops
 from shardfn.collectives.functional import axis_index, axis_size, pmax, psum
 from shardfn.compat.devices import elements_at_a_time
 from shardfn.mesh.grid import AxisName
-from shardfn.parallel.linear import as_indices, check_range, to_parallel, wide
+from shardfn.parallel.linear import EQUAL, as_indices, check_range, to_parallel, wide
 from shardfn.transforms.custom_vjp import custom_vjp
 
 LOGITS = 2**23, 2**26  # computed at a time by default: on a CPU, and elsewhere
@@ -61,6 +62,10 @@ def cross_entropy(
             f"cross_entropy: x {tuple(x.shape)}, w {tuple(w.shape)}, targets {tuple(targets.shape)}; they are "
             f"[..., d], [d, v] and [...]"
         )
+    own = {"x": x, "w": w, "targets": targets}
+    ops.alike(
+        "cross_entropy", axis, x, lambda: ops.arguments(own, vocabulary=vocabulary, ignore=ignore, chunk=chunk), EQUAL
+    )
     size = axis_size(axis)
     columns = w.shape[1] * size if vocabulary is None else vocabulary
     if not 0 < columns <= w.shape[1] * size:

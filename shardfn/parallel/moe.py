@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardfn.collectives import ops
 from shardfn.collectives.functional import all_to_all, axis_index, axis_size, psum, ragged_all_to_all
 from shardfn.compat import functorch
 from shardfn.mesh.grid import AxisName, as_names
@@ -128,6 +129,9 @@ def mixture(
             f"mixture: {count} experts over {axis!r}, of {axis_size(axis)} ranks, but this rank's parameters have "
             f"leading dimensions {sorted(own)}: cut the experts with a spec, P({axis!r}), and make their number divide"
         )
+    some = "..." if capacity is None else groups  # which may be shorter on some ranks
+    each = f"x: {x.dtype} [{some}, ..., {width}]", f"experts={count}", f"capacity={capacity}"
+    ops.alike("mixture", axis, x, lambda: [*each, f"overflow={overflow!r}"], "Every rank passes the same")
     routing = _with_indices("mixture", routing)
     check_range("mixture", "routing.experts", routing.experts, count)
     if capacity is None:

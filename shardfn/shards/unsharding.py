@@ -14,6 +14,7 @@ from shardfn.collectives import functional
 from shardfn.collectives.agree import agree, failing_together
 from shardfn.compat import dynamo, functorch, process_groups
 from shardfn.mesh import waiting
+from shardfn.mesh.callsites import asked
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.mesh.selectors import Chosen, Which, chosen
@@ -136,9 +137,9 @@ def _whole(flat: FlatShard, mesh: DeviceMesh | None, request: _Request) -> list[
         return whole
     if flat.values.ndim > 1 and request.ranks is None:
         return _whole_stack(flat, mesh, request)
-    where = mesh_of(layout.grid, f"unshard: stage {layout.stage!r}") if mesh is None else mesh
+    where = mesh_of(layout.grid, f"{asked('unshard')}: stage {layout.stage!r}") if mesh is None else mesh
     with scope(where):
-        mesh_of(layout.grid, f"unshard: stage {layout.stage!r}")
+        mesh_of(layout.grid, f"{asked('unshard')}: stage {layout.stage!r}")
         if request.ranks is not None:
             for number, value in gathered_to(flat, request.ranks, numbers, where, to).items():
                 whole[number] = value

@@ -15,6 +15,12 @@ _WRAPPED = ("module", "process_group", "sharding_strategy")
 _POSITIONS = {
     **dict.fromkeys(("FullyShardedDataParallel", "FSDP"), _WRAPPED),
     "fully_shard": ("module",),
+    **dict.fromkeys(
+        ["Adam", "AdamW", "Adagrad", "Adadelta", "RMSprop", "NAdam", "RAdam", "Adamax", "SGD"], ("params", "lr")
+    ),
+    "DataLoader": ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn"),
+    "DistributedSampler": ("dataset", "num_replicas", "rank", "shuffle", "seed", "drop_last"),
+    **dict.fromkeys(("GradScaler", "ShardedGradScaler"), ("device", "init_scale")),
     "CPUOffload": ("offload_params",),
     "CPUOffloadPolicy": ("pin_memory",),
     "MixedPrecision": ("param_dtype", "reduce_dtype", "buffer_dtype"),

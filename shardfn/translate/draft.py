@@ -23,8 +23,8 @@ class Row:
         key: its path in the file, `"zero_optimization.stage"`.
         value: its value in the file, as text.
         status: `"becomes"`: it becomes lines of the program; `"always"`: shardfn always does so; `"yours"`: it is
-            outside the program and does not change its results; `"missing"`: it has no counterpart, and changes
-            results or memory; `"open"`: its value is not in the file; `"unknown"`: it is no key of that system.
+            outside the program and does not change its results; `"missing"`: it is not translated, and changes results
+            or memory; `"open"`: its value is not in the file; `"unknown"`: it is no key of that system.
         text: what it becomes, or why it has no meaning.
     """
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from shardfn.translate import precision
 from shardfn.translate.draft import Draft
+from shardfn.translate.optimizers import Kind, arguments
 from shardfn.translate.schema import By, Section, Table, always, each, flag, meant, missing, read, sets, yours
 from shardfn.translate.values import Call, Source, TranslateError, natural, number, shown, whole, words
 
@@ -168,6 +170,74 @@ def _of_module(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
         given |= dict(zip(names, moved, strict=False))
 
 
+_ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
+OPTIMIZERS = {
+    "Adam": Kind("adam", {**_ADAM, "weight_decay": 0.0}),
+    "AdamW": Kind("adamw", {**_ADAM, "weight_decay": 0.01}),
+    "SGD": Kind("sgd", {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0, "nesterov": False}),
+    **{
+        name: Kind(f"torch.optim.{name}", {"lr": lr})
+        for name, lr in {
+            "Adagrad": 1e-2,
+            "Adadelta": 1.0,
+            "RMSprop": 1e-2,
+            "NAdam": 2e-3,
+            "RAdam": 1e-3,
+            "Adamax": 2e-3,
+        }.items()
+    },
+}
+_GROUPS = "groups of parameters: a rule, such as weight_decay=lambda path, shape: ..., or so.masked"
+
+
+def _optimizer(draft: Draft, key: str, call: Call) -> None:
+    """Reads an optimizer of torch's, which has one set of numbers for all parameters."""
+    given = {name: x for name, x in call.arguments.items() if name != "params"}
+    if draft.get("optimizer") is not None:
+        draft.row(key, call, "missing", "the program has one optimizer, the first")
+        return
+    if isinstance(call.arguments.get("params"), (list, tuple, Mapping)):
+        draft.row(f"{key}.params", call.arguments["params"], "missing", _GROUPS)
+    kind = OPTIMIZERS[call.name]
+    draft.row(key, call, "becomes", kind.text)
+    draft.say("optimizer", kind.ours, key)
+    arguments(draft, key, given, kind)
+
+
+_SCALER: Table = {
+    "device": always("that of the mesh"),
+    "init_scale": sets("scale= of so.loss_scaled", name="scale", scale=number),
+    "growth_interval": sets("every= of so.loss_scaled", name="every", every=whole),
+    "growth_factor": missing("growth= of so.loss_scaled", "2"),
+    "backoff_factor": missing("backoff= of so.loss_scaled", "0.5"),
+    "enabled": missing("leave so.loss_scaled out", "True"),
+}
+
+
+def _scaler(draft: Draft, key: str, call: Call) -> None:
+    if call.arguments.get("enabled") is False:
+        draft.row(key, call, "always", "nothing is scaled unless it is said")
+        return
+    draft.row(key, call, "becomes", "so.loss_scaled(optimizer)")
+    draft.say("scaled", True, key)
+    read(draft, key, dict(call.arguments), Section(_SCALER, call.name))
+
+
+_BATCHES = "of sf.run.batches"
+_LOADER: Table = {
+    "dataset": yours(f"the source {_BATCHES}"),
+    "batch_size": yours(f"batch= {_BATCHES}, of all ranks together"),
+    "shuffle": yours(f"shuffle= {_BATCHES}, whose default is True"),
+    "drop_last": yours(f"last= {_BATCHES}, whose default is to drop it"),
+    "num_workers": yours(f"workers= {_BATCHES}"),
+    "prefetch_factor": yours(f"prefetch= {_BATCHES}"),
+    "collate_fn": yours(f"collate= {_BATCHES}"),
+    **each("generator seed", yours(f"seed= {_BATCHES}")),
+    **each("sampler batch_sampler", yours(f"the order {_BATCHES}, which depends on seed and step alone")),
+    **each("num_replicas rank", always("each rank reads its own rows")),
+    **each("pin_memory pin_memory_device persistent_workers in_order", always(f"memory and workers {_BATCHES}")),
+    **each("timeout worker_init_fn multiprocessing_context", yours("workers are outside of the step")),
+}
 _MICRO = missing("sf.accumulate(loss, batches): its defer= says what waits for the last micro-batch")
 # Calls beside those that shard, by the last parts of their names.
 BESIDE: Table = {
@@ -204,7 +274,9 @@ BESIDE: Table = {
         " get_polynomial_decay_schedule_with_warmup get_wsd_schedule",
         missing("lr= of the optimizer takes a function of the step: so.warmup_cosine, so.wsd, or your own"),
     ),
-    **each("GradScaler ShardedGradScaler", missing("so.loss_scaled(optimizer)")),
+    **each("GradScaler ShardedGradScaler", _scaler),
+    **dict.fromkeys(OPTIMIZERS, _optimizer),
+    **each("DataLoader DistributedSampler", Section(_LOADER)),
     **each("apply_activation_checkpointing checkpoint_wrapper", sets("remat=True", remat="True")),
     "parallelize_module": missing('tensor="auto", or a table of ends of paths, of functional'),
 }
@@ -222,8 +294,9 @@ def beside(draft: Draft, calls: list[Call]) -> None:
         if call.name in BESIDE and text not in seen:
             seen.add(text)
             meaning = BESIDE[call.name]
-            meant(draft, call.name, call if isinstance(meaning, Section) else Source(text), meaning)
-            if not isinstance(meaning, Section) and draft.rows[-1].status != "missing":
+            whole_call = isinstance(meaning, Section) or callable(meaning)
+            meant(draft, call.name, call if whole_call else Source(text), meaning)
+            if not whole_call and draft.rows[-1].status != "missing":
                 for key, argument in call.arguments.items():
                     if not key.startswith("argument ") and key not in _WORDS.split():
                         draft.row(f"{call.name}.{key}", argument, "unknown", "no argument that is known here")

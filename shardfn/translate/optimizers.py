@@ -39,9 +39,13 @@ _OTHERS: Table = {
     "maximize": missing("the loss with the other sign", "False"),
     "fused": always("torch's fused kernels where there are any"),
     "foreach": always("torch's fused kernels where there are any"),
+    "capturable": always("a rate may be a tensor"),
+    "differentiable": missing("donate=False of the optimizer", "False"),
     "set_grad_none": always("gradients are values"),
     "amp": always("see fp16"),
 }
+
+_ANY = ["maximize", "fused", "foreach", "capturable", "differentiable"]
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ def unread(draft: Draft, key: str, kind: str, prefix: str, given: Mapping[str, A
 def arguments(draft: Draft, key: str, given: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
     """Reads and returns an optimizer's arguments, completed by its defaults; adds them as a fact."""
     takes = TAKES[kind.ours].split()
-    table: dict[str, Any] = {} if "." in kind.ours else dict(_OTHERS)
+    table: dict[str, Any] = {key: _OTHERS[key] for key in _ANY} if "." in kind.ours else dict(_OTHERS)
     for name in takes:
         text = f"b1= and b2= of so.{kind.ours}" if name == "betas" else f"{OURS.get(name, name)}= of the optimizer"
         fact = {f"optimizer.{name}": _READERS.get(name, number)}

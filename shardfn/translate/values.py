@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardfn.quoting import bounded
@@ -39,7 +39,7 @@ class Call:
     """A call in a Python file: the last part of its name, and its arguments."""
 
     name: str
-    line: int
+    line: int = field(repr=False, compare=False)  # calls of two lines may be alike
     arguments: Mapping[str, Any]
 
 

@@ -460,14 +460,9 @@ MIXED: dict[str, tuple[dict[str, Any], Tensor, tuple[str, ...]]] = {
         ("0 (Linear) mixes devices", "parameters on cpu, arguments on meta", "move the arguments there"),
     ),
     "rows, outside of stages": (
-        {"gather_dtype": BF16, "input_dtype": BF16},
+        {"gather_dtype": BF16},
         torch.ones(2, 4),
-        ("Sequential mixes dtypes", "0.weight, 0.bias, of torch.bfloat16, belong to no stage", "Pass small=0"),
-    ),
-    "what a stage returns": (
-        {"gather_dtype": BF16, "input_dtype": BF16, "output_dtype": torch.float32, "stages": "0"},
-        torch.ones(2, 4),
-        ("Sequential mixes dtypes", "1.weight, 1.bias, of torch.bfloat16, belong to no stage", "Pass small=0"),
+        ("Sequential mixes dtypes", "0.weight, 0.bias, of torch.bfloat16, with", "or pass input_dtype"),
     ),
 }
 

@@ -157,9 +157,14 @@ def test_the_sizes_of_a_list_are_in_one_unit(tmp_path: Path) -> None:
 
 def test_a_step_of_ones_own_is_planned(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
-    out = ran("mine:planned", "--mesh", "shard=4", "--json", "plan.json", cwd=tmp_path)
+    out = ran("mine:planned", "--mesh", "shard=4", "--json", "plan.json", "--schedule", cwd=tmp_path)
     assert "4,096 parameters on all ranks" in out
-    assert Plan.load(tmp_path / "plan.json").count(kind="all_gather") >= 1
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.count(kind="all_gather") >= 1
+    cells = [line.split() for line in out.splitlines()]
+    assert [[*row[:1], row[6]] for row in cells[: len(plan.works) + 3] if row[:1] and row[0].isdigit()] == [
+        [str(number), work.kind] for number, work in enumerate(plan.works)
+    ]
     error = ran("mine:nothing", "--mesh", "shard=4", cwd=tmp_path, status=2)
     assert "mine:nothing returned NoneType; it returns a tuple" in error
     error = ran("mine:absent", "--mesh", "shard=4", cwd=tmp_path, status=2)
@@ -196,6 +201,7 @@ def test_a_configuration_is_planned(tmp_path: Path) -> None:
         (("--model", "llama-8b", "--mesh", "shard=8,tensor=16"), "groups of heads, which tensor=16 does not divide"),
         (("--model", "gpt-124m", "--mesh", "shard=8", "--sequence", "9000"), "has 1024 places"),
         (("x:y", "--ranks", "8"), "pass --model NAME"),
+        (("--model", "llama-8b", "--ranks", "8", "--schedule", "--html", "a.html"), "--schedule, --html: of one plan"),
         (("x:y", "--mesh", "shard=2", "--remat", "on"), "--remat: not for a step of your own"),
         (("--model", "gpt-124m", "--mesh", "shard=8", "--fit", "80Gib"), "'80Gib' is no size of memory"),
     ],

@@ -58,6 +58,35 @@ def attention_that_trades_places_for_heads(on: On) -> Made:
 
 
 @right(context=2)
+def sequences_in_both_orders(on: On) -> Made:
+    """Keys of one order and of the other, each for the attention that masks by it; and heads without a mask."""
+    x = drawn(53)(2, 2, 8, D)
+
+    def total(x: Tensor, c: Any = ()) -> Tensor:
+        a, b = (x[:, :, parallel.positions(8, c, balanced=balanced)] for balanced in (True, False))
+        outs = [
+            parallel.ring_attention(a, a, a, c),
+            parallel.ulysses_attention(a, a, a, c, causal=False),
+            parallel.ring_attention(b, b, b, c, balanced=False),
+            parallel.ulysses_attention(b, b, b, c),
+        ]
+        return sf.psum(torch.stack(outs).square().sum(), c)
+
+    return lambda: on(lambda x: total(x, "context"), P(), P())(x), plainly(total, x)[0]
+
+
+@right(context=2)
+def balanced_places_without_a_mask(on: On) -> Made:
+    x = drawn(54)(2, 2, 8, D)
+
+    def total(x: Tensor, c: Any = ()) -> Tensor:
+        own = x[:, :, parallel.positions(8, c)]
+        return sf.psum(parallel.ulysses_attention(own, own, own, c, causal=False).square().sum(), c)
+
+    return lambda: on(lambda x: total(x, "context"), P(), P())(x), plainly(total, x)[0]
+
+
+@right(context=2)
 def a_ring_by_hand(on: On) -> Made:
     """Attention without a mask: keys and values go around, with weights by the running sum of exponentials."""
     draw = drawn(52)
