@@ -279,7 +279,8 @@ def local(case: Case, mean: int) -> Mask:
 def divided(case: Case, event: Gradient, ranks: int) -> bool:
     """Whether a loss, or anything made from its gradient, is or may be divided by the number of ranks."""
     product = math.prod(case.types.divisors[event.loss])
-    return may_be(case, event.loss, ranks) or scaled_later(
+    parts = sum(other.begin == event.begin for other in case.trace.gradients())  # of which `accumulate` takes the sum
+    return any(may_be(case, event.loss, ranks * n) for n in {1, parts}) or scaled_later(
         case,
         [at for _, at in event.pairs],
         event.end,
