@@ -56,9 +56,9 @@ def norms(tree: Any) -> Norms:
     Example:
         ``for path, norm in norms(grads).parameters.items(): print(path, norm)``
     """
-    leaves = units(tree)
+    leaves = _counted(units(tree))
     sums = squares(leaves)
-    stage_of = {path: unit.name for unit in leaves.each if unit.trainable for _, path, _ in spread(unit)}  # stages
+    stage_of = {path: unit.name for unit in leaves.each for _, path, _ in spread(unit)}
     values = torch.stack([sums[name] for name in stage_of]).tolist() if stage_of else []
     parameters, stages = dict(zip(stage_of, values, strict=True)), dict.fromkeys(stage_of.values(), 0.0)
     for name, stage in stage_of.items():
@@ -81,7 +81,7 @@ def global_norm(tree: Any) -> Tensor:
     Example:
         ``penalised = loss + 1e-4 * global_norm(params) ** 2``
     """
-    sums = list(squares(units(tree)).values())
+    sums = list(squares(_counted(units(tree))).values())
     return torch.stack(sums).sum().sqrt() if sums else torch.zeros((), device="cpu")
 
 
@@ -105,10 +105,11 @@ def vdot(a: Any, b: Any) -> Tensor:
         A Rayleigh quotient, for the curvature along a direction `v`: ``vdot(v, hvp(v)) / vdot(v, v)``
     """
     left, right = units(a), units(b)
-    ours, theirs = ([(seg.name, seg.layout, seg.values.shape) for seg in leaves.each] for leaves in (left, right))
     if left.tree != right.tree:
         both = listed([left.tree, right.tree], separator=" and ", room=1200)
         raise ValueError(f"vdot: the trees differ: their structures are {both}")
+    left, right = _counted(left, right), _counted(right, left)
+    ours, theirs = ([(seg.name, seg.layout, seg.values.shape) for seg in leaves.each] for leaves in (left, right))
     for (name, layout, shape), (other, another, size) in zip(ours, theirs, strict=True):
         if (layout, shape) != (another, size):
             raise ValueError(
@@ -118,6 +119,12 @@ def vdot(a: Any, b: Any) -> Tensor:
                 f"together, or two trees of parameters"
             )
     return dots([left], right)[0]
+
+
+def _counted(leaves: Units, other: Units | None = None) -> Units:
+    """The trained units that have values, in another tree of the same structure, too."""
+    both = zip(leaves.each, (other or leaves).each, strict=True)
+    return leaves._replace(each=[u for u, v in both if u.trainable and u.values is not None and v.values is not None])
 
 
 def dots(many: Sequence[Units], other: Units) -> Tensor:

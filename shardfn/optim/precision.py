@@ -19,6 +19,8 @@ from shardfn.shards.blocks import CHUNK
 from shardfn.shards.pieces import Unit, Units, copied, refuse_complex, units
 from shardfn.shards.random import int_seed
 
+LEAST = torch.finfo(torch.float32).tiny  # the smallest loss scale
+
 
 def master(optimizer: Optimizer, *, donate: bool = True) -> Optimizer:
     """The optimizer on a float32 copy of the parameters; the parameters are its rounded values.
@@ -141,7 +143,7 @@ def loss_scaled(
     """The optimizer, for gradients of `loss * state["scale"]`; overwrites gradients unless `donate=False`.
 
     It divides gradients by the scale. If any gradient on any rank is not finite, all ranks skip the step and the scale
-    shrinks; after `every` finite steps in a row it grows.
+    shrinks; after `every` finite steps in a row it grows. It stays where float32 holds both it and its inverse.
 
     State: `"scale"`, `"good"` (finite steps since the scale last changed), `"skipped"`, and the optimizer's.
 
@@ -173,13 +175,13 @@ def loss_scaled(
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         if not finite(grads):
-            skipped = {"scale": state["scale"] * backoff, "good": 0, "skipped": state["skipped"] + 1}
+            skipped = {"scale": max(state["scale"] * backoff, LEAST), "good": 0, "skipped": state["skipped"] + 1}
             return params, state | skipped
         divided = scaled("loss_scaled", grads, 1 / state["scale"], donate)
         params, inner = optimizer.step(params, divided, state["optimizer"])
         state = state | {"optimizer": inner, "good": state["good"] + 1}
         if state["good"] >= every:
-            state |= {"scale": state["scale"] * growth, "good": 0}
+            state |= {"scale": min(state["scale"] * growth, 1 / LEAST), "good": 0}
         return params, state
 
     return Optimizer(init, step)

@@ -60,7 +60,8 @@ def shampoo(
         b1: :math:`\beta_1`, from 0 to below 1, or a rule: decay of the mean of gradients, the momentum.
         b2: :math:`\beta_2`, from 0 to below 1, or a rule: decay of factors and of the mean of squared gradients.
         eps: :math:`\epsilon`, 0 or more, or a rule: keeps Adam's divisor above 0.
-        ridge: :math:`\epsilon_L`, above 0, or a rule: is added to the eigenvalues of factors.
+        ridge: :math:`\epsilon_L`, above 0, or a rule: is added to the eigenvalues of factors, each of which is at least
+            what rounding adds to the largest.
         exponent: power of the factors' inverses; None for :math:`1 / 2k`.
         graft: whether to scale directions to Adam's.
         every: steps from one computation of the roots to the next; the first step computes them.
@@ -135,7 +136,8 @@ def kl_shampoo(
         b1: :math:`\beta_1`, from 0 to below 1, or a rule: decay of the mean of gradients, the momentum.
         b2: :math:`\beta_2`, from 0 to below 1, or a rule: decay of factors.
         eps: of `adamw`, for vectors: 0 or more, or a rule.
-        ridge: :math:`\epsilon_L`, above 0, or a rule: is added to the eigenvalues of factors.
+        ridge: :math:`\epsilon_L`, above 0, or a rule: is added to the eigenvalues of factors, each of which is at least
+            what rounding adds to the largest.
         initial: above 0, or a rule: factors begin as this number times the identity.
         every: steps from one decomposition to the next; the first step decomposes.
         block: longest dimension of a block.
@@ -356,9 +358,12 @@ def _turned(x: Tensor, matrices: Sequence[Tensor | None], dim: int) -> Tensor:
 
 
 def inverse_power(factor: Tensor, exponent: float, ridge: float) -> Tensor:
-    """The power `-exponent` of a factor whose eigenvalues are 0 or more up to rounding."""
+    """The power `-exponent` of a factor whose eigenvalues are 0 or more up to rounding.
+
+    Those that rounding alone could have made count as this rounding, so that it chooses no direction.
+    """
     values, vectors = eigh(factor)
-    values = values - values[0].clamp(max=0) + ridge
+    values = values.maximum(_least(values) / len(values) ** 0.5) + ridge
     return vectors * values**-exponent @ vectors.mT
 
 
@@ -377,14 +382,23 @@ def _eigenbasis(factor: Tensor) -> Tensor:
 def _iterate(factor: Tensor, basis: Tensor, square: Tensor, i: int) -> None:
     """A step of power iteration; overwrites a basis, and Adam's squares along dimension `i`, which it sorts.
 
-    Vectors with eigenvalues that are 0 up to rounding stay: the product is rounding alone.
+    Vectors with eigenvalues that are 0 up to rounding stay: the product is rounding alone. So is what orthogonalisation
+    leaves of products that depend on each other, as those with a factor of low rank do. There the basis begins anew.
     """
     product = factor @ basis
     values = (basis * product).sum(0)
-    order = values.argsort(descending=True)
-    product = torch.where(values > _least(values), product, basis)
-    basis.copy_(torch.linalg.qr(product[:, order]).Q)
-    square.copy_(square.index_select(i, order))
+    least, half = _least(values), torch.finfo(values.dtype).eps ** 0.5
+    known = values > least
+    order = values.where(known, 0).argsort(descending=True, stable=True)
+    new, left = torch.linalg.qr(torch.where(known, product, basis)[:, order])
+    determined = left.diagonal().abs() > torch.where(known, least + half * values, half)[order]
+    if bool(determined.all()):
+        square.copy_(square.index_select(i, order))
+    else:  # squares of what is uncorrelated
+        new = _eigenbasis(factor)
+        shares = (new.mT @ basis).square()
+        square.copy_(_turned(square, [shares if j == i else None for j in range(square.ndim)], 1))
+    basis.copy_(new)
 
 
 def _least(values: Tensor) -> Tensor:

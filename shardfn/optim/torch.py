@@ -237,7 +237,12 @@ def _steps(
     """Three steps of an optimizer for each list of tensors: where all elements are then, and the groups' options."""
     each = [[x.clone().requires_grad_() for x in parts] for parts in split]
     slopes = [[x.detach() ** 3 + 1 for x in parts] for parts in each]
-    optimizers = [make(variables, **plain) for variables in each]
+    try:
+        optimizers = [make(variables, **plain) for variables in each]
+    except ValueError as error:
+        if each[0][0].ndim > 1:  # of the options
+            raise
+        raise ValueError(f"from_torch: {name} takes no vectors, and a shard is one: {error}") from error
     for factor in (1.0, 3.0, 1000.0):
         for at, variables in enumerate(each):
             if anew:

@@ -20,7 +20,7 @@ from shardfn.optim.hyperparameters import check, whole
 from shardfn.optim.norms import roots
 from shardfn.optim.optimizer import Optimizer, Rule, must_be_optimizer
 from shardfn.quoting import listed
-from shardfn.shards.pieces import Units, copied, is_unit, joined, pairs, spread, stretches, units, zeros_like
+from shardfn.shards.pieces import Unit, Units, copied, is_unit, joined, pairs, spread, stretches, units, zeros_like
 
 
 def masked(optimizer: Optimizer, rule: Which, otherwise: Optimizer | None = None) -> Optimizer:
@@ -173,6 +173,8 @@ def ema(optimizer: Optimizer, decay: float, *, donate: bool = True) -> Optimizer
 def accumulate(optimizer: Optimizer, every: int) -> Optimizer:
     """The optimizer at every `every`-th step, with the sum of the gradients; parameters are unchanged in between.
 
+    A parameter whose gradient is None in all of these steps is left out.
+
     Also called `multi_steps`. Gradients are summed, not averaged: divide each loss by the size of the whole batch to
     get the whole batch's gradient. Where the micro-batches are available at once, `shardfn.accumulate` moves less.
 
@@ -195,19 +197,31 @@ def accumulate(optimizer: Optimizer, every: int) -> Optimizer:
     whole("accumulate", "every", every, 1)
 
     def init(params: Any) -> Any:
-        return {"optimizer": optimizer.init(params), "count": 0, "sum": zeros_like(params)}
+        return {"optimizer": optimizer.init(params), "count": 0} | nothing(params)
+
+    def nothing(params: Any) -> dict[str, Any]:
+        paths = [path for unit in units(params).each if unit.trainable for path in _paths(unit)]
+        return {"sum": zeros_like(params), "given": dict.fromkeys(paths, 0)}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         leaves = units(params)
-        sums = leaves.beside(state["sum"])
-        total = [s if g is None or s is None else s + g for s, (_, g) in zip(sums, pairs(leaves, grads), strict=True)]
+        sums, now = leaves.beside(state["sum"]), pairs(leaves, grads)
+        total = [s if g is None or s is None else s + g for s, (_, g) in zip(sums, now, strict=True)]
+        given = state["given"] | {path: 1 for unit, g in now if g is not None for path in _paths(unit)}
         count = state["count"] + 1
         if count < every:
-            return params, state | {"count": count, "sum": leaves.like(total)}
-        params, inner = optimizer.step(params, leaves.like(total), state["optimizer"])
-        return params, {"optimizer": inner, "count": 0, "sum": zeros_like(params)}
+            return params, state | {"count": count, "sum": leaves.like(total), "given": given}
+        # What got no gradient in any of the steps gets none, and not zeros: it stays, without weight decay.
+        has = [unit.trainable and any(given[path] for path in _paths(unit)) for unit in leaves.each]
+        grads = leaves.like(s if there else None for s, there in zip(total, has, strict=True))
+        params, inner = optimizer.step(params, grads, state["optimizer"])
+        return params, {"optimizer": inner, "count": 0} | nothing(params)
 
     return Optimizer(init, step)
+
+
+def _paths(unit: Unit) -> list[str]:
+    return [path for _, path, _ in spread(unit)]
 
 
 def skip_nonfinite(optimizer: Optimizer) -> Optimizer:

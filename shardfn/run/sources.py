@@ -119,16 +119,17 @@ def opened(source: Any) -> Any:
         TypeError: its rows cannot be found by number.
         ValueError: it has no rows, or tensors of different lengths.
     """
+    given = type(source).__name__
     if isinstance(source, Tensor | np.ndarray | dict | tuple):
         source = Columns(source)
     if isinstance(source, IterableDataset) or not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         raise TypeError(
-            f"{NAME}: the source, of type {type(source).__name__}, is no data set with __len__ and __getitem__, so no "
+            f"{NAME}: the source, of type {given}, is no data set with __len__ and __getitem__, so no "
             f"row of it can be found by its number. Files of rows are read by sf.run.Stream(files, read, lanes=...); "
             f"a loader of yours can be iterated by itself, and sf.run.checked(loader, mesh, axes) compares its batches"
         )
     if len(source) == 0:
-        raise ValueError(f"{NAME}: the source, of type {type(source).__name__}, has no rows")
+        raise ValueError(f"{NAME}: the source, of type {given}, has no rows")
     return source
 
 

@@ -166,3 +166,27 @@ def saved(folder: str) -> float:
 
 def test_several_models_are_saved_and_loaded_elsewhere(tmp_path: Path) -> None:
     assert max(world(4).run(saved, str(tmp_path / "saved"))) == 0.0
+
+
+def left_out(name: str, ranks: int) -> bool:
+    """Whether parameters without gradients stay, and the others move as if they were alone, over accumulated steps."""
+    mesh, draw = sf.make_mesh(shard=ranks, device="cpu"), torch.Generator().manual_seed(0)
+    a, b = ({"w": torch.randn(4, 3, generator=draw, dtype=torch.float64)} for _ in range(2))
+    optimizer = so.accumulate(OPTIMIZERS[name](), 2)
+
+    def trained(tree: Any, given: Callable[[Any], Any]) -> Any:
+        params = sf.shard(tree, mesh, sf.full_shard("shard"))
+        state = optimizer.init(params)
+        for step in range(4):
+            params, state = optimizer.step(params, given(gradients(params, step + 1.0)), state)
+        return sf.unshard(params)
+
+    both = trained({"a": a, "b": b}, lambda grads: grads | {"b": None})
+    alone = trained({"a": a}, lambda grads: grads)
+    return both["a"]["w"].equal(alone["a"]["w"]) and both["b"]["w"].equal(b["w"])
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lion8bit", "muon", "soap", "ema", "torch's"])
+def test_what_has_no_gradient_in_any_accumulated_step_stays(name: str) -> None:
+    for ranks in (1, 2):
+        assert all(world(ranks).run(left_out, name, ranks))

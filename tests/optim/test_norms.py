@@ -11,7 +11,7 @@ from torch import Tensor
 
 import shardfn as sf
 import shardfn.optim as so
-from shardfn import P
+from shardfn import P, quant
 from shardfn.testing import World
 from tests.reference import worst
 
@@ -273,3 +273,52 @@ def test_norms_on_ranks_that_share_a_process(world: World) -> None:
         return abs(so.global_norm(flat).item() - 33**0.5)
 
     assert worst(world.run(body)) < 1e-12
+
+
+def without(kind: str) -> tuple[float, float, float, float]:
+    """Norms of gradients some of which there are not, by three functions, and the norm of those that there are."""
+    mesh, draw = sf.make_mesh(shard=2, device="cpu"), torch.Generator().manual_seed(1)
+    whole = {name: {"w": torch.randn(8, 8, generator=draw).double(), "b": torch.ones(3).double()} for name in "abc"}
+    whole = quant.quantize(whole, quant.nf4(8), names=r"b\.w") if kind == "few bits" else whole
+    params = sf.shard(whole, mesh, sf.full_shard("shard"), frozen=[r"a\.b", r"b\..*"] if kind == "frozen" else ())
+    squares = sf.stage(lambda p: p["w"].square().sum() + p["b"].sum())
+
+    @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
+    def gradient(params: Any) -> Any:
+        head, rest = sf.partition(params, lambda path, shape: kind != "part" or path.startswith("a"))
+
+        def loss(head: Any) -> Tensor:
+            return sf.psum(sum(map(squares, sf.combine(head, rest).values())), "shard")
+
+        return sf.grad(loss)(head)
+
+    grads = gradient(params)
+    want = sum(x.square().sum().item() for x in optree.tree_leaves(sf.unshard(grads)) if x.is_floating_point()) ** 0.5
+    clipped = so.masked(so.chain(so.clip_by_global_norm(1e9), so.sgd(0.1)), r".*\.(w|b)")  # of pieces
+    _, state = clipped.step(params, grads, clipped.init(params))
+    some = so.norms(grads).parameters.items()
+    masked = sum(norm**2 for name, norm in some if name.endswith((".w", ".b"))) ** 0.5
+    return (
+        abs(so.global_norm(grads).item() - want),
+        abs(so.vdot(grads, grads).item() ** 0.5 - want),
+        abs(so.norms(grads).total - want),
+        abs(state["chosen"][0]["norm"].item() - masked),
+    )
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("kind", ["frozen", "few bits", "part"])
+def test_what_has_no_gradient_is_left_out(world: World, kind: str) -> None:
+    for differences in world.run(without, kind):
+        assert worst(differences) < 1e-11
+
+
+def test_a_loss_scale_stays_where_float32_holds_its_inverse() -> None:
+    for kind, scale in ((torch.nan, 2.0**-126), (0.0, 2.0**126)):
+        optimizer, p = so.loss_scaled(so.sgd(0.1), growth=2.0**9, backoff=2.0**-9, every=1), {"w": torch.ones(3)}
+        state = optimizer.init(p)
+        for _ in range(50):
+            p, state = optimizer.step(p, {"w": torch.full((3,), kind)}, state)
+        assert state["scale"] == scale
+        p, state = optimizer.step(p, {"w": torch.zeros(3)}, state)
+        assert p["w"].eq(1).all()

@@ -227,6 +227,24 @@ def test_soap_is_the_papers(shape: tuple[int, ...], block: int, every: int, dona
     assert (got["w"] - by_paper(Soap, start, block, 1, every=every)).abs().max() < 1e-9
 
 
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("make", [shampoo, kl_shampoo, soap])
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_rounding_chooses_no_direction(rows: int, make: Callable[..., so.Optimizer], every: int) -> None:
+    """Factors of few gradients have low rank, and gradients are rounded otherwise on another number of ranks."""
+
+    def few(noise: float, ps: Any, t: int) -> Any:
+        g = normal(*ps["w"].shape, seed=t)
+        g[rows:] = 0
+        return {"w": g * (1 + noise * normal(*g.shape, seed=100 + t))}
+
+    optimizer = make(every=every, block=99, **({} if make is soap else {"ridge": 1e-12}))
+    for width, steps in ((4, 7), (8, 7), (9, 12), (33, 7)):
+        start = normal(5, width, seed=99)
+        both = [trained(optimizer, {"w": start.clone()}, functools.partial(few, x), steps)[0] for x in (0.0, 3e-16)]
+        assert distance(*both) < 1e-12
+
+
 def test_vectors_are_updated_by_adamw() -> None:
     start = {"b": normal(7, seed=1), "row": normal(1, 6, seed=2), "s": normal(seed=3), "c": normal(1, 4, 1, seed=4)}
     for make in (shampoo, soap):

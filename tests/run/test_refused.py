@@ -76,7 +76,7 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "a negative start": (lambda: {"start": -1}, "ValueError: sf.run.batches: start=-1; it is 0 or more"),
     "a start of no step": (lambda: {"start": "3"}, "TypeError: sf.run.batches: start='3'"),
     "no rows": (lambda: {"source": []}, "ValueError: sf.run.batches: the source, of type list, has no rows"),
-    "an empty tensor": (lambda: {"source": X[:0]}, "has no rows"),
+    "an empty tensor": (lambda: {"source": X[:0]}, "the source, of type Tensor, has no rows"),
     "a generator": (lambda: {"source": iter([1])}, "no row of it can be found by its number"),
     "an iterable data set": (lambda: {"source": Endless()}, "sf.run.Stream(files, read, lanes=...)"),
     "a number": (lambda: {"source": 3}, "the source, of type int, is no data set"),
