@@ -546,6 +546,68 @@ def test_what_writes_into_what_it_was_lent_is_refused(world: World, where: str, 
     assert unchanged or how == "detached", told
 
 
+def written_after(result: str, how: str, remat: bool) -> tuple[str, float]:
+    """The error, and how far a product is from one without the write, if a stage's results are written into."""
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    params, v = (sf.shard(whole(seed)["layers"], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    stage = sf.stage(RESULTS[result], remat=remat)
+
+    def loss(params: Any, writes: bool) -> Tensor:
+        x = normal(ROWS, D, seed=1)
+        for p in sf.layers(params):
+            y, at = stage(p, x)
+            x, at = (y, at) if writes else (y.clone(), at.clone())
+            AFTER[how](at if how == "an index" else x)
+            x = x + at.sum()
+        return x.square().sum()
+
+    def product(writes: bool) -> Any:
+        return sf.jvp(sf.grad(lambda p: loss(p, writes)), (params,), (v,))[1]
+
+    try:
+        found = product(True)
+    except RuntimeError as error:
+        return str(error), 0.0
+    return "", furthest(found, product(False))
+
+
+def looked_up(p: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    at = x[:, 0].argsort()
+    return (mlp(p, x) * p["s"])[at] + 0.0, at
+
+
+RESULTS: dict[str, Any] = {
+    "unread": lambda p, x: (mlp(p, x) + x, torch.ones(1, dtype=torch.int64)),
+    "a view": lambda p, x: ((mlp(p, x) + x).unflatten(1, (2, -1)).flatten(1), torch.ones(1, dtype=torch.int64)),
+    "read": lambda p, x: (torch.tanh(mlp(p, x)), torch.ones(1, dtype=torch.int64)),
+    "an index": looked_up,
+}
+AFTER: dict[str, Callable[[Tensor], Any]] = {
+    "an operator": lambda x: x.add_(1.5),
+    "a slice": lambda x: x[:, :2].mul_(2.0),
+    "an activation": lambda x: F.relu(x, inplace=True),
+    "an index": lambda at: at.copy_(at.flip(0)),
+}
+
+
+@one
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("how", ["an operator", "a slice", "an activation"])
+@pytest.mark.parametrize("result", ["unread", "a view", "read"])
+def test_what_a_stage_returned_may_be_written_into_unless_its_gradient_reads_it(
+    world: World, result: str, how: str, remat: bool
+) -> None:
+    ((told, off),) = world.run(written_after, result, how, remat)
+    assert ("modified by an inplace operation" in told) == (result == "read" and not remat), told
+    assert off < 1e-12
+
+
+@one
+def test_an_index_that_a_stage_returned_is_not_written_into_while_its_gradient_reads_it(world: World) -> None:
+    ((told, _),) = world.run(written_after, "an index", "an index", False)
+    assert "modified by an inplace operation" in told
+
+
 def short_of_memory() -> tuple[str, int]:
     runs = []
 
