@@ -238,7 +238,7 @@ def _transposed(
         ys, others = ([y for y in found if isinstance(y, Tensor) and moves(y) == yes] for yes in (True, False))
         constants = [_Place(moves(y)) if isinstance(y, Tensor) else y for y in found]
         kept[:] = constants, structure, [y.requires_grad for y in ys], ys, moved, others
-        return ys, others
+        return ys or [moved[0].new_zeros(())], others  # `vjp` refuses a function without results
 
     xs = [leaves[i] for i in wanted]
     moved_along = [functorch.tangent_of(x) is not None for x in xs]
@@ -253,7 +253,7 @@ def _transposed(
         raise RuntimeError(writes(signature))
     constants, structure, follows, *graph = kept
     lent = _lent((nodes, moving, leaves))
-    pairs = [functorch.unpacked(_apart(lent, y)) for y in ys]
+    pairs = [functorch.unpacked(_apart(lent, y)) for y in ys[: len(follows)]]
     values = [y for y, _ in pairs]
     if any(follows):
         given = [flat[i] for i in wanted]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -606,6 +607,81 @@ def test_what_a_stage_returned_may_be_written_into_unless_its_gradient_reads_it(
 def test_an_index_that_a_stage_returned_is_not_written_into_while_its_gradient_reads_it(world: World) -> None:
     ((told, _),) = world.run(written_after, "an index", "an index", False)
     assert "modified by an inplace operation" in told
+
+
+def bounded(x: Tensor, most: float) -> Tensor:
+    return torch.tanh(x / most) * most
+
+
+class Bounded(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x / 2.0) * 2.0
+
+
+def scripted() -> tuple[list[float], list[str]]:
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    params, v = (sf.shard(whole(seed)["layers"][0], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    x = normal(ROWS, D, seed=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        function, method, traced = torch.jit.script(bounded), torch.jit.script(Bounded()), torch.jit.trace(Bounded(), x)
+
+    def product(f: Any, forward: Any = sf.grad) -> Any:
+        stage = sf.stage(lambda p, x: f(mlp(p, x)))
+        return sf.jvp(forward(lambda p: f(stage(p, x)).square().sum()), (params,), (v,))[1]
+
+    want = product(Bounded())
+    off = [furthest(product(lambda x: function(x, 2.0)), want) for _ in range(4)]
+    off.append(float((product(method, lambda f: f) - product(Bounded(), lambda f: f)).abs()))
+    told = []
+    for f in (method, traced):
+        try:
+            product(f)
+        except RuntimeError as error:
+            told.append(str(error))
+    return off, told
+
+
+@one
+def test_functions_of_torchscript_have_the_derivatives_of_what_was_scripted(world: World) -> None:
+    ((off, told),) = world.run(scripted)
+    assert worst(off) < 1e-12
+    assert ["of TorchScript: torch leaves tangents out" in error for error in told] == [True, True], told
+
+
+class Holder:
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+
+def only_indices() -> tuple[float, str]:
+    """A stage that returns no numbers with derivatives, and one that hides them in an object."""
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    params, v = (sf.shard(whole(seed)["layers"], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    x = normal(ROWS, D, seed=1)
+
+    def loss(params: Any, order: Any) -> Tensor:
+        y = sf.stage(mlp)(params[0], x)
+        return (sf.stage(mlp)(params[1], y) * order(params[1], y)).square().sum()
+
+    def product(order: Any) -> Any:
+        return sf.jvp(sf.grad(lambda p: loss(p, order)), (params,), (v,))[1]
+
+    off = furthest(
+        product(sf.stage(lambda p, y: mlp(p, y).argsort())), product(lambda p, y: mlp(sf.unshard(p), y).argsort())
+    )
+    try:
+        product(sf.stage(lambda p, y: Holder(mlp(p, y))))
+    except TypeError as error:
+        return off, str(error)
+    return off, ""
+
+
+@one
+def test_a_stage_may_return_indices_alone(world: World) -> None:
+    ((off, told),) = world.run(only_indices)
+    assert off < 1e-12
+    assert "returns a Holder, which is not a pytree node" in told, told
 
 
 def short_of_memory() -> tuple[str, int]:
