@@ -448,7 +448,7 @@ class _Tangent(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor | None) -> Any:
-        if cotangent is None:
+        if cotangent is None or not cotangent.any():  # a Function on the way may have made zeros of nothing
             return (None, None) + (None,) * ctx.count
         raise RuntimeError(
             f"stage {ctx.stage!r}: the gradient of a tangent, in a shardfn.jvp of a function that closes over what is "

@@ -684,6 +684,61 @@ def test_a_stage_may_return_indices_alone(world: World) -> None:
     assert "returns a Holder, which is not a pytree node" in told, told
 
 
+class Halved(torch.autograd.Function):
+    """Its own derivative in forward mode, too; backward gets zeros where there is no gradient."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x / 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> Tensor:
+        return Halved.apply(ct)
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor) -> Tensor:
+        return Halved.apply(t)
+
+
+BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "psum": lambda x: sf.pvary(sf.psum(x.sum(0), "shard"), "shard"),
+    "all_gather": lambda x: sf.all_gather(x, "shard").sum(0),
+    "ppermute": lambda x: sf.ppermute(x, "shard", [(0, 1), (1, 0)]),
+    "all_to_all": lambda x: sf.all_to_all(x, "shard", split_dim=0, concat_dim=0),
+    "detached": lambda x: sf.pvary(sf.psum(x.sum(0), "shard"), "shard").detach(),
+    "a Function": lambda x: Halved.apply(x),
+}
+
+
+def between_stages(way: str) -> float:
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    params, v = (sf.shard(whole(seed)["layers"], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    x = normal(ROWS, D, seed=mesh.get_rank())
+
+    def gradient(params: Any) -> Any:
+        def loss(params: Any) -> Tensor:
+            y = sf.stage(mlp)(params[0], x)
+            z = sf.stage(mlp)(params[1], torch.tanh(y) * BETWEEN[way](y))
+            return sf.psum(z.square().sum(), "shard")
+
+        return sf.grad(loss)(params)
+
+    def both(params: Any, v: Any) -> tuple[Any, Any]:
+        return sf.jvp(gradient, (params,), (v,))[1], torch.func.jvp(gradient, (params,), (v,))[1]
+
+    return furthest(*sf.shard_map(both, mesh=mesh, in_specs=..., out_specs=...)(params, v))
+
+
+@two
+@pytest.mark.parametrize("way", BETWEEN)
+def test_collectives_between_stages(world: World, way: str) -> None:
+    assert worst(world.run(between_stages, way)) < 1e-12
+
+
 def short_of_memory() -> tuple[str, int]:
     runs = []
 
