@@ -194,9 +194,23 @@ MUTANTS = [
     Mutant(
         "tangents are differentiated by torch's formulas",
         "transforms/jvp.py",
-        "with sdpa_kernel(SDPBackend.MATH), WrittenOut():",
-        "with sdpa_kernel(SDPBackend.MATH):",
+        "with sdpa_kernel(SDPBackend.MATH), WrittenOut(), written_in_python():",
+        "with sdpa_kernel(SDPBackend.MATH), written_in_python():",
         "tests/transforms/test_jacobian.py::test_derivatives_of_tangents[layer]",
+    ),
+    Mutant(
+        "functions of TorchScript lose tangents in a product with a Hessian",
+        "transforms/jvp.py",
+        "Watched(), seen, written_in_python():",
+        "Watched(), seen:",
+        f"{FORWARD}::test_functions_of_torchscript_have_the_derivatives_of_what_was_scripted",
+    ),
+    Mutant(
+        "a product with a Hessian reads results that were written into",
+        "stages/forward_mode.py",
+        "if y._version != n}",
+        "if y._version < n}",
+        f"{FORWARD}::test_an_index_that_a_stage_returned_is_not_written_into_while_its_gradient_reads_it",
     ),
     Mutant(
         "a function that runs again has torch's norms",

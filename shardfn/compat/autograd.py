@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import optree
 import torch
 import torch.autograd.graph
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
@@ -70,6 +71,21 @@ def second_storage(x: torch.Tensor) -> torch.Tensor | None:
     if type(x) is not torch.Tensor or x.device.type not in _NAMEABLE:  # DLPack would read even a fake tensor's memory
         return None
     return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x))  # type: ignore[attr-defined]
+
+
+def saved_by(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors that a graph holds for its backward, from these nodes on."""
+    pending, seen = list(nodes), set[Any]()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        held = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        if isinstance(node, torch.autograd.function.BackwardCFunction):  # its attributes are those of the context
+            held += [node.saved_tensors, vars(node)]
+        yield from (x for x in optree.tree_leaves(held) if isinstance(x, torch.Tensor))
+        pending += [parent for parent, _ in node.next_functions]
 
 
 def references(x: torch.Tensor) -> tuple[int, int]:

@@ -64,10 +64,11 @@ def register(
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
             ctx.args = inputs[2:]
+            ctx.set_materialize_grads(False)  # zeros would be moved, and reach what has no gradient
 
         @staticmethod
-        def backward(ctx: Any, ct: torch.Tensor) -> tuple[Any, ...]:
-            return (None, backward(ct, *ctx.args), *(None for _ in ctx.args))
+        def backward(ctx: Any, ct: torch.Tensor | None) -> tuple[Any, ...]:
+            return (None, None if ct is None else backward(ct, *ctx.args), *(None for _ in ctx.args))
 
         @staticmethod
         def jvp(ctx: Any, _: Any, tangent: torch.Tensor, *__: Any) -> torch.Tensor:

@@ -225,7 +225,7 @@ def cannot(error: Exception) -> bool:
 
 _SIGNS = (
     "vmap", "functorch", "BatchedTensor", "atching rule", "doesn't have storage", "does not require grad",
-    "not have a grad_fn",
+    "not have a grad_fn", "stack expects each tensor to be equal size",
 )  # fmt: skip
 
 

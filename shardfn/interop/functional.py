@@ -392,8 +392,10 @@ class Functional:
         """Raises ValueError if parameters in this layout have other shapes than the module's."""
         for number, entry in enumerate(layout.entries):
             there = layout.meant_shape(number)
+            named = {name for name in self._shapes[key] if entry.path == name or entry.path.endswith(f".{name}")}
+            longest = max(map(len, named), default=0)  # `visual.scale` is not `scale`, if there are both
             for name, shape in self._shapes[key].items():
-                if there != shape and (entry.path == name or entry.path.endswith(f".{name}")):
+                if there != shape and name in named and len(name) == longest:
                     raise ValueError(
                         f"these are not the parameters of this {type(self.module).__name__}: {name} is {list(there)} "
                         f"there, and {list(shape)} in the module"

@@ -83,7 +83,7 @@ _PLAIN = (str, bytes, int, float, complex, type(None), type, types.ModuleType, t
 
 def _held_by(value: Any, objects: bool) -> Sequence[Any]:
     if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return list(value)
+        return [x for x in value]  # noqa: C416 - `list` asks for a length, which a subclass may refuse
     if isinstance(value, Mapping):
         return list(value.values())
     if isinstance(value, types.FunctionType):
@@ -393,9 +393,9 @@ def refuse_checkpointing(model: nn.Module, modules: Sequence[tuple[str, nn.Modul
 
 def drawn_layers(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
     """The attributes, of modules and configurations, by which `transformers` skips layers at random in training."""
-    owners = {
-        id(own): own for m in model.modules() for own in (vars(m), vars(getattr(m, "config", None) or nn.Module()))
-    }
+    configs = [getattr(m, "config", None) for m in model.modules()]
+    found = [*map(vars, model.modules()), *(getattr(c, "__dict__", c) for c in configs)]  # some configs are dicts
+    owners: dict[int, dict[str, Any]] = {id(own): own for own in found if isinstance(own, dict)}
     return [(own, name) for own in owners.values() for name in own if str(name).endswith("layerdrop")]
 
 

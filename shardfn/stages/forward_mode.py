@@ -237,8 +237,8 @@ def _transposed(
         found, structure = optree.tree_flatten(result)
         ys, others = ([y for y in found if isinstance(y, Tensor) and moves(y) == yes] for yes in (True, False))
         constants = [_Place(moves(y)) if isinstance(y, Tensor) else y for y in found]
-        kept[:] = constants, structure, [y.requires_grad for y in ys], ys, moved
-        return ys, others
+        kept[:] = constants, structure, [y.requires_grad for y in ys], ys, moved, others
+        return ys or [moved[0].new_zeros(())], others  # `vjp` refuses a function without results
 
     xs = [leaves[i] for i in wanted]
     moved_along = [functorch.tangent_of(x) is not None for x in xs]
@@ -253,11 +253,11 @@ def _transposed(
         raise RuntimeError(writes(signature))
     constants, structure, follows, *graph = kept
     lent = _lent((nodes, moving, leaves))
-    pairs = [functorch.unpacked(_apart(lent, y)) for y in ys]
+    pairs = [functorch.unpacked(_apart(lent, y)) for y in ys[: len(follows)]]
     values = [y for y, _ in pairs]
     if any(follows):
         given = [flat[i] for i in wanted]
-        outputs = _Transposed.apply(graph, follows, len(values), *values, *given)  # type: ignore[no-untyped-call]
+        outputs = _Transposed.apply((signature, *graph), follows, len(values), *values, *given)  # type: ignore[no-untyped-call]
         values = [out if yes else y for y, out, yes in zip(values, outputs, follows, strict=True)]
     results = iter([y if t is None else functorch.dual(y, t) for y, (_, t) in zip(values, pairs, strict=True)])
     rest = iter(others)
@@ -313,19 +313,24 @@ class _InPlaceOf(torch.autograd.Function):
 
 
 class _Transposed(torch.autograd.Function):
-    """`((ys', xs'), follows, count, *ys, *xs) -> ys`, with the gradients that ys' have in xs', and their tangents."""
+    """`((stage, ys', xs', others'), follows, count, *ys, *xs) -> ys`, with the gradients that ys' have in xs'.
+
+    Gradients have tangents.
+    """
 
     @staticmethod
     def forward(ctx: Any, graph: Any, follows: Sequence[bool], count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.graph, ctx.count = graph, count
-        outputs = tuple([y.view_as(y) for y in tensors[:count]])
+        ctx.versions = [functorch.unwrapped(y)._version for y in (*graph[1], *graph[3])]
+        outputs = tuple([y.detach() for y in tensors[:count]])  # no views: the caller may write into them
         ctx.mark_non_differentiable(*[y for y, yes in zip(outputs, follows, strict=True) if not yes])
         ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        (ys, xs), ctx.graph = ctx.graph, None
+        (signature, ys, xs, others), ctx.graph = ctx.graph, None
+        _refuse_written(signature, (*ys, *others), ctx.versions, ys)
         used = [(y, functorch.unpacked(ct)) for y, ct in zip(ys, cotangents, strict=True) if ct is not None]
         found: Sequence[Tensor | None] = [None] * len(xs)
         if used:
@@ -338,6 +343,21 @@ class _Transposed(torch.autograd.Function):
             found = torch.autograd.grad(ys, xs, cts, retain_graph=False, create_graph=True, allow_unused=True)
         gradients = [None if g is None else functorch.alive(g) for g in found]
         return None, None, None, *[None] * ctx.count, *gradients
+
+
+def _refuse_written(signature: Signature, results: Sequence[Tensor], versions: Sequence[int], ys: Any) -> None:
+    """Raises RuntimeError if results were written into since, and the graph of ys reads them.
+
+    Torch's own versions do not tell, as what `torch.func.vjp` saves is wrapped.
+    """
+    inner = [functorch.unwrapped(y) for y in results]
+    written = {autograd.storage_of(y) for y, n in zip(inner, versions, strict=True) if y._version != n}
+    for saved in autograd.saved_by(y.grad_fn for y in ys) if written else ():
+        if autograd.storage_of(functorch.unwrapped(saved)) in written:
+            raise RuntimeError(
+                f"{signature}: a result of shape {list(saved.shape)} was modified by an inplace operation after the "
+                f"stage, whose gradient reads it: write `x = x + y` in place of `x += y` there"
+            )
 
 
 def _versions(leaves: Sequence[Any]) -> list[int]:
@@ -424,11 +444,11 @@ class _Tangent(torch.autograd.Function):
     def forward(ctx: Any, stage: str, tangent: Tensor, *depends: Tensor) -> Tensor:
         ctx.stage, ctx.count = stage, len(depends)
         ctx.set_materialize_grads(False)
-        return tangent.view_as(tangent)
+        return tangent.detach()  # no view, into which torch would let nobody write, as by `x += 1` after the stage
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor | None) -> Any:
-        if cotangent is None:
+        if cotangent is None or not cotangent.any():  # a Function on the way may have made zeros of nothing
             return (None, None) + (None,) * ctx.count
         raise RuntimeError(
             f"stage {ctx.stage!r}: the gradient of a tangent, in a shardfn.jvp of a function that closes over what is "

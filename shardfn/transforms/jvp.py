@@ -18,6 +18,7 @@ from shardfn.compat import autograd, functorch, together
 from shardfn.compat.blockwise_attention import attention
 from shardfn.compat.norms import Padded, WrittenOut
 from shardfn.compat.replacing import replaced
+from shardfn.compat.scripted import written_in_python
 from shardfn.quoting import short
 from shardfn.shards.partition import with_leaves
 from shardfn.transforms.autodiff import moves, name_of
@@ -78,7 +79,7 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], 
 def _pushed(f: Callable[..., Any], tree: Any, pairs: Sequence[tuple[Any, Tensor | None]], has_aux: bool) -> Any:
     """The result and its tangent, with stages on the schedule."""
     seen = functorch.applications_seen(_refuse_applied)
-    with forward_ad.dual_level(), pushing(), sdpa_kernel(SDPBackend.MATH), Watched(), seen:
+    with forward_ad.dual_level(), pushing(), sdpa_kernel(SDPBackend.MATH), Watched(), seen, written_in_python():
         duals = [x if t is None else functorch.dual(x, t) for x, t in pairs]
         result = f(*optree.tree_unflatten(tree, duals))
         result, aux = result if has_aux else (result, None)
@@ -225,7 +226,7 @@ def _by_torch_func(f: Callable[..., Any], tree: Any, pairs: Sequence[tuple[Any, 
         return f(*optree.tree_unflatten(tree, with_leaves(leaves, at, values)))
 
     values, tangents = tuple(leaves[i] for i in at), tuple(pairs[i][1] for i in at)
-    with sdpa_kernel(SDPBackend.MATH), WrittenOut():
+    with sdpa_kernel(SDPBackend.MATH), WrittenOut(), written_in_python():
         if not followed((values, tangents)):
             found = torch.func.jvp(of_moving, values, tangents, has_aux=has_aux)
             if not followed(found):  # nor anything that `f` closes over

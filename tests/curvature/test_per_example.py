@@ -200,6 +200,14 @@ def deciding(p: Any, x: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
+def packed(p: Any, x: Tensor) -> Tensor:
+    """Of another length in each row, which torch's fallback for vmap finds only when it puts rows together."""
+    lengths = (x[..., 0] > 0).sum(1).clamp(min=1).cpu()
+    flat = torch.nn.utils.rnn.pack_padded_sequence(x @ p["square"], lengths, batch_first=True, enforce_sorted=False)
+    y, _ = torch.nn.utils.rnn.pad_packed_sequence(flat, batch_first=True, total_length=x.shape[1])
+    return x + torch.tanh(y @ p["odd"])
+
+
 def routed(p: Any, x: Tensor) -> Tensor:
     flat = x.flatten(0, 1)
     which = (flat @ p["gain"]) > 0
@@ -239,9 +247,9 @@ def by_addmm(p: Any, x: Tensor) -> Tensor:
 LAYERS = {f.__name__: f for f in (
     mlp, linear, normed, rms_normed, attending, by_einsum, convolving, depthwise, transposed, indexed, twice,
     overlapping, in_place, computed, placed, joined, parameters_alone, by_function, deciding, routed, mapped,
-    of_a_gradient, constants, recurrent, by_addmm,
+    of_a_gradient, constants, recurrent, by_addmm, packed,
 )}  # fmt: skip
-UNMAPPABLE = {"by_function", "deciding", "routed"}  # outside of stages vmap cannot run them
+UNMAPPABLE = {"by_function", "deciding", "packed", "routed"}  # outside of stages vmap cannot run them
 
 
 def differences(losses: Any, params: Any, reference: Any, of: Any, rows: list[Tensor], mine: int, **more: Any) -> Any:

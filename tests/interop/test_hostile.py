@@ -791,3 +791,49 @@ def test_two_threads_in_one_shell_are_refused() -> None:
         go.set()
         other.join()
     model(model.tree, torch.ones(1, WIDTH))
+
+
+class Irreducible(tuple[Any, ...]):
+    """A tuple that says how long it is by another name, as representations of groups do."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.kinds = {"layerdrop": 0.0, "depth": 2}, Irreducible([1, torch.ones(2)])
+        self.scale, self.inner = nn.Parameter(torch.ones(1, WIDTH)), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x) * self.scale
+        return found
+
+
+class Named(nn.Module):
+    """Its own parameter, and one of a module inside with the same last name and another shape, belong to no stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.tower = nn.Parameter(torch.full((2, 3), 0.5)), Tower()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tower(x) * self.scale.sum()
+
+
+def of_named(small: int) -> list[float]:
+    mesh, module = meshed(), seeded(Named)
+    value, want = of_module(module, lambda call: call(rows()).square().sum())
+    model = functional(module, small=small)
+    params = model.shard(mesh, sf.full_shard("shard"))
+    found, grads = mapped(sf.value_and_grad(lambda p: model(p, rows()).square().sum()), mesh, check=False)(params)
+    wrong = sf.shard({**model.tree, "": {**model.tree[""], "scale": torch.ones(3, 3)}}, mesh, sf.full_shard("shard"))
+    with pytest.raises(ValueError, match=r"scale is \[3, 3\] there, and \[2, 3\] in the module"):
+        model(wrong, rows())
+    return [float((found - value).abs()), off(model.state_dict(grads), want)]
+
+
+@pytest.mark.world(2, "processes")
+def test_names_and_attributes_that_look_like_others_are_told_apart(world: World) -> None:
+    assert all(x < 1e-12 for small in (0, 2**62) for found in world.run(of_named, small) for x in found)

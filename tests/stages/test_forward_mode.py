@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -544,6 +545,198 @@ def test_what_writes_into_what_it_was_lent_is_refused(world: World, where: str, 
     ((told, unchanged),) = world.run(writing, where, how, first)
     assert "writes into its parameters, or into another" in told or "out=... arguments" in told, told
     assert unchanged or how == "detached", told
+
+
+def written_after(result: str, how: str, remat: bool) -> tuple[str, float]:
+    """The error, and how far a product is from one without the write, if a stage's results are written into."""
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    params, v = (sf.shard(whole(seed)["layers"], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    stage = sf.stage(RESULTS[result], remat=remat)
+
+    def loss(params: Any, writes: bool) -> Tensor:
+        x = normal(ROWS, D, seed=1)
+        for p in sf.layers(params):
+            y, at = stage(p, x)
+            x, at = (y, at) if writes else (y.clone(), at.clone())
+            AFTER[how](at if how == "an index" else x)
+            x = x + at.sum()
+        return x.square().sum()
+
+    def product(writes: bool) -> Any:
+        return sf.jvp(sf.grad(lambda p: loss(p, writes)), (params,), (v,))[1]
+
+    try:
+        found = product(True)
+    except RuntimeError as error:
+        return str(error), 0.0
+    return "", furthest(found, product(False))
+
+
+def looked_up(p: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    at = x[:, 0].argsort()
+    return (mlp(p, x) * p["s"])[at] + 0.0, at
+
+
+RESULTS: dict[str, Any] = {
+    "unread": lambda p, x: (mlp(p, x) + x, torch.ones(1, dtype=torch.int64)),
+    "a view": lambda p, x: ((mlp(p, x) + x).unflatten(1, (2, -1)).flatten(1), torch.ones(1, dtype=torch.int64)),
+    "read": lambda p, x: (torch.tanh(mlp(p, x)), torch.ones(1, dtype=torch.int64)),
+    "an index": looked_up,
+}
+AFTER: dict[str, Callable[[Tensor], Any]] = {
+    "an operator": lambda x: x.add_(1.5),
+    "a slice": lambda x: x[:, :2].mul_(2.0),
+    "an activation": lambda x: F.relu(x, inplace=True),
+    "an index": lambda at: at.copy_(at.flip(0)),
+}
+
+
+@one
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("how", ["an operator", "a slice", "an activation"])
+@pytest.mark.parametrize("result", ["unread", "a view", "read"])
+def test_what_a_stage_returned_may_be_written_into_unless_its_gradient_reads_it(
+    world: World, result: str, how: str, remat: bool
+) -> None:
+    ((told, off),) = world.run(written_after, result, how, remat)
+    assert ("modified by an inplace operation" in told) == (result == "read" and not remat), told
+    assert off < 1e-12
+
+
+@one
+def test_an_index_that_a_stage_returned_is_not_written_into_while_its_gradient_reads_it(world: World) -> None:
+    ((told, _),) = world.run(written_after, "an index", "an index", False)
+    assert "modified by an inplace operation" in told
+
+
+def bounded(x: Tensor, most: float) -> Tensor:
+    return torch.tanh(x / most) * most
+
+
+class Bounded(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x / 2.0) * 2.0
+
+
+def scripted() -> tuple[list[float], list[str]]:
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    params, v = (sf.shard(whole(seed)["layers"][0], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    x = normal(ROWS, D, seed=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        function, method, traced = torch.jit.script(bounded), torch.jit.script(Bounded()), torch.jit.trace(Bounded(), x)
+
+    def product(f: Any, forward: Any = sf.grad) -> Any:
+        stage = sf.stage(lambda p, x: f(mlp(p, x)))
+        return sf.jvp(forward(lambda p: f(stage(p, x)).square().sum()), (params,), (v,))[1]
+
+    want = product(Bounded())
+    off = [furthest(product(lambda x: function(x, 2.0)), want) for _ in range(4)]
+    off.append(float((product(method, lambda f: f) - product(Bounded(), lambda f: f)).abs()))
+    told = []
+    for f in (method, traced):
+        try:
+            product(f)
+        except RuntimeError as error:
+            told.append(str(error))
+    return off, told
+
+
+@one
+def test_functions_of_torchscript_have_the_derivatives_of_what_was_scripted(world: World) -> None:
+    ((off, told),) = world.run(scripted)
+    assert worst(off) < 1e-12
+    assert ["of TorchScript: torch leaves tangents out" in error for error in told] == [True, True], told
+
+
+class Holder:
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+
+def only_indices() -> tuple[float, str]:
+    """A stage that returns no numbers with derivatives, and one that hides them in an object."""
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    params, v = (sf.shard(whole(seed)["layers"], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    x = normal(ROWS, D, seed=1)
+
+    def loss(params: Any, order: Any) -> Tensor:
+        y = sf.stage(mlp)(params[0], x)
+        return (sf.stage(mlp)(params[1], y) * order(params[1], y)).square().sum()
+
+    def product(order: Any) -> Any:
+        return sf.jvp(sf.grad(lambda p: loss(p, order)), (params,), (v,))[1]
+
+    off = furthest(
+        product(sf.stage(lambda p, y: mlp(p, y).argsort())), product(lambda p, y: mlp(sf.unshard(p), y).argsort())
+    )
+    try:
+        product(sf.stage(lambda p, y: Holder(mlp(p, y))))
+    except TypeError as error:
+        return off, str(error)
+    return off, ""
+
+
+@one
+def test_a_stage_may_return_indices_alone(world: World) -> None:
+    ((off, told),) = world.run(only_indices)
+    assert off < 1e-12
+    assert "returns a Holder, which is not a pytree node" in told, told
+
+
+class Halved(torch.autograd.Function):
+    """Its own derivative in forward mode, too; backward gets zeros where there is no gradient."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x / 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> Tensor:
+        return Halved.apply(ct)
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor) -> Tensor:
+        return Halved.apply(t)
+
+
+BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "psum": lambda x: sf.pvary(sf.psum(x.sum(0), "shard"), "shard"),
+    "all_gather": lambda x: sf.all_gather(x, "shard").sum(0),
+    "ppermute": lambda x: sf.ppermute(x, "shard", [(0, 1), (1, 0)]),
+    "all_to_all": lambda x: sf.all_to_all(x, "shard", split_dim=0, concat_dim=0),
+    "detached": lambda x: sf.pvary(sf.psum(x.sum(0), "shard"), "shard").detach(),
+    "a Function": lambda x: Halved.apply(x),
+}
+
+
+def between_stages(way: str) -> float:
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    params, v = (sf.shard(whole(seed)["layers"], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    x = normal(ROWS, D, seed=mesh.get_rank())
+
+    def gradient(params: Any) -> Any:
+        def loss(params: Any) -> Tensor:
+            y = sf.stage(mlp)(params[0], x)
+            z = sf.stage(mlp)(params[1], torch.tanh(y) * BETWEEN[way](y))
+            return sf.psum(z.square().sum(), "shard")
+
+        return sf.grad(loss)(params)
+
+    def both(params: Any, v: Any) -> tuple[Any, Any]:
+        return sf.jvp(gradient, (params,), (v,))[1], torch.func.jvp(gradient, (params,), (v,))[1]
+
+    return furthest(*sf.shard_map(both, mesh=mesh, in_specs=..., out_specs=...)(params, v))
+
+
+@two
+@pytest.mark.parametrize("way", BETWEEN)
+def test_collectives_between_stages(world: World, way: str) -> None:
+    assert worst(world.run(between_stages, way)) < 1e-12
 
 
 def short_of_memory() -> tuple[str, int]:

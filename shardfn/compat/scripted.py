@@ -1,0 +1,46 @@
+"""Functions of TorchScript, in whose gradients torch leaves tangents out.
+
+It does so from their second call on, without an error (torch 2.13).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_KINDS: Any = (torch._C.ScriptFunction, torch._C.ScriptMethod)
+
+
+@contextlib.contextmanager
+def written_in_python() -> Iterator[None]:
+    """A context in which the function that was scripted is called in place of the script, as no mode sees the call.
+
+    What has no such function, a method or a trace, raises RuntimeError where its gradient is taken.
+    """
+    before = [kind.__call__ for kind in _KINDS]
+
+    def calling(own: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if (function := getattr(self, "_torchdynamo_inline", None)) is not None:
+                return function(*args, **kwargs)
+            moving = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.requires_grad)
+            if torch.is_grad_enabled() and any(True for _ in moving):
+                raise RuntimeError(
+                    f"a gradient inside of shardfn.jvp, as in a Hessian-vector product, goes through "
+                    f"{self.name}, of TorchScript: torch leaves tangents out of its gradient. Call the function "
+                    f"or module that was scripted or traced"
+                )
+            return own(self, *args, **kwargs)
+
+        return call
+
+    for kind, own in zip(_KINDS, before, strict=True):
+        kind.__call__ = calling(own)
+    try:
+        yield
+    finally:
+        for kind, own in zip(_KINDS, before, strict=True):
+            kind.__call__ = own
