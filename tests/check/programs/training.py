@@ -156,6 +156,29 @@ def training_with_micro_batches(on: On) -> Made:
     return run, plainly(part, whole, tokens)
 
 
+@right("processes", shard=2)
+def micro_batches_with_as_many_elements_as_all_ranks_have_rows(on: On) -> Made:
+    """The divisor, the number of all rows, is also the number of elements of a micro-batch's output."""
+    draw = drawn(33)
+    rows, whole = draw(16, 4), {"w": draw(4, 4)}
+    flat = sf.shard({"layer": whole}, on.mesh, sf.full_shard("shard"))
+    multiplied = sf.stage(_multiplied)
+
+    def step(params: Any, rows: Tensor) -> Any:
+        return sf.accumulate(lambda p, x: multiplied(p["layer"], x).square().sum() / 16, rows.chunk(2))(params)[1]
+
+    mapped = on(step, (..., P("shard")), ...)
+
+    def run() -> Any:
+        return sf.unshard(mapped(flat, on.cut(rows, "shard")))["layer"]
+
+    return run, torch.func.grad(lambda p: _multiplied(p, rows).square().sum() / 16)(whole)
+
+
+def _multiplied(p: Any, x: Tensor) -> Tensor:
+    return torch.tanh(x @ p["w"])
+
+
 @right(shard=2)
 def gradients_by_backward_through_stages(on: On) -> Made:
     whole, tokens = layers(32), tokens_of(32)
