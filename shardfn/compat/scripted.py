@@ -6,12 +6,15 @@ It does so from their second call on, without an error (torch 2.13).
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-_KINDS: Any = (torch._C.ScriptFunction, torch._C.ScriptMethod)
+_PLAIN: Any = {kind: kind.__call__ for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod)}
+_lock = threading.Lock()
+_inside: list[None] = []  # one for each context that threads are in; the last ends it
 
 
 @contextlib.contextmanager
@@ -20,27 +23,30 @@ def written_in_python() -> Iterator[None]:
 
     What has no such function, a method or a trace, raises RuntimeError where its gradient is taken.
     """
-    before = [kind.__call__ for kind in _KINDS]
-
-    def calling(own: Any) -> Any:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if (function := getattr(self, "_torchdynamo_inline", None)) is not None:
-                return function(*args, **kwargs)
-            moving = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.requires_grad)
-            if torch.is_grad_enabled() and any(True for _ in moving):
-                raise RuntimeError(
-                    f"a gradient inside of shardfn.jvp, as in a Hessian-vector product, goes through "
-                    f"{self.name}, of TorchScript: torch leaves tangents out of its gradient. Call the function "
-                    f"or module that was scripted or traced"
-                )
-            return own(self, *args, **kwargs)
-
-        return call
-
-    for kind, own in zip(_KINDS, before, strict=True):
-        kind.__call__ = calling(own)
+    with _lock:
+        _inside.append(None)
+        for kind, own in _PLAIN.items():
+            kind.__call__ = _calling(own)
     try:
         yield
     finally:
-        for kind, own in zip(_KINDS, before, strict=True):
-            kind.__call__ = own
+        with _lock:
+            _inside.pop()
+            for kind, own in _PLAIN.items() if not _inside else ():
+                kind.__call__ = own
+
+
+def _calling(own: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (function := getattr(self, "_torchdynamo_inline", None)) is not None:
+            return function(*args, **kwargs)
+        moving = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.requires_grad)
+        if torch.is_grad_enabled() and any(True for _ in moving):
+            raise RuntimeError(
+                f"a gradient inside of shardfn.jvp, as in a Hessian-vector product, goes through {self.name}, of "
+                f"TorchScript: torch leaves tangents out of its gradient. Call the function or module that was "
+                f"scripted or traced"
+            )
+        return own(self, *args, **kwargs)
+
+    return call

@@ -20,6 +20,7 @@ import shardfn as sf
 from shardfn import interop
 from shardfn.compat import functorch
 from shardfn.compat.norms import WrittenOut
+from shardfn.compat.scripted import written_in_python
 from shardfn.testing import World
 from shardfn.transforms.autodiff import differentiating
 from tests.models import STRATEGIES, distance, normal
@@ -624,6 +625,7 @@ def scripted() -> tuple[list[float], list[str]]:
     x = normal(ROWS, D, seed=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)  # since torch 2.14
         function, method, traced = torch.jit.script(bounded), torch.jit.script(Bounded()), torch.jit.trace(Bounded(), x)
 
     def product(f: Any, forward: Any = sf.grad) -> Any:
@@ -647,6 +649,17 @@ def test_functions_of_torchscript_have_the_derivatives_of_what_was_scripted(worl
     ((off, told),) = world.run(scripted)
     assert worst(off) < 1e-12
     assert ["of TorchScript: torch leaves tangents out" in error for error in told] == [True, True], told
+
+
+def test_threads_leave_torchscript_as_they_found_it() -> None:
+    kind: Any = torch._C.ScriptFunction
+    plain, (first, second) = kind.__call__, (written_in_python() for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert kind.__call__ is not plain
+    second.__exit__(None, None, None)
+    assert kind.__call__ is plain
 
 
 class Holder:
