@@ -358,9 +358,10 @@ def adamw8bit(
     r"""`adamw` with its state in 8 bits; overwrites parameters and state unless `donate=False`.
 
     Every 256 elements of a parameter, in row-major order, form a block. A block has a scale, its largest magnitude;
-    each element is the nearest 8-bit dynamic code: signed for means, unsigned for squares. A step computes in float32
-    and rounds the new state, not the update. Blocks begin where the parameter begins, so results are the same on any
-    number of ranks; one small all-reduce a step agrees on the scales of the few blocks that several ranks share.
+    each element is the nearest 8-bit dynamic code: signed for means, unsigned for squares, of which none above 0 is
+    rounded to 0, since steps divide by it. A step computes in float32 and rounds the new state, not the update. Blocks
+    begin where the parameter begins, so results are the same on any number of ranks; one small all-reduce a step agrees
+    on the scales of the few blocks that several ranks share.
 
     State: 2.03 bytes a parameter: under `codes`, uint8, and `scales`, float32, a tree for `mean` and one for
     `square`.

@@ -30,6 +30,7 @@ class Code:
         most: the largest number; `encode` takes numbers from `-most`, or 0, to `most`.
         encode: maps float32 numbers `[..., n]` to the nearest codes, as uint8 bytes.
         decode: maps bytes to the numbers of their codes, float32; with 4 bits, to an even count of them.
+        keeps: whether a number above 0, however small, has not the code of 0.
     """
 
     name: str
@@ -37,6 +38,13 @@ class Code:
     most: float
     encode: Callable[[Tensor], Tensor]
     decode: Callable[[Tensor], Tensor]
+    keeps: bool = False
+
+
+def midpoints(numbers: Tensor, keeps: bool) -> Tensor:
+    """The bounds between sorted numbers: a number has the code of the first whose upper bound it does not exceed."""
+    between = (numbers[:-1] + numbers[1:]) / 2
+    return between.masked_fill(numbers[:-1] == 0, 0) if keeps else between
 
 
 def numbers(code: Code) -> Tensor:
@@ -92,8 +100,8 @@ def _cached(make: Callable[[], tuple[Tensor, ...]]) -> Callable[[torch.device], 
 class _Table:
     """A table of numbers, whose codes are their indices; cached on each device that asks for it."""
 
-    def __init__(self, values: Callable[[], Tensor]) -> None:
-        self._values = values
+    def __init__(self, values: Callable[[], Tensor], keeps: bool = False) -> None:
+        self._values, self._keeps = values, keeps
         self._on = _cached(lambda: (values(),))
         self.bounds = _cached(self._between)
         self.jumps = _cached(self._by_halves)
@@ -115,7 +123,7 @@ class _Table:
         """The midpoints between neighbouring numbers; and, if the table is unsorted, the codes sorted by number."""
         values = self._values()
         order = torch.argsort(values)
-        between = (values[order[:-1]] + values[order[1:]]) / 2
+        between = midpoints(values[order], self._keeps)
         return (between,) if bool((order.diff() == 1).all()) else (between, order.to(torch.uint8))
 
     def _by_halves(self) -> tuple[Tensor, ...]:
@@ -140,11 +148,11 @@ def _constants(listed: tuple[tuple[float, ...], ...], like: Tensor) -> tuple[Ten
     return tuple(torch.tensor(row, dtype=torch.float32, device=like.device) for row in listed)
 
 
-def _tabled(name: str, bits: int, values: Callable[[], Tensor]) -> Code:
+def _tabled(name: str, bits: int, values: Callable[[], Tensor], keeps: bool = False) -> Code:
     """The code of a table of numbers, of which the largest is 1."""
-    table = _Table(values)
+    table = _Table(values, keeps)
     if bits == 8:
-        return Code(name, 8, 1.0, lambda x: _looked_up(x, table), table.at)
+        return Code(name, 8, 1.0, lambda x: _looked_up(x, table), table.at, keeps)
     return Code(name, 4, 1.0, lambda x: _paired(_compared(x, table)), _of_pairs(values))
 
 
@@ -219,4 +227,4 @@ int8 = _stepped("int8", 8)
 fp8_e4m3 = _floating("fp8_e4m3", torch.float8_e4m3fn)
 fp8_e5m2 = _floating("fp8_e5m2", torch.float8_e5m2)
 dynamic = _tabled("dynamic", 8, lambda: _dynamic(True))
-positive = _tabled("positive", 8, lambda: _dynamic(False))
+positive = _tabled("positive", 8, lambda: _dynamic(False), keeps=True)  # of what one divides by

@@ -119,7 +119,7 @@ def tables(code: Code, device: torch.device) -> Tables:
     with torch.inference_mode(False), torch.no_grad():
         numbers = codes.numbers(code).contiguous()
         sorted, order = numbers.sort()
-        bounds = (sorted[:-1] + sorted[1:]) / 2
+        bounds = codes.midpoints(sorted, code.keeps)
         fraction, whole = _FRACTIONS.get(code.name, 0), code.name in ("int4", "int8")
         return Tables(numbers.to(device), bounds.to(device), order.to(device, torch.uint8), code.bits, whole, fraction)
 
