@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import optree
@@ -181,13 +181,12 @@ class Functional:
         self._held = {key: slots[0].holder[slots[0].at] for key, slots in self._places.items()}
         self._changing = {self._same[name]: m for name, m in _changing(module, anatomy.buffers, mutable).items()}
         self._checkpointing = [(path, m) for path, m in module.named_modules() if hasattr(m, "gradient_checkpointing")]
-        self._drawn = drawn_layers(module)
+        self._drawn, self._skeleton = drawn_layers(module), _skeleton(module)
         stretched = {path for path, m in module.named_modules() if _stretches(m)}
         own = {self._same[name] for name in anatomy.buffers if name.rpartition(".")[0] in stretched}
         self._kept = own - set(self._changing)
         self._attributes = Attributes(module.modules())
         self._looked: set[bool] = set()
-        self._skeleton = _skeleton(module)
         self._running, self._lock = self._place.running, threading.RLock()
         self._order: tuple[str, ...] = ()
         # Copies of buffers on another device: the buffer, its version and the copy's device, and the copy.
@@ -205,17 +204,23 @@ class Functional:
         shell = Shell(self._running, self._places, frozenset(self._changing))
         self._units = {path: self._unit(shell, part, compile, options) for path, part in anatomy.parts.items()}
         inside = {m for unit in self._units.values() for m in unit.part.module.modules()}
-        self._around = {m: forward for m, forward in self._instead.items() if m not in inside}
-        casts = options.get("input_dtype"), options.get("output_dtype")
-        if any(casts):  # loose modules that hold parameters cast as stages do
-            held = {id(slot.holder) for slot in (*self._loose.own, *self._loose.shared)}
-            loose = [m for m in module.modules() if m not in inside and id(m._parameters) in held]
-            self._around |= {m: casting(self._around.get(m, m.forward), *casts) for m in loose}
+        self._around = self._loose_forwards(inside, options.get("input_dtype"), options.get("output_dtype"))
         self._casts = {name: options.get(name) for name in ("gather_dtype", "input_dtype")}
         self._region = self._region_of("", set(module.modules()) - inside)
         self._fresh, self._unasked = uncached(module), unasked(module)
         revealing = {name: options[name] for name in ("gather_dtype", "reduce_dtype") if name in options}
         self._reveal = stage(loose_parameters, **revealing)
+
+    def _loose_forwards(
+        self, inside: Container[nn.Module], input_dtype: torch.dtype | None, output_dtype: torch.dtype | None
+    ) -> dict[nn.Module, Callable[..., Any]]:
+        """What loose modules run in place of their forward; those that hold parameters cast as stages do."""
+        around = {m: forward for m, forward in self._instead.items() if m not in inside}
+        if input_dtype or output_dtype:
+            held = {id(slot.holder) for slot in (*self._loose.own, *self._loose.shared)}
+            loose = [m for m in self.module.modules() if m not in inside and id(m._parameters) in held]
+            around |= {m: casting(around.get(m, m.forward), input_dtype, output_dtype) for m in loose}
+        return around
 
     def _unit(self, shell: Shell, part: Part, compile: bool | Mapping[str, Any], options: Mapping[str, Any]) -> Unit:
         inside = list(part.module.modules())
