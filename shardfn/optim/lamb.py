@@ -74,7 +74,7 @@ def lamb(
         if donate:
             refuse_overwriting("lamb", params, grads, state)
         with torch.set_grad_enabled(not donate and torch.is_grad_enabled()):
-            slots = {name: list(leaves.beside(state[name])) for name in ("mean", "square")}
+            slots = {name: leaves.beside(state[name]) for name in ("mean", "square")}
             moving = [unit._replace(trainable=g is not None) for unit, g in zip(leaves.each, gs, strict=True)]
             for i, g in enumerate(gs):
                 if g is not None:
