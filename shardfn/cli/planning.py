@@ -186,7 +186,7 @@ def _listed(args: argparse.Namespace, links: Links, chip: Chip) -> int:
     """Lists what fits, cheapest first."""
     views = [f"--{name}" for name in ("schedule", "html", "trace") if getattr(args, name)]
     if views:
-        raise ValueError(f"plan: {', '.join(views)} is for one plan, and --ranks lists many: pass --mesh AXES instead")
+        raise ValueError(f"plan: {', '.join(views)}: of one plan, and --ranks lists many: pass --mesh AXES instead")
     if args.model is None:
         raise ValueError("plan: --ranks lists ways to train a known model: pass --model NAME, or --mesh AXES for STEP")
 
