@@ -17,6 +17,7 @@ On one process, it is the ordinary model. The loss and its gradient are the same
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -176,7 +177,8 @@ def attended(p: Params, h: Tensor, rope: Tensor, config: Config, axes: Axes) -> 
     heads = config.heads // sf.axis_size(axes.tensor)
     q, k, v = (rearrange(h @ p[name], "b t (h d) -> b h t d", h=heads) for name in ("q", "k", "v"))
     q, k = rotated(q, rope), rotated(k, rope)
-    attention = parallel.ring_attention if config.ring else parallel.ulysses_attention
+    ring = partial(parallel.ring_attention, balanced=True)  # all ranks have equal work
+    attention = ring if config.ring else parallel.ulysses_attention
     found = rearrange(attention(q, k, v, axes.context), "b h t d -> b t (h d)")
     return parallel.from_parallel(found @ p["out"], axes.tensor, sequence=sequence)
 

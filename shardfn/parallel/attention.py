@@ -1,7 +1,7 @@
 """Context parallelism: attention over a sequence that is cut over an axis, as a ring or by exchanging heads.
 
 In the ring each rank keeps its queries, and keys and values go around. With causal attention the rank with the
-beginning of the sequence would have little to do and the last one much, so sequences are cut *balanced*: into two
+beginning of the sequence would have little to do and the last one much, so sequences may be cut *balanced*: into two
 pieces a rank, of which the first rank has the first and the last, the second rank the next ones inwards, and so on.
 """
 
@@ -49,7 +49,7 @@ def ring_attention(
     axis: AxisName,
     *,
     causal: bool = True,
-    balanced: bool = True,
+    balanced: bool = False,
     scale: float | None = None,
 ) -> Tensor:
     """Attention over a sequence that is cut over `axis`: `[b, h, t / c, d], [b, g, t / c, d], ... -> [b, h, t / c, d]`.
@@ -64,8 +64,8 @@ def ring_attention(
         v: its values.
         axis: the axis that cuts the sequence; `()` if nothing does.
         causal: a query sees the keys up to its own position.
-        balanced: the sequence is cut as `positions` says, so that with `causal` all ranks have equal work; otherwise it
-            is cut in order.
+        balanced: the sequence is cut as `positions(..., balanced=True)` says, so that with `causal` all ranks have
+            equal work; otherwise it is cut in order, as a spec cuts it, and the last rank has almost twice the mean.
         scale: factor of the scores; default: `d ** -0.5`.
 
     Raises:
@@ -83,7 +83,7 @@ def ring_attention(
     if balanced and q.shape[2] % 2:
         raise ValueError(
             f"ring_attention: this rank has {q.shape[2]} places; cut in a balanced way they are two equal pieces: make "
-            f"the sequence a multiple of {2 * size}, or pass balanced=False"
+            f"the sequence a multiple of {2 * size}, or cut it in order, with balanced=False"
         )
     rule = _ring(axis, causal, balanced, q.shape[-1] ** -0.5 if scale is None else scale)
     out: Tensor = rule(q, k, v)[0]
@@ -116,7 +116,7 @@ def ulysses_attention(
     return all_to_all(attention(q, k, v, causal=causal, scale=scale), axis, split_dim=2, concat_dim=1)
 
 
-def positions(length: int, axis: AxisName, *, balanced: bool = True, device: torch.device | None = None) -> Tensor:
+def positions(length: int, axis: AxisName, *, balanced: bool = False, device: torch.device | None = None) -> Tensor:
     """The positions of a sequence of `length` that this rank has, in the order that it holds them: `[length / size]`.
 
     Balanced, rank `i` of `c` has pieces `i` and `2 c - 1 - i` of `2 c` equal ones; otherwise it has piece `i` of `c`.

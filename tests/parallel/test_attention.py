@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -404,11 +405,11 @@ def refusals() -> list[str]:
     mesh, found = sf.make_mesh(context=2, device="cpu"), []
     q, k, v = (x[:, :, :7] for x in drawn(HEADS))
     for call in (
-        lambda: parallel.ring_attention(q, k, v, "context"),
+        lambda: parallel.ring_attention(q, k, v, "context", balanced=True),
         lambda: parallel.ring_attention(q, k[:, :3], v[:, :3], "context"),
         lambda: parallel.ring_attention(q, k[:, :, :5], v[:, :, :5], "context"),
         lambda: parallel.ulysses_attention(q, k[:, :1], v[:, :1], "context"),
-        lambda: parallel.positions(6, "context"),
+        lambda: parallel.positions(6, "context", balanced=True),
     ):
         with pytest.raises(ValueError, match=r"attention|positions") as caught:
             sf.shard_map(call, mesh=mesh, in_specs=(), out_specs=...)()
@@ -434,7 +435,7 @@ def goes_on_after(name: str, error: type[BaseException]) -> list[Any]:
     kernel, size = getattr(attention, name), torch.distributed.get_world_size()
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return sf.psum(parallel.ring_attention(q, k, v, "context").square().sum(), "context")
+        return sf.psum(parallel.ring_attention(q, k, v, "context", balanced=True).square().sum(), "context")
 
     def fails(*args: Any) -> Any:
         inside.append(name)
@@ -443,14 +444,15 @@ def goes_on_after(name: str, error: type[BaseException]) -> list[Any]:
         return kernel(*args)
 
     found: list[Any] = []
+    positions = partial(parallel.positions, LENGTH, "context", balanced=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, name, fails)
         for _ in range(3):
             inside.clear()
             mapped = sf.shard_map(sf.value_and_grad(run), mesh=mesh, in_specs=..., out_specs=...)
-            own = sf.shard_map(lambda: parallel.positions(LENGTH, "context"), mesh=mesh, in_specs=(), out_specs=...)()
+            places = sf.shard_map(positions, mesh=mesh, in_specs=(), out_specs=...)()
             try:
-                found.append(mapped(*(x[:, :, own] for x in whole))[0].item())
+                found.append(mapped(*(x[:, :, places] for x in whole))[0].item())
             except BaseException as raised:
                 found.append(str(raised))
     return found

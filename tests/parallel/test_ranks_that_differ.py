@@ -62,8 +62,12 @@ def mixture(length: int = 4, width: int = 3, **options: Any) -> Any:
 LENGTH = "k: torch.float64 (1, 2, 4, 4)", "k: torch.float64 (1, 2, 6, 4)", "pad it to one length"
 WRONG: dict[str, tuple[Make, tuple[Any, Any], tuple[str, ...]]] = {
     "lengths in a ring": (ring, (4, 6), ("ring_attention: the arguments differ", *LENGTH)),
-    "one odd length": (ring, (4, 5), ("ring_attention", "(1, 2, 5, 4)", "pad it to one length")),
-    "lengths in a ring in order": (lambda n: ring(n, balanced=False), (4, 6), ("ring_attention", *LENGTH)),
+    "one odd length": (
+        lambda n: ring(n, balanced=True),
+        (4, 5),
+        ("ring_attention", "(1, 2, 5, 4)", "pad it to one length"),
+    ),
+    "lengths in a balanced ring": (lambda n: ring(n, balanced=True), (4, 6), ("ring_attention", *LENGTH)),
     "lengths under a gradient": (gradient, (4, 6), ("ring_attention", *LENGTH)),
     "lengths in a stage": (in_a_stage, (4, 6), ("ring_attention", *LENGTH)),
     "lengths under vmap": (batched, (4, 6), ("ring_attention", *LENGTH)),

@@ -205,7 +205,7 @@ def attending(mesh: Any, way: str, fused: bool = False, **options: Any) -> Step:
     heads = RANKS if way == "ulysses" else 4
     q, k, v = (drawn(2, heads, 8, 16, dtype=torch.bfloat16 if fused else torch.float32) for _ in range(3))
     ways: dict[str, Any] = {
-        "ring": (parallel.ring_attention, ["shard"]),
+        "ring": (partial(parallel.ring_attention, balanced=True), ["shard"]),
         "ulysses": (parallel.ulysses_attention, ["shard"]),
         "alone": (parallel.attention, []),
     }
@@ -227,8 +227,8 @@ def attending_twice(mesh: Any) -> Step:
     q = drawn(2, 4, 8, 16)
 
     def loss(q: Tensor) -> Tensor:
-        own = parallel.positions(32, "shard", device=q.device)
-        return (parallel.ring_attention(q, q, q, "shard") * own[:, None]).sum()
+        own = parallel.positions(32, "shard", balanced=True, device=q.device)
+        return (parallel.ring_attention(q, q, q, "shard", balanced=True) * own[:, None]).sum()
 
     return mapped(mesh, lambda q: torch.func.jvp(sf.grad(loss), (q,), (q,))[1], q)
 

@@ -32,7 +32,7 @@ def cut(shard_map: Any, attend: Any) -> Any:
 def balanced_places_and_exchanged_heads(shard_map, mesh):
     def attend(heads):
         # fix: own = sf.parallel.positions(LENGTH, "context", balanced=False)
-        own = sf.parallel.positions(LENGTH, "context")  # here
+        own = sf.parallel.positions(LENGTH, "context", balanced=True)  # here
         x = heads[:, :, own]
         return sf.parallel.ulysses_attention(x, x, x, "context")
 
@@ -43,9 +43,9 @@ def balanced_places_and_exchanged_heads(shard_map, mesh):
 def balanced_places_and_a_ring_in_order(shard_map, mesh):
     def attend(heads):
         # fix: own = sf.parallel.positions(LENGTH, 'context', balanced=False)
-        own = sf.parallel.positions(LENGTH, "context")  # here
+        own = sf.parallel.positions(LENGTH, "context", balanced=True)  # here
         x = heads[:, :, own]
-        return sf.parallel.ring_attention(x, x, x, "context", balanced=False)
+        return sf.parallel.ring_attention(x, x, x, "context")
 
     return cut(shard_map, attend)
 
@@ -54,8 +54,8 @@ def balanced_places_and_a_ring_in_order(shard_map, mesh):
 def places_in_order_and_a_balanced_ring(shard_map, mesh):
     def attend(heads):
         # fix: own = sf.parallel.positions(LENGTH, 'context', balanced=True)
-        own = sf.parallel.positions(LENGTH, "context", balanced=False)  # here
+        own = sf.parallel.positions(LENGTH, "context")  # here
         x = heads[:, :, own]
-        return sf.parallel.ring_attention(x, x, x, "context")
+        return sf.parallel.ring_attention(x, x, x, "context", balanced=True)
 
     return cut(shard_map, attend)

@@ -33,8 +33,8 @@ def ring_attention(on: On) -> Made:
     q, k, v = draw(2, 2, 8, D), draw(2, 2, 8, D), draw(2, 2, 8, D)
 
     def loss(q: Tensor, k: Tensor, v: Tensor, c: Any = ()) -> Tensor:
-        out = parallel.ring_attention(q, k, v, c)
-        return sf.psum((out * parallel.positions(8, c)[:, None]).square().sum(), c)
+        out = parallel.ring_attention(q, k, v, c, balanced=True)
+        return sf.psum((out * parallel.positions(8, c, balanced=True)[:, None]).square().sum(), c)
 
     places = [torch.tensor(x) for x in ([0, 1, 6, 7], [2, 3, 4, 5])][on.index("context")]
     spec = P(None, None, "context")
@@ -44,12 +44,13 @@ def ring_attention(on: On) -> Made:
 
 
 @right(context=2)
-def attention_that_trades_places_for_heads(on: On) -> Made:
+def attention_over_what_a_spec_cuts(on: On) -> Made:
     draw = drawn(51)
     q, k, v = draw(2, 2, 8, D), draw(2, 2, 8, D), draw(2, 2, 8, D)
 
     def loss(q: Tensor, k: Tensor, v: Tensor, c: Any = ()) -> Tensor:
-        return sf.psum(parallel.ulysses_attention(q, k, v, c).square().sum(), c)
+        out = parallel.ulysses_attention(q, k, v, c) + 2 * parallel.ring_attention(q, k, v, c)
+        return sf.psum(out.square().sum(), c)
 
     spec = P(None, None, "context")
     step = on(lambda *args: sf.value_and_grad(loss, (0, 1, 2))(*args, "context"), spec, (P(), spec))
@@ -65,9 +66,9 @@ def sequences_in_both_orders(on: On) -> Made:
     def total(x: Tensor, c: Any = ()) -> Tensor:
         a, b = (x[:, :, parallel.positions(8, c, balanced=balanced)] for balanced in (True, False))
         outs = [
-            parallel.ring_attention(a, a, a, c),
+            parallel.ring_attention(a, a, a, c, balanced=True),
             parallel.ulysses_attention(a, a, a, c, causal=False),
-            parallel.ring_attention(b, b, b, c, balanced=False),
+            parallel.ring_attention(b, b, b, c),
             parallel.ulysses_attention(b, b, b, c),
         ]
         return sf.psum(torch.stack(outs).square().sum(), c)
@@ -80,7 +81,7 @@ def balanced_places_without_a_mask(on: On) -> Made:
     x = drawn(54)(2, 2, 8, D)
 
     def total(x: Tensor, c: Any = ()) -> Tensor:
-        own = x[:, :, parallel.positions(8, c)]
+        own = x[:, :, parallel.positions(8, c, balanced=True)]
         return sf.psum(parallel.ulysses_attention(own, own, own, c, causal=False).square().sum(), c)
 
     return lambda: on(lambda x: total(x, "context"), P(), P())(x), plainly(total, x)[0]
