@@ -167,13 +167,19 @@ def undeclared(case: Case) -> None:
     Only what varies by this rank's rows counts: ranks of a pipeline may have parameters of their own that begin equal.
     """
     types, known, case.partial = case.types, case.partial, {}
-    gradients = {at: (of, event.loss) for event in case.trace.gradients() for of, at in event.pairs}
-    for event in case.trace.events:
-        if isinstance(event, Output) and event.allowed is None and event.node in gradients:
-            of, loss = gradients[event.node]
-            bad = types.along[event.node] & ~types.along[of] & ~types.along[loss]
-            bad = union(bit for bit in bits_of(bad) if case.of_rows(bit)[event.node] & OWN_ROWS)
-            partial(case, bad, union(1 << at for at in numbers_of(types.holds[of]) if at not in known), event.path)
+    for bit in bits_of(case.trace.everywhere):
+        held: dict[int, int] = {}  # the variables whose gradient's part is in a value
+        for event in case.trace.gradients():
+            for of, at in event.pairs:
+                bad = types.along[at] & ~types.along[of] & ~types.along[event.loss] & bit
+                if bad and case.of_rows(bit)[at] & OWN_ROWS:
+                    held[at] = held.get(at, 0) | union(1 << v for v in numbers_of(types.holds[of]) if v not in known)
+        for at, node in enumerate(case.trace.nodes if held else ()):
+            if types.along[at] & bit and (parts_of := union(held.get(p, 0) for p in node.parents)):
+                held[at] = held.get(at, 0) | parts_of
+        for output in case.trace.events if held else ():
+            if isinstance(output, Output) and output.allowed is None:
+                partial(case, bit, held.get(output.node, 0), output.path)
     parts(case, "parts")
 
 

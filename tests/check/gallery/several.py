@@ -474,6 +474,27 @@ def plain_parameters_in_place_of_shards(shard_map, mesh):
     return gradients(weights("w", "b"), part(X, mesh, "data"), part(Y, mesh, "data"))
 
 
+def halved() -> Any:
+    grads = graded(error, "w")()["w"]
+    return {"w": grads / (2 * grads.norm())}, grads.norm()
+
+
+@wrong("parts", "data", "params['w']", AS_FIXED, halved, says="goes into result[0]['w'] varies there")
+def parts_that_are_clipped_before_they_leave(shard_map, mesh):
+    def loss_fn(params, x, y):
+        # fix: out = x @ sf.pvary(params["w"], "data")
+        out = x @ params["w"]  # here
+        return sf.psum(squares(out, y), "data") / COUNT
+
+    @shard_map(in_specs=(..., P("data"), P("data")), out_specs=...)
+    def gradients(params, x, y):
+        grads = sf.grad(loss_fn)(params, x, y)
+        norm = grads["w"].norm()
+        return {"w": grads["w"] / (2 * norm)}, norm
+
+    return gradients(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))
+
+
 @wrong("means", (), "", "a sum, divided by the size of the whole batch", trained(error, "w"))
 def micro_batches_of_other_sizes(shard_map, mesh):
     """The mean over 3 rows and the mean over 1, of which each counts for one half."""
