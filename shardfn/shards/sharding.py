@@ -6,7 +6,6 @@ dtypes, frozen parameters or placements.
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -164,9 +163,9 @@ class Rules:
             )
         if inputs not in ("global", "local"):
             raise ValueError(f'inputs={inputs!r}; it is "global" or "local"')
-        if not optree.tree_is_leaf(specs):
-            specs = _by_place(specs)
-        if not isinstance(specs, (P, ByPath)) and (not callable(specs) or isinstance(specs, type)):
+        places = None if optree.tree_is_leaf(specs) else _places(specs)
+        asked: Any = specs if places is None else places
+        if not isinstance(asked, (P, ByPath, dict)) and (not callable(asked) or isinstance(asked, type)):
             raise TypeError(
                 f"specs is a P for all parameters, a tree of them, by_path([...]), or a function of path and shape, "
                 f"not {specs!r}"
@@ -175,11 +174,13 @@ class Rules:
         self.placements: set[Placement] = set()
         if isinstance(strategy, Placement):
             self._valid(strategy)
-        self.inputs, self.filled, self.specs = inputs, filled, specs
+        self.inputs, self.filled, self.specs = inputs, filled, asked
         self.stages = None if stages is None else chosen(stages, "stages")
         self.frozen = chosen(frozen, "frozen")
         self.unused = self.frozen.unused(()) | (set() if self.stages is None else self.stages.unused(()))
-        if isinstance(specs, ByPath) and specs.strict:
+        if places is not None:
+            self.unused |= places.keys()
+        elif isinstance(specs, ByPath) and specs.strict:
             self.unused |= {rule.pattern for rule, _ in specs.rules}
         self.compared: list[str] = []
         self.places: dict[str, tuple[FlatShard, int, torch.Size]] = {}
@@ -348,6 +349,12 @@ class Rules:
         """The spec of a parameter."""
         if isinstance(self.specs, P):
             return self.specs
+        if isinstance(self.specs, dict):  # a key may hold dots: the longer place is nearer to the parameter
+            place = max((at for at in self.specs if f"{name}.".startswith(f"{at}.")), key=len, default=None)
+            if place is None:
+                raise ValueError(f"specs have nothing for {name}: add it to the tree")
+            self.unused.discard(place)
+            return self.specs[place]
         if not isinstance(self.specs, ByPath):
             answer = self.specs(name, shape)
             if not isinstance(answer, P):
@@ -367,20 +374,17 @@ class Rules:
         return which(path, shape)
 
 
-def _by_place(tree: Any) -> ByPath:
-    """The rules of a tree of specs, each of which is for the parameters at its place and below.
+def _places(tree: Any) -> dict[str, P]:
+    """The specs of a tree by their places, each of which is for the parameters there and below.
 
     Raises:
         TypeError: a leaf is not a `P`.
     """
     accessors, leaves, _ = optree.tree_flatten_with_accessor(tree)
-    rules = []
     for accessor, spec in zip(accessors, leaves, strict=True):
         if not isinstance(spec, P):
             raise TypeError(f"{accessor.codify('specs')} is {spec!r}, not a P")
-        rules.append((re.compile(rf"{re.escape(dotted(accessor))}(\..*)?"), spec))
-    # A key may hold dots: the longer path is nearer to the parameter.
-    return ByPath(tuple(sorted(rules, key=lambda rule: -len(rule[0].pattern))), strict=True)
+    return {dotted(accessor): spec for accessor, spec in zip(accessors, leaves, strict=True)}
 
 
 class Parameter(NamedTuple):

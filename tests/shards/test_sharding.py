@@ -370,7 +370,7 @@ def refused(how: str) -> Any:
         ("no stage matches", ValueError, ["'b'"]),
         ("no spec matches", ValueError, ["a.v"]),
         ("no place of the tree", ValueError, ["specs have nothing for b.w"]),
-        ("another place", ValueError, ["nothing matches", "b", "v", "a.w"]),
+        ("another place", ValueError, ["nothing matches 'b.v'", "a.w"]),
         ("no spec", TypeError, ["specs['a']['w'][0] is 'shard', not a P"]),
         ("no rule", ValueError, ["a.w", "strict=False"]),
         ("int", TypeError, ["a.n", "int"]),
