@@ -41,7 +41,7 @@ def refuse_inside(signature: Signature) -> None:
     if running.stage is not None:
         raise RuntimeError(
             f"{signature} is called inside {running.stage}: what one stage gathers it hands back before the "
-            f"next, so call them one after another"
+            f"next, so call them one after another; for modules, choose stages= so that one holds the other"
         )
 
 
@@ -181,8 +181,9 @@ def refuse_opaque(signature: Signature, leaves: Sequence[Any]) -> None:
             kind = type(leaf).__name__
             raise TypeError(
                 f"{signature} returns a {kind}, which is not a pytree node, with tensors in it: their gradients would "
-                f"be lost, and parameters among them get other numbers later. Return a tuple or dict of tensors, or "
-                f"register {kind} with optree"
+                f"be lost, and parameters among them get other numbers later. Return a tuple or dict of tensors, "
+                f"register {kind} with optree, or, for a module, choose stages= so that who reads it is in one stage "
+                f"with it"
             )
 
 
