@@ -394,9 +394,10 @@ ONCE: dict[str, tuple[str, ...]] = {
 }
 
 
-OTHERWISE: dict[str, tuple[str, ...]] = {  # torch itself is the first to refuse
+OTHERWISE: dict[str, tuple[str, ...]] = {  # torch itself is the first to refuse, or to read
     "write, False, torch": ("RuntimeError", "mutate a captured Tensor"),
     "write inside, False, torch": ("RuntimeError", "writes into its parameters, or into another tensor"),
+    "in a Function, torch": ("RuntimeError", "0.weight is read outside of stage '0', by custom_function_call"),
 }
 
 
