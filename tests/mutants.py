@@ -213,6 +213,13 @@ MUTANTS = [
         f"{FORWARD}::test_an_index_that_a_stage_returned_is_not_written_into_while_its_gradient_reads_it",
     ),
     Mutant(
+        "a graph reads whether a tangent has a gradient",
+        "stages/forward_mode.py",
+        "watch is not None and not watch.traces and not on_cpu",
+        "False",
+        "tests/transforms/test_graphed.py::test_a_product_with_a_hessian_has_a_graph_whatever_functions_make_of_nothing",
+    ),
+    Mutant(
         "a function that runs again has torch's norms",
         "stages/replay.py",
         "contexts: list[Any] = [] if self.written is None else [self.written()]",
@@ -330,9 +337,16 @@ MUTANTS = [
     Mutant(
         "a compiled step frees slots that another stream uses",
         "stages/ring.py",
-        "        self.empty()\n        if self.device",
-        "        if self.device",
+        "        self.empty()\n        for slot in self.slots:\n            slot.retire()\n",
+        "",
         f"{STREAMS}[of copies-compile-plain]",
+    ),
+    Mutant(
+        "a slot that is outgrown is freed while another stream uses it",
+        "stages/ring.py",
+        "                current.wait_event(self.free)",
+        "                pass",
+        "tests/stages/test_overlap.py::test_a_slot_that_is_outgrown_is_used_again_after_its_last_use_on_any_stream",
     ),
     Mutant(
         "what an error left on its way is lent for ever",
@@ -379,7 +393,7 @@ MUTANTS = [
     Mutant(
         "an outgrown slot is dropped",
         "stages/ring.py",
-        "            slot.settle()\n            slot.position",
+        "            slot.retire()\n            slot.position",
         "            slot.position",
         f"{OWN}::test_what_comes_into_a_slot_that_is_outgrown_is_waited_for",
     ),
@@ -937,6 +951,20 @@ MUTANTS = [
         "if at in there and there[at][2] != digest:",
         "if False:",
         "tests/curvature/test_influence.py::test_errors_of_stores_are_told_on_all_ranks",
+    ),
+    Mutant(
+        "TF32 chooses eigenvectors",
+        "optim/owners.py",
+        'in ("tf32", "bf16")]',
+        "in ()]",
+        "tests/optim/test_shampoo.py::test_small_eigenvalues_are_not_rounded_to_tf32",
+    ),
+    Mutant(
+        "optimizers of others get tensors without elements",
+        "optim/torch.py",
+        "    if stretch.empty:\n        variable",
+        "    if False:\n        variable",
+        f"{OPTIMIZERS}::test_an_optimizer_of_another_library_gets_no_rest_without_elements",
     ),
     Mutant(
         "rounding chooses eigenvectors",

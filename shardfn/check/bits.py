@@ -99,7 +99,9 @@ def constant(x: Tensor) -> bool | Tensor:
 def rounding(x: Tensor) -> float:
     """Returns the relative error of the norm to expect if a tensor is computed again, or on another rank."""
     eps = torch.finfo(x.dtype).eps
-    uses_tf32 = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
+    # Where the user has set one of these, torch refuses to tell `allow_tf32`.
+    backends: Any = torch.backends
+    uses_tf32 = "tf32" in (backends.cudnn.conv.fp32_precision, backends.cuda.matmul.fp32_precision)
     if x.device.type == "cuda" and x.dtype in (torch.float32, torch.complex64) and uses_tf32:
         eps = _TF32
     return eps * (_UNITS_OF_HALF if eps >= _TF32 else _UNITS)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn.compat import dispatch, functorch
 from shardfn.optim.differentiable import filled, lent, lerped, numbered, refuse_overwriting
 from shardfn.optim.hyperparameters import Schedule, begun, check, constants, made_of_numbers
 from shardfn.optim.norms import squares
@@ -73,6 +74,9 @@ def lamb(
         gs = [grad for _, grad in pairs(leaves, grads)]
         if donate:
             refuse_overwriting("lamb", params, grads, state)
+            if not (dispatch.in_graph() or functorch.inside_transform()):  # which have no rules for lists
+                _overwrite(leaves, gs, [leaves.beside(state[name]) for name in ("mean", "square")], now, count)
+                return params, state | {"step": count}
         with torch.set_grad_enabled(not donate and torch.is_grad_enabled()):
             slots = {name: leaves.beside(state[name]) for name in ("mean", "square")}
             moving = [unit._replace(trainable=g is not None) for unit, g in zip(leaves.each, gs, strict=True)]
@@ -92,6 +96,38 @@ def lamb(
         return params if donate else leaves.like(values), kept | {"step": count}
 
     return Optimizer(init, on_whole(step))
+
+
+@torch.no_grad()
+def _overwrite(leaves: Units, gs: list[Tensor | None], slots: list[list[Any]], now: dict[str, Any], count: Any) -> None:
+    """Overwrites parameters and moments: the same step by few kernels, however many parameters a stage has."""
+    t = count.double() if isinstance(count, Tensor) else count
+    moving: list[Unit] = []
+    ps, ms, paths = list[Tensor](), list[Tensor](), list[str]()
+    copies: list[tuple[Tensor, Tensor]] = []
+    for unit, g, mean, square in zip(leaves.each, gs, *slots, strict=True):
+        if g is None:
+            moving.append(unit._replace(trainable=False))
+            continue
+        mean.lerp_(g, 1 - now["b1"])
+        square.lerp_(g * g, 1 - now["b2"])
+        divisor = square.sqrt().div_((1 - now["b2"] ** t) ** 0.5).add_(now["eps"])
+        flat, moves = unit.values.reshape(-1), mean.div(divisor).div_(1 - now["b1"] ** t).reshape(-1)
+        own, its = ([x[s.start : s.stop] for s in unit.filled] for x in (flat, moves))
+        decays = [of_rule(now["weight_decay"], s) for s in unit.filled]
+        for decay in sorted({*decays} - {0}):
+            at = [k for k, other in enumerate(decays) if other == decay]
+            torch._foreach_add_([its[k] for k in at], [own[k] for k in at], alpha=decay)
+        moving.append(unit._replace(values=moves))
+        ps, ms, paths = ps + own, ms + its, paths + [s.path for s in unit.filled]
+        if not unit.values.is_contiguous():
+            copies.append((unit.values, flat.view(unit.values.shape)))
+    quotients = _quotients(squares(leaves), squares(Units(moving, leaves.tree)), now["least"], now.get("clip"))
+    if paths:
+        torch._foreach_mul_(ms, torch._foreach_mul([quotients[path] for path in paths], now["lr"]))
+        torch._foreach_sub_(ps, ms)
+    for into, new in copies:
+        into.copy_(new)
 
 
 def _direction(unit: Unit, mean: Tensor, square: Tensor, now: dict[str, Any], count: Any) -> Tensor:

@@ -9,6 +9,7 @@ matrix keeps it where `owners` says; `shampoo` is the example.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -418,6 +419,21 @@ def assigned(costs: Sequence[int], workers: int) -> list[int]:
         worker_of[job] = min(range(workers), key=lambda w: (load[w], w))
         load[worker_of[job]] += costs[job]
     return worker_of
+
+
+@contextlib.contextmanager
+def exact() -> Iterator[None]:
+    """A context in which products of float32 are not rounded to TF32 or bfloat16, which hides small eigenvalues."""
+    backends: Any = torch.backends
+    each = backends.cuda.matmul, backends.mkldnn.matmul
+    coarse = [(backend, how) for backend in each if (how := backend.fp32_precision) in ("tf32", "bf16")]
+    for backend, _ in coarse:
+        backend.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for backend, how in coarse:
+            backend.fp32_precision = how
 
 
 def eigh(x: Tensor) -> tuple[Tensor, Tensor]:

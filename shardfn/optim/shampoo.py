@@ -18,7 +18,7 @@ from shardfn.optim.differentiable import refuse_overwriting
 from shardfn.optim.elementwise import adamw
 from shardfn.optim.hyperparameters import Schedule, begun, check, check_rule, constants, made_of_numbers, whole
 from shardfn.optim.optimizer import Optimizer, Rule
-from shardfn.optim.owners import Block, all_remembered, as_owner, eigh, moved, on_owner
+from shardfn.optim.owners import Block, all_remembered, as_owner, eigh, exact, moved, on_owner
 from shardfn.optim.state_offload import on_whole
 from shardfn.optim.wrappers import masked
 from shardfn.shards.boxes import Ints
@@ -234,8 +234,8 @@ def soap(
             factor.lerp_(_gram(g, i), 1 - n["b2"])
             if t == 1:
                 basis.copy_(_eigenbasis(factor))
-            elif (t - 1) % every == 0:
-                _iterate(factor, basis, kept["square"], i)
+        if t > 1 and (t - 1) % every == 0:
+            _iterate(factors, bases, kept["square"])
         return along
 
     return _optimizer("soap", direction, numbers, every, block, donate, rests=1)
@@ -357,6 +357,7 @@ def _turned(x: Tensor, matrices: Sequence[Tensor | None], dim: int) -> Tensor:
     return x
 
 
+@exact()
 def inverse_power(factor: Tensor, exponent: float, ridge: float) -> Tensor:
     """The power `-exponent` of a factor whose eigenvalues are 0 or more up to rounding.
 
@@ -367,6 +368,7 @@ def inverse_power(factor: Tensor, exponent: float, ridge: float) -> Tensor:
     return vectors * values**-exponent @ vectors.mT
 
 
+@exact()
 def _eigenbasis(factor: Tensor) -> Tensor:
     """Eigenvectors of a factor as columns, by falling eigenvalue.
 
@@ -379,11 +381,29 @@ def _eigenbasis(factor: Tensor) -> Tensor:
     return eigh(factor - values[-1] * (zero * fixed) @ zero)[1].flip(1)
 
 
-def _iterate(factor: Tensor, basis: Tensor, square: Tensor, i: int) -> None:
-    """A step of power iteration; overwrites a basis, and Adam's squares along dimension `i`, which it sorts.
+def _iterate(factors: Sequence[Tensor], bases: Sequence[Tensor], square: Tensor) -> None:
+    """A step of power iteration; overwrites bases, and Adam's squares, which it sorts along each dimension.
+
+    A basis begins anew where `_followed` leaves rounding alone; for that the host waits once.
+    """
+    followed = [_followed(factor, basis) for factor, basis in zip(factors, bases, strict=True)]
+    determined = torch.stack([known for *_, known in followed]).tolist()
+    for i, (factor, basis, (new, order, _)) in enumerate(zip(factors, bases, followed, strict=True)):
+        if determined[i]:
+            square.copy_(square.index_select(i, order))
+        else:  # squares of what is uncorrelated
+            new = _eigenbasis(factor)
+            shares = (new.mT @ basis).square()
+            square.copy_(_turned(square, [shares if j == i else None for j in range(square.ndim)], 1))
+        basis.copy_(new)
+
+
+@exact()
+def _followed(factor: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The next basis, the old places of its vectors, and whether all of them are more than rounding.
 
     Vectors with eigenvalues that are 0 up to rounding stay: the product is rounding alone. So is what orthogonalisation
-    leaves of products that depend on each other, as those with a factor of low rank do. There the basis begins anew.
+    leaves of products that depend on each other, as those with a factor of low rank do.
     """
     product = factor @ basis
     values = (basis * product).sum(0)
@@ -392,13 +412,7 @@ def _iterate(factor: Tensor, basis: Tensor, square: Tensor, i: int) -> None:
     order = values.where(known, 0).argsort(descending=True, stable=True)
     new, left = torch.linalg.qr(torch.where(known, product, basis)[:, order])
     determined = left.diagonal().abs() > torch.where(known, least + half * values, half)[order]
-    if bool(determined.all()):
-        square.copy_(square.index_select(i, order))
-    else:  # squares of what is uncorrelated
-        new = _eigenbasis(factor)
-        shares = (new.mT @ basis).square()
-        square.copy_(_turned(square, [shares if j == i else None for j in range(square.ndim)], 1))
-    basis.copy_(new)
+    return new, order, determined.all()
 
 
 def _least(values: Tensor) -> Tensor:

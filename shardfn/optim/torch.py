@@ -80,7 +80,7 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
                 continue
             for stretch in _stretches(unit, rules, block):
                 variable = _variable(unit.values, grad, stretch)
-                if not dense(_cut(unit.values, stretch.start, stretch.stop)):
+                if not (stretch.empty or dense(_cut(unit.values, stretch.start, stretch.stop))):
                     moved.append((unit.values, variable))
                 groups.setdefault(stretch.options, []).append(variable)
                 work.append((variable, unit, memory[i], stretch))
@@ -90,7 +90,7 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
         for variable, _, unit_memory, stretch in work:
             if stretch.name in unit_memory:
                 slots = unit_memory[stretch.name]
-                optimizer.state[variable] = {name: x.values if is_unit(x) else x for name, x in slots.items()}
+                optimizer.state[variable] = {name: _opened(x, variable, stretch) for name, x in slots.items()}
         with _numbers_on_host():
             optimizer.step()
         # Fused kernels do not increment versions, by which autograd and caches notice that a tensor has changed.
@@ -100,7 +100,7 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
                 x.copy_(copy)
         for variable, unit, unit_memory, stretch in work:
             unit_memory[stretch.name] = {
-                name: unit.part(stretch.entries, stretch.start, stretch.stop, x)
+                name: unit.part(stretch.entries, stretch.start, stretch.stop, x[:0] if stretch.empty else x)
                 if unit.layout and block == 1 and isinstance(x, Tensor) and x.shape == variable.shape
                 else x
                 for name, x in optimizer.state[variable].items()
@@ -125,7 +125,15 @@ def _without_memory(node: Any) -> bool:
 
 
 def _variable(values: Tensor, grad: Tensor, stretch: _Stretch) -> Tensor:
-    """A range of a unit with its gradient, as an optimizer takes it: a view, or a copy if the range is not dense."""
+    """A range of a unit with its gradient, as an optimizer takes it: a view, or a copy if the range is not dense.
+
+    For a range without elements it is two numbers, which are forgotten: CUDA starts no kernel for nothing, and what
+    other libraries make of that is an error. (Of one, a state of one number would look like one of each element.)
+    """
+    if stretch.empty:
+        variable = values.new_zeros(2).requires_grad_()
+        variable.grad = values.new_zeros(2)
+        return variable
     variable = _cut(values, stretch.start, stretch.stop).detach()
     if not dense(variable):  # kernels may walk through memory in order, gaps included
         variable = variable.contiguous()
@@ -134,6 +142,13 @@ def _variable(values: Tensor, grad: Tensor, stretch: _Stretch) -> Tensor:
     alike = g.stride() == variable.stride()
     variable.grad = g if alike else torch.empty_like(variable, requires_grad=False).copy_(g)
     return variable
+
+
+def _opened(x: Any, variable: Tensor, stretch: _Stretch) -> Any:
+    """What is remembered of a range, as an optimizer takes it."""
+    if not is_unit(x):
+        return x
+    return x.values.new_zeros(variable.shape) if stretch.empty else x.values
 
 
 @dataclass(frozen=True)
@@ -145,6 +160,11 @@ class _Stretch:
     start: int
     stop: int
     name: str
+
+    @property
+    def empty(self) -> bool:
+        """Whether this rank has none of its elements."""
+        return self.start == self.stop
 
 
 def _stretches(unit: Unit, rules: dict[str, Any], block: int) -> list[_Stretch]:
@@ -172,8 +192,10 @@ def _cut(x: Tensor, start: int, stop: int) -> Tensor:
 
 
 def _plain(options: dict[str, Any]) -> dict[str, Any]:
-    """The options at the first step, for a parameter with no rules."""
-    return constants(options) | ({"lr": at_step(options["lr"], 1)} if callable(options.get("lr")) else {})
+    """The options at the first step, for a parameter on the CPU with no rules."""
+    plain = constants(options) | ({"lr": at_step(options["lr"], 1)} if callable(options.get("lr")) else {})
+    plain.pop("capturable", None)  # what a step computes is the same, and torch refuses it on the CPU
+    return dict(optree.tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, plain))
 
 
 def _draws(make: Callable[..., torch.optim.Optimizer], options: dict[str, Any], block: int) -> bool:

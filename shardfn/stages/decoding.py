@@ -118,13 +118,13 @@ class Memories:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._kept: dict[Any, Memory] = {}  # by the stream on which it is used
-        self._latest: dict[Any, weakref.ref[Memory]] = {}
+        self._kept: Memory | None = None
+        self._latest: dict[Any, weakref.ref[Memory]] = {}  # by the stream on which it is used
 
     def take(self, signature: Signature) -> Decoding | None:
         """A `Decoding` for a run; None if none of its parameters are quantized."""
         if not signature.packed:
-            self._kept.clear()  # frees the memory for a large stage without quantized parameters, such as the last
+            self._kept = None  # frees the memory for a large stage without quantized parameters, such as the last
             return None
         dtype = signature.options.gather_dtype
         nbytes = sum(aligned(part.numel * (dtype or part.dtype).itemsize, torch.uint8) for part in signature.packed)
@@ -135,7 +135,7 @@ class Memories:
         if memory is None or len(memory.buffer) < nbytes:
             memory = Memory(nbytes, self.device)  # runs that still use a smaller one keep that alive
             self._latest[stream] = weakref.ref(memory)
-        self._kept[stream] = memory
+        self._kept = memory
         return Decoding(memory, dtype)
 
 

@@ -7,6 +7,7 @@ tangents, too; autograd takes them through the graph of the pairs, and the gradi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import random
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from shardfn.collectives.capturing import capturing
 from shardfn.collectives.ledger import ledger
-from shardfn.compat import autograd, functorch, modes, together
+from shardfn.compat import autograd, dispatch, functorch, modes, together
 from shardfn.compat.norms import Written
 from shardfn.quoting import short
 from shardfn.shards.layout import FlatShard
@@ -448,12 +449,28 @@ class _Tangent(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor | None) -> Any:
-        if cotangent is None or not cotangent.any():  # a Function on the way may have made zeros of nothing
-            return (None, None) + (None,) * ctx.count
-        raise RuntimeError(
-            f"stage {ctx.stage!r}: the gradient of a tangent, in a shardfn.jvp of a function that closes over what is "
-            f"differentiated: pass it to jvp as a primal, or use torch.func.jvp"
-        )
+        if cotangent is not None:
+            _refuse_gradient(ctx.stage, cotangent)
+        return (None, None) + (None,) * ctx.count
+
+
+def _refuse_gradient(stage: str, of_tangent: Tensor) -> None:
+    """Raises RuntimeError unless it is zeros, which a Function on the way may have made of nothing.
+
+    What an accelerator captures is looked at after each of its runs.
+    """
+    some = of_tangent.any()
+    wrong = (
+        f"stage {stage!r}: the gradient of a tangent, in a shardfn.jvp of a function that closes over what is "
+        f"differentiated: pass it to jvp as a primal, or use torch.func.jvp"
+    )
+    watch, on_cpu = capturing(), some.device.type == "cpu"
+    if watch is not None and not watch.traces and not on_cpu:
+        watch.late.append((some, lambda found: wrong if bool(found) else None))
+        return
+    with dispatch.outside_modes() if watch is not None and on_cpu else contextlib.nullcontext():
+        if bool(some):  # the host waits
+            raise RuntimeError(wrong)
 
 
 def with_tangents(call: Call, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -285,6 +285,15 @@ class Slot:
             with ordinary_tensors():
                 self.write.fill_(255)
 
+    def retire(self) -> None:
+        """Ends its use: the allocator takes its memory again only after all that uses it, on any stream."""
+        self.settle()
+        if self.stream is not None:
+            current = self.stream.module.current_stream(self.stream.device)
+            if self.free is not None:
+                current.wait_event(self.free)
+            self.buffer.record_stream(current)  # another stream may have allocated it
+
     def alternates(self, other: Slot | None) -> bool:
         """Whether the two slots cannot hold something at the same time."""
         return other is not None and (other is self or (self.position is not None and self.position is other.position))
@@ -372,7 +381,7 @@ class Position:
         slot = self.slot
         if slot.buffer.numel() < room:
             # Calls that still need the smaller slot keep it alive. Transfers into it must end before it is freed.
-            slot.settle()
+            slot.retire()
             slot.position = None
             self.slot = Slot(nbytes, slot.buffer.device, weakref.ref(self))
         elif debugging.memory and slot.parts:
@@ -459,9 +468,8 @@ class Ring:
     def leave(self) -> None:
         """Frees the slots that calls take in turn, as soon as nothing uses them."""
         self.empty()
-        if self.device.type != "cpu":
-            for slot in self.slots:  # another stream may have allocated it
-                slot.buffer.record_stream(self._stream())
+        for slot in self.slots:
+            slot.retire()
         self.positions.clear()
 
     def _stream(self) -> Any:

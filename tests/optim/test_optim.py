@@ -1049,10 +1049,26 @@ def test_an_optimizer_with_other_numbers_on_a_rank_is_an_error(strategy: str, ra
         assert f"the optimizer's 1.numbers.{name} varies along 'shard'" in found[0]
 
 
+class Launching(torch.optim.AdamW):
+    """As an optimizer of another library, which starts a kernel for each tensor: CUDA starts none for no elements."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert all(p.numel() and p.grad.numel() for group in self.param_groups for p in group["params"])
+        return super().step(closure)
+
+
+def decays(p: Any) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW([{"params": [p[k]], "weight_decay": d} for k, d in (("w", 0.1), ("b", 0))], 0.1)]
+
+
 RULED: dict[str, tuple[Callable[[], so.Optimizer], Callable[[Any], list[torch.optim.Optimizer]]]] = {
     "a rule": (
         lambda: so.from_torch(torch.optim.AdamW, lr=0.1, weight_decay=lambda path, shape: 0.1 * (len(shape) > 1)),
-        lambda p: [torch.optim.AdamW([{"params": [p[k]], "weight_decay": d} for k, d in (("w", 0.1), ("b", 0))], 0.1)],
+        decays,
+    ),
+    "kernels": (
+        lambda: so.from_torch(Launching, lr=0.1, weight_decay=lambda path, shape: 0.1 * (len(shape) > 1)),
+        decays,
     ),
     "masked": (
         lambda: so.masked(so.from_torch(torch.optim.NAdam, lr=0.1), r"b", so.from_torch(torch.optim.RMSprop, lr=0.1)),
@@ -1094,3 +1110,21 @@ def test_an_optimizer_of_torch_has_one_structure_of_states_whatever_ranks_hold(c
     for ranks, resumes in ((2, False), (4, True), (1, True)):
         for found in world(ranks).run(ruled, case, str(tmp_path / "saved"), resumes):
             assert distance(found, optree.tree_map(torch.detach, want)) < 1e-14
+
+
+def in_blocks() -> float:
+    """How far parameters are from those of one process, where a rank's elements are whole blocks, without a rest."""
+    want = torch.ones(8, dtype=torch.float64, requires_grad=True)
+    theirs, optimizer = torch.optim.AdamW([want], 0.1), so.from_torch(Launching, block=4, lr=0.1)
+    mesh = sf.make_mesh(shard=2, device="cpu")
+    params = sf.shard({"w": torch.ones(8, dtype=torch.float64)}, mesh, sf.full_shard("shard"))
+    state = optimizer.init(params)
+    for _ in range(3):
+        want.grad = want.detach().sin()
+        theirs.step()
+        params, state = optimizer.step(params, optree.tree_map(torch.sin, params), state)
+    return distance(sf.unshard(params)["w"], want.detach())
+
+
+def test_an_optimizer_of_another_library_gets_no_rest_without_elements() -> None:
+    assert worst(world(2).run(in_blocks)) < 1e-14

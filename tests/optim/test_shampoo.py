@@ -12,11 +12,12 @@ import optree
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardfn as sf
 import shardfn.optim as so
 from shardfn.optim.owners import eigh, owners
-from shardfn.optim.shampoo import cost
+from shardfn.optim.shampoo import _eigenbasis, _iterate, cost, inverse_power
 from shardfn.shards.pieces import units
 from shardfn.testing import World, world
 from tests.models import DATA, STRATEGIES, data_mesh, distance, normal
@@ -243,6 +244,41 @@ def test_rounding_chooses_no_direction(rows: int, make: Callable[..., so.Optimiz
         start = normal(5, width, seed=99)
         both = [trained(optimizer, {"w": start.clone()}, functools.partial(few, x), steps)[0] for x in (0.0, 3e-16)]
         assert distance(*both) < 1e-12
+
+
+class Coarse(TorchDispatchMode):
+    """Rounds what products read to TF32, as a GPU does where torch is told so."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default and torch.backends.cuda.matmul.fp32_precision == "tf32":
+            args = [((x.contiguous().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32) for x in args]
+        return func(*args, **(kwargs or {}))
+
+
+def of_low_rank(seed: int) -> Tensor:
+    g = normal(9, 3, seed=seed).float()
+    return g @ g.mT
+
+
+def iterated(factor: Tensor) -> Tensor:
+    basis = _eigenbasis(of_low_rank(1) + torch.eye(9))
+    _iterate([factor], [basis], torch.zeros(9))
+    return basis
+
+
+@pytest.mark.parametrize("work", [lambda x: inverse_power(x, 0.5, 1e-12), _eigenbasis, iterated])
+def test_small_eigenvalues_are_not_rounded_to_tf32(work: Callable[[Tensor], Tensor]) -> None:
+    factor = of_low_rank(0)
+    want = work(factor)
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        with Coarse():
+            got = work(factor)
+        after = torch.backends.cuda.matmul.fp32_precision
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert (torch.equal(got, want), after) == (True, "tf32")
 
 
 def test_vectors_are_updated_by_adamw() -> None:

@@ -306,8 +306,8 @@ def test_a_missing_wait_of_a_gather_is_a_race(mutant: str) -> None:
     assert races
 
 
-def evaluated_in_turn() -> list[str]:
-    """Races of evaluations with quantized parameters on two streams, which nothing orders."""
+def evaluated_in_turn() -> tuple[list[str], int]:
+    """Races of evaluations with quantized parameters on two streams, which nothing orders; memories that are kept."""
     with simulated(4) as device, torch.no_grad(), sf.debug(memory=False):
         module, mesh = torch.get_device_module(device.name), sf.make_mesh(shard=4, device=device.name)
         whole = quant.quantize([torch.ones(64, 64) for _ in range(3)], quant.nf4(), names=".*")
@@ -328,8 +328,35 @@ def evaluated_in_turn() -> list[str]:
         for stream in streams * 2:
             with module.stream(stream):
                 kept.append(evaluated(params, x))
-        return device.races
+        memories = engine.engine_of(mesh).memories
+        return device.races, sum(latest() is not None for latest in memories._latest.values())
 
 
 def test_streams_do_not_meet_in_decoded_parameters() -> None:
-    assert world(1, "alone").run(evaluated_in_turn) == [[]]
+    assert world(1, "alone").run(evaluated_in_turn) == [([], 1)]
+
+
+def outgrown() -> list[str]:
+    """Races of an evaluation on another stream with one of larger stages, which need larger slots."""
+    with simulated(4) as device, torch.no_grad(), sf.debug(memory=False):
+        module, mesh = torch.get_device_module(device.name), sf.make_mesh(shard=4, device=device.name)
+        small = sf.shard([{"w": torch.ones(8, 8)} for _ in range(2)], mesh, sf.full_shard("shard"))
+        layer, side = sf.stage(block), module.Stream()
+
+        @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
+        def evaluated(params: Any, x: Tensor) -> Tensor:
+            return layer(params[1], layer(params[0], x))
+
+        xs = [torch.ones(2, n, device=device.name) for n in (8, 64)]
+        kept = [evaluated(small, xs[0])]
+        side.wait_stream(module.current_stream())
+        device.forget()
+        with module.stream(side):
+            kept.append(evaluated(small, xs[0]))
+        large = sf.shard([{"w": torch.ones(64, 64)} for _ in range(2)], mesh, sf.full_shard("shard"))
+        kept += [evaluated(large, xs[1]), *(torch.ones(2**n, device=device.name) for n in range(12))]
+        return device.races
+
+
+def test_a_slot_that_is_outgrown_is_used_again_after_its_last_use_on_any_stream() -> None:
+    assert world(1, "alone").run(outgrown) == [[]]

@@ -57,6 +57,11 @@ OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
     "lion": lambda: so.lion(1e-3),
     "adafactor": lambda: so.adafactor(1e-3),
     "lamb": lambda: so.lamb(1e-3),
+    "from_torch": lambda: so.from_torch(torch.optim.AdamW, lr=1e-3),
+    "from_torch, all on the device": lambda: so.from_torch(
+        torch.optim.AdamW, lr=torch.full((), 1e-3, device="sim"), capturable=True
+    ),
+    "soap": lambda: so.soap(1e-3, every=1),
     "muon": lambda: so.masked(so.muon(1e-3), HALF, so.adamw(1e-3)),
     "muon, pure": lambda: so.masked(so.muon(1e-3, donate=False), HALF, so.adamw(1e-3)),
     "clipped": lambda: so.chain(so.clip_by_global_norm(1.0), so.adamw(1e-3)),
@@ -78,6 +83,10 @@ WAITS: dict[str, int] = {
     "norms as numbers": 1,
     "a loss that is printed": 1,
     "staging": 1,
+    # torch compares a rate that is a tensor with 0, where each step makes an optimizer
+    "optimizer, from_torch, all on the device": 1,
+    # whether a basis follows its factor, or begins anew: for both factors of the one matrix that this rank works on
+    "optimizer, soap": 1,
     # how many tokens travel where: one table of counts
     "mixture, dropless": 1,
     "mixture, refusing": 1,
@@ -565,6 +574,25 @@ def test_processes_may_be_alone() -> None:
     assert world(1, "alone").run(torch.distributed.is_initialized) == [False]
     assert world(1, "alone").run(sf.make_mesh, data=1, device="cpu")[0].ndim == 1
     assert world(1, "alone").run(torch.distributed.is_initialized) == [False]  # whatever the call before has left
+
+
+def launched(make: Callable[[], so.Optimizer], parameters: int) -> int:
+    """Operations of a steady step on the device."""
+    with simulated(2) as device:
+        mesh = sf.make_mesh(shard=2, device=device.name)
+        params = sf.shard([{f"w{i}": torch.ones(8) for i in range(parameters)}], mesh, sf.full_shard("shard"))
+        optimizer = make()
+        state, grads = optimizer.init(params), optree.tree_map(torch.ones_like, params)
+        for _ in range(2):
+            device.forget()
+            params, state = optimizer.step(params, grads, state)
+        return sum(device.operations.values())
+
+
+def test_lamb_launches_as_much_for_many_parameters_as_for_few() -> None:
+    rule = lambda path, shape: 0.1 * path.endswith("1")  # noqa: E731
+    few, many = (world(1, "alone").run(launched, lambda: so.lamb(1e-3, weight_decay=rule), n)[0] for n in (12, 24))
+    assert few == many
 
 
 def engines(ranks: int) -> int:

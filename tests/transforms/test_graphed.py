@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import shardfn.optim as so
 from shardfn import parallel
 from shardfn.testing import simulated, world
 from tests.models import DATA, STRATEGIES, distance, drawn
+from tests.reference import worst
 
 WIDTH, LAYERS, ROWS, STEPS, WARM_UP = 8, 3, 3, 8, 3
 PLACEMENTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -607,6 +609,56 @@ def looked_up() -> str:
 def test_what_a_graph_computes_is_checked_later() -> None:
     found = world(1, "alone").within(60).run(looked_up)[0]
     assert found.startswith("RuntimeError: embedding: tokens are from 0 to 9; they are from 0 to 3")
+
+
+class Halved(torch.autograd.Function):
+    """Its backward gets zeros where there is no gradient, as that of any Function by default."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x / 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> Tensor:
+        return Halved.apply(ct)
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor) -> Tensor:
+        return Halved.apply(t)
+
+
+def products(device: str) -> list[float]:
+    """How far products with a Hessian by a graph are from those as they are, with a Function between stages."""
+    mesh = sf.make_mesh(shard=1, device=device)
+    made = [[{"w": drawn(seed)(WIDTH, WIDTH)} for _ in range(2)] for seed in (2, 3)]
+    params, v = (sf.shard(tree, mesh, sf.full_shard("shard")) for tree in made)
+    layer, x = sf.stage(lambda p, x: torch.tanh(x @ p["w"])), drawn(4)(ROWS, WIDTH).to(device)
+
+    @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
+    def product(params: Any, v: Any, x: Tensor) -> Any:
+        def loss(params: Any) -> Tensor:
+            return layer(params[1], Halved.apply(layer(params[0], x))).square().sum()
+
+        return sf.jvp(sf.grad(loss), (params,), (v,))[1]
+
+    run, want = sf.graphed(product, mesh=mesh), product(params, v, x)
+    return [distance(*(sf.unshard(each) for each in (run(params, v, x), want))) for _ in range(6)]
+
+
+@plainly
+def products_on(kind: str) -> list[float]:
+    with simulated(values=True) if kind == "sim" else contextlib.nullcontext():
+        return products(kind)
+
+
+@pytest.mark.parametrize(("kind", "backend"), [("cpu", "processes"), ("sim", "alone")])
+def test_a_product_with_a_hessian_has_a_graph_whatever_functions_make_of_nothing(kind: str, backend: Any) -> None:
+    (off,) = world(1, backend).within(60).run(products_on, kind)
+    assert worst(off) < 1e-12
 
 
 # --- several ranks ---
