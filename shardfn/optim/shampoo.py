@@ -364,7 +364,7 @@ def inverse_power(factor: Tensor, exponent: float, ridge: float) -> Tensor:
     Those that rounding alone could have made count as this rounding, so that it chooses no direction.
     """
     values, vectors = eigh(factor)
-    values = values.maximum(_least(values) / len(values) ** 0.5) + ridge
+    values = values.maximum(_least(values)) + ridge
     return vectors * values**-exponent @ vectors.mT
 
 
@@ -384,12 +384,14 @@ def _eigenbasis(factor: Tensor) -> Tensor:
 def _iterate(factors: Sequence[Tensor], bases: Sequence[Tensor], square: Tensor) -> None:
     """A step of power iteration; overwrites bases, and Adam's squares, which it sorts along each dimension.
 
-    A basis begins anew where `_followed` leaves rounding alone; for that the host waits once.
+    A basis begins anew where `_followed` leaves rounding alone twice; for that the host waits once, or twice.
     """
     followed = [_followed(factor, basis) for factor, basis in zip(factors, bases, strict=True)]
-    determined = torch.stack([known for *_, known in followed]).tolist()
-    for i, (factor, basis, (new, order, _)) in enumerate(zip(factors, bases, followed, strict=True)):
-        if determined[i]:
+    well = torch.stack([sure.all() for *_, sure in followed]).tolist()
+    for i, (factor, basis, (new, order, sure)) in enumerate(zip(factors, bases, followed, strict=True)):
+        if not well[i]:
+            new, order, sure = _followed(factor, basis, sure)
+        if well[i] or sure.all():
             square.copy_(square.index_select(i, order))
         else:  # squares of what is uncorrelated
             new = _eigenbasis(factor)
@@ -399,22 +401,23 @@ def _iterate(factors: Sequence[Tensor], bases: Sequence[Tensor], square: Tensor)
 
 
 @exact()
-def _followed(factor: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The next basis, the old places of its vectors, and whether all of them are more than rounding.
+def _followed(factor: Tensor, basis: Tensor, moves: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The next basis, the old places of its vectors, and which of the old ones lead to more than rounding.
 
-    Vectors with eigenvalues that are 0 up to rounding stay: the product is rounding alone. So is what orthogonalisation
-    leaves of products that depend on each other, as those with a factor of low rank do.
+    Vectors with eigenvalues that are 0 up to rounding stay, up to orthogonalisation: the product is rounding alone. So
+    is what orthogonalisation leaves of products that depend on each other, as those with a factor of low rank do: these
+    vectors are found, and stay where they are left out of `moves`.
     """
     product = factor @ basis
     values = (basis * product).sum(0)
     least, half = _least(values), torch.finfo(values.dtype).eps ** 0.5
-    known = values > least
+    known = values > least if moves is None else moves & (values > least)
     order = values.where(known, 0).argsort(descending=True, stable=True)
     new, left = torch.linalg.qr(torch.where(known, product, basis)[:, order])
-    determined = left.diagonal().abs() > torch.where(known, least + half * values, half)[order]
-    return new, order, determined.all()
+    sure = left.diagonal().abs() > torch.where(known, least + half * values, half)[order]
+    return new, order, torch.empty_like(sure).index_copy_(0, order, sure)
 
 
 def _least(values: Tensor) -> Tensor:
     """What rounding adds to eigenvalues."""
-    return values.max() * len(values) * torch.finfo(values.dtype).eps
+    return values.max() * len(values) ** 0.5 * torch.finfo(values.dtype).eps

@@ -261,9 +261,38 @@ def of_low_rank(seed: int) -> Tensor:
 
 
 def iterated(factor: Tensor) -> Tensor:
-    basis = _eigenbasis(of_low_rank(1) + torch.eye(9))
+    basis = torch.linalg.qr(normal(9, 9, seed=1).float())[0]
     _iterate([factor], [basis], torch.zeros(9))
     return basis
+
+
+def test_a_basis_in_float32_is_followed_where_eigenvalues_fall_to_rounding() -> None:
+    """At the width of a layer, whose factors have eigenvalues of all sizes, and gain rank with every gradient."""
+    anew = 0
+    for seed, rows in itertools.product(range(4), (100, 300, 600)):
+        scales = 10 ** torch.linspace(0, -6, 300)
+        gradients = [(normal(rows, 300, seed=10 * seed + t) * scales).float() for t in range(4)]
+        factor, square = torch.zeros(300, 300), torch.zeros(300)
+        basis = torch.eye(300)
+        for t, g in enumerate(gradients):
+            factor = 0.95 * factor + 0.05 * g.mT @ g
+            if t == 0:
+                basis = _eigenbasis(factor)
+                continue
+            counted = CountsEigh()
+            with counted:
+                _iterate([factor], [basis], square)
+            anew += counted.times > 0
+            assert (basis.mT @ basis - torch.eye(300)).abs().max() < 1e-4
+    assert anew == 0
+
+
+class CountsEigh(TorchDispatchMode):
+    times = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.times += "eigh" in func.name()
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("work", [lambda x: inverse_power(x, 0.5, 1e-12), _eigenbasis, iterated])
