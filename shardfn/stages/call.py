@@ -210,7 +210,8 @@ def _run(
         with unscheduled():
             result = signature.call(leaves, parameters, decoding)
     except RuntimeError as error:
-        if "leaf Variable that requires grad" in str(error) or f"of {_Argument.__name__} is a view" in str(error):
+        said = str(error)
+        if "leaf Variable that requires grad" in said or (_Argument.__name__ in said and "is a view" in said):
             raise RuntimeError(writes(signature)) from error
         refuse_mixed(signature, error, parameters, leaves)
         raise
