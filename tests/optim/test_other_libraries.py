@@ -136,7 +136,7 @@ def on_shards(libraries: list[str], folder: str) -> list[Any]:
     """How far the parameters are from AdamW's; bytes of state a parameter; what a checkpoint of it says."""
     mesh = sf.make_mesh(device="cpu", shard=2)
     found: list[Any] = []
-    whole = {"w": torch.randn(130, 256, generator=torch.Generator().manual_seed(0)) * 3, "b": torch.ones(40)}
+    whole = {"w": torch.randn(520, 256, generator=torch.Generator().manual_seed(0)) * 3, "b": torch.ones(40)}
     for name in libraries:
         kind, options = THEIRS[name]
         make = getattr(importlib.import_module(f"{name}.optim"), kind)
@@ -151,7 +151,7 @@ def on_shards(libraries: list[str], folder: str) -> list[Any]:
                 runs.append((sf.unshard(ps), state))
             (got, state), (want, _) = runs
             moved = (want["w"] - whole["w"]).norm()
-            share = sum(map(bits_of, optree.tree_leaves(state["memory"]))) / (130 * 256 / 2)
+            share = sum(map(bits_of, optree.tree_leaves(state["memory"]))) / (520 * 256 / 2)
             path = f"{folder}/{name}-{len(found)}"
             said = [saved(f"{path}-{i}", x) for i, x in enumerate((state, checkpoint.ByRank(state)))]
             found.append((((got["w"] - want["w"]).norm() / moved).item(), share, said))
