@@ -55,10 +55,7 @@ RANKS, SEED, RATE, DECAY = 4, 0, 3e-4, 0.1
 TOGETHER = 5  # number of rows whose processes are alive at once
 SIZES = Config(vocabulary=8192, width=512, heads=8, layers=8, hidden=1408, context=128, batch=8, micro=1)
 TINY = replace(SIZES, vocabulary=64, width=32, heads=4, layers=4, hidden=44, context=16)
-PEERS: dict[str, Placement] = {
-    "FSDP2 + DTensor": Replicate(),
-    "FSDP2 + DTensor, sequence parallel": Shard(1),
-}
+PEERS: dict[str, Placement] = {"FSDP2 + DTensor": Replicate(), "FSDP2 + DTensor, sequence parallel": Shard(1)}
 FIRST = {"dense": {"shard": 2, "tensor": 2}, "4 experts": {"shard": 4}}
 
 

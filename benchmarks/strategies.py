@@ -104,11 +104,7 @@ def goals_of(rows: list[dict[str, Any]], config: Config) -> list[Goal]:
     buffers = 6 * config.vocabulary * config.width * 4 / 1e6
     most = max(rest[name] for name in rest)
     goals.append(
-        Goal(
-            "memory not in parameters, gradients, state / ddp's and buffers",
-            most / (rest["ddp"] + buffers),
-            1.0,
-        )
+        Goal("memory not in parameters, gradients, state / ddp's and buffers", most / (rest["ddp"] + buffers), 1.0)
     )
     losses = [float(row["first loss"]) for row in rows]
     return [*goals, Goal("first loss, relative difference between all", max(losses) / min(losses) - 1, 1e-6)]

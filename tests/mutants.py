@@ -724,13 +724,7 @@ MUTANTS = [
         "if True:",
         f"{RANKS}::test_backward_with_other_stages_on_other_ranks_is_an_error_that_names_one",
     ),
-    Mutant(
-        "marks stay in gradients",
-        "stages/reduction.py",
-        "    end.zero_()\n",
-        "",
-        ZEROS,
-    ),
+    Mutant("marks stay in gradients", "stages/reduction.py", "    end.zero_()\n", "", ZEROS),
     Mutant("gaps keep old numbers", "stages/reduction.py", "        torch._foreach_zero_(gaps)\n", "", ZEROS),
     Mutant(
         "holes keep old numbers",

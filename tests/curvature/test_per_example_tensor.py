@@ -30,11 +30,7 @@ SHAPES = {
     "n": (D,), "nb": (D,), "gain": (12,), "odd": (D, D),
 }  # fmt: skip
 SPECS = sf.by_path(
-    [
-        (r".*\.(q|k|v|up)|head\.w", P(None, "tensor")),
-        (r".*\.(o|down|ub|gain)|.*\.e", P("tensor")),
-        (r".*", P()),
-    ]
+    [(r".*\.(q|k|v|up)|head\.w", P(None, "tensor")), (r".*\.(o|down|ub|gain)|.*\.e", P("tensor")), (r".*", P())]
 )
 
 

@@ -225,10 +225,7 @@ def sizes() -> Any:
         with sf.ledger() as log:
             step(params, zoo.text())
         held = sum(x.numel() for x in torch.utils._pytree.tree_leaves(params))
-        found[name] = (
-            held,
-            {op: log.count(op=op, axis=("tensor",)) for op in ("all_reduce", "all_to_all")},
-        )
+        found[name] = (held, {op: log.count(op=op, axis=("tensor",)) for op in ("all_reduce", "all_to_all")})
     return found
 
 

@@ -36,11 +36,7 @@ CASES: dict[str, tuple[str, Any, Kind]] = {
     "dora": ("gpt2", ["c_attn", "mlp.c_proj"], {"dora": True}),
     "torch": ("encoder", ["linear1", "linear2"], {}),
     "encoder": ("t5", ["q", "wo"], {"exclude": ["0.layer.0.SelfAttention.q"]}),
-    "experts": (
-        "mixtral",
-        ["q_proj"],
-        {"target_parameters": ["gate.weight", "gate_up_proj", "experts.down_proj"]},
-    ),
+    "experts": ("mixtral", ["q_proj"], {"target_parameters": ["gate.weight", "gate_up_proj", "experts.down_proj"]}),
     "biases": ("gpt2", ["c_attn"], {"bias": "all", "modules_to_save": ["1.ln_1"]}),
 }
 

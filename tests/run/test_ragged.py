@@ -276,11 +276,7 @@ def whole_numbers(rank: int, key: str = "x") -> Any:
 
 
 REFUSED: dict[str, tuple[Any, Any, str]] = {
-    "nobody says": (
-        of_one,
-        None,
-        "differ between ranks: rank 0 has ['x'] float32 [2, 2]; rank 1 has ['x'] flo",
-    ),
+    "nobody says": (of_one, None, "differ between ranks: rank 0 has ['x'] float32 [2, 2]; rank 1 has ['x'] flo"),
     "and what to say": (of_one, None, 'pad="ranks" fills them up to the longest of all ranks, pad="own" is for a step'),
     "a name nobody knows": (of_one, "ranks", "batch['x'], float32, has other sizes on other ranks, up to [2, 3], and"),
     "how to name it": (of_one, {"y": 1}, "say pad={'x': ...}, by the leaf's last key"),

@@ -608,11 +608,7 @@ def test_what_is_kept_in_few_bits_is_filled_with_the_parameter(world: World) -> 
 @pytest.mark.parametrize(
     ("fill", "kind", "told"),
     [
-        (
-            lambda path, x, g: torch.ones(3, 64, dtype=torch.float64),
-            TypeError,
-            "of torch.float64 for a.w",
-        ),
+        (lambda path, x, g: torch.ones(3, 64, dtype=torch.float64), TypeError, "of torch.float64 for a.w"),
         (lambda path, x, g: torch.ones(2, 2), ValueError, r"shape \[2, 2\] for a.w, which has \[3, 64\]"),
         (lambda path, x, g: None, TypeError, "of type NoneType for a.w, which is a tensor of torch.float32"),
     ],

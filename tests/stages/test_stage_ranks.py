@@ -259,10 +259,7 @@ class Opaque:
 def refused(kind: str) -> tuple[str, float]:
     """The message, and whether the next step is right."""
     s = Setting()
-    functions: dict[str, Any] = {
-        "opaque": lambda p, x: Opaque(layer(p, x)),
-        "input": lambda p, x: x.mul_(2) @ p["w"],
-    }
+    functions: dict[str, Any] = {"opaque": lambda p, x: Opaque(layer(p, x)), "input": lambda p, x: x.mul_(2) @ p["w"]}
     message = ""
     try:
         sf.grad(lambda ps: sf.stage(functions[kind])(ps[0], s.x.clone()).sum())(s.flat)

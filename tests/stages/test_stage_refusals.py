@@ -14,22 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
 from shardfn.testing import World, WorldError
-from tests.models import (
-    ENGINES,
-    WIDTH,
-    block,
-    distance,
-    embed,
-    head,
-    params,
-)
+from tests.models import ENGINES, WIDTH, block, distance, embed, head, params
 from tests.reference import worst
-from tests.stages.setting import (
-    Setting,
-    on_threads,
-    rows_of,
-    tokens_of,
-)
+from tests.stages.setting import Setting, on_threads, rows_of, tokens_of
 
 pytestmark = pytest.mark.usefixtures("threads_on_one_core")
 

@@ -8,18 +8,8 @@ import pytest
 import torch
 
 from shardfn.testing import World
-from tests.models import (
-    block,
-    distance,
-    everyone,
-)
-from tests.stages.setting import (
-    Setting,
-    on_threads,
-    rows_of,
-    staged,
-    straight,
-)
+from tests.models import block, distance, everyone
+from tests.stages.setting import Setting, on_threads, rows_of, staged, straight
 
 pytestmark = pytest.mark.usefixtures("threads_on_one_core")
 

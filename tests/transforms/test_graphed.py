@@ -370,10 +370,7 @@ REFUSED: dict[str, tuple[Run, str]] = {
     ),
     "a power of a count": (powers, r"aten::pow.Scalar at .*:\d+ raises an integer to a power that has become a tensor"),
     "a number from outside": (frozen, r"aten::mul.Tensor at .*test_graphed.py:\d+ gets the number 0.4\d*, and .* 0.3"),
-    "another operation than before": (
-        alternating,
-        r"the step runs aten::\w+, and at the last call aten::\w+",
-    ),
+    "another operation than before": (alternating, r"the step runs aten::\w+, and at the last call aten::\w+"),
     "a changed number": (
         lambda d: repeated(d, lambda w, x, rate: rate * w.sum(), lambda i: (0.1 * i,)),
         r"rest.*is 0.1, and was 0.0: a program keeps numbers as they are. Pass it as a 0-d tensor",

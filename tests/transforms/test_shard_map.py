@@ -366,21 +366,9 @@ class TestDTensors:
             (lambda m: distribute_tensor(torch.ones(4), m, [Shard(0)]), P(), ["x", "P('a')", "P()", "`...`"]),
             (lambda m: distribute_tensor(torch.ones(4), m, [Replicate()]), P("a"), ["x", "placed as P(", "P('a')"]),
             (lambda m: distribute_tensor(torch.ones(2, 2), m, [Shard(1)]), P("a"), ["P(None, 'a')", "P('a')"]),
-            (
-                lambda m: DTensor.from_local(torch.ones(4), m, [Partial()]),
-                ...,
-                ["partial sums over 'a'"],
-            ),
-            (
-                lambda m: distribute_tensor(torch.ones(5), m, [Shard(0)]),
-                P("a"),
-                ["(5,)", "5 does not divide by 2"],
-            ),
-            (
-                lambda m: distribute_tensor(torch.ones(4), mesh_of(b=2), [Shard(0)]),
-                ...,
-                ["DTensor on", "same mesh"],
-            ),
+            (lambda m: DTensor.from_local(torch.ones(4), m, [Partial()]), ..., ["partial sums over 'a'"]),
+            (lambda m: distribute_tensor(torch.ones(5), m, [Shard(0)]), P("a"), ["(5,)", "5 does not divide by 2"]),
+            (lambda m: distribute_tensor(torch.ones(4), mesh_of(b=2), [Shard(0)]), ..., ["DTensor on", "same mesh"]),
         ],
         ids=["cut", "whole", "dim", "partial", "uneven", "mesh"],
     )
@@ -423,11 +411,7 @@ class TestRanksThatDiffer:
     @pytest.mark.parametrize(
         ("calls", "specs", "words"),
         [
-            (
-                lambda r: (torch.ones(2 + r),),
-                P("a"),
-                ["rank 0 has x: torch.float32 (2,)", "rank 1", "(3,)"],
-            ),
+            (lambda r: (torch.ones(2 + r),), P("a"), ["rank 0 has x: torch.float32 (2,)", "rank 1", "(3,)"]),
             (lambda r: (torch.ones(2, r + 1),), P("a"), ["(2, 1)", "(2, 2)"]),
             (lambda r: (torch.ones(2, dtype=[torch.float32, torch.float64][r]),), P("a"), ["float32", "float64"]),
             (lambda r: (torch.ones(2, dtype=[torch.float32, torch.float64][r]),), ..., ["float32", "float64"]),

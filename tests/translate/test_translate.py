@@ -505,11 +505,7 @@ WRONG: dict[str, tuple[str, str | bytes | None, str]] = {
     "no precision": ("a.py", "Trainer(strategy='ddp', precision='17')", "is not a precision"),
     "deep Python": ("a.py", f"x = {'-' * 100_000}1\nFSDPStrategy()", "nested too deeply"),
     "a word for a degree": ("a.yaml", "fsdp_config: {data_parallel_shard_degree: x}", "x is not a number"),
-    "one beta": (
-        "a.yaml",
-        "max_duration: 1ba\noptimizer: {name: adamw, lr: 1, betas: 3}",
-        "3 is not two numbers",
-    ),
+    "one beta": ("a.yaml", "max_duration: 1ba\noptimizer: {name: adamw, lr: 1, betas: 3}", "3 is not two numbers"),
     "no strategy": ("a.py", "Trainer(strategy='tpu_spawn')", "is not a strategy that is read"),
 }
 

@@ -11,19 +11,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import P, parallel
-from tests.check.programs.setting import (
-    ROWS,
-    D,
-    Made,
-    On,
-    block,
-    embed,
-    head,
-    layers,
-    plainly,
-    right,
-    tokens_of,
-)
+from tests.check.programs.setting import ROWS, D, Made, On, block, embed, head, layers, plainly, right, tokens_of
 from tests.models import drawn
 
 

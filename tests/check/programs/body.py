@@ -13,18 +13,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import P
 from shardfn.shards.random import mixed
-from tests.check.programs.setting import (
-    DATA,
-    ROWS,
-    D,
-    Made,
-    On,
-    folded,
-    mlp,
-    mlp_setting,
-    plainly,
-    right,
-)
+from tests.check.programs.setting import DATA, ROWS, D, Made, On, folded, mlp, mlp_setting, plainly, right
 from tests.models import drawn
 
 

@@ -11,15 +11,7 @@ from torch.func import grad
 
 import shardfn as sf
 from shardfn import P
-from tests.check.programs.setting import (
-    DATA,
-    ROWS,
-    D,
-    Made,
-    On,
-    plainly,
-    right,
-)
+from tests.check.programs.setting import DATA, ROWS, D, Made, On, plainly, right
 from tests.models import drawn
 
 

@@ -11,14 +11,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import P
-from tests.check.programs.setting import (
-    ROWS,
-    D,
-    Made,
-    On,
-    plainly,
-    right,
-)
+from tests.check.programs.setting import ROWS, D, Made, On, plainly, right
 from tests.models import drawn
 
 
@@ -200,11 +193,7 @@ def _whole_on_all(on: On, loss: Callable[[Tensor, int], Tensor], wanted: Callabl
     """The gradient of `loss(every row, ranks)`, which each rank has whole, so that all ranks' are added up."""
     draw = drawn(30)
     w, x = draw(4, 3), draw(2, 4)
-    step = on(
-        sf.grad(lambda w: loss(x @ sf.all_gather(w, "shard"), sf.axis_size("shard"))),
-        (P("shard"),),
-        P("shard"),
-    )
+    step = on(sf.grad(lambda w: loss(x @ sf.all_gather(w, "shard"), sf.axis_size("shard"))), (P("shard"),), P("shard"))
     gradient = plainly(lambda w: wanted(x @ w), w)[1]
     return lambda: step(on.cut(w, "shard")), on.cut(gradient, "shard")
 

@@ -12,16 +12,7 @@ from torch import Tensor
 import shardfn as sf
 import shardfn.optim as so
 from shardfn import P, parallel
-from tests.check.programs.setting import (
-    ROWS,
-    D,
-    Made,
-    On,
-    folded,
-    plainly,
-    right,
-    tokens_of,
-)
+from tests.check.programs.setting import ROWS, D, Made, On, folded, plainly, right, tokens_of
 from tests.models import drawn
 
 
@@ -108,13 +99,7 @@ def _cut_head(p: Any, x: Tensor, targets: Tensor, t: Any, sequence: int | None) 
     return parallel.cross_entropy(x, p["out"], targets, t, sequence=sequence).sum()
 
 
-CUT = sf.by_path(
-    [
-        (r".*\.up|head\.out", P(None, "tensor")),
-        (r".*\.(down|table)", P("tensor")),
-        (r".*\.norm", P()),
-    ]
-)
+CUT = sf.by_path([(r".*\.up|head\.out", P(None, "tensor")), (r".*\.(down|table)", P("tensor")), (r".*\.norm", P())])
 
 
 def _cut_training(on: On, sequence: int | None = None, strategy: Any = None) -> Made:

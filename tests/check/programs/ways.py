@@ -14,18 +14,7 @@ from torch.func import grad
 import shardfn as sf
 import shardfn.optim as so
 from shardfn import P, parallel
-from tests.check.programs.setting import (
-    DATA,
-    ROWS,
-    D,
-    Made,
-    On,
-    mlp,
-    mlp_setting,
-    plainly,
-    right,
-    tokens_of,
-)
+from tests.check.programs.setting import DATA, ROWS, D, Made, On, mlp, mlp_setting, plainly, right, tokens_of
 from tests.models import drawn
 
 
