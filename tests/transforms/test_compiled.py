@@ -33,8 +33,10 @@ from shardfn.testing import World, world
 from shardfn.transforms import pure, regions, surroundings
 from tests.lossless import LOSSLESS
 from tests.models import DATA, STRATEGIES, distance, drawn
+from tests.transforms import steps
+from tests.transforms.steps import LAYERS, WIDTH, block, data, whole
 
-WIDTH, LAYERS, ROWS, STEPS = 8, 3, 4, 5
+ROWS, STEPS = 4, 5
 
 Step = Callable[..., Any]
 Setting = tuple[Step, Any, Any]
@@ -44,10 +46,6 @@ Setting = tuple[Step, Any, Any]
 # --- models ---
 
 
-def block(p: Any, x: Tensor) -> Tensor:
-    return x + torch.tanh(x @ p["up"] + p["b"]) @ p["down"]
-
-
 def normed(p: Any, x: Tensor) -> Tensor:
     h = F.layer_norm(x, (WIDTH,)) * p["b"].mean()
     return x + F.gelu(h @ p["up"]) @ p["down"]
@@ -55,13 +53,6 @@ def normed(p: Any, x: Tensor) -> Tensor:
 
 def dropped(p: Any, x: Tensor) -> Tensor:
     return x + F.dropout(torch.tanh(x @ p["up"] + p["b"]), 0.5) @ p["down"]
-
-
-def whole(dtype: torch.dtype = torch.float64) -> Any:
-    draw = drawn(0, 0.5)
-    shapes = {"up": (WIDTH, 5), "b": (5,), "down": (5, WIDTH)}
-    tree = {"blocks": [{name: draw(*shape) for name, shape in shapes.items()} for _ in range(LAYERS)]}
-    return optree.tree_map(lambda x: x.to(dtype), tree)
 
 
 def device_here() -> str:
@@ -319,32 +310,11 @@ def on_one_rank(case: Callable[[], Any]) -> Any:
     return world(1).within(60).run(alone, case)[0]
 
 
-def toy(more: Callable[..., Any] = lambda w, x: 0, optimizer: so.Optimizer | None = None) -> tuple[Any, Any, Any]:
-    """A step on plain tensors, `(params, state, x, ...) -> (params, state, loss)`, with parameters and state."""
-    made = optimizer or so.sgd(0.1)
-    params = {"w": torch.full((WIDTH,), 0.5, dtype=torch.float64)}
-
-    def step(params: Any, state: Any, x: Tensor, *rest: Any) -> Any:
-        value, grads = sf.value_and_grad(lambda p: (p["w"] * x).square().sum())(params)
-        value = value + more(params["w"], x, *rest)
-        params, state = made.step(params, grads, state)
-        return params, state, value
-
-    return sf.compile(step, mesh=sf.make_mesh(shard=1, device="cpu")), params, made.init(params)
-
-
-def data(i: int = 0, rows: int = WIDTH) -> Tensor:
-    return torch.arange(rows, dtype=torch.float64) / 10 + i
-
-
-def repeated(more: Callable[..., Any], rest: Callable[[int], tuple[Any, ...]] = lambda i: (), calls: int = 5) -> Any:
-    """The losses of several steps, or the error."""
-    step, params, state = toy(more)
-    losses = []
-    for i in range(calls):
-        params, state, value = step(params, state, data(i), *rest(i))
-        losses.append(value)
-    return [x.item() for x in losses]
+toy = functools.partial(steps.toy, sf.compile, "cpu")
+repeated = functools.partial(steps.repeated, sf.compile, "cpu", calls=5)
+counter, alternating, powers, used_again = (
+    functools.partial(f, sf.compile) for f in (steps.counter, steps.alternating, steps.powers, steps.used_again)
+)
 
 
 def test_a_step_on_plain_tensors() -> None:
@@ -357,26 +327,6 @@ def _by_hand() -> list[float]:
         losses.append(((w * data(i)).square().sum() + w.sum()).item())
         w = w - 0.1 * 2 * w * data(i).square()
     return losses
-
-
-def counter() -> Any:
-    calls: list[int] = []
-
-    def more(w: Tensor, x: Tensor) -> Any:
-        calls.append(1)
-        return w.sum() * (0.1 * len(calls))
-
-    return repeated(more)
-
-
-def alternating() -> Any:
-    calls: list[int] = []
-
-    def more(w: Tensor, x: Tensor) -> Any:
-        calls.append(1)
-        return w.sin().sum() if len(calls) % 2 else w.cos().sum()
-
-    return repeated(more)
 
 
 def replaced() -> Any:
@@ -440,12 +390,6 @@ def negated() -> Any:
     return repeated(lambda w, x: (numbers.add_(x) * 2 + negative).sum())
 
 
-def powers() -> Any:
-    step, w, n = sf.compile(lambda w, n: (w * 2**-n, n + 1), mesh=sf.make_mesh(shard=1, device="cpu")), data(), 1
-    for _ in range(4):
-        w, n = step(w, n)
-
-
 def overwritten() -> Any:
     step, params, state = toy()
     for i in range(4):
@@ -457,14 +401,6 @@ def shared() -> Any:
     a, b = data(0), data(1)
     a, b = step(a, b)
     return step(a, a)
-
-
-def used_again() -> Any:
-    step, params, state = toy()
-    for i in range(3):
-        before = params
-        params, state, _ = step(params, state, data(i))
-    return before["w"] + 1
 
 
 def many_shapes() -> Any:
@@ -1097,7 +1033,7 @@ def regions_of(layers: int) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(regions.Region, "function", function)
-        patch.setitem(globals(), "LAYERS", layers)
+        patch.setattr(steps, "LAYERS", layers)
         step, params, state = of_blocks()
         compiled = sf.compile(step)
         for _ in range(2):
@@ -1749,8 +1685,8 @@ def test_wrong_indices_are_found() -> None:
 
 
 def gone_on() -> Any:
-    step, params, state = toy(lambda w, x: w.sum() * next(numbers))
     numbers, told = iter(range(1, 99)), []
+    step, params, state = toy(lambda w, x: w.sum() * next(numbers))
     for i in range(2):
         params, state, _ = step(params, state, data(i))
     for i in range(2):
