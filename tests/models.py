@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import shardfn as sf
+from shardfn.checkpoint.contents import as_bytes
 from tests.reference import worst
 
 DATA = ("replica", "shard")
@@ -175,6 +176,32 @@ def by_torch_func(loss: Any, flat: Any) -> Any:
 
 
 ENGINES = [by_value_and_grad, by_backward, by_torch_func]
+
+
+# --- trees ---
+
+
+def leaves(tree: Any) -> dict[str, Tensor]:
+    """The leaves of a tree by their paths."""
+    paths, values, _ = optree.tree_flatten_with_path(tree)
+    return {".".join(map(str, path)): x for path, x in zip(paths, values, strict=True)}
+
+
+def zeros(tree: Any) -> Any:
+    """A tree of the same kinds with zeros."""
+    return optree.tree_map(lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else type(x)(), tree)
+
+
+def same(got: Any, want: Any) -> bool:
+    """Whether two trees are one bit for bit, in structure, kinds, shapes and dtypes."""
+    (a, one), (b, other) = optree.tree_flatten(got), optree.tree_flatten(want)
+    return one == other and all(map(_same, a, b))
+
+
+def _same(x: Any, y: Any) -> bool:
+    if not isinstance(x, Tensor):
+        return type(x) is type(y) and bool(x == y)
+    return (x.shape, x.dtype) == (y.shape, y.dtype) and torch.equal(as_bytes(x), as_bytes(y))
 
 
 # --- differences ---

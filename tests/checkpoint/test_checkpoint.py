@@ -42,7 +42,7 @@ from shardfn.shards import boxes
 from shardfn.shards.boxes import Box
 from shardfn.testing import World, WorldError, world
 from shardfn.testing.strategies import mesh_sizes, pytrees, shapes, tensor_of
-from tests.models import drawn, mesh_of
+from tests.models import drawn, mesh_of, same, zeros
 from tests.refusals import refused
 
 DTYPES = (
@@ -66,22 +66,6 @@ def placed(tree: Any, sizes: dict[str, int], kind: str, specs: Any = WHOLE) -> A
     mesh = mesh_of(**sizes)
     rest = tuple(name for name in sizes if name == "replica")
     return sf.shard(tree, mesh, PLACEMENTS[kind](("shard",), rest), specs=specs)
-
-
-def same(a: Any, b: Any) -> bool:
-    """Bit for bit, of trees of tensors and numbers."""
-    first, second = optree.tree_leaves(a), optree.tree_leaves(b)
-    return len(first) == len(second) and all(
-        torch.equal(contents.as_bytes(x), contents.as_bytes(y)) and x.dtype == y.dtype and x.shape == y.shape
-        if isinstance(x, Tensor)
-        else x == y and type(x) is type(y)
-        for x, y in zip(first, second, strict=True)
-    )
-
-
-def cleared(tree: Any) -> Any:
-    """A tree of the same kinds with other values."""
-    return optree.tree_map(lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else type(x)(), tree)
 
 
 # --- boxes ---
@@ -135,7 +119,7 @@ def written(path: str, tree: Any, sizes: dict[str, int], kind: str, extra: Any) 
 
 def read(path: str, tree: Any, sizes: dict[str, int], kind: str, extra: Any) -> Any:
     tree, extra = made(tree), made(extra)
-    like = {"model": placed(cleared(tree), sizes, kind), **cleared(extra)}
+    like = {"model": placed(zeros(tree), sizes, kind), **zeros(extra)}
     found = checkpoint.load(path, like)
     whole = sf.unshard(found.pop("model"))
     return same(whole, tree) and same(found, extra)
@@ -646,10 +630,10 @@ def load_cut_off(path: str, harm: Callable[[Path], None]) -> tuple[str, bool]:
 def test_a_file_that_is_gone_or_cut_off_leaves_everything_as_it_was(world: World, tmp_path: Path) -> None:
     world.run(lambda: checkpoint.save(tmp_path / "one", optree.tree_map(lambda x: x + 1, simple(2))))
     for harm in (lambda file: os.truncate(file, file.stat().st_size - 80), lambda file: file.unlink()):
-        for told, same in world.run(load_cut_off, str(tmp_path / "one"), harm):
+        for told, unchanged in world.run(load_cut_off, str(tmp_path / "one"), harm):
             assert "__1_0.distcp" in told
             assert "found on the way" not in told
-            assert same
+            assert unchanged
 
 
 NONSENSE: dict[str, Callable[[dict[str, Any]], Any]] = {

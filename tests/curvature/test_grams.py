@@ -13,8 +13,8 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import curvature as sc
 from shardfn.testing import World
-from tests.curvature.test_influence import Met, each, leaves, losses_of, mine, net, plainly, rows, whole
-from tests.models import STRATEGIES, data_mesh
+from tests.curvature.test_influence import Met, each, losses_of, mine, net, rows, whole
+from tests.models import STRATEGIES, data_mesh, leaves, plainly
 from tests.reference import worst
 
 SIZES = [pytest.param(n, marks=pytest.mark.world(n, "processes")) for n in (1, 2, 4)]

@@ -25,7 +25,7 @@ from shardfn import interop
 from shardfn.shards.random import mixed
 from shardfn.testing import World
 from shardfn.testing import world as started
-from tests.models import STRATEGIES, data_mesh, normal
+from tests.models import STRATEGIES, data_mesh, leaves, normal, plainly
 from tests.reference import worst
 
 WORDS, D, H, T, CLASSES, ROWS = 7, 4, 5, 3, 3, 8
@@ -46,10 +46,6 @@ def whole() -> Any:
 def rows(batch: int, n: int = ROWS) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(batch)
     return torch.randint(0, WORDS, (n, T), generator=draw), torch.randint(0, CLASSES, (n,), generator=draw)
-
-
-def plainly(f: Any) -> Any:
-    return f
 
 
 class Met:
@@ -91,11 +87,6 @@ def losses_of(stage: Any) -> Any:
 
 
 # --- the same, as dense matrices ---
-
-
-def leaves(tree: Any) -> dict[str, Tensor]:
-    paths, values, _ = optree.tree_flatten_with_path(tree)
-    return {".".join(map(str, path)): x for path, x in zip(paths, values, strict=True)}
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from shardfn import interop
 from shardfn.curvature.per_example import PerExample, dp_grads, noise_scale, per_example
 from shardfn.testing import World
 from shardfn.testing import world as shared_world
-from tests.models import STRATEGIES, data_mesh, distance, gradients, normal, variables
+from tests.models import STRATEGIES, data_mesh, distance, gradients, normal, plainly, variables
 from tests.reference import worst
 
 WORDS, T, D, H = 11, 5, 6, 2
@@ -39,10 +39,6 @@ def whole(seed: int = 0, layers: int = 2) -> Any:
 
 def tokens(rank: int, rows: int = 4) -> Tensor:
     return torch.randint(0, WORDS, (rows, T), generator=torch.Generator().manual_seed(rank))
-
-
-def plainly(f: Any, **_: Any) -> Any:
-    return f
 
 
 def losses_of(stage: Any, layer: Layer, tied: bool = False, **options: Any) -> Callable[..., Tensor]:

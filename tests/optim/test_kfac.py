@@ -23,7 +23,7 @@ from shardfn.optim.owners import owners, work
 from shardfn.shards.pieces import units
 from shardfn.testing import World
 from shardfn.testing import world as started
-from tests.models import STRATEGIES, copied, data_mesh, distance, normal, plainly
+from tests.models import STRATEGIES, copied, data_mesh, distance, leaves, normal, plainly
 from tests.reference import worst
 from tests.refusals import refused
 
@@ -72,11 +72,6 @@ def kfac(**options: Any) -> so.Kfac:
 
 
 # --- as in the papers, by one process ---
-
-
-def leaves(tree: Any) -> dict[str, Tensor]:
-    paths, values, _ = optree.tree_flatten_with_path(tree)
-    return {".".join(map(str, path)): x for path, x in zip(paths, values, strict=True)}
 
 
 def factors(p: Any, t: Tensor, y: Tensor) -> dict[str, tuple[Tensor, Tensor]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn.testing import World
 from shardfn.testing import world as make_world
-from tests.models import distance, normal
+from tests.models import distance, normal, plainly
 from tests.refusals import told
 
 WORDS, D, STEPS = 11, 4, 3
@@ -74,10 +74,6 @@ def total(wrap: Any, ps: Any, batch: Any) -> Tensor:
     return torch.nn.functional.cross_entropy(
         scores.flatten(0, 1), batch["labels"].flatten(), ignore_index=CLEAR, reduction="sum"
     )
-
-
-def plainly(f: Any) -> Any:
-    return f
 
 
 OPTIMIZER = sf.optim.sgd(0.1)

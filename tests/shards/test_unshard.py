@@ -20,7 +20,7 @@ from shardfn import P
 from shardfn.shards.layout import is_flat
 from shardfn.testing import World
 from shardfn.testing import world as shared_world
-from tests.models import STRATEGIES, mesh_of
+from tests.models import STRATEGIES, mesh_of, same
 from tests.refusals import told
 
 
@@ -64,13 +64,6 @@ def placements() -> dict[str, Callable[[], Any]]:
                               shard=2, tensor=2),
         "at places": on(at_places, shard=2, pipe=2),
     }  # fmt: skip
-
-
-def same(got: Any, want: Any) -> bool:
-    (a, one), (b, other) = optree.tree_flatten(got), optree.tree_flatten(want)
-    return one == other and all(
-        x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True)
-    )
 
 
 def nothing(tree: Any) -> Any:

@@ -23,7 +23,7 @@ from shardfn.compat.norms import WrittenOut
 from shardfn.compat.scripted import written_in_python
 from shardfn.testing import World
 from shardfn.transforms.autodiff import differentiating
-from tests.models import STRATEGIES, distance, normal
+from tests.models import STRATEGIES, distance, normal, plainly
 from tests.reference import worst
 
 D, WORDS, ROWS = 6, 11, 4
@@ -42,10 +42,6 @@ def whole(seed: int = 0) -> Any:
 
 def words(rank: int) -> Tensor:
     return torch.randint(0, WORDS, (ROWS,), generator=torch.Generator().manual_seed(rank))
-
-
-def plainly(f: Any, **_: Any) -> Any:
-    return f
 
 
 def loss_of(stage: Any, layer: Layer, params: Any, tokens: Tensor, **options: Any) -> Tensor:
