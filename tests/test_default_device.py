@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 import shardfn as sf
 import shardfn.optim as so
 from shardfn.testing import world
+from tests.models import layer as block
 
 WIDTH = 6
 OPTIMIZERS = {
@@ -32,10 +33,6 @@ class Rows(Dataset[Any]):
     def __getitem__(self, row: int) -> Tensor:
         g = torch.Generator().manual_seed(row)
         return torch.randn(WIDTH, generator=g, dtype=torch.float64, device="cpu")
-
-
-def block(p: Any, x: Tensor) -> Tensor:
-    return torch.tanh(x @ p["w"] + p["b"])
 
 
 def trained(default: str, name: str, tiers: dict[str, Any], folder: str) -> list[Tensor]:

@@ -44,6 +44,7 @@ from shardfn.testing import World, WorldError, world
 from shardfn.testing.strategies import mesh_sizes, pytrees, shapes, tensor_of
 from tests.models import drawn, mesh_of, same, zeros
 from tests.refusals import refused
+from tests.resident import Largest
 
 DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -727,22 +728,6 @@ def test_nothing_that_a_file_says_is_run(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 # --- memory ---
-
-
-class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-    """Bytes of the largest storage that an op makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        known = {x.untyped_storage().data_ptr() for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for x in optree.tree_leaves(out):
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in known:
-                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
-        return out
 
 
 def bounded(path: str) -> Any:

@@ -19,8 +19,8 @@ from shardfn import curvature as sc
 from shardfn.curvature import ekfac, influence
 from shardfn.curvature.per_example import dp_grads, noise_scale, per_example
 from shardfn.testing import world as shared_world
-from tests.curvature.test_per_example import norms_of, off
-from tests.models import distance, gradients, normal, plainly, variables
+from tests.curvature.test_per_example import alone, norms_of, off
+from tests.models import distance, normal, plainly
 from tests.reference import worst
 
 WORDS, T, D, H = 12, 4, 8, 2
@@ -146,17 +146,6 @@ def losses_of(stage: Any, layer: Any, t: Any = (), tied: bool = False, **options
         return stage(head)(params["head"], x, tokens[:, 1:])
 
     return losses
-
-
-def alone(losses: Program, params: Any, *batch: Tensor) -> Any:
-    """Every row's gradient, on one process."""
-
-    def gradient(*row: Tensor) -> Any:
-        leaves = variables(params)
-        losses(leaves, *(x[None] for x in row))[0].backward()
-        return gradients(leaves)
-
-    return optree.tree_map(lambda *gs: torch.stack(gs), *[gradient(*row) for row in zip(*batch, strict=True)])
 
 
 def meshes(world: int) -> list[dict[str, int]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import P, parallel
 from shardfn.testing import World
+from tests.models import layer as expert
 from tests.reference import worst
 
 EXPERTS, GROUPS, TOKENS, WIDTH, K = 4, 4, 6, 5, 2
@@ -23,10 +24,6 @@ def drawn(seed: int = 0) -> tuple[dict[str, Tensor], Tensor]:
     shapes = {"gate": (WIDTH, EXPERTS), "w": (EXPERTS, WIDTH, WIDTH), "b": (EXPERTS, WIDTH)}
     params = {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()}
     return params, torch.randn(GROUPS, TOKENS, WIDTH, generator=g, dtype=torch.float64)
-
-
-def expert(p: Any, x: Tensor) -> Tensor:
-    return torch.tanh(x @ p["w"] + p["b"])
 
 
 def plain(params: Any, x: Tensor, capacity: int | None) -> Tensor:

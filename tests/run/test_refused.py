@@ -164,7 +164,7 @@ def made(more: dict[str, Any]) -> sf.run.Batches:
 
 
 def refusals(names: list[str]) -> list[str]:
-    return [told(lambda name=name: made(WRONG[name][0]())) for name in names]  # type: ignore[misc]
+    return [told(lambda name=name: made(WRONG[name][0]())) for name in names]
 
 
 def test_wrong_arguments_are_refused_on_every_rank() -> None:
@@ -249,7 +249,7 @@ def test_a_rank_that_alone_is_wrong_is_named_on_the_other(world: World, what: st
 
 
 def all_unequal() -> dict[str, str]:
-    return {what: told(lambda given=given: made(given(dist.get_rank()))) for what, (given, _) in UNEQUAL.items()}  # type: ignore[misc]
+    return {what: told(lambda given=given: made(given(dist.get_rank()))) for what, (given, _) in UNEQUAL.items()}
 
 
 @pytest.mark.world(2)

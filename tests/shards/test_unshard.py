@@ -22,6 +22,7 @@ from shardfn.testing import World
 from shardfn.testing import world as shared_world
 from tests.models import STRATEGIES, mesh_of, same
 from tests.refusals import told
+from tests.resident import Largest
 
 
 def whole() -> dict[str, Any]:
@@ -68,22 +69,6 @@ def placements() -> dict[str, Callable[[], Any]]:
 
 def nothing(tree: Any) -> Any:
     return optree.tree_map(lambda x: None, tree)
-
-
-class Largest(TorchDispatchMode):
-    """Bytes of the largest storage that an op makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        known = {x.untyped_storage().data_ptr() for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for x in optree.tree_leaves(out):
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in known:
-                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
-        return out
 
 
 def on_some_ranks() -> tuple[list[str], dict[str, int]]:

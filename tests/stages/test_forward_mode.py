@@ -25,6 +25,7 @@ from shardfn.testing import World
 from shardfn.transforms.autodiff import differentiating
 from tests.models import STRATEGIES, distance, normal, plainly
 from tests.reference import worst
+from tests.refusals import refused, told
 
 D, WORDS, ROWS = 6, 11, 4
 Layer = Callable[[Any, Tensor], Tensor]
@@ -679,11 +680,7 @@ def only_indices() -> tuple[float, str]:
     off = furthest(
         product(sf.stage(lambda p, y: mlp(p, y).argsort())), product(lambda p, y: mlp(sf.unshard(p), y).argsort())
     )
-    try:
-        product(sf.stage(lambda p, y: Holder(mlp(p, y))))
-    except TypeError as error:
-        return off, str(error)
-    return off, ""
+    return off, refused(lambda: product(sf.stage(lambda p, y: Holder(mlp(p, y)))), TypeError)
 
 
 @one
@@ -757,11 +754,7 @@ def short_of_memory() -> tuple[str, int]:
             raise torch.OutOfMemoryError("out of memory: allocating")
         return mlp(p, x)
 
-    try:
-        alone_with(layer)
-    except torch.OutOfMemoryError as error:
-        return str(error), len(runs)
-    return "nothing", len(runs)
+    return refused(lambda: alone_with(layer), torch.OutOfMemoryError), len(runs)
 
 
 @one
@@ -860,11 +853,8 @@ def through_once(kind: str, inside: bool) -> tuple[str, float]:
         return y.square().sum()
 
     tangents = [sf.jvp(lambda p, f=f: loss(p, f), (params,), (v,))[1] for f in (applied, torch.sin)]
-    try:
-        sf.jvp(sf.grad(loss), (params,), (v,))
-    except RuntimeError as error:
-        return str(error), float((tangents[0] - tangents[1]).abs())
-    return "nothing", 0.0
+    message = refused(lambda: sf.jvp(sf.grad(loss), (params,), (v,)), RuntimeError)
+    return message, float((tangents[0] - tangents[1]).abs())
 
 
 @one
@@ -891,7 +881,7 @@ def test_a_function_is_seen_after_a_context_that_came_to_no_forward() -> None:
 # --- errors ---
 
 
-def told() -> dict[str, str]:
+def wrong_calls() -> dict[str, str]:
     mesh = sf.make_mesh(shard=-1, device="cpu")
     params, v = (sf.shard({"only": whole(seed)["layers"][0]}, mesh, sf.full_shard("shard"))["only"] for seed in (0, 1))
     x: Any = normal(ROWS, D, seed=1)
@@ -904,14 +894,7 @@ def told() -> dict[str, str]:
         "a number": lambda: sf.jvp(torch.sin, (x,), (1.0,)),
         "returned": lambda: sf.jvp(sf.stage(written), (params, x), (v, x)),
     }
-    found = {}
-    for name, program in programs.items():
-        try:
-            program()
-            found[name] = "nothing"
-        except (TypeError, ValueError, RuntimeError) as error:
-            found[name] = str(error)
-    return found
+    return {name: told(program) for name, program in programs.items()}
 
 
 def written(p: Any, x: Tensor) -> Tensor:
@@ -921,7 +904,7 @@ def written(p: Any, x: Tensor) -> Tensor:
 
 @two
 def test_errors(world: World) -> None:
-    for found in world.run(told):
+    for found in world.run(wrong_calls):
         assert "another structure" in found["structure"]
         assert "write (primals,)" in found["no tuple"]
         assert "leaf 0 of the primals of sin has shape (4, 6), torch.float64, and its tangent is (6,)" in found["shape"]

@@ -18,6 +18,7 @@ import shardfn.optim as so
 from shardfn import parallel
 from shardfn.testing import simulated, world
 from tests.models import STRATEGIES, distance
+from tests.transforms.steps import block
 
 WIDTH, LAYERS, STEPS = 8, 3, 2
 
@@ -49,10 +50,6 @@ PROGRAMS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     **{f"full_shard, {' '.join(t)} {max(t.values())}": ("full_shard", "kept", "adamw", t) for t in TIERS},
 }
 NAMES = [*PROGRAMS, "collectives and a pipeline"]
-
-
-def block(p: Any, x: Tensor) -> Tensor:
-    return x + torch.tanh(x @ p["up"] + p["b"]) @ p["down"]
 
 
 def trained(device: str, program: tuple[str, str, str, dict[str, Any]], scratch: str) -> list[Tensor]:

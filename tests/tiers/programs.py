@@ -22,6 +22,7 @@ import shardfn.optim as so
 from shardfn import P, quant
 from shardfn.shards.layout import is_flat
 from tests.models import DATA, block, blocks, embed, head, normal, params, squares, token_rows
+from tests.optim.test_optim import decay, is_matrix
 
 Program = Callable[[Any, Any], Any]
 PROGRAMS: dict[str, Program] = {}
@@ -82,15 +83,6 @@ def trained(
 
 
 # --- optimizers ---
-
-
-def decay(path: str, shape: tuple[int, ...]) -> float:
-    del path
-    return 0.1 if len(shape) > 1 else 0.0
-
-
-def is_matrix(path: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 2 and path != "embed.e"
 
 
 OPTIMIZERS: dict[str, Callable[..., so.Optimizer]] = {

@@ -14,6 +14,7 @@ import shardfn as sf
 import shardfn.optim as so
 from shardfn.shards.pieces import is_unit
 from shardfn.testing import simulated, world
+from tests.models import layer
 
 ALL = ("params", "grads", "state")
 OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
@@ -26,11 +27,6 @@ OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
     "lamb": lambda: so.lamb(1e-2),
     "torch's": lambda: so.from_torch(torch.optim.RMSprop, lr=1e-2),
 }
-
-
-@sf.stage
-def layer(p: Any, x: Tensor) -> Tensor:
-    return torch.tanh(x @ p["w"] + p["b"])
 
 
 def loss(ps: Any, x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import shardfn as sf
 import shardfn.optim as so
 from shardfn import parallel
 from shardfn.testing import simulated, world
+from tests import refusals
 from tests.models import DATA, STRATEGIES, distance, drawn
 from tests.transforms import steps
 from tests.transforms.steps import LAYERS, WIDTH, block, data, whole
@@ -342,10 +343,7 @@ ONLY_ON_DEVICES: dict[str, tuple[Run, str]] = {
 
 @plainly
 def told(run: Run, device: str) -> str:
-    try:
-        return f"no error: {run(device)}"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    return refusals.told(lambda: run(device))
 
 
 def told_on_the_device() -> dict[str, str]:
