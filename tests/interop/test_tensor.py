@@ -26,9 +26,7 @@ HEADS = {"tie_word_embeddings": False, "num_key_value_heads": 2, "use_cache": Fa
 
 def causal(kind: str, **more: Any) -> nn.Module:
     """A causal language model of `transformers`."""
-    tr = zoo._transformers()
-    config = getattr(tr, f"{kind}Config")(**{**zoo._TEXT, **HEADS, "pad_token_id": 0, **more})
-    return getattr(tr, f"{kind}ForCausalLM")(config)
+    return zoo.made(kind, "ForCausalLM", **{**zoo._TEXT, **HEADS, "pad_token_id": 0, **more})
 
 
 class Heads(nn.Module):
