@@ -1452,17 +1452,11 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-def written_elsewhere(write: Callable[[Tensor, Tensor], Any]) -> Any:
-    """A tensor from elsewhere that is read, overwritten in some way, and read again."""
+def beside_what_it_overwrites(make: Callable[[], tuple[Toy, Tensor]]) -> Any:
+    """What steps return and overwrite, as they are and compiled; each has a tensor of its own to overwrite."""
     found = []
     for compiles in (False, True):
-        held = torch.arange(1, 1 + WIDTH, dtype=torch.float64)
-
-        def step(w: Tensor, x: Tensor, held: Tensor = held) -> Any:
-            before = held * 1
-            write(held, x)
-            return w / 2 + x + held + before, (w * held).sum()
-
+        step, held = make()
         stepping = sf.compile(step, mesh=sf.make_mesh(shard=1, device="cpu")) if compiles else step
         w, every = data(1), []
         for i in range(4):
@@ -1470,6 +1464,22 @@ def written_elsewhere(write: Callable[[Tensor, Tensor], Any]) -> Any:
             every.append([w.clone(), last, held.clone()])
         found.append(every)
     return found
+
+
+def written_elsewhere(write: Callable[[Tensor, Tensor], Any]) -> Any:
+    """A tensor from elsewhere that is read, overwritten in some way, and read again."""
+
+    def make() -> tuple[Toy, Tensor]:
+        held = torch.arange(1, 1 + WIDTH, dtype=torch.float64)
+
+        def step(w: Tensor, x: Tensor) -> Any:
+            before = held * 1
+            write(held, x)
+            return w / 2 + x + held + before, (w * held).sum()
+
+        return step, held
+
+    return beside_what_it_overwrites(make)
 
 
 def all_written_elsewhere() -> dict[str, float]:
@@ -1487,22 +1497,18 @@ def test_what_overwrites_a_tensor_from_elsewhere_in_any_way_does_so_when_compile
 
 def in_a_buffer() -> Any:
     """A step that overwrites memory of its own, by a new tensor in each call."""
-    found = []
-    for compiles in (False, True):
+
+    def make() -> tuple[Toy, Tensor]:
         memory = bytearray(8 * WIDTH)
 
-        def step(w: Tensor, x: Tensor, memory: bytearray = memory) -> Any:
+        def step(w: Tensor, x: Tensor) -> Any:
             held = torch.frombuffer(memory, dtype=torch.float64)
             held[1:].add_(x[1:])
             return w / 2 + torch.frombuffer(memory, dtype=torch.float64), held.sum()
 
-        stepping = sf.compile(step, mesh=sf.make_mesh(shard=1, device="cpu")) if compiles else step
-        w, every = data(1), []
-        for i in range(4):
-            w, last = stepping(w, data(i))
-            every.append([w.clone(), last, torch.frombuffer(memory, dtype=torch.float64).clone()])
-        found.append(every)
-    return found
+        return step, torch.frombuffer(memory, dtype=torch.float64)
+
+    return beside_what_it_overwrites(make)
 
 
 def test_memory_that_is_not_torchs_is_overwritten_where_it_stays() -> None:
@@ -1581,9 +1587,22 @@ def test_autocast_is_that_of_the_trace(around: bool) -> None:
     assert distance(compiled, plain, 1.0) < 1e-6
 
 
+def of_one_block(step: Step, mesh: Any) -> Any:
+    """What a step `(params, x) -> (params, ...)` on one block returns in its calls, and what it is compiled."""
+    ends = []
+    for run in (step, sf.compile(step)):
+        params, values = sf.shard({"blocks": whole()["blocks"][:1]}, mesh, STRATEGIES["full_shard"]), []
+        for i in range(4):
+            torch.manual_seed(i)
+            params, *found = run(params, drawn(dist.get_rank() + i)(ROWS, WIDTH))
+            values += found
+        ends.append([*values, *optree.tree_leaves(params)])
+    return ends
+
+
 def differentiated_twice() -> Any:
-    """A penalty on a gradient through a stage, beside the same without a compiler."""
-    mesh, ends = mesh_here(), []
+    """A penalty on a gradient through a stage."""
+    mesh = mesh_here()
     layer = sf.stage(block, remat=True)
 
     @sf.shard_map(mesh=mesh, in_specs=..., out_specs=..., check=False)
@@ -1598,13 +1617,7 @@ def differentiated_twice() -> Any:
         grads = sf.grad(penalty)(params)
         return optree.tree_map(lambda p, g: p - 1e-3 * g, params, grads), loss(params)
 
-    for run in (step, sf.compile(step)):
-        params, values = sf.shard({"blocks": whole()["blocks"][:1]}, mesh, STRATEGIES["full_shard"]), []
-        for i in range(4):
-            params, value = run(params, drawn(dist.get_rank() + i)(ROWS, WIDTH))
-            values.append(value)
-        ends.append([*values, *optree.tree_leaves(params)])
-    return ends
+    return of_one_block(step, mesh)
 
 
 def test_second_derivatives_are_compositions() -> None:
@@ -1614,7 +1627,7 @@ def test_second_derivatives_are_compositions() -> None:
 
 def twice_backward() -> Any:
     """Two backward passes through a stage that draws and runs again."""
-    mesh, ends = mesh_here(), []
+    mesh = mesh_here()
     layer = sf.stage(dropped, remat=True)
 
     @sf.shard_map(mesh=mesh, in_specs=..., out_specs=..., check=False)
@@ -1625,14 +1638,7 @@ def twice_backward() -> Any:
         second = torch.autograd.grad(y * 2, x)[0]
         return optree.tree_map(lambda p: p * 0.9, params), first, second
 
-    for run in (step, sf.compile(step)):
-        params, values = sf.shard({"blocks": whole()["blocks"][:1]}, mesh, STRATEGIES["full_shard"]), []
-        for i in range(4):
-            torch.manual_seed(i)
-            params, *found = run(params, drawn(dist.get_rank() + i)(ROWS, WIDTH))
-            values += found
-        ends.append(values)
-    return ends
+    return of_one_block(step, mesh)
 
 
 def test_a_second_backward_uses_the_same_random_numbers() -> None:

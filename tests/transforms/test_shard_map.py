@@ -349,11 +349,15 @@ class TestDTensors:
 
         assert world(4).run(body) == [(True, True)] * 4
 
-    def test_its_gradient_comes_back_as_a_dtensor(self) -> None:
+    @pytest.mark.parametrize("inputs", ["local", "global"])
+    def test_its_gradient_comes_back_as_a_dtensor(self, inputs: Any) -> None:
         def body() -> Any:
             mesh = mesh_of(a=2)
             value = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).requires_grad_()
-            loss = sf.shard_map(lambda x: sf.psum((x**2).sum(), "a"), mesh=mesh, in_specs=P("a"), out_specs=P())(value)
+            f = sf.shard_map(
+                lambda x: sf.psum((x**2).sum(), "a"), mesh=mesh, in_specs=P("a"), out_specs=P(), inputs=inputs
+            )
+            loss = f(value)
             loss.backward()
             assert isinstance(value.grad, DTensor)
             return loss.item(), value.grad.full_tensor().tolist()
@@ -808,19 +812,6 @@ class TestDerivativesOfWholeArguments:
             return grad(outer)(torch.arange(4.0)).tolist()
 
         assert world(2).run(body) == [[0.0, 8.0, 16.0, 24.0]] * 2
-
-    def test_dtensors_have_derivatives_of_their_own_placement(self) -> None:
-        def body() -> Any:
-            mesh = mesh_of()
-            value = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).requires_grad_()
-            f = sf.shard_map(
-                lambda x: sf.psum((x**2).sum(), "a"), mesh=mesh, in_specs=P("a"), out_specs=P(), inputs="global"
-            )
-            f(value).backward()
-            assert isinstance(value.grad, DTensor)
-            return value.grad.full_tensor().tolist()
-
-        assert world(2).run(body) == [[0.0, 2.0, 4.0, 6.0]] * 2
 
     @pytest.mark.parametrize("way", ["backward", "grad", "shardfn", "vmap of grad"])
     def test_a_missing_pvary_is_an_error_on_every_rank(self, way: str) -> None:
