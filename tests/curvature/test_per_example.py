@@ -20,6 +20,7 @@ from shardfn.testing import World
 from shardfn.testing import world as shared_world
 from tests.models import STRATEGIES, data_mesh, distance, gradients, normal, plainly, variables
 from tests.reference import worst
+from tests.refusals import told
 
 WORDS, T, D, H = 11, 5, 6, 2
 Layer = Callable[[Any, Tensor], Tensor]
@@ -424,10 +425,10 @@ def test_few_bits(world: World) -> None:
 
 
 class Model(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, padding: int | None = 0) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed = torch.nn.Embedding(WORDS, D, padding_idx=0)
+        self.embed = torch.nn.Embedding(WORDS, D, padding_idx=padding)
         layer = torch.nn.TransformerEncoderLayer(D, 2, 12, dropout=0.0, batch_first=True, dtype=torch.float64)
         self.layers = torch.nn.ModuleList([layer, torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.GELU())])
         self.double()
@@ -665,7 +666,7 @@ def test_noise_scale(world: World) -> None:
 # --- errors ---
 
 
-def told() -> dict[str, str]:
+def wrong_calls() -> dict[str, str]:
     mesh = data_mesh(dist.get_world_size())
     rank = mesh.get_rank()
     params = sf.shard({"only": whole()["layers"][0]}, mesh, STRATEGIES["full_shard"])["only"]
@@ -720,19 +721,12 @@ def told() -> dict[str, str]:
         "no mask": lambda: dp_grads(losses, params, x, **of_a_mask([True] * 4)),
         "seed": lambda: dp_grads(losses, params, x, clip=1.0, noise=1.0, size=1.0, **half),
     }
-    found = {}
-    for name, program in programs.items():
-        try:
-            program()
-            found[name] = "nothing"
-        except (TypeError, ValueError, RuntimeError) as error:
-            found[name] = str(error)
-    return found
+    return {name: told(program) for name, program in programs.items()}
 
 
 @two
 def test_errors(world: World) -> None:
-    for found in world.run(told):
+    for found in world.run(wrong_calls):
         assert "rows are mixed, as by a batch norm" in found["a batch norm"]
         assert "rows are mixed, as by a batch norm" in found["a mean"]
         assert "its derivative mixes rows" in found["a derivative"]

@@ -23,6 +23,7 @@ from shardfn.compat.norms import WrittenOut
 from shardfn.compat.scripted import written_in_python
 from shardfn.testing import World
 from shardfn.transforms.autodiff import differentiating
+from tests.curvature.test_per_example import Model
 from tests.models import STRATEGIES, distance, normal, plainly
 from tests.reference import worst
 from tests.refusals import refused, told
@@ -333,25 +334,9 @@ def test_each_order_and_choice_of_derivatives(world: World) -> None:
         assert len(off) == 21
 
 
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = torch.nn.Embedding(WORDS, D)
-        layer = torch.nn.TransformerEncoderLayer(D, 2, 12, dropout=0.0, batch_first=True, dtype=torch.float64)
-        self.layers = torch.nn.ModuleList([layer, torch.nn.Linear(D, D)])
-        self.double()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return x @ self.embed.weight.T
-
-
 def of_a_module() -> float:
     mesh = sf.make_mesh(shard=-1, device="cpu")
-    forward = interop.functional(Model(), remat=True)
+    forward = interop.functional(Model(padding=None), remat=True)
     params = forward.shard(mesh, sf.full_shard("shard"))
     v = optree.tree_map(lambda x: x.cos() if x.is_floating_point() else x, params)
     tokens = words(mesh.get_rank())[None]

@@ -10,7 +10,7 @@ import re
 import tempfile
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
@@ -251,11 +251,7 @@ def _numbers(tree: Any) -> list[Tensor]:
 
 
 def compared(name: str, inductor: bool = False) -> Any:
-    if inductor:
-        return in_turn(name)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(regions.Region, "function", lambda region: lambda xs: region.graph(*xs))
-        return in_turn(name)
+    return in_turn(name) if inductor else alone(lambda: in_turn(name))
 
 
 # On four ranks what goes by meshes, on two the rest, and what both have in common on both.
@@ -974,18 +970,19 @@ def test_what_a_program_cannot_hold_is_an_error(name: str) -> None:
     assert len(str(raised.value).split("\n---")[0]) < 1500
 
 
-def hyperbolic(name: str) -> int:
-    """How often the program of a step computes a tanh."""
+@contextlib.contextmanager
+def graphs_made() -> Iterator[list[Any]]:
+    """The graphs of which programs are made inside."""
     graphs: list[Any] = []
     plain = regions.program
-
-    def noted(graph: Any) -> Any:
-        graphs.append(graph)
-        return plain(graph)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(regions.Region, "function", lambda region: lambda xs: region.graph(*xs))
-        patch.setattr(regions, "program", noted)
+        patch.setattr(regions, "program", lambda graph: graphs.append(graph) or plain(graph))  # type: ignore[func-returns-value]
+        yield graphs
+
+
+def hyperbolic(name: str) -> int:
+    """How often the program of a step computes a tanh."""
+    with graphs_made() as graphs:
         step, params, state = PROGRAMS[name]()
         compiled = sf.compile(step)
         for _ in range(2):
@@ -995,21 +992,13 @@ def hyperbolic(name: str) -> int:
 
 def test_a_policy_runs_again_what_it_does_not_keep() -> None:
     names = "dropout", "dropout, remat", "policy, dropout"
-    kept, again, most = (world(1).within(60).run(hyperbolic, name)[0] for name in names)
+    kept, again, most = (on_one_rank(functools.partial(hyperbolic, name)) for name in names)
     assert (kept, again, most) == (LAYERS, 2 * LAYERS, 2 * LAYERS)
 
 
 def compiles() -> Any:
     """How often 100 steps with a schedule compile, and how often after steps of another shape."""
-    programs: list[Any] = []
-    plain = regions.program
-
-    def counted(graph: Any) -> Any:
-        programs.append(graph)
-        return plain(graph)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(regions, "program", counted)
+    with graphs_made() as programs:
         step, params, state = of_blocks()
         compiled = sf.compile(step)
         for _ in range(100):
@@ -1483,9 +1472,7 @@ def written_elsewhere(write: Callable[[Tensor, Tensor], Any]) -> Any:
 
 
 def all_written_elsewhere() -> dict[str, float]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(regions.Region, "function", lambda region: lambda xs: region.graph(*xs))
-        found = {name: written_elsewhere(write) for name, write in WRITES.items()}
+    found = {name: written_elsewhere(write) for name, write in WRITES.items()}
     return {name: distance(compiled, plain) for name, (plain, compiled) in found.items()}
 
 
