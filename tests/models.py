@@ -12,6 +12,7 @@ from typing import Any
 
 import optree
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -140,6 +141,12 @@ def mesh_of(**sizes: int) -> Any:
 def data_mesh(n: int) -> Any:
     """A mesh with the two axes `DATA`: 2 x 2 for 4 ranks, otherwise all ranks along `shard`."""
     return sf.make_mesh(device="cpu", replica=2 if n == 4 else 1, shard=n // 2 if n == 4 else n)
+
+
+def sharded_trees(strategy: str, *trees: Any) -> tuple[Any, ...]:
+    """A mesh of all ranks with the two axes `DATA`, and trees that are cut by one of `STRATEGIES`."""
+    mesh = data_mesh(dist.get_world_size())
+    return mesh, *(sf.shard(tree, mesh, STRATEGIES[strategy]) for tree in trees)
 
 
 # --- ways to compute a gradient: `(loss, flat) -> (value, gradient)` ---

@@ -15,14 +15,12 @@ import shardfn as sf
 import shardfn.optim as so
 from shardfn.testing import world
 from tests.models import layer as block
+from tests.optimizers import optimizers_named
 
 WIDTH = 6
 OPTIMIZERS = {
     "adamw": lambda: so.chain(so.clip_by_global_norm(0.1), so.adamw(1e-2)),
-    "adamw8bit": lambda: so.adamw8bit(1e-2),
-    "muon": lambda: so.masked(so.muon(0.02), lambda path, shape: len(shape) == 2, so.adamw(1e-2)),
-    "soap": lambda: so.soap(1e-2, every=2, block=5),
-    "adafactor": lambda: so.adafactor(1e-2),
+    **optimizers_named("adamw8bit, muon, soap, adafactor"),
 }
 
 

@@ -43,6 +43,7 @@ from shardfn.shards.boxes import Box
 from shardfn.testing import World, WorldError, world
 from shardfn.testing.strategies import mesh_sizes, pytrees, shapes, tensor_of
 from tests.models import drawn, mesh_of, same, zeros
+from tests.optimizers import optimizers_named
 from tests.refusals import refused
 from tests.resident import Largest
 
@@ -154,13 +155,7 @@ def test_any_tree_comes_back_on_any_mesh(
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda: so.adamw(so.warmup_cosine(1e-2, warmup=2, steps=10), weight_decay=0.1),
     "chain": lambda: so.chain(so.clip_by_global_norm(0.5), so.sgd(0.1, momentum=0.9)),
-    "adafactor": lambda: so.adafactor(1e-2),
-    "lamb": lambda: so.lamb(1e-2),
-    "muon": lambda: so.masked(so.muon(1e-2), lambda path, shape: len(shape) == 2, so.adamw(1e-3)),
-    "shampoo": lambda: so.shampoo(1e-2, ridge=1e-6, every=2, block=5),
-    "kl_shampoo": lambda: so.kl_shampoo(1e-2, ridge=1e-6, every=2, block=5),
-    "sophia": lambda: so.sophia(1e-2),
-    "soap": lambda: so.soap(1e-2, every=2, block=5),
+    **optimizers_named("adafactor, lamb, muon, shampoo, kl_shampoo, sophia, soap"),
     "average": lambda: so.ema(so.lion(1e-3), 0.9),
     "scaled": lambda: so.loss_scaled(so.adamw(1e-2)),
 }

@@ -25,7 +25,7 @@ from shardfn import interop
 from shardfn.shards.random import mixed
 from shardfn.testing import World
 from shardfn.testing import world as started
-from tests.models import STRATEGIES, data_mesh, leaves, normal, plainly
+from tests.models import STRATEGIES, data_mesh, leaves, normal, plainly, sharded_trees
 from tests.reference import worst
 from tests.refusals import told
 
@@ -157,9 +157,7 @@ def mine(mesh: Any) -> list[tuple[Tensor, Tensor]]:
 
 
 def applied(strategy: str, **options: Any) -> list[float]:
-    mesh = data_mesh(dist.get_world_size())
-    params = sf.shard(whole(), mesh, STRATEGIES[strategy])
-    v = sf.shard(vector(), mesh, STRATEGIES[strategy])
+    mesh, params, v = sharded_trees(strategy, whole(), vector())
     F = sc.ekfac(losses_of(sf.stage), params, mine(mesh), **options)
     want = dense(options.get("corrected", True), tuple(options.get("diagonal", ())))
     assert F.rows == 2 * ROWS
@@ -185,8 +183,7 @@ def test_each_strategy(world: World, strategy: str) -> None:
 
 
 def of(losses: Any, tree: Any, batch: Any, diagonal: tuple[str, ...] = (), strategy: str = "full_shard") -> Any:
-    mesh = data_mesh(dist.get_world_size())
-    params = sf.shard(tree, mesh, STRATEGIES[strategy])
+    mesh, params = sharded_trees(strategy, tree)
     n, k = mesh.size(), mesh.get_rank()
     own = tuple(x.tensor_split(n)[k] for x in batch)
     return sc.ekfac(losses, params, [own], diagonal=diagonal), params
@@ -278,9 +275,7 @@ def test_convolutions(world: World) -> None:
 
 def with_rows(counts: tuple[int, ...]) -> list[float]:
     """Ranks have other numbers of rows; the last batch has none on the first rank."""
-    mesh = data_mesh(dist.get_world_size())
-    params = sf.shard(whole(), mesh, STRATEGIES["full_shard"])
-    v = sf.shard(vector(), mesh, STRATEGIES["full_shard"])
+    mesh, params, v = sharded_trees("full_shard", whole(), vector())
     k = mesh.get_rank()
     batches = [tuple(x.split(list(counts))[k] for x in rows(0)), tuple(x.split([0, ROWS])[k] for x in rows(1))]
     F = sc.ekfac(losses_of(sf.stage), params, batches)
@@ -329,8 +324,7 @@ def test_plain_tensors_that_all_ranks_have(world: World) -> None:
 
 
 def held() -> int:
-    mesh = data_mesh(dist.get_world_size())
-    params = sf.shard(whole(), mesh, STRATEGIES["full_shard"])
+    mesh, params = sharded_trees("full_shard", whole())
     state = sc.ekfac(losses_of(sf.stage), params, mine(mesh)).state
     own = [kept.layout.views(kept.values) for kept in state.values() if kept.values.numel()]
     return sum(x.numel() for each in own for x in each)
@@ -482,8 +476,7 @@ def test_matrices_without_factors_are_refused_by_name_and_can_be_diagonal(world:
 
 
 def wrong(which: str) -> str:
-    mesh = data_mesh(dist.get_world_size())
-    params = sf.shard(whole(), mesh, STRATEGIES["full_shard"])
+    mesh, params = sharded_trees("full_shard", whole())
     batches: Any = mine(mesh)
     first = mesh.get_rank() == 0
     calls: dict[str, Callable[[], Any]] = {
@@ -539,9 +532,7 @@ def test_errors_are_told_on_all_ranks(world: World, which: str, message: str) ->
 
 def fisher_of_draws() -> list[float]:
     """The matrix at labels that were drawn is the empirical one at these labels."""
-    mesh = data_mesh(dist.get_world_size())
-    params = sf.shard(whole(), mesh, STRATEGIES["full_shard"])
-    v = sf.shard(vector(), mesh, STRATEGIES["full_shard"])
+    mesh, params, v = sharded_trees("full_shard", whole(), vector())
     drawn = sc.Drawn(lambda p, t: net(sf.stage, p, t), lambda z, t: Categorical(logits=z), seed=4)
     before = torch.get_rng_state()
     batches = [(t,) for t, _ in mine(mesh)]
@@ -571,8 +562,7 @@ def test_labels_are_drawn_from_the_model() -> None:
 
 
 def scored(strategy: str) -> list[float]:
-    mesh = data_mesh(dist.get_world_size())
-    params = sf.shard(whole(), mesh, STRATEGIES[strategy])
+    mesh, params = sharded_trees(strategy, whole())
     losses = losses_of(sf.stage)
     F = sc.ekfac(losses, params, mine(mesh))
     got = sc.influence(lambda q: F.solve(q, DAMPING), queries_of(params, mesh), losses, params, mine(mesh))
@@ -831,8 +821,7 @@ def test_errors_of_stores_are_told_on_all_ranks(world: World, tmp_path: Path, wh
 
 def broken(folder: Path) -> list[str]:
     """A file of the second rank is cut short, and then that of another row."""
-    mesh = data_mesh(dist.get_world_size())
-    params = sf.shard(whole(), mesh, STRATEGIES["full_shard"])
+    mesh, params = sharded_trees("full_shard", whole())
     store = sc.store_gradients(folder, losses_of(sf.stage), params, mine(mesh), size=2, seed=5)
     file, said = min(folder.glob("*-00001-*.npy")), []
     content = file.read_bytes()
@@ -854,9 +843,7 @@ def test_a_file_that_is_cut_short_is_told_on_all_ranks(world: World, tmp_path: P
 
 
 def kept(folder: Path, first: bool) -> float:
-    mesh = data_mesh(dist.get_world_size())
-    params = sf.shard(whole(), mesh, STRATEGIES["full_shard"])
-    v = sf.shard(vector(), mesh, STRATEGIES["full_shard"])
+    mesh, params, v = sharded_trees("full_shard", whole(), vector())
     found = []
     for batches in (mine(mesh), *([] if first else [None])):
         F = sc.ekfac(losses_of(sf.stage), params, batches, folder=folder)
@@ -872,8 +859,7 @@ def test_a_folder_keeps_it_for_another_mesh(tmp_path: Path) -> None:
 
 def under_a_map() -> list[float]:
     """Everything runs under the checker too."""
-    mesh = data_mesh(dist.get_world_size())
-    params = sf.shard(whole(), mesh, STRATEGIES["full_shard"])
+    mesh, params = sharded_trees("full_shard", whole())
 
     def run(params: Any, v: Any, batches: Any) -> Any:
         losses = losses_of(sf.stage)

@@ -42,6 +42,13 @@ def whole(seed: int = 0) -> Any:
             "head": {"w": normal(D, WORDS, seed=100 * seed + 92)}}  # fmt: skip
 
 
+def pair(part: Callable[[Any], Any] = lambda whole: whole["layers"]) -> tuple[Any, Any, Any]:
+    """A mesh of all ranks along one axis, and a part of the parameters, and of tangents, cut over it."""
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    params, v = (sf.shard(part(whole(seed)), mesh, sf.full_shard("shard")) for seed in (0, 1))
+    return mesh, params, v
+
+
 def words(rank: int) -> Tensor:
     return torch.randint(0, WORDS, (ROWS,), generator=torch.Generator().manual_seed(rank))
 
@@ -164,8 +171,7 @@ def test_products_are_those_of_torch_with_each_strategy(world: World, strategy: 
 
 
 def alone() -> tuple[float, float, list[Any]]:
-    mesh = sf.make_mesh(shard=-1, device="cpu")
-    params, v = (sf.shard(whole(seed), mesh, sf.full_shard("shard")) for seed in (0, 1))
+    mesh, params, v = pair(lambda whole: whole)
 
     def everyone(params: Any) -> Tensor:
         return torch.stack([loss_of(plainly, normed, params, words(k)) for k in range(mesh.size())]).sum()
@@ -387,8 +393,7 @@ class Nested(Old):
 
 def alone_with(layer: Layer, **options: Any) -> Any:
     """A gradient and a Hessian-vector product on one rank."""
-    mesh = sf.make_mesh(shard=-1, device="cpu")
-    params, v = (sf.shard(whole(seed)["layers"], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    _, params, v = pair()
     stage = sf.stage(layer, **options)
 
     def loss(params: Any) -> Tensor:
@@ -483,8 +488,7 @@ def test_what_a_loss_does_not_use_has_no_part_in_its_product(world: World, remat
 
 def writing(where: str, how: str, first: int) -> tuple[str, bool]:
     """What comes of a function that writes from its `first` run on, and whether its parameters are as they were."""
-    mesh = sf.make_mesh(shard=-1, device="cpu")
-    params, v = (sf.shard(whole(seed)["layers"], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    _, params, v = pair()
     before, runs = optree.tree_map(torch.clone, sf.unshard(params)), []
 
     def layer(p: Any, x: Tensor) -> Tensor:
@@ -532,8 +536,7 @@ def test_what_writes_into_what_it_was_lent_is_refused(world: World, where: str, 
 
 def written_after(result: str, how: str, remat: bool) -> tuple[str, float]:
     """The error, and how far a product is from one without the write, if a stage's results are written into."""
-    mesh = sf.make_mesh(shard=-1, device="cpu")
-    params, v = (sf.shard(whole(seed)["layers"], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    _, params, v = pair()
     stage = sf.stage(RESULTS[result], remat=remat)
 
     def loss(params: Any, writes: bool) -> Tensor:
@@ -602,8 +605,7 @@ class Bounded(torch.nn.Module):
 
 
 def scripted() -> tuple[list[float], list[str]]:
-    mesh = sf.make_mesh(shard=-1, device="cpu")
-    params, v = (sf.shard(whole(seed)["layers"][0], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    _, params, v = pair(lambda whole: whole["layers"][0])
     x = normal(ROWS, D, seed=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -651,8 +653,7 @@ class Holder:
 
 def only_indices() -> tuple[float, str]:
     """A stage that returns no numbers with derivatives, and one that hides them in an object."""
-    mesh = sf.make_mesh(shard=-1, device="cpu")
-    params, v = (sf.shard(whole(seed)["layers"], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    _, params, v = pair()
     x = normal(ROWS, D, seed=1)
 
     def loss(params: Any, order: Any) -> Tensor:
@@ -706,8 +707,7 @@ BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def between_stages(way: str) -> float:
-    mesh = sf.make_mesh(shard=-1, device="cpu")
-    params, v = (sf.shard(whole(seed)["layers"], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    mesh, params, v = pair()
     x = normal(ROWS, D, seed=mesh.get_rank())
 
     def gradient(params: Any) -> Any:
@@ -754,8 +754,7 @@ THROUGH: dict[str, Callable[[Tensor], Any]] = {
 
 def outcome(remat: bool, read: str) -> str:
     """What comes of a loss that reads what stages have computed and not returned."""
-    mesh = sf.make_mesh(shard=-1, device="cpu")
-    params, v = (sf.shard(whole(seed)["layers"], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    _, params, v = pair()
     kept: list[Tensor] = []
 
     def layer(p: Any, x: Tensor) -> Tensor:
@@ -826,8 +825,7 @@ class OldOnce(Old):
 def through_once(kind: str, inside: bool) -> tuple[str, float]:
     """What is said of a gradient in forward mode, and how far a tangent is from that through a sine."""
     applied: Any = {"new": Once.apply, "old": OldOnce.apply}[kind]
-    mesh = sf.make_mesh(shard=-1, device="cpu")
-    params, v = (sf.shard(whole(seed)["layers"], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    _, params, v = pair()
 
     def loss(params: Any, f: Any = applied) -> Tensor:
         stage = sf.stage(lambda p, x: f(mlp(p, x)) if inside else mlp(p, x))

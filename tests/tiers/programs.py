@@ -82,6 +82,15 @@ def trained(
     return losses, sf.unshard(ps)
 
 
+def twice_stepped(ps: Any, loss: Callable[[Any], Tensor], optimizer: so.Optimizer) -> Any:
+    """Parameters after two steps."""
+    state = optimizer.init(ps)
+    for _ in range(2):
+        _, grads = sf.value_and_grad(loss)(ps)
+        ps, state = optimizer.step(ps, grads, state)
+    return ps
+
+
 # --- optimizers ---
 
 
@@ -300,11 +309,7 @@ def several_dtypes(mesh: Any, strategy: Any) -> Any:
             y = torch.tanh(f(p, y))
         return y.sum()
 
-    state = optimizer.init(ps)
-    for _ in range(2):
-        _, grads = sf.value_and_grad(loss)(ps)
-        ps, state = optimizer.step(ps, grads, state)
-    return sf.unshard(ps)
+    return sf.unshard(twice_stepped(ps, loss, optimizer))
 
 
 @program
@@ -315,12 +320,7 @@ def complex_numbers(mesh: Any, strategy: Any) -> Any:
         sf.stage(lambda p, x: (x @ p["c"].mH).abs().square().sum()),
         normal(3, 7, seed=rank_of(mesh)).to(torch.complex128),
     )
-    optimizer = so.adamw(1e-2)
-    state = optimizer.init(ps)
-    for _ in range(2):
-        _, grads = sf.value_and_grad(lambda ps: f(ps["a"], x))(ps)
-        ps, state = optimizer.step(ps, grads, state)
-    return sf.unshard(ps)
+    return sf.unshard(twice_stepped(ps, lambda ps: f(ps["a"], x), so.adamw(1e-2)))
 
 
 @program
@@ -331,11 +331,7 @@ def tied_shards(mesh: Any, strategy: Any) -> Any:
     def loss(ps: Any) -> Tensor:
         return f(ps[0], f(ps[0], f(ps[0], x))).square().sum()
 
-    state = optimizer.init(ps)
-    for _ in range(2):
-        _, grads = sf.value_and_grad(loss)(ps)
-        ps, state = optimizer.step(ps, grads, state)
-    return sf.unshard(ps)
+    return sf.unshard(twice_stepped(ps, loss, optimizer))
 
 
 @program
@@ -359,11 +355,7 @@ def tensor_parallel(mesh: Any, strategy: Any) -> Any:
             y = y + f(p, y)
         return y.square().sum()
 
-    state = optimizer.init(ps)
-    for _ in range(2):
-        _, grads = sf.value_and_grad(loss)(ps)
-        ps, state = optimizer.step(ps, grads, state)
-    return optree.tree_map(lambda x: x.clone(), optree.tree_leaves(ps))
+    return optree.tree_map(lambda x: x.clone(), optree.tree_leaves(twice_stepped(ps, loss, optimizer)))
 
 
 @program

@@ -33,6 +33,7 @@ from shardfn.testing import World, world
 from shardfn.transforms import pure, regions, surroundings
 from tests.lossless import LOSSLESS
 from tests.models import DATA, STRATEGIES, distance, drawn
+from tests.optimizers import optimizers_named
 from tests.transforms import steps
 from tests.transforms.steps import LAYERS, WIDTH, block, data, whole
 
@@ -84,11 +85,12 @@ def of_blocks(
     dtype: torch.dtype = torch.float64,
     again: bool = False,
     accumulated: Any = None,
+    frozen: Any = (),
     **options: Any,
 ) -> Setting:
     mesh, made = mesh_here(), optimizer()
     placed = STRATEGIES[strategy] if isinstance(strategy, str) else strategy
-    params = sf.shard(whole(dtype), mesh, placed)
+    params = sf.shard(whole(dtype), mesh, placed, frozen=frozen)
     layer = sf.stage(function, **options)
 
     def loss(params: Any, x: Tensor) -> Tensor:
@@ -98,19 +100,6 @@ def of_blocks(
         return sf.pmean(x.square().mean(), DATA)
 
     return stepping(loss, made, mesh, **(accumulated or {})), params, made.init(params)
-
-
-def frozen() -> Setting:
-    mesh, optimizer = mesh_here(), so.sgd(0.1, momentum=0.9)
-    params = sf.shard(whole(), mesh, STRATEGIES["full_shard"], frozen=r".*\.b")
-    layer = sf.stage(block)
-
-    def loss(params: Any, x: Tensor) -> Tensor:
-        for p in sf.layers(params["blocks"]):
-            x = layer(p, x)
-        return sf.pmean(x.square().mean(), DATA)
-
-    return stepping(loss, optimizer, mesh), params, optimizer.init(params)
 
 
 def by_tensor() -> Setting:
@@ -195,15 +184,12 @@ PROGRAMS: dict[str, Callable[[], Setting]] = {
     "adam, pure": lambda: of_blocks(optimizer=lambda: so.adam(1e-2, donate=False)),
     "lion": lambda: of_blocks(optimizer=lambda: so.lion(lambda step: 1e-2 / step)),
     "clipped": lambda: of_blocks(optimizer=lambda: so.chain(so.clip_by_global_norm(0.1), so.adamw(1e-2))),
-    "adamw8bit": lambda: of_blocks(optimizer=lambda: so.adamw8bit(1e-2)),
-    "adafactor": lambda: of_blocks(optimizer=lambda: so.adafactor(1e-2)),
-    "lamb": lambda: of_blocks(optimizer=lambda: so.lamb(1e-2)),
-    "muon": lambda: of_blocks(
-        optimizer=lambda: so.masked(so.muon(0.02), lambda path, shape: len(shape) == 2, so.adamw(1e-2))
-    ),
-    "ema": lambda: of_blocks(optimizer=lambda: so.ema(so.adamw(1e-2), 0.9)),
+    **{
+        name: functools.partial(of_blocks, optimizer=make)
+        for name, make in optimizers_named("adamw8bit, adafactor, lamb, muon, averaged").items()
+    },
     "shard_state": lambda: of_blocks("hybrid_shard", optimizer=lambda: so.shard_state(so.adamw(1e-2), "replica")),
-    "frozen": frozen,
+    "frozen": lambda: of_blocks(optimizer=lambda: so.sgd(0.1, momentum=0.9), frozen=r".*\.b"),
     "tensor": by_tensor,
     "module": module,
 }  # fmt: skip

@@ -21,6 +21,7 @@ from shardfn import parallel
 from shardfn.testing import simulated, world
 from tests import refusals
 from tests.models import DATA, STRATEGIES, distance, drawn
+from tests.optimizers import optimizers_named
 from tests.transforms import steps
 from tests.transforms.steps import LAYERS, WIDTH, block, data, whole
 
@@ -43,9 +44,7 @@ OTHERS: dict[str, Callable[[], so.Optimizer]] = {
     "sgd, linear": lambda: so.sgd(so.linear(0.1, warmup=2, steps=7)),
     "adam, pure": lambda: so.adam(so.wsd(1e-2, warmup=3, decay=3, steps=8), donate=False),
     "lion, own schedule": lambda: so.lion(lambda step: 1e-2 / step),
-    "adamw8bit": lambda: so.adamw8bit(1e-2),
-    "muon": lambda: so.masked(so.muon(0.02), lambda path, shape: len(shape) == 2, so.adamw(1e-2)),
-    "ema": lambda: so.ema(so.adamw(1e-2), 0.9),
+    **optimizers_named("adamw8bit, muon, averaged"),
     "shard_state": lambda: so.shard_state(so.adamw(1e-2), "replica"),
 }
 PROGRAMS = {
