@@ -50,6 +50,12 @@ def drawn(seed: int, scale: float = 1.0) -> Callable[..., Tensor]:
     return lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64) * scale
 
 
+def tensors(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """Tensors of some shapes, as `drawn` draws them."""
+    draw = drawn(seed)
+    return [draw(*shape) for shape in shapes]
+
+
 def blocks(depth: int, width: int = WIDTH) -> list[dict[str, Tensor]]:
     """Parameters for `block`."""
     shapes = {"w": (width, HIDDEN), "b": (HIDDEN,), "v": (HIDDEN, width)}
