@@ -22,7 +22,7 @@ import shardfn.optim as so
 from shardfn import P, quant
 from shardfn.shards.layout import is_flat
 from tests.models import DATA, block, blocks, embed, head, normal, params, squares, token_rows
-from tests.optim.test_optim import decay, is_matrix
+from tests.optim.test_optim import OPTIMIZERS as OF_OPTIM
 
 Program = Callable[[Any, Any], Any]
 PROGRAMS: dict[str, Program] = {}
@@ -94,27 +94,13 @@ def twice_stepped(ps: Any, loss: Callable[[Any], Tensor], optimizer: so.Optimize
 # --- optimizers ---
 
 
-OPTIMIZERS: dict[str, Callable[..., so.Optimizer]] = {
-    "sgd": lambda **k: so.sgd(0.05, **k),
-    "sgd with momentum": lambda **k: so.sgd(0.05, momentum=0.9, nesterov=True, weight_decay=decay, **k),
-    "adam": lambda **k: so.adam(0.02, weight_decay=0.1, **k),
-    "adamw by a schedule": lambda **k: so.adamw(so.warmup_cosine(0.02, warmup=2, steps=6), weight_decay=decay, **k),
-    "lion": lambda **k: so.lion(0.01, weight_decay=0.1, **k),
-    "adamw8bit": lambda **k: so.adamw8bit(0.02, weight_decay=decay, **k),
-    "lion8bit": lambda **k: so.lion8bit(0.01, weight_decay=0.1, **k),
-    "adamw in bfloat16": lambda **k: so.adamw(0.02, weight_decay=decay, state_dtype=torch.bfloat16, seed=3, **k),
-    "master": lambda **k: so.master(so.adamw(0.02, **k), **k),
-    "rounded": lambda **k: so.stochastic_rounding(so.adamw8bit(0.02, **k), seed=2, **k),
-    "adafactor": lambda **k: so.adafactor(0.02, weight_decay=0.1, **k),
-    "lamb": lambda **k: so.lamb(0.02, weight_decay=0.1, **k),
-    "muon": lambda **k: so.masked(so.muon(0.02, dtype=None, **k), is_matrix, so.adamw(0.02, **k)),
-    "rmsprop of torch": lambda donate=True: so.from_torch(torch.optim.RMSprop, lr=0.01, weight_decay=decay),
-    "everything": lambda **k: so.chain(
-        so.clip_by_value(3.0, **k),
-        so.clip_by_global_norm(0.7, **k),
-        so.accumulate(so.ema(so.skip_nonfinite(so.adamw(0.02, weight_decay=decay, **k)), 0.9, **k), 2),
-    ),
-}
+OPTIMIZERS = {
+    name: OF_OPTIM[name]
+    for name in (
+        "sgd", "sgd-nesterov", "adam", "adamw-masked", "lion", "adamw8bit", "lion8bit", "adamw in bfloat16", "master",
+        "rounded", "adafactor", "lamb", "muon", "rmsprop of torch", "everything",
+    )
+}  # fmt: skip
 
 
 def stepped(mesh: Any, strategy: Any, make: Callable[[], so.Optimizer]) -> Any:
@@ -123,7 +109,7 @@ def stepped(mesh: Any, strategy: Any, make: Callable[[], so.Optimizer]) -> Any:
 
 
 for _name, _make in OPTIMIZERS.items():
-    PROGRAMS[_name] = partial(stepped, make=_make)
+    PROGRAMS[_name] = partial(stepped, make=partial(_make, donate=True))
     PROGRAMS[f"{_name}, not donated"] = partial(stepped, make=partial(_make, donate=False))
 
 
