@@ -21,7 +21,7 @@ from shardfn.run.order import RARE, Sample, room
 from shardfn.testing import World, world
 from tests.models import distance, normal
 from tests.refusals import told
-from tests.run.test_batching import flat, sources
+from tests.run.test_batching import SAMPLES, at, flat, sources
 
 
 @given(
@@ -86,6 +86,12 @@ def test_what_has_room_for_nearly_all_samples(count: int, rate: float) -> None:
     found = room(count, rate)
     assert binom.sf(found, count, rate) <= RARE
     assert found <= min(count, 1.05 * binom.isf(RARE, count, rate) + 3)
+
+
+@pytest.mark.parametrize("name", ["noisy", "dict"])
+def test_workers_sample_what_one_process_samples(name: str) -> None:
+    wanted = world(2).run(at, [0, 5], name, {"data": 2}, "data", **SAMPLES)
+    assert world(2).run(at, [0, 5], name, {"data": 2}, "data", workers=2, **SAMPLES) == wanted
 
 
 def resumed(name: str, prefetch: int) -> None:
