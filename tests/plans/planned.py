@@ -20,7 +20,6 @@ from shardfn import quant
 from shardfn.compat import devices
 from shardfn.testing import simulated
 from tests.models import STRATEGIES
-from tests.transforms.steps import block
 
 WIDTH, HIDDEN, VOCABULARY, LAYERS, ROWS = 16, 24, 32, 3, 4
 
@@ -66,6 +65,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def embed(p: Any, tokens: Tensor) -> Tensor:
     return p["table"][tokens]
+
+
+def block(p: Any, x: Tensor) -> Tensor:
+    return x + torch.tanh(x @ p["up"] + p["b"]) @ p["down"]
 
 
 def cut_block(p: Any, x: Tensor) -> Tensor:

@@ -24,9 +24,12 @@ OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
 }
 
 
+staged = sf.stage(layer)
+
+
 def loss(ps: Any, x: Tensor) -> Tensor:
     for p in sf.layers(ps["blocks"]):
-        x = layer(p, x)
+        x = staged(p, x)
     return x.sum()
 
 

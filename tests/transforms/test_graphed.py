@@ -280,7 +280,7 @@ REFUSED: dict[str, tuple[Run, str]] = {
     "a size that depends on numbers": (lambda d: repeated(d, lambda w, x: w[w > 0].sum()), "the host reads a result"),
     "the step is skipped": (
         lambda d: repeated(d, lambda w, x: 0, optimizer=so.skip_nonfinite(so.sgd(0.1))),
-        r"the host reads a result.*test_graphed.py:\d+",
+        r"the host reads a result.*steps.py:\d+",
     ),
     "the optimizer counts on the host": (
         lambda d: repeated(d, lambda w, x: 0, optimizer=so.accumulate(so.sgd(0.1), 2)),
