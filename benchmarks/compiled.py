@@ -35,7 +35,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import shardfn as sf
 import shardfn.optim as so
-from benchmarks.crew import Crew, Usage
+from benchmarks.crew import Crew, Usage, in_turns
 from benchmarks.model import SEED, Config, Params, Whole, block, embed, head, makers, tokens
 from benchmarks.report import Goal, parser, publish
 from benchmarks.train_step import KEEPS_MEMORY, timed
@@ -45,6 +45,7 @@ LOW = torch.bfloat16
 GPT = Config()
 THIN = Config(vocabulary=1024, width=128, layers=48, heads=4, hidden=352, context=64)
 TINY = Config(vocabulary=64, width=32, layers=2, heads=2, hidden=48, context=8)
+COMPILES = 3  # steps of which one compiles
 SYSTEMS = ("as it is", "compiled", "FSDP2, compiled blocks")
 
 
@@ -158,15 +159,11 @@ def compared(config: Config, ranks: int, rounds: int, steps: int) -> list[dict[s
         crews = {
             name: stack.enter_context(Crew(ranks, built, name, config, environment=KEEPS_MEMORY)) for name in SYSTEMS
         }
-        seconds: dict[str, list[float]] = {name: [] for name in crews}
-        losses: dict[str, float] = {}
-        for number in range(rounds + 1):
-            for name, crew in crews.items():
-                by_rank = crew.turn("train", steps if number else 4)
-                if number:  # the first turn warms up, and compiles
-                    seconds[name] += map(max, *(times for times, _ in by_rank))
-                losses[name] = statistics.fmean(found[-1] for _, found in by_rank)
-        took = {name: statistics.median(each) * 1e3 for name, each in seconds.items()}
+        for crew in crews.values():
+            crew.turn("train", COMPILES)
+        took, losses = in_turns(
+            {name: functools.partial(crew.turn, "train", steps) for name, crew in crews.items()}, rounds
+        )
         memory = {name: max(crew.turn("memory")) / 1e6 for name, crew in crews.items()}
         counted = {name: crew.turn("sent")[0] for name, crew in crews.items()}
     return [
@@ -178,7 +175,7 @@ def compared(config: Config, ranks: int, rounds: int, steps: int) -> list[dict[s
             "MB / as it is": memory[name] / memory[SYSTEMS[0]],
             "calls": counted[name][0],
             "MB sent": counted[name][1] / 1e6,
-            "loss": losses[name],
+            "loss": losses[name][-1],
         }
         for name in SYSTEMS
     ]
@@ -211,7 +208,7 @@ def main() -> None:
     for name, config in models.items():
         found = compared(config, args.ranks, args.rounds, args.steps)
         if args.jax:
-            row = by_jax(args.jax, config, args.ranks, 4 + args.rounds * args.steps)
+            row = by_jax(args.jax, config, args.ranks, COMPILES + (1 + args.rounds) * args.steps)
             found.append(row | {"/ as it is": row["step ms"] / found[0]["step ms"]})
         rows += [{"model": name} | row for row in found]
         whole, compiled = found[0], found[1]

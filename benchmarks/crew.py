@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import statistics
 import tempfile
 import time
 import warnings
@@ -97,6 +98,25 @@ class Crew:
                 process.kill()
             process.join()
         self._folder.cleanup()
+
+
+def in_turns(
+    trains: dict[str, Callable[[], list[Any]]], rounds: int
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """The median milliseconds of a step of each system, and the losses of its steps, the means over its ranks.
+
+    Args:
+        trains: functions that return the seconds and the losses of some steps, by rank; they take turns.
+        rounds: the number of turns, after one that is a warm-up.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in trains}
+    losses: dict[str, list[float]] = {name: [] for name in trains}
+    for number in range(rounds + 1):
+        for name, train in trains.items():
+            times, found = (list(zip(*each, strict=True)) for each in zip(*train(), strict=True))
+            seconds[name] += map(max, times) if number else []
+            losses[name] += map(statistics.fmean, found)
+    return {name: statistics.median(each) * 1e3 for name, each in seconds.items()}, losses
 
 
 @dataclass

@@ -38,6 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shardfn as sf
 from benchmarks.crew import Crew, Usage, status
+from benchmarks.model import perceptron
 from benchmarks.report import Goal, lacks, parser, publish, save
 from shardfn import curvature as sc
 
@@ -46,10 +47,6 @@ KINDS = {
     "perceptrons": ("gradient", "jvp", "torch.func.jvp", "hvp", "hvp, remat", "hvp by torch.func", "ggn"),
     "transformer": ("gradient", "gradient, remat", "hvp", "hvp, remat", "hvp by torch.func", "ggn"),
 }
-
-
-def perceptron(p: Any, x: Tensor) -> Tensor:
-    return x + torch.tanh(x @ p["up"]) @ p["down"]
 
 
 def attending(p: Any, x: Tensor) -> Tensor:

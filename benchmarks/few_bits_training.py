@@ -158,12 +158,7 @@ def convergence(model: str, steps: int) -> tuple[list[dict[str, Any]], list[Goal
         bits = {name: crew.turn("run", name)[0] for name in RECIPES}
     more = {name: (bits[name] / bits[recipe.beside] - 1) * 100 for name, recipe in RECIPES.items()}
     rows = [
-        {
-            "training": name,
-            "bits per byte": f"{bits[name]:.4f}",
-            "beside": recipe.beside,
-            "% more": more[name],
-        }
+        {"training": name, "bits per byte": f"{bits[name]:.4f}", "beside": recipe.beside, "% more": more[name]}
         for name, recipe in RECIPES.items()
     ]
     goals = [

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import shardfn as sf
 from benchmarks.gpu_setting import Answer, Where, pretended
+from benchmarks.model import perceptron
 from shardfn.testing import Device, simulated
 
 LAYERS, WIDTH, ROWS, STEPS = 48, 256, 64, 40
@@ -24,10 +25,6 @@ TINY = 4, 8, 4, 8
 WARM_UP = 6  # steps; the graph is captured among them
 
 Step = Callable[[Any, Any, Tensor], tuple[Any, Any, Tensor]]
-
-
-def block(p: Any, x: Tensor) -> Tensor:
-    return x + torch.tanh(x @ p["up"]) @ p["down"]
 
 
 @contextmanager
@@ -50,7 +47,7 @@ def problem(where: Where, device: str) -> tuple[Step, Any, Any, list[Tensor]]:
 
     whole = [{"up": made(width, width), "down": made(width, width)} for _ in range(layers)]
     params, optimizer = sf.shard(whole, mesh, sf.full_shard("data")), sf.optim.adamw(1e-3)
-    staged = sf.stage(block)
+    staged = sf.stage(perceptron)
 
     def loss(params: Any, x: Tensor) -> Tensor:
         for p in sf.layers(params):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import shardfn as sf
 import shardfn.optim as so
+from benchmarks.model import perceptron
 from benchmarks.report import Goal, parser, publish
 from benchmarks.strategies import STRATEGIES
 from shardfn import quant
@@ -81,10 +82,6 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 # --- strategies ---
 
 
-def block(p: Any, x: Tensor) -> Tensor:
-    return x + torch.tanh(x @ p["up"]) @ p["down"]
-
-
 def layers() -> list[dict[str, Tensor]]:
     return [{"up": empty(WIDTH, 4 * WIDTH), "down": empty(4 * WIDTH, WIDTH)} for _ in range(LAYERS)]
 
@@ -102,10 +99,10 @@ def gradient(f: Callable[..., Tensor], params: Any) -> Callable[[], Any]:
 
 def by_strategy(device: Device) -> dict[str, Counts]:
     mesh = sf.make_mesh(replica=2, shard=4, device=NAME)
-    found = {"plain": counts(device, gradient(block, layers()))}
+    found = {"plain": counts(device, gradient(perceptron, layers()))}
     for name, strategy in STRATEGIES.items():
         params = sf.shard(layers(), mesh, strategy)
-        run = sf.shard_map(gradient(sf.stage(block), params), mesh=mesh, in_specs=(), out_specs=...)
+        run = sf.shard_map(gradient(sf.stage(perceptron), params), mesh=mesh, in_specs=(), out_specs=...)
         found[name] = counts(device, run)
     return found
 
@@ -114,7 +111,7 @@ def by_wire(device: Device) -> dict[str, Counts]:
     mesh = sf.make_mesh(replica=2, shard=4, device=NAME)
     params, found = sf.shard(layers(), mesh, sf.full_shard(("replica", "shard"))), {}
     for name, (options, _) in WIRES.items():
-        run = sf.shard_map(gradient(sf.stage(block, **options), params), mesh=mesh, in_specs=(), out_specs=...)
+        run = sf.shard_map(gradient(sf.stage(perceptron, **options), params), mesh=mesh, in_specs=(), out_specs=...)
         found[name] = counts(device, run)
     return found
 

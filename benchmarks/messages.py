@@ -206,10 +206,7 @@ MISTAKES: dict[str, Mistake] = {
         "nothing matches",
     ),
     "a checkpoint that is not there": (lambda: checkpoint.load("no such folder", sharded()), "there is no folder"),
-    "a checkpoint of another tree": (
-        lambda: loaded(lambda: {"params": sharded("other")}),
-        "missing in the checkpoint",
-    ),
+    "a checkpoint of another tree": (lambda: loaded(lambda: {"params": sharded("other")}), "missing in the checkpoint"),
     "a checkpoint of other shapes": (lambda: loaded(lambda: {"params": sharded(size=4)}), "is float32"),
     "a part that is not there": (
         lambda: checkpoint.load(top_level(), sharded(), part=name(0, "part")),

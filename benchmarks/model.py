@@ -45,6 +45,10 @@ class Config:
         return self.layers * (4 * self.width**2 + 3 * self.width * self.hidden) + self.width * self.vocabulary
 
 
+def perceptron(p: Params, x: Tensor) -> Tensor:
+    return x + torch.tanh(x @ p["up"]) @ p["down"]
+
+
 def embed(p: Params, tokens: Tensor) -> Tensor:
     return F.embedding(tokens, p["tokens"])
 

@@ -18,7 +18,6 @@ import contextlib
 import functools
 import itertools
 import math
-import statistics
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -43,7 +42,7 @@ from torch.distributed.tensor.parallel import (
 
 import shardfn as sf
 import shardfn.optim as so
-from benchmarks.crew import Crew, Usage
+from benchmarks.crew import Crew, Usage, in_turns
 from benchmarks.report import Goal, parser, publish
 from benchmarks.train_step import KEEPS_MEMORY, Step, timed
 from examples import train_nd
@@ -55,10 +54,7 @@ RANKS, SEED, RATE, DECAY = 4, 0, 3e-4, 0.1
 TOGETHER = 5  # number of rows whose processes are alive at once
 SIZES = Config(vocabulary=8192, width=512, heads=8, layers=8, hidden=1408, context=128, batch=8, micro=1)
 TINY = replace(SIZES, vocabulary=64, width=32, heads=4, layers=4, hidden=44, context=16)
-PEERS: dict[str, Placement] = {
-    "FSDP2 + DTensor": Replicate(),
-    "FSDP2 + DTensor, sequence parallel": Shard(1),
-}
+PEERS: dict[str, Placement] = {"FSDP2 + DTensor": Replicate(), "FSDP2 + DTensor, sequence parallel": Shard(1)}
 FIRST = {"dense": {"shard": 2, "tensor": 2}, "4 experts": {"shard": 4}}
 
 
@@ -307,21 +303,14 @@ def measured(model: str, systems: Sequence[System], start: Start, rounds: int, s
                 crews = {first.name: crew}
                 for system in others[begin : begin + TOGETHER - 1]:
                     crews[system.name] = stack.enter_context(start(system))
-                rows += in_turns(model, crews, rounds, steps)[bool(begin) :]
+                rows += compared(model, crews, rounds, steps)[bool(begin) :]
     return rows
 
 
-def in_turns(model: str, crews: dict[str, Crew], rounds: int, steps: int) -> list[dict[str, Any]]:
-    seconds: dict[str, list[float]] = {name: [] for name in crews}
-    losses = dict.fromkeys(crews, 0.0)
-    for number in range(rounds + 1):
-        for name, crew in crews.items():
-            by_rank = crew.turn("train", name, steps)
-            if number:  # the first turn is a warm-up
-                seconds[name] += map(max, *(times for times, _ in by_rank))
-            else:
-                losses[name] = statistics.fmean(found[0] for _, found in by_rank)
-    took = {name: statistics.median(each) * 1e3 for name, each in seconds.items()}
+def compared(model: str, crews: dict[str, Crew], rounds: int, steps: int) -> list[dict[str, Any]]:
+    took, losses = in_turns(
+        {name: functools.partial(crew.turn, "train", name, steps) for name, crew in crews.items()}, rounds
+    )
     first = next(iter(took.values()))
     peaks = {name: max(crew.turn("peak")) for name, crew in crews.items()}
     return [
@@ -332,7 +321,7 @@ def in_turns(model: str, crews: dict[str, Crew], rounds: int, steps: int) -> lis
             "time / first": took[name] / first,
             "peak MB": peaks[name],
             "MB sent a step": max(crew.turn("moved", name)) or "-",
-            "first loss": f"{losses[name]:.7f}",
+            "first loss": f"{losses[name][0]:.7f}",
         }
         for name, crew in crews.items()
     ]

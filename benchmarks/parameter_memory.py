@@ -19,15 +19,11 @@ from torch import Tensor
 
 import shardfn as sf
 from benchmarks.crew import Crew, Usage
-from benchmarks.model import Params
+from benchmarks.model import Params, perceptron
 from benchmarks.report import Goal, parser, publish
 
 RANKS = 2
 SLOTS = 2  # buffers in the ring, with the default prefetch
-
-
-def block(p: Params, x: Tensor) -> Tensor:
-    return x + torch.tanh(x @ p["up"]) @ p["down"]
 
 
 def layer(width: int) -> Callable[[torch.Generator], Params]:
@@ -37,7 +33,7 @@ def layer(width: int) -> Callable[[torch.Generator], Params]:
 def model(width: int, layers: int) -> tuple[Any, Callable[..., Any]]:
     mesh = sf.make_mesh(data=RANKS, device="cpu")
     params = sf.init_sharded({"blocks": [layer(width)] * layers}, 0, mesh, sf.full_shard("data"))
-    staged = sf.stage(block)
+    staged = sf.stage(perceptron)
 
     def loss(params: Any, x: Tensor) -> Tensor:
         for p in sf.layers(params["blocks"]):

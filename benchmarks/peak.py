@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardfn as sf
 import shardfn.optim as so
+from benchmarks.model import perceptron
 from benchmarks.report import Goal, parser, publish
 from benchmarks.strategies import STRATEGIES
 from shardfn.testing import World
@@ -59,15 +60,11 @@ class Living(TorchDispatchMode):
         self.now -= nbytes
 
 
-def block(p: Any, x: Tensor) -> Tensor:
-    return x + torch.tanh(x @ p["up"]) @ p["down"]
-
-
 def steps(strategy: Any, check: bool) -> Callable[[], Callable[[], Any]]:
     """A function that makes newly mapped steps, all on the same parameters."""
     mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
     layers = [{"up": torch.ones(WIDTH, 2 * WIDTH), "down": torch.ones(2 * WIDTH, WIDTH)} for _ in range(LAYERS)]
-    params, optimizer, staged = sf.shard(layers, mesh, strategy), so.adamw(1e-3), sf.stage(block)
+    params, optimizer, staged = sf.shard(layers, mesh, strategy), so.adamw(1e-3), sf.stage(perceptron)
     kept = [params, optimizer.init(params)]
     rows = torch.ones(32, WIDTH)
 

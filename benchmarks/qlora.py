@@ -21,7 +21,6 @@ import functools
 import gc
 import importlib
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -37,7 +36,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shardfn as sf
 import shardfn.optim as so
-from benchmarks.crew import Crew, Usage
+from benchmarks.crew import Crew, Usage, in_turns
 from benchmarks.interop import LARGE, adamw, by_torch, config, filled, module, tokens
 from benchmarks.report import Goal
 from benchmarks.train_step import KEEPS_MEMORY, RATE, timed
@@ -206,19 +205,14 @@ def rows_of(sizes: dict[str, int], rounds: int, steps: int, environment: dict[st
             name: stack.enter_context(Crew(RANKS, built, make, sizes, *rest, environment=environment))
             for name, (make, *rest) in SYSTEMS.items()
         }
-        seconds: dict[str, list[float]] = {name: [] for name in crews}
-        losses: dict[str, list[float]] = {name: [] for name in crews}
-        for number in range(rounds + 1):
-            for name, crew in crews.items():
-                found = crew.turn("train", steps)
-                losses[name] += [statistics.fmean(each) for each in zip(*(some for _, some in found), strict=True)]
-                if number:  # the first turn is a warm-up
-                    seconds[name] += map(max, *(times for times, _ in found))
+        took, losses = in_turns(
+            {name: functools.partial(crew.turn, "train", steps) for name, crew in crews.items()}, rounds
+        )
         gathered = {name: crew.turn("gathered")[0] for name, crew in crews.items()}
         return [
             {
                 "system": name,
-                "step ms": statistics.median(seconds[name]) * 1e3,
+                "step ms": took[name],
                 "peak MB": max(crew.turn("peak")),
                 "kept MB": max(crew.turn("kept")),
                 "gathered": gathered[name][0],

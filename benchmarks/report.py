@@ -84,11 +84,7 @@ def save(rows: Sequence[dict[str, Any]], goals: Sequence[Goal], file: Path | Non
 
 
 def interleaved(
-    runs: dict[str, Callable[[], Any]],
-    *,
-    repeats: int,
-    inner: int,
-    clock: Callable[[], float] = time.perf_counter,
+    runs: dict[str, Callable[[], Any]], *, repeats: int, inner: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, float]:
     """Median seconds per call of each function; they take turns, so that changes of the machine's speed affect all."""
     times: dict[str, list[float]] = {name: [] for name in runs}

@@ -11,7 +11,6 @@ much memory a strategy saves depends on the activations, which no strategy shard
 from __future__ import annotations
 
 import functools
-import statistics
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 import shardfn as sf
-from benchmarks.crew import Crew, Usage
+from benchmarks.crew import Crew, Usage, in_turns
 from benchmarks.model import Config
 from benchmarks.report import Goal, parser, publish
 from benchmarks.train_step import KEEPS_MEMORY, Step, shardfn_step, timed
@@ -48,17 +47,10 @@ def moved(step: Step) -> float:
 
 
 def measured(crews: dict[str, Crew], rounds: int, steps: int) -> list[dict[str, Any]]:
-    seconds: dict[str, list[float]] = {name: [] for name in crews}
-    losses = dict.fromkeys(crews, 0.0)
-    for number in range(rounds + 1):
-        for name, crew in crews.items():
-            by_rank = crew.turn("train", steps)
-            if number:  # the first turn is a warm-up
-                seconds[name] += map(max, *(times for times, _ in by_rank))
-            else:
-                losses[name] = statistics.fmean(found[0] for _, found in by_rank)
+    took, losses = in_turns(
+        {name: functools.partial(crew.turn, "train", steps) for name, crew in crews.items()}, rounds
+    )
     peaks = {name: max(crew.turn("peak")) for name, crew in crews.items()}
-    took = {name: statistics.median(each) * 1e3 for name, each in seconds.items()}
     rows = []
     for name, crew in crews.items():
         mb, speed = PUBLISHED.get(name, (0, 0))
@@ -72,7 +64,7 @@ def measured(crews: dict[str, Crew], rounds: int, steps: int) -> list[dict[str, 
                 "published time": f"{DDP[1] / speed:.2f}" if speed else "",
                 "memory / ddp": peaks[name] / peaks["ddp"],
                 "published memory": f"{mb / DDP[0]:.2f}" if mb else "",
-                "first loss": f"{losses[name]:.7f}",
+                "first loss": f"{losses[name][0]:.7f}",
             }
         )
     return rows
@@ -104,11 +96,7 @@ def goals_of(rows: list[dict[str, Any]], config: Config) -> list[Goal]:
     buffers = 6 * config.vocabulary * config.width * 4 / 1e6
     most = max(rest[name] for name in rest)
     goals.append(
-        Goal(
-            "memory not in parameters, gradients, state / ddp's and buffers",
-            most / (rest["ddp"] + buffers),
-            1.0,
-        )
+        Goal("memory not in parameters, gradients, state / ddp's and buffers", most / (rest["ddp"] + buffers), 1.0)
     )
     losses = [float(row["first loss"]) for row in rows]
     return [*goals, Goal("first loss, relative difference between all", max(losses) / min(losses) - 1, 1e-6)]

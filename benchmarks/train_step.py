@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardfn as sf
 import shardfn.optim as so
-from benchmarks.crew import Crew, Usage, busy_seconds
+from benchmarks.crew import Crew, Usage, busy_seconds, in_turns
 from benchmarks.model import SEED, Config, Params, Whole, block, embed, head, makers, staged, tokens
 from benchmarks.report import Goal, parser, publish
 from shardfn import P
@@ -231,15 +231,9 @@ def scatter_alone(along: into_buffers.Communicator, numel: int) -> None:
 def compared(crews: dict[str, Crew], rounds: int, steps: int) -> tuple[list[dict[str, Any]], float]:
     """A row for each system, and the number of cores that other programs used meanwhile."""
     began = busy_seconds() - cpu_seconds(crews), time.perf_counter()
-    seconds: dict[str, list[float]] = {name: [] for name in crews}
-    losses: dict[str, list[float]] = {name: [] for name in crews}
-    for number in range(rounds + 1):
-        for name, crew in crews.items():
-            by_rank = crew.turn("train", steps)
-            if number:  # the first turn is a warm-up
-                seconds[name] += map(max, *(times for times, _ in by_rank)) if len(by_rank) > 1 else by_rank[0][0]
-            losses[name] += [statistics.fmean(each) for each in zip(*(found for _, found in by_rank), strict=True)]
-    took = {name: statistics.median(each) * 1e3 for name, each in seconds.items()}
+    took, losses = in_turns(
+        {name: functools.partial(crew.turn, "train", steps) for name, crew in crews.items()}, rounds
+    )
     used = {name: [max(each) for each in zip(*crew.turn("usage"), strict=True)] for name, crew in crews.items()}
     others = (busy_seconds() - cpu_seconds(crews) - began[0]) / (time.perf_counter() - began[1])
     rows = [

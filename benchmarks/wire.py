@@ -18,6 +18,7 @@ from torch import Tensor
 import shardfn as sf
 import shardfn.optim as so
 from benchmarks.few_bits_training import FORMATS
+from benchmarks.model import perceptron
 from benchmarks.report import Goal, parser, publish
 from benchmarks.strategies import STRATEGIES
 from shardfn import quant
@@ -69,7 +70,7 @@ def ledger_of(strategy: Any, **wire: Any) -> Sent:
     """The ledger's count of the second step."""
     mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
     layers = [{"up": torch.ones(WIDTH, 2 * WIDTH), "down": torch.ones(2 * WIDTH, WIDTH)} for _ in range(LAYERS)]
-    params, block = sf.shard(layers, mesh, strategy), sf.stage(_block, **wire)
+    params, block = sf.shard(layers, mesh, strategy), sf.stage(perceptron, **wire)
 
     def loss(params: Any, x: Tensor) -> Tensor:
         for p in sf.layers(params):
@@ -84,10 +85,6 @@ def ledger_of(strategy: Any, **wire: Any) -> Sent:
             _, grads = gradient(params, torch.ones(8, WIDTH))
             params, state = optimizer.step(params, grads, state)
     return Sent(log.count(), log.bytes())
-
-
-def _block(p: Any, x: Tensor) -> Tensor:
-    return x + torch.tanh(x @ p["up"]) @ p["down"]
 
 
 def measured() -> dict[str, tuple[Sent, Sent]]:

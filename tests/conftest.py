@@ -10,6 +10,7 @@ import torch.distributed as dist
 from shardfn.simulated.operations import NAME
 from shardfn.testing.forkserver import preload
 from shardfn.testing.world import close_worlds
+from tests.interpreted import Call, process
 
 # In every test, and in every process that a test starts, memory that nobody should read is filled with nan.
 os.environ.setdefault("SHARDFN_DEBUG", "memory")
@@ -53,3 +54,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # objects that live as long as the session need not be searched for garbage
     for part in {part for item in session.items for part in item.path.parts}:
         preload(*LOADED.get(part, ()))
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
+    """Calls functions in a process in which kernels in Triton run on the CPU."""
+    with process(True, tmp_path_factory.mktemp("triton")) as call:
+        yield call

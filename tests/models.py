@@ -12,10 +12,12 @@ from typing import Any
 
 import optree
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
 import shardfn as sf
+from shardfn.checkpoint.contents import as_bytes
 from tests.reference import worst
 
 DATA = ("replica", "shard")
@@ -46,6 +48,12 @@ def drawn(seed: int, scale: float = 1.0) -> Callable[..., Tensor]:
     """A function that draws tensors of given shapes, one after another."""
     generator = torch.Generator().manual_seed(seed)
     return lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+
+
+def tensors(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """Tensors of some shapes, as `drawn` draws them."""
+    draw = drawn(seed)
+    return [draw(*shape) for shape in shapes]
 
 
 def blocks(depth: int, width: int = WIDTH) -> list[dict[str, Tensor]]:
@@ -141,6 +149,12 @@ def data_mesh(n: int) -> Any:
     return sf.make_mesh(device="cpu", replica=2 if n == 4 else 1, shard=n // 2 if n == 4 else n)
 
 
+def sharded_trees(strategy: str, *trees: Any) -> tuple[Any, ...]:
+    """A mesh of all ranks with the two axes `DATA`, and trees that are cut by one of `STRATEGIES`."""
+    mesh = data_mesh(dist.get_world_size())
+    return mesh, *(sf.shard(tree, mesh, STRATEGIES[strategy]) for tree in trees)
+
+
 # --- ways to compute a gradient: `(loss, flat) -> (value, gradient)` ---
 
 
@@ -175,6 +189,32 @@ def by_torch_func(loss: Any, flat: Any) -> Any:
 
 
 ENGINES = [by_value_and_grad, by_backward, by_torch_func]
+
+
+# --- trees ---
+
+
+def leaves(tree: Any) -> dict[str, Tensor]:
+    """The leaves of a tree by their paths."""
+    paths, values, _ = optree.tree_flatten_with_path(tree)
+    return {".".join(map(str, path)): x for path, x in zip(paths, values, strict=True)}
+
+
+def zeros(tree: Any) -> Any:
+    """A tree of the same kinds with zeros."""
+    return optree.tree_map(lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else type(x)(), tree)
+
+
+def same(got: Any, want: Any) -> bool:
+    """Whether two trees are one bit for bit, in structure, kinds, shapes and dtypes."""
+    (a, one), (b, other) = optree.tree_flatten(got), optree.tree_flatten(want)
+    return one == other and all(map(_same, a, b))
+
+
+def _same(x: Any, y: Any) -> bool:
+    if not isinstance(x, Tensor):
+        return type(x) is type(y) and bool(x == y)
+    return (x.shape, x.dtype) == (y.shape, y.dtype) and torch.equal(as_bytes(x), as_bytes(y))
 
 
 # --- differences ---

@@ -69,1335 +69,1097 @@ AS_IT_IS = f"{COMPILED}::test_a_program_has_the_numbers_and_messages_of_the_step
 WRONG = "tests/check/test_wrong.py::test_every_rank_hears_what_is_wrong_and_where_and_what_to_write"
 RIGHT = "tests/check/test_right.py::test_a_right_program_passes_in_silence_and_unchanged"
 
-MUTANTS = [
-    # forward mode
-    Mutant(
-        "cotangents lose their tangents",
-        "stages/forward_mode.py",
-        "functorch.dual(value.detach(), tangent.detach())",
-        "value.detach()",
-        f"{FORWARD}::test_products_are_those_of_torch",
-    ),
-    Mutant(
-        "a stage that torch.func refuses draws other numbers",
-        "stages/forward_mode.py",
-        "        began.restore()\n",
-        "",
-        f"{FORWARD}::test_what_torch_func_refuses_has_products_too",
-    ),
-    Mutant(
-        "the graph of a stage has tangents",
-        "stages/forward_mode.py",
-        "torch.is_grad_enabled() and signature.reverses\n",
-        "torch.is_grad_enabled() and not signature.reverses\n",
-        f"{FORWARD}::test_what_a_stage_saves_is_let_go_as_in_a_gradient",
-    ),
-    Mutant(
-        "rows of a later block of attention see as few as the first",
-        "compat/blockwise_attention.py",
-        "torch.arange(rows.start, rows.stop, device=scores.device)",
-        "torch.arange(rows.stop - rows.start, device=scores.device)",
-        "tests/test_blockwise_attention.py::test_derivatives_are_those_of_the_plain_formulas",
-    ),
-    Mutant(
-        "a tangent of attention's gradient in place has no part of the weights' tangent",
-        "compat/blockwise_attention.py",
-        "_along_in_place(p, dg).add_(product)",
-        "_along_in_place(p, dg)",
-        "tests/test_blockwise_attention.py::test_a_gradient_and_its_tangent_in_place",
-    ),
-    Mutant(
-        "a tangent of a product's gradient has no part of the matrix's tangent",
-        "compat/together.py",
-        "_sum(((tct, _turned(w)), (ct, _turned(tw))))",
-        "_sum(((tct, _turned(w)),))",
-        "tests/test_together.py::test_gradients_and_their_tangents",
-    ),
-    Mutant(
-        "a rule in place is taken where something takes a derivative",
-        "compat/functorch.py",
-        "wrapped(x) or tangent_of(x) is not None or (x.requires_grad and torch.is_grad_enabled())",
-        "wrapped(x) or tangent_of(x) is not None",
-        "tests/test_together.py::test_a_gradient_of_a_tangent_that_is_closed_over",
-    ),
-    # curvature
-    Mutant(
-        "a search begins again without what joins its vectors",
-        "curvature/spectra.py",
-        "T[: j + 1, j] = T[j, : j + 1] = _orthogonal(space, w, vectors)",
-        "T[j, j] = _orthogonal(space, w, vectors)[-1]",
-        f"{CURVATURE}::test_eigenvalues_of_matrices_that_end_early",
-    ),
-    Mutant(
-        "a density loses what joins its vectors",
-        "curvature/spectra.py",
-        'add_(w, before, -float(state["betas"][draw, step - 1]))',
-        "add_(w, before, 0.0)",
-        f"{CURVATURE}::test_densities_are_those_of_the_dense_matrix",
-    ),
-    Mutant(
-        "the space of a sketch is not left out",
-        "curvature/spectra.py",
-        'v = outside(A, space.drawn("signs", seed, kept + number), found)',
-        'v = space.drawn("signs", seed, kept + number)',
-        f"{CURVATURE}::test_a_trace_by_hand",
-    ),
-    Mutant(
-        "products draw other random numbers",
-        "curvature/operators.py",
-        "            began.restore()\n",
-        "",
-        f"{CURVATURE}::test_each_product_draws_the_same_random_numbers",
-    ),
-    Mutant(
-        "a result shares the memory of the vector",
-        "curvature/operators.py",
-        "copy=True) for x, z in zip(product,",
-        "copy=False) for x, z in zip(product,",
-        f"{CURVATURE}::test_operators_add_and_scale",
-    ),
-    Mutant(
-        "a rank without rows adds the row of zeros that it visits",
-        "curvature/row_moments.py",
-        "if key not in self.sums.matrices or self.empty:",
-        "if key not in self.sums.matrices:",
-        f"{INFLUENCE}::test_ranks_with_other_numbers_of_rows",
-    ),
-    Mutant(
-        "what several stages add to a gradient is squared apart",
-        "curvature/row_moments.py",
-        "            super().keep(key, numel, rows, uses)\n",
-        "            self.take(key, numel, rows, uses)\n",
-        f"{INFLUENCE}::test_a_matrix_that_several_stages_use_several_times",
-    ),
-    Mutant(
-        "each pass draws other labels",
-        "curvature/labels.py",
-        "torch.manual_seed(mixed(int_seed(self.seed), ",
-        "torch.manual_seed(torch.seed() or mixed(int_seed(self.seed), ",
-        f"{INFLUENCE}::test_labels_are_the_same_in_each_pass",
-    ),
-    Mutant(
-        "all ranks keep all eigenvectors",
-        "optim/owners.py",
-        "Placement(only_at=at, tiers=layout.placement.tiers)",
-        "Placement(replicas=axes, tiers=layout.placement.tiers)",
-        f"{INFLUENCE}::test_each_number_is_on_one_rank",
-    ),
-    Mutant(
-        "a step that is made again draws other random numbers",
-        "curvature/unrolling.py",
-        "self.random.setdefault(number, RandomNumbers(_tensors(now))).restore()",
-        "pass",
-        "tests/curvature/test_unrolling.py::test_steps_that_are_made_again_draw_the_same_numbers",
-    ),
-    Mutant(
-        "tangents are differentiated by torch's formulas",
-        "transforms/jvp.py",
-        "with sdpa_kernel(SDPBackend.MATH), WrittenOut(), written_in_python():",
-        "with sdpa_kernel(SDPBackend.MATH), written_in_python():",
-        "tests/transforms/test_jacobian.py::test_derivatives_of_tangents[layer]",
-    ),
-    Mutant(
-        "functions of TorchScript lose tangents in a product with a Hessian",
-        "transforms/jvp.py",
-        "Watched(), seen, written_in_python():",
-        "Watched(), seen:",
-        f"{FORWARD}::test_functions_of_torchscript_have_the_derivatives_of_what_was_scripted",
-    ),
-    Mutant(
-        "a product with a Hessian reads results that were written into",
-        "stages/forward_mode.py",
-        "if y._version != n}",
-        "if y._version < n}",
-        f"{FORWARD}::test_an_index_that_a_stage_returned_is_not_written_into_while_its_gradient_reads_it",
-    ),
-    Mutant(
-        "a graph reads whether a tangent has a gradient",
-        "stages/forward_mode.py",
-        "watch is not None and not watch.traces and not on_cpu",
-        "False",
-        "tests/transforms/test_graphed.py::test_a_product_with_a_hessian_has_a_graph_whatever_functions_make_of_nothing",
-    ),
-    Mutant(
-        "a function that runs again has torch's norms",
-        "stages/replay.py",
-        "contexts: list[Any] = [] if self.written is None else [self.written()]",
-        "contexts: list[Any] = []",
-        f"{FORWARD}::test_each_order_and_choice_of_derivatives",
-    ),
-    # forward mode
-    Mutant(
-        "gradients of pairs are taken without a graph",
-        "stages/forward_mode.py",
-        "create_graph=True, allow_unused=True",
-        "create_graph=False, allow_unused=True",
-        f"{FORWARD}::test_products_are_those_of_torch[solving]",
-    ),
-    Mutant(
-        "a tangent that is returned is lent",
-        "stages/forward_mode.py",
-        "return functorch.dual(value, tangent.clone()) if shares else y",
-        "return y",
-        f"{FORWARD}::test_each_order_and_choice_of_derivatives",
-    ),
-    Mutant(
-        "pairs lose that they are conjugates",
-        "stages/forward_mode.py",
-        "if marked or (value",
-        "if (value",
-        f"{FORWARD}::test_each_order_and_choice_of_derivatives",
-    ),
-    Mutant(
-        "a gradient outside is lost in jvp",
-        "transforms/jvp.py",
-        "for x in (*values, *directions, *optree.tree_leaves(aux))):",
-        "for x in ()):",
-        f"{FORWARD}::test_each_order_and_choice_of_derivatives",
-    ),
-    # state on other tiers
-    Mutant(
-        "a step leaves state on disk as it was",
-        "tiers/streaming.py",
-        "if coming is not None and kept:",
-        "if False:",
-        "tests/optim/test_state_offload.py::test_steps_are_the_same_wherever_things_are_kept[adamw]",
-    ),
-    Mutant(
-        "what was read before it changed is taken",
-        "tiers/offload.py",
-        "if started is not None and not x.is_inference() and started[1] == x._version:",
-        "if started is not None:",
-        f"{TRANSFERS}::test_what_is_announced_is_read_once_and_is_what_it_is_when_it_is_taken",
-    ),
-    Mutant(
-        "a state that has left its tier passes",
-        "optim/state_offload.py",
-        "if node.layout.trainable and placing.plain(node.values) and not _there(node, tier):",
-        "if False:",
-        "tests/optim/test_state_offload.py::test_a_state_that_has_left_its_tier_is_refused",
-    ),
-    Mutant(
-        "no wait for gradients that leave",
-        "stages/reduction.py",
-        "        self.grad_offload.settle()\n",
-        "",
-        "tests/tiers/test_simulated_tiers.py::test_the_host_waits_for_what_it_reads_and_for_nothing_else[grads]",
-    ),
-    # gathers
-    Mutant(
-        "no wait for a gather",
-        "stages/residency.py",
-        "            slot.settle()\n        except",
-        "            pass\n        except",
-        TWO,
-    ),
-    Mutant(
-        "no gather in backward",
-        "stages/engine.py",
-        "                self.residency.gather(run)\n            self.prefetch",
-        "                run.slot and run.slot.settle()\n            self.prefetch",
-        TWO,
-    ),
-    Mutant(
-        "a gather on its own stream waits for nothing",
-        "stages/gather_stream.py",
-        "            self.stream.wait_event(event)\n",
-        "            pass\n",
-        "tests/stages/test_overlap.py::test_gathers_that_start_early_give_the_cpus_numbers_without_a_race",
-    ),
-    Mutant(
-        "a gather waits for all that came before",
-        "stages/gather_stream.py",
-        "if free is None or ready is None:",
-        "if True:",
-        "tests/stages/test_overlap.py::test_a_gather_waits_for_no_stage_but_the_last_user_of_its_slot",
-    ),
-    Mutant(
-        "a gather does not wait for another stream that uses its slot",
-        "stages/gather_stream.py",
-        "        for event in (*([]",
-        "            free = ready = None\n        for event in (*([]",
-        f"{STREAMS}[of copies-compile-compile]",
-    ),
-    Mutant(
-        "a graph does not wait for another stream that uses its slots",
-        "stages/ring.py",
-        "self._stream().wait_event(slot.free)",
-        "pass",
-        f"{STREAMS}[of copies-graphed-plain]",
-    ),
-    Mutant(
-        "others do not wait for a graph that uses their slots",
-        "transforms/captured.py",
-        "            used(self.program.device)\n",
-        "",
-        f"{STREAMS}[of copies-graphed-plain]",
-    ),
-    Mutant(
-        "a compiled step frees slots that another stream uses",
-        "stages/ring.py",
-        "        self.empty()\n        for slot in self.slots:\n            slot.retire()\n",
-        "",
-        f"{STREAMS}[of copies-compile-plain]",
-    ),
-    Mutant(
-        "a slot that is outgrown is freed while another stream uses it",
-        "stages/ring.py",
-        "                current.wait_event(self.free)",
-        "                pass",
-        "tests/stages/test_overlap.py::test_a_slot_that_is_outgrown_is_used_again_after_its_last_use_on_any_stream",
-    ),
-    Mutant(
-        "what an error left on its way is lent for ever",
-        "stages/ring.py",
-        "weakref.WeakSet[Slot]()",
-        "set()",
-        f"{ON_A_DEVICE}::test_after_an_error_in_the_middle_a_program_goes_on_from_copies",
-    ),
-    Mutant(
-        "streams decode into the same memory",
-        "stages/decoding.py",
-        "stream = None if on_cpu else",
-        "stream = None if True else",
-        "tests/stages/test_overlap.py::test_streams_do_not_meet_in_decoded_parameters",
-    ),
-    Mutant(
-        "gathers ahead into the slot in use",
-        "stages/ring.py",
-        "return None if position.slot.alternates(spared) else position",
-        "return position",
-        f"{OWN}::test_layers_that_look_ahead_by_counts_of_their_own",
-    ),
-    Mutant(
-        "gathers behind into the slot in use",
-        "stages/prefetch.py",
-        "            if other.slot.alternates(run.slot):\n                return\n",
-        "",
-        TWO,
-    ),
-    Mutant(
-        "a slot is filled before what comes has come",
-        "stages/ring.py",
-        "        self.give_back()\n        if _left:",
-        "        if _left:",
-        TWO,
-    ),
-    Mutant(
-        "a slot that runs is lent",
-        "stages/engine.py",
-        "self.before, self.slot.busy = self.slot.busy, True",
-        "self.before = self.slot.busy",
-        "tests/stages/test_stage_hidden.py::test_a_stage_that_runs_keeps_its_parameters_when_a_hook_calls_another",
-    ),
-    Mutant(
-        "an outgrown slot is dropped",
-        "stages/ring.py",
-        "            slot.retire()\n            slot.position",
-        "            slot.position",
-        f"{OWN}::test_what_comes_into_a_slot_that_is_outgrown_is_waited_for",
-    ),
-    Mutant(
-        "kept for calls that never come",
-        "stages/residency.py",
-        "if slot.users == 0]:",
-        "if False]:",
-        f"{OWN}::test_what_is_gathered_ahead_for_calls_that_never_come_is_given_back",
-    ),
-    Mutant(
-        "tags are not looked at",
-        "stages/ring.py",
-        "if torch.equal(tail, gather.tag):",
-        "if True:",
-        f"{REFUSALS}::test_ranks_that_run_different_stages_are_told",
-    ),
-    Mutant(
-        "new stages are not compared",
-        "stages/consistency.py",
-        '        agree(described, mesh, "stage", subject=_STAGES, axes=callers(mesh, signature))',
-        "        pass",
-        f"{REFUSALS}::test_stages_that_are_new_are_compared_before_anything_moves",
-    ),
-    Mutant(
-        "versions do not count in keys",
-        "stages/tape.py",
-        "0 if x.is_inference() else x._version) for x in shards",
-        "0) for x in shards",
-        f"{OWN}::test_parameters_that_change_when_they_are_gathered_already",
-    ),
-    Mutant(
-        "a hop is left out",
-        "collectives/into_buffers.py",
-        "for start, how in steps[1:]:",
-        "for start, how in steps[2:]:",
-        f"{GRADIENTS}[mics-4]",
-    ),
-    Mutant(
-        "a gather that is dropped is forgotten",
-        "collectives/messages.py",
-        "self.left.append(self.works)",
-        "pass",
-        "tests/stages/test_residency.py::test_a_gather_that_nobody_waits_for_takes_nothing_from_the_next",
-    ),
-    Mutant(
-        "garbage that one rank collects changes what it gathers",
-        "stages/residency.py",
-        "while self.dropped and (tape is None or self.dropped[0].key[0] != tape.number):",
-        "while self.dropped:",
-        "tests/stages/test_residency.py::test_when_a_rank_collects_garbage_changes_nothing_of_what_it_gathers[step]",
-    ),
-    Mutant(
-        "lent memory keeps its numbers",
-        "stages/ring.py",
-        "                self.write.fill_(255)",
-        "                pass",
-        f"{OWN}::test_lent_memory_is_nan_when_it_is_given_back",
-    ),
-    # parameters that backward reads
-    Mutant(
-        "what is saved is not copied",
-        "stages/ring.py",
-        "reader.copy = copy",
-        "pass",
-        f"{RANKS}::test_a_function_that_reads_its_parameters_at_times",
-    ),
-    Mutant(
-        "what is shown stays",
-        "stages/ring.py",
-        "                self.write.copy_(present)\n",
-        "                pass\n",
-        f"{RANKS}::test_a_function_that_reads_at_times_among_others_that_do",
-    ),
-    Mutant(
-        "changed leaves are lent again",
-        "stages/parameters.py",
-        """        for p in self.parameters:
+CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
+    "stages/forward_mode.py": {
+        "cotangents lose their tangents": (
+            "functorch.dual(value.detach(), tangent.detach())",
+            "value.detach()",
+            f"{FORWARD}::test_products_are_those_of_torch",
+        ),
+        "a stage that torch.func refuses draws other numbers": (
+            "        began.restore()\n",
+            "",
+            f"{FORWARD}::test_what_torch_func_refuses_has_products_too",
+        ),
+        "the graph of a stage has tangents": (
+            "torch.is_grad_enabled() and signature.reverses\n",
+            "torch.is_grad_enabled() and not signature.reverses\n",
+            f"{FORWARD}::test_what_a_stage_saves_is_let_go_as_in_a_gradient",
+        ),
+        "a product with a Hessian reads results that were written into": (
+            "if y._version != n}",
+            "if y._version < n}",
+            f"{FORWARD}::test_an_index_that_a_stage_returned_is_not_written_into_while_its_gradient_reads_it",
+        ),
+        "a graph reads whether a tangent has a gradient": (
+            "watch is not None and not watch.traces and not on_cpu",
+            "False",
+            f"{GRAPHS}::test_a_product_with_a_hessian_has_a_graph_whatever_functions_make_of_nothing",
+        ),
+        "gradients of pairs are taken without a graph": (
+            "create_graph=True, allow_unused=True",
+            "create_graph=False, allow_unused=True",
+            f"{FORWARD}::test_products_are_those_of_torch[solving]",
+        ),
+        "a tangent that is returned is lent": (
+            "return functorch.dual(value, tangent.clone()) if shares else y",
+            "return y",
+            f"{FORWARD}::test_each_order_and_choice_of_derivatives",
+        ),
+        "pairs lose that they are conjugates": (
+            "if marked or (value",
+            "if (value",
+            f"{FORWARD}::test_each_order_and_choice_of_derivatives",
+        ),
+        "gradients that nobody reads are computed": (
+            "unread = tuple(all(id(leaves[i]) in variables for i in source) for source in signature.sources)",
+            "unread = tuple(False for source in signature.sources)",
+            "tests/curvature/test_operators.py::test_a_product_computes_and_reduces_tangents_of_gradients_alone",
+        ),
+        "parameters that are computed have no gradients either": (
+            "unread = tuple(all(id(leaves[i]) in variables for i in source) for source in signature.sources)",
+            "unread = tuple(bool(variables) for source in signature.sources)",
+            "tests/curvature/test_operators.py::test_gradients_that_nobody_reads_are_in_no_product[products-False]",
+        ),
+    },
+    "compat/blockwise_attention.py": {
+        "rows of a later block of attention see as few as the first": (
+            "torch.arange(rows.start, rows.stop, device=scores.device)",
+            "torch.arange(rows.stop - rows.start, device=scores.device)",
+            "tests/test_blockwise_attention.py::test_derivatives_are_those_of_the_plain_formulas",
+        ),
+        "a tangent of attention's gradient in place has no part of the weights' tangent": (
+            "_along_in_place(p, dg).add_(product)",
+            "_along_in_place(p, dg)",
+            "tests/test_blockwise_attention.py::test_a_gradient_and_its_tangent_in_place",
+        ),
+    },
+    "compat/together.py": {
+        "a tangent of a product's gradient has no part of the matrix's tangent": (
+            "_sum(((tct, _turned(w)), (ct, _turned(tw))))",
+            "_sum(((tct, _turned(w)),))",
+            "tests/test_together.py::test_gradients_and_their_tangents",
+        ),
+        "hooks do not see a gradient that only they read": (
+            "        if moved is not None and ctx.unread is not None and not ctx.unread._backward_hooks:",
+            "        if moved is not None and ctx.unread is not None:",
+            "tests/curvature/test_operators.py::test_gradients_that_nobody_reads_are_in_no_product[a hook-False]",
+        ),
+    },
+    "compat/functorch.py": {
+        "a rule in place is taken where something takes a derivative": (
+            "wrapped(x) or tangent_of(x) is not None or (x.requires_grad and torch.is_grad_enabled())",
+            "wrapped(x) or tangent_of(x) is not None",
+            "tests/test_together.py::test_a_gradient_of_a_tangent_that_is_closed_over",
+        )
+    },
+    "curvature/spectra.py": {
+        "a search begins again without what joins its vectors": (
+            "T[: j + 1, j] = T[j, : j + 1] = _orthogonal(space, w, vectors)",
+            "T[j, j] = _orthogonal(space, w, vectors)[-1]",
+            f"{CURVATURE}::test_eigenvalues_of_matrices_that_end_early",
+        ),
+        "a density loses what joins its vectors": (
+            'add_(w, before, -float(state["betas"][draw, step - 1]))',
+            "add_(w, before, 0.0)",
+            f"{CURVATURE}::test_densities_are_those_of_the_dense_matrix",
+        ),
+        "the space of a sketch is not left out": (
+            'v = outside(A, space.drawn("signs", seed, kept + number), found)',
+            'v = space.drawn("signs", seed, kept + number)',
+            f"{CURVATURE}::test_a_trace_by_hand",
+        ),
+    },
+    "curvature/operators.py": {
+        "products draw other random numbers": (
+            "            began.restore()\n",
+            "",
+            f"{CURVATURE}::test_each_product_draws_the_same_random_numbers",
+        ),
+        "a result shares the memory of the vector": (
+            "copy=True) for x, z in zip(product,",
+            "copy=False) for x, z in zip(product,",
+            f"{CURVATURE}::test_operators_add_and_scale",
+        ),
+    },
+    "curvature/row_moments.py": {
+        "a rank without rows adds the row of zeros that it visits": (
+            "if key not in self.sums.matrices or self.empty:",
+            "if key not in self.sums.matrices:",
+            f"{INFLUENCE}::test_ranks_with_other_numbers_of_rows",
+        ),
+        "what several stages add to a gradient is squared apart": (
+            "            super().keep(key, numel, rows, uses)\n",
+            "            self.take(key, numel, rows, uses)\n",
+            f"{INFLUENCE}::test_a_matrix_that_several_stages_use_several_times",
+        ),
+    },
+    "curvature/labels.py": {
+        "each pass draws other labels": (
+            "torch.manual_seed(mixed(int_seed(self.seed), ",
+            "torch.manual_seed(torch.seed() or mixed(int_seed(self.seed), ",
+            f"{INFLUENCE}::test_labels_are_the_same_in_each_pass",
+        )
+    },
+    "optim/owners.py": {
+        "TF32 chooses eigenvectors": (
+            'in ("tf32", "bf16")]',
+            "in ()]",
+            "tests/optim/test_shampoo.py::test_small_eigenvalues_are_not_rounded_to_tf32",
+        ),
+        "all ranks keep all eigenvectors": (
+            "Placement(only_at=at, tiers=layout.placement.tiers)",
+            "Placement(replicas=axes, tiers=layout.placement.tiers)",
+            f"{INFLUENCE}::test_each_number_is_on_one_rank",
+        ),
+        "the moments of another owner are taken as one's own": (
+            "if way[n] == (source, peers.rank)]",
+            "if way[n][1] == peers.rank and source == peers.rank]",
+            "tests/optim/test_kfac.py::test_steps_are_the_papers",
+        ),
+        "a part of a block is taken where the block's first part lies": (
+            "            first += box.numel\n",
+            "",
+            "tests/optim/test_shampoo.py::test_programs_train_as_one_process",
+        ),
+    },
+    "curvature/unrolling.py": {
+        "a step that is made again draws other random numbers": (
+            "self.random.setdefault(number, RandomNumbers(_tensors(now))).restore()",
+            "pass",
+            "tests/curvature/test_unrolling.py::test_steps_that_are_made_again_draw_the_same_numbers",
+        )
+    },
+    "transforms/jvp.py": {
+        "tangents are differentiated by torch's formulas": (
+            "with sdpa_kernel(SDPBackend.MATH), WrittenOut(), written_in_python():",
+            "with sdpa_kernel(SDPBackend.MATH), written_in_python():",
+            "tests/transforms/test_jacobian.py::test_derivatives_of_tangents[layer]",
+        ),
+        "functions of TorchScript lose tangents in a product with a Hessian": (
+            "Watched(), seen, written_in_python():",
+            "Watched(), seen:",
+            f"{FORWARD}::test_functions_of_torchscript_have_the_derivatives_of_what_was_scripted",
+        ),
+        "a gradient outside is lost in jvp": (
+            "for x in (*values, *directions, *optree.tree_leaves(aux))):",
+            "for x in ()):",
+            f"{FORWARD}::test_each_order_and_choice_of_derivatives",
+        ),
+    },
+    "stages/replay.py": {
+        "a function that runs again has torch's norms": (
+            "contexts: list[Any] = [] if self.written is None else [self.written()]",
+            "contexts: list[Any] = []",
+            f"{FORWARD}::test_each_order_and_choice_of_derivatives",
+        ),
+        "a second run may return any numbers": (
+            "                if not difference <= rounding(part):",
+            "                if False:",
+            "tests/stages/test_stage_again.py::test_state_that_the_first_run_makes_is_not_found_by_the_second",
+        ),
+        "other random numbers in backward": (
+            "        self._restore()\n        watch",
+            "        watch",
+            f"{DTYPES}::test_random_numbers_are_those_of_the_plain_function",
+        ),
+        "other autocast in backward": (
+            "enabled, dtype = kind in self.autocast, self.autocast.get(kind)",
+            "enabled, dtype = False, None",
+            f"{DTYPES}::test_what_runs_again_for_a_second_derivative_meets_the_autocast_of_forward",
+        ),
+        "autocast of backward in what runs again": (
+            "dict.fromkeys([*self.autocast, *present])",
+            "dict.fromkeys(self.autocast)",
+            f"{DTYPES}::test_autocast_inside_a_stage_and_around_it",
+        ),
+        "autocast remembers parameters": (
+            "torch.autocast(kind, dtype, cache_enabled=False) for kind",
+            "torch.autocast(kind, dtype, cache_enabled=True) for kind",
+            f"{DTYPES}::test_autocast_around_steps_remembers_no_parameters",
+        ),
+    },
+    "tiers/streaming.py": {
+        "a step leaves state on disk as it was": (
+            "if coming is not None and kept:",
+            "if False:",
+            "tests/optim/test_state_offload.py::test_steps_are_the_same_wherever_things_are_kept[adamw]",
+        )
+    },
+    "tiers/offload.py": {
+        "what was read before it changed is taken": (
+            "if started is not None and not x.is_inference() and started[1] == x._version:",
+            "if started is not None:",
+            f"{TRANSFERS}::test_what_is_announced_is_read_once_and_is_what_it_is_when_it_is_taken",
+        )
+    },
+    "optim/state_offload.py": {
+        "a state that has left its tier passes": (
+            "if node.layout.trainable and placing.plain(node.values) and not _there(node, tier):",
+            "if False:",
+            "tests/optim/test_state_offload.py::test_a_state_that_has_left_its_tier_is_refused",
+        )
+    },
+    "stages/reduction.py": {
+        "no wait for gradients that leave": (
+            "        self.grad_offload.settle()\n",
+            "",
+            "tests/tiers/test_simulated_tiers.py::test_the_host_waits_for_what_it_reads_and_for_nothing_else[grads]",
+        ),
+        "scratch memory is taken too early": (
+            "        if moving:\n            for",
+            "        if False:\n            for",
+            TWO,
+        ),
+        "a step ends without its gradients": (
+            "            for pending in in_flight:\n                pending.wait()",
+            "            for pending in in_flight:\n                pending.total and pending.total.add(pending.out)",
+            TWO,
+        ),
+        "no sum over replicas": (
+            "                self.under_way = all_reduce(out, along)",
+            "                self.under_way = None",
+            f"{GRADIENTS}[hybrid_shard-4]",
+        ),
+        "no wait for the sum over replicas": (
+            "            arrived(handle, op, along.reductions.group_name, stage)",
+            "            op[:3] == 'all' or arrived(handle, op, along.reductions.group_name, stage)",
+            FOUR,
+        ),
+        "gradients are not cut further": (
+            "                self.under_way = reduce_scatter(out, self.into, along, out.new_empty)",
+            "                self.out = out.view(along.axis.size, -1)[along.axis.index].clone()",
+            f"{GRADIENTS}[hfsdp-4]",
+        ),
+        "marks are not looked at": (
+            "if torch.equal(end, marks * end[0]):",
+            "if True:",
+            f"{RANKS}::test_backward_with_other_stages_on_other_ranks_is_an_error_that_names_one",
+        ),
+        "marks stay in gradients": ("    end.zero_()\n", "", ZEROS),
+        "gaps keep old numbers": ("        torch._foreach_zero_(gaps)\n", "", ZEROS),
+        "holes keep old numbers": ("            out[at : at + length].zero_()", "            pass", ZEROS),
+        "the last gradient is the sum": (
+            "return out if total is None else total.add_(out)",
+            "return out",
+            f"{ACCUMULATE}::test_uneven_micro_batches_on_processes",
+        ),
+        "micro-batches put off are forgotten": (
+            "        if total.whole is None:\n",
+            "        if True:\n",
+            f"{ACCUMULATE}::test_uneven_micro_batches_on_processes",
+        ),
+        "narrow gradients are added where they arrive": (
+            "(summed.itemsize >= 4 or shard.axis.size == 2)",
+            "True",
+            NARROW,
+        ),
+    },
+    "stages/residency.py": {
+        "no wait for a gather": ("            slot.settle()\n        except", "            pass\n        except", TWO),
+        "kept for calls that never come": (
+            "if slot.users == 0]:",
+            "if False]:",
+            f"{OWN}::test_what_is_gathered_ahead_for_calls_that_never_come_is_given_back",
+        ),
+        "garbage that one rank collects changes what it gathers": (
+            "while self.dropped and (tape is None or self.dropped[0].key[0] != tape.number):",
+            "while self.dropped:",
+            "tests/stages/test_residency.py::test_when_a_rank_collects_garbage_changes_nothing_of_what_it_gathers[step]",
+        ),
+    },
+    "stages/engine.py": {
+        "no gather in backward": (
+            "                self.residency.gather(run)\n            self.prefetch",
+            "                run.slot and run.slot.settle()\n            self.prefetch",
+            TWO,
+        ),
+        "a slot that runs is lent": (
+            "self.before, self.slot.busy = self.slot.busy, True",
+            "self.before = self.slot.busy",
+            "tests/stages/test_stage_hidden.py::test_a_stage_that_runs_keeps_its_parameters_when_a_hook_calls_another",
+        ),
+        "frozen stages are not caught up with": (
+            "if run.done or (run.trains and not any(",
+            "if run.done or (not any(",
+            f"{RANKS}::test_a_rank_whose_loss_does_not_use_frozen_stages[2-{{}}]",
+        ),
+        "no part in the backward of others": (
+            "for run in reversed(tape.runs[stop:front]):",
+            "for run in ():",
+            f"{RANKS}::test_ranks_whose_losses_use_different_stages",
+        ),
+        "hops begin by a rank's own tape": (
+            "turn = self.reductions.turn() if any(needs[: len(run.shards)]) else 0",
+            "turn = run.index % 2",
+            f"{RANKS}::test_hops_begin_in_one_order_whatever_else_is_on_a_ranks_tape[hybrid_shard]",
+        ),
+        "parameters are written to": (
+            "        if written:\n",
+            "        if False:\n",
+            f"{REFUSALS}::test_what_a_stage_must_not_do_is_refused",
+        ),
+    },
+    "stages/gather_stream.py": {
+        "a gather on its own stream waits for nothing": (
+            "            self.stream.wait_event(event)\n",
+            "            pass\n",
+            "tests/stages/test_overlap.py::test_gathers_that_start_early_give_the_cpus_numbers_without_a_race",
+        ),
+        "a gather waits for all that came before": (
+            "if free is None or ready is None:",
+            "if True:",
+            "tests/stages/test_overlap.py::test_a_gather_waits_for_no_stage_but_the_last_user_of_its_slot",
+        ),
+        "a gather does not wait for another stream that uses its slot": (
+            "        for event in (*([]",
+            "            free = ready = None\n        for event in (*([]",
+            f"{STREAMS}[of copies-compile-compile]",
+        ),
+    },
+    "stages/ring.py": {
+        "a graph does not wait for another stream that uses its slots": (
+            "self._stream().wait_event(slot.free)",
+            "pass",
+            f"{STREAMS}[of copies-graphed-plain]",
+        ),
+        "a compiled step frees slots that another stream uses": (
+            "        self.empty()\n        for slot in self.slots:\n            slot.retire()\n",
+            "",
+            f"{STREAMS}[of copies-compile-plain]",
+        ),
+        "a slot that is outgrown is freed while another stream uses it": (
+            "                current.wait_event(self.free)",
+            "                pass",
+            "tests/stages/test_overlap.py::test_a_slot_that_is_outgrown_is_used_again_after_its_last_use_on_any_stream",
+        ),
+        "what an error left on its way is lent for ever": (
+            "weakref.WeakSet[Slot]()",
+            "set()",
+            f"{ON_A_DEVICE}::test_after_an_error_in_the_middle_a_program_goes_on_from_copies",
+        ),
+        "gathers ahead into the slot in use": (
+            "return None if position.slot.alternates(spared) else position",
+            "return position",
+            f"{OWN}::test_layers_that_look_ahead_by_counts_of_their_own",
+        ),
+        "a slot is filled before what comes has come": (
+            "        self.give_back()\n        if _left:",
+            "        if _left:",
+            TWO,
+        ),
+        "an outgrown slot is dropped": (
+            "            slot.retire()\n            slot.position",
+            "            slot.position",
+            f"{OWN}::test_what_comes_into_a_slot_that_is_outgrown_is_waited_for",
+        ),
+        "tags are not looked at": (
+            "if torch.equal(tail, gather.tag):",
+            "if True:",
+            f"{REFUSALS}::test_ranks_that_run_different_stages_are_told",
+        ),
+        "lent memory keeps its numbers": (
+            "                self.write.fill_(255)",
+            "                pass",
+            f"{OWN}::test_lent_memory_is_nan_when_it_is_given_back",
+        ),
+        "what is saved is not copied": (
+            "reader.copy = copy",
+            "pass",
+            f"{RANKS}::test_a_function_that_reads_its_parameters_at_times",
+        ),
+        "what is shown stays": (
+            "                self.write.copy_(present)\n",
+            "                pass\n",
+            f"{RANKS}::test_a_function_that_reads_at_times_among_others_that_do",
+        ),
+    },
+    "transforms/captured.py": {
+        "others do not wait for a graph that uses their slots": (
+            "            used(self.program.device)\n",
+            "",
+            f"{STREAMS}[of copies-graphed-plain]",
+        )
+    },
+    "stages/decoding.py": {
+        "streams decode into the same memory": (
+            "stream = None if on_cpu else",
+            "stream = None if True else",
+            "tests/stages/test_overlap.py::test_streams_do_not_meet_in_decoded_parameters",
+        )
+    },
+    "stages/prefetch.py": {
+        "gathers behind into the slot in use": (
+            "            if other.slot.alternates(run.slot):\n                return\n",
+            "",
+            TWO,
+        )
+    },
+    "stages/consistency.py": {
+        "new stages are not compared": (
+            '        agree(described, mesh, "stage", subject=_STAGES, axes=callers(mesh, signature))',
+            "        pass",
+            f"{REFUSALS}::test_stages_that_are_new_are_compared_before_anything_moves",
+        ),
+        "threads run stages at once": (
+            "if inside and inside[-1] is not here and not autograd.autograd_thread():",
+            "if False:",
+            "tests/mesh/test_scope.py::test_threads_that_ranks_cannot_tell_apart_do_not_run_stages_at_once",
+        ),
+    },
+    "stages/tape.py": {
+        "versions do not count in keys": (
+            "0 if x.is_inference() else x._version) for x in shards",
+            "0) for x in shards",
+            f"{OWN}::test_parameters_that_change_when_they_are_gathered_already",
+        )
+    },
+    "collectives/into_buffers.py": {
+        "a hop is left out": ("for start, how in steps[1:]:", "for start, how in steps[2:]:", f"{GRADIENTS}[mics-4]"),
+        "narrow sums do not arrive": (
+            "return Together([work], lambda: out.copy_(narrow))",
+            "return Together([work])",
+            TWO,
+        ),
+        "narrow gradients round at every step": (
+            "wide = out if out.dtype.itemsize >= 4 else",
+            "wide = out if True else",
+            NARROW,
+        ),
+    },
+    "collectives/messages.py": {
+        "a gather that is dropped is forgotten": (
+            "self.left.append(self.works)",
+            "pass",
+            "tests/stages/test_residency.py::test_a_gather_that_nobody_waits_for_takes_nothing_from_the_next",
+        ),
+        "messages do not count calls": (
+            "(_digest(what) + number * 0x1E3779B1)",
+            "_digest(what)",
+            f"{COLLECTIVES}::test_ranks_that_do_different_things_wait_and_get_no_wrong_values",
+        ),
+        "messages do not say what they are": (
+            "(_digest(what) + number * 0x1E3779B1)",
+            "(number * 0x1E3779B1)",
+            f"{COLLECTIVES}::test_ranks_that_do_different_things_wait_and_get_no_wrong_values",
+        ),
+        "sums round at every step": (
+            'if op == "sum" and len(parts) > 2 and parts[0].dtype.itemsize < 4:',
+            "if False:",
+            BITS,
+        ),
+        "each rank sums in its own order": (
+            "    if p.size == 2:\n        return combined(gather(p, x, *what[:2]).unbind(), op)",
+            "    if True:\n        return combined(gather(p, x, *what[:2]).roll(-p.index, 0).unbind(), op)",
+            BITS,
+        ),
+    },
+    "stages/parameters.py": {
+        "changed leaves are lent again": (
+            """        for p in self.parameters:
             if p.requires_grad is not need or p._backward_hooks or p.grad is not None or len(p.__dict__) != own:
                 return False
         return self.at == [p.data_ptr() for p in self.parameters]""",
-        "        return True",
-        "tests/stages/test_stage_lent.py::test_the_same_numbers_in_another_form_last_for_that_call",
-    ),
-    Mutant(
-        "parameters may come back as anything",
-        "stages/returned.py",
-        "        if changed:\n            for k,",
-        "        if False:\n            for k,",
-        "tests/stages/test_stage_lent.py::test_other_numbers_are_refused_whatever_the_strategy",
-    ),
-    Mutant(
-        "bytes are not compared",
-        "stages/returned.py",
-        "if (written := first_written(self.twins, self.before)) is not None:",
-        "if (written := None) is not None:",
-        "tests/stages/test_stage_lent.py::test_other_numbers_are_refused_whatever_the_strategy",
-    ),
-    Mutant(
-        "loans: nothing is ever kept",
-        "stages/parameters.py",
-        "return self._references() != self._before",
-        "return False",
-        "tests/stages/test_stage_hidden.py",
-    ),
-    Mutant(
-        "loans: only autograd's references count",
-        "stages/parameters.py",
-        "[autograd.references(p) for p in self._lent]",
-        "[]",
-        "tests/stages/test_stage_hidden.py",
-    ),
-    Mutant(
-        "each rank decides what backward gathers",
-        "stages/parameters.py",
-        "functional.psum(flags, callers(mesh, signature)).tolist()",
-        "flags.tolist()",
-        f"{RANKS}::test_a_function_that_reads_its_parameters_at_times",
-    ),
-    Mutant(
-        "what nobody has computed is known",
-        "stages/parameters.py",
-        "if computing:",
-        "if True:",
-        "tests/stages/test_skip.py::test_what_all_ranks_skip_at_first_is_gathered_as_ever_later",
-    ),
-    Mutant(
-        "a second run may return anything",
-        "stages/call.py",
-        "elif not self.form.same(form, transformed):",
-        "elif False:",
-        "tests/stages/test_stage_again.py::test_a_function_that_returns_something_else_in_its_second_run_is_told",
-    ),
-    Mutant(
-        "a second run may return any numbers",
-        "stages/replay.py",
-        "                if not difference <= rounding(part):",
-        "                if False:",
-        "tests/stages/test_stage_again.py::test_state_that_the_first_run_makes_is_not_found_by_the_second",
-    ),
-    Mutant(
-        "frozen stages are not caught up with",
-        "stages/engine.py",
-        "if run.done or (run.trains and not any(",
-        "if run.done or (not any(",
-        f"{RANKS}::test_a_rank_whose_loss_does_not_use_frozen_stages[2-{{}}]",
-    ),
-    Mutant(
-        "no part in the backward of others",
-        "stages/engine.py",
-        "for run in reversed(tape.runs[stop:front]):",
-        "for run in ():",
-        f"{RANKS}::test_ranks_whose_losses_use_different_stages",
-    ),
-    Mutant(
-        "other random numbers in backward",
-        "stages/replay.py",
-        "        self._restore()\n        watch",
-        "        watch",
-        f"{DTYPES}::test_random_numbers_are_those_of_the_plain_function",
-    ),
-    Mutant(
-        "other autocast in backward",
-        "stages/replay.py",
-        "enabled, dtype = kind in self.autocast, self.autocast.get(kind)",
-        "enabled, dtype = False, None",
-        f"{DTYPES}::test_what_runs_again_for_a_second_derivative_meets_the_autocast_of_forward",
-    ),
-    Mutant(
-        "a compiled step overwrites an argument before all have read it",
-        "transforms/regions.py",
-        "last = max([source, *(user for user in _readers(into) if user is not node)], key=order.__getitem__)",
-        "last = source",
-        f"{COMPILED}::test_arguments_are_overwritten_after_all_have_read_them",
-    ),
-    Mutant(
-        "what overwrites an argument is apart from what reads it",
-        "transforms/regions.py",
-        "reads[node] += [x for x in _readers(into) if x in inside and x is not node]",
-        "pass",
-        f"{COMPILED}::test_arguments_are_overwritten_after_all_have_read_them",
-    ),
-    Mutant(
-        "memory of gathered parameters is given back while views of it are used",
-        "transforms/regions.py",
-        "            self.within[x] = [name] if name in self.lent else []",
-        "            self.within[x] = []",
-        f"{AS_IT_IS}[2-full_shard, plain]",
-    ),
-    Mutant(
-        "operations with other numbers are decomposed as one",
-        "transforms/pure.py",
-        "return (type(x), repr(x)) if isinstance(x, _EXACT) else (node, x)",
-        "return type(x)",
-        f"{COMPILED}::test_small_steps_are_as_without_a_compiler[alike]",
-    ),
-    Mutant(
-        "operations that read other arguments are decomposed as one",
-        "transforms/pure.py",
-        "return fx.Node, number[x]",
-        "return fx.Node",
-        f"{COMPILED}::test_small_steps_are_as_without_a_compiler[alike]",
-    ),
-    Mutant(
-        "what overwrites tensors in a list is not traced with what reads them",
-        "transforms/pure.py",
-        "    if isinstance(x, (list, tuple)):\n        return [_filled(y, value) for y in x]",
-        "    if isinstance(x, tuple):\n        return [_filled(y, value) for y in x]",
-        f"{COMPILED}::test_small_steps_are_as_without_a_compiler[writing]",
-    ),
-    Mutant(
-        "a process that was killed is not noticed",
-        "mesh/liveness.py",
-        '    return state in "ZX" or now != began',
-        "    return False",
-        "tests/mesh/test_liveness.py::test_a_process_of_this_host_is_known_to_have_ended",
-    ),
-    Mutant(
-        "a killed rank cannot have done its part",
-        "mesh/deadlock.py",
-        "    return lost if late else sorted([*lost, *killed])",
-        "    return sorted([*lost, *killed])",
-        "tests/mesh/test_waiting.py::test_only_what_cannot_come_is_given_up",
-    ),
-    Mutant(
-        "a thread that does not wake keeps its process",
-        "mesh/watchdog.py",
-        "                os._exit(1)",
-        "                pass",
-        "tests/mesh/test_liveness.py::test_a_killed_process_is_noticed_without_its_connection[False]",
-    ),
-    Mutant(
-        "a tensor that replaces another is taken for it",
-        "transforms/surroundings.py",
-        "            return now is self.value or (now is not None and now is self.value())",
-        "            return True",
-        f"{COMPILED}::test_what_changes_after_the_program_was_made_is_an_error[tensor]",
-    ),
-    Mutant(
-        "what a step does not read must not change either",
-        "transforms/graphed.py",
-        "            program.around = kept(program.around, surroundings(self.step))",
-        "            pass",
-        f"{COMPILED}::test_what_a_step_does_not_read_may_change",
-    ),
-    Mutant(
-        "a second run in a compiled step draws numbers of its own",
-        "stages/in_graph.py",
-        "        if not self.again:",
-        "        if True:",
-        f"{AS_IT_IS}[2-dropout, remat]",
-    ),
-    Mutant(
-        "a compiled step leaves out collectives of which this rank has no use",
-        "transforms/tracing.py",
-        "            inductor.keep(func)",
-        "            pass",
-        f"{AS_IT_IS}[2-adafactor]",
-    ),
-    Mutant(
-        "a compiled step goes on with parameters of an earlier forward",
-        "stages/in_graph.py",
-        "            tracing.ring.clear()",
-        "            pass",
-        f"{AS_IT_IS}[2-full_shard, accumulate]",
-    ),
-    Mutant(
-        "results that change places are written one after another",
-        "transforms/tracing.py",
-        'if regions.origin(result).op == "placeholder":',
-        "if False:",
-        f"{COMPILED}::test_results_may_change_places",
-    ),
-    Mutant(
-        "autocast of backward in what runs again",
-        "stages/replay.py",
-        "dict.fromkeys([*self.autocast, *present])",
-        "dict.fromkeys(self.autocast)",
-        f"{DTYPES}::test_autocast_inside_a_stage_and_around_it",
-    ),
-    Mutant(
-        "autocast remembers parameters",
-        "stages/replay.py",
-        "torch.autocast(kind, dtype, cache_enabled=False) for kind",
-        "torch.autocast(kind, dtype, cache_enabled=True) for kind",
-        f"{DTYPES}::test_autocast_around_steps_remembers_no_parameters",
-    ),
-    # gradients
-    Mutant(
-        "hops begin by a rank's own tape",
-        "stages/engine.py",
-        "turn = self.reductions.turn() if any(needs[: len(run.shards)]) else 0",
-        "turn = run.index % 2",
-        f"{RANKS}::test_hops_begin_in_one_order_whatever_else_is_on_a_ranks_tape[hybrid_shard]",
-    ),
-    Mutant(
-        "scratch memory is taken too early",
-        "stages/reduction.py",
-        "        if moving:\n            for",
-        "        if False:\n            for",
-        TWO,
-    ),
-    Mutant(
-        "a graph sends gradients from memory that other steps free",
-        "stages/scratch.py",
-        "        if of_graph is not self.of_graph or (of_graph and first):",
-        "        if False:",
-        f"{GRAPHS}::test_a_graph_on_four_ranks_gives_the_numbers_of_one_process[full_shard, sgd]",
-    ),
-    Mutant(
-        "a step ends without its gradients",
-        "stages/reduction.py",
-        "            for pending in in_flight:\n                pending.wait()",
-        "            for pending in in_flight:\n                pending.total and pending.total.add(pending.out)",
-        TWO,
-    ),
-    Mutant(
-        "no sum over replicas",
-        "stages/reduction.py",
-        "                self.under_way = all_reduce(out, along)",
-        "                self.under_way = None",
-        f"{GRADIENTS}[hybrid_shard-4]",
-    ),
-    Mutant(
-        "no wait for the sum over replicas",
-        "stages/reduction.py",
-        "            arrived(handle, op, along.reductions.group_name, stage)",
-        "            op[:3] == 'all' or arrived(handle, op, along.reductions.group_name, stage)",
-        FOUR,
-    ),
-    Mutant(
-        "gradients are not cut further",
-        "stages/reduction.py",
-        "                self.under_way = reduce_scatter(out, self.into, along, out.new_empty)",
-        "                self.out = out.view(along.axis.size, -1)[along.axis.index].clone()",
-        f"{GRADIENTS}[hfsdp-4]",
-    ),
-    Mutant(
-        "marks are not looked at",
-        "stages/reduction.py",
-        "if torch.equal(end, marks * end[0]):",
-        "if True:",
-        f"{RANKS}::test_backward_with_other_stages_on_other_ranks_is_an_error_that_names_one",
-    ),
-    Mutant(
-        "marks stay in gradients",
-        "stages/reduction.py",
-        "    end.zero_()\n",
-        "",
-        ZEROS,
-    ),
-    Mutant("gaps keep old numbers", "stages/reduction.py", "        torch._foreach_zero_(gaps)\n", "", ZEROS),
-    Mutant(
-        "holes keep old numbers",
-        "stages/reduction.py",
-        "            out[at : at + length].zero_()",
-        "            pass",
-        ZEROS,
-    ),
-    Mutant(
-        "the last gradient is the sum",
-        "stages/reduction.py",
-        "return out if total is None else total.add_(out)",
-        "return out",
-        f"{ACCUMULATE}::test_uneven_micro_batches_on_processes",
-    ),
-    Mutant(
-        "micro-batches put off are forgotten",
-        "stages/reduction.py",
-        "        if total.whole is None:\n",
-        "        if True:\n",
-        f"{ACCUMULATE}::test_uneven_micro_batches_on_processes",
-    ),
-    Mutant(
-        "narrow sums do not arrive",
-        "collectives/into_buffers.py",
-        "return Together([work], lambda: out.copy_(narrow))",
-        "return Together([work])",
-        TWO,
-    ),
-    Mutant(
-        "narrow gradients are added where they arrive",
-        "stages/reduction.py",
-        "(summed.itemsize >= 4 or shard.axis.size == 2)",
-        "True",
-        NARROW,
-    ),
-    Mutant(
-        "narrow gradients round at every step",
-        "collectives/into_buffers.py",
-        "wide = out if out.dtype.itemsize >= 4 else",
-        "wide = out if True else",
-        NARROW,
-    ),
-    # refusals
-    Mutant(
-        "closures pass",
-        "stages/refusals.py",
-        "        if id(leaf) not in arguments:\n            named",
-        "        if False:\n            named",
-        f"{REFUSALS}::test_a_tensor_closed_over_that_needs_a_gradient_is_refused",
-    ),
-    Mutant(
-        "tensors of transforms pass",
-        "stages/refusals.py",
-        "and any(map(_followed, optree.tree_leaves((args, kwargs)))):",
-        "and False:",
-        f"{REFUSALS}::test_a_tensor_closed_over_that_needs_a_gradient_is_refused",
-    ),
-    Mutant(
-        "parameters are returned",
-        "stages/refusals.py",
-        "if not own.isdisjoint(storages):",
-        "if False:",
-        f"{REFUSALS}::test_what_a_stage_must_not_do_is_refused",
-    ),
-    Mutant(
-        "parameters are written to",
-        "stages/engine.py",
-        "        if written:\n",
-        "        if False:\n",
-        f"{REFUSALS}::test_what_a_stage_must_not_do_is_refused",
-    ),
-    Mutant(
-        "what escapes is lost",
-        "transforms/step.py",
-        '    raise escaped(owner(leaf) or "")',
-        "    return",
-        f"{OWN}::test_a_loss_of_what_escaped_is_refused",
-    ),
-    Mutant(
-        "threads run stages at once",
-        "stages/consistency.py",
-        "if inside and inside[-1] is not here and not autograd.autograd_thread():",
-        "if False:",
-        "tests/mesh/test_scope.py::test_threads_that_ranks_cannot_tell_apart_do_not_run_stages_at_once",
-    ),
-    # collectives
-    Mutant(
-        "pvary's transpose sums nothing",
-        "collectives/ops.py",
-        "transpose=lambda ct, group: psum(ct, group),",
-        "transpose=lambda ct, group: pvary(ct, group),",
-        f"{COLLECTIVES}::test_a_transpose_pulls_back_what_the_collective_pushes",
-    ),
-    Mutant(
-        "no copy along one rank",
-        "collectives/functional.py",
-        "return kernels.copy(tensor) if tensor is leaf else tensor",
-        "return tensor",
-        f"{COLLECTIVES}::test_a_write_into_the_result_leaves_the_argument_alone",
-    ),
-    Mutant(
-        "messages do not count calls",
-        "collectives/messages.py",
-        "(_digest(what) + number * 0x1E3779B1)",
-        "_digest(what)",
-        f"{COLLECTIVES}::test_ranks_that_do_different_things_wait_and_get_no_wrong_values",
-    ),
-    Mutant(
-        "messages do not say what they are",
-        "collectives/messages.py",
-        "(_digest(what) + number * 0x1E3779B1)",
-        "(number * 0x1E3779B1)",
-        f"{COLLECTIVES}::test_ranks_that_do_different_things_wait_and_get_no_wrong_values",
-    ),
-    Mutant(
-        "sums round at every step",
-        "collectives/messages.py",
-        'if op == "sum" and len(parts) > 2 and parts[0].dtype.itemsize < 4:',
-        "if False:",
-        BITS,
-    ),
-    Mutant(
-        "each rank sums in its own order",
-        "collectives/messages.py",
-        "    if p.size == 2:\n        return combined(gather(p, x, *what[:2]).unbind(), op)",
-        "    if True:\n        return combined(gather(p, x, *what[:2]).roll(-p.index, 0).unbind(), op)",
-        BITS,
-    ),
-    # besides stages
-    Mutant(
-        "pipelines of other lengths",
-        "parallel/pipeline.py",
-        "        if other != mine:\n",
-        "        if False:\n",
-        f"{PIPELINES}::test_what_fails_on_one_rank_is_an_error_on_all",
-    ),
-    Mutant(
-        "parts may change what they sent",
-        "parallel/messages.py",
-        "    if versions(tensors) != before:\n",
-        "    if False:\n",
-        f"{PIPELINES}::test_a_tensor_that_is_on_its_way_must_not_change",
-    ),
-    Mutant(
-        "parts may close over tensors",
-        "parallel/pipeline.py",
-        "for leaf in autograd.leaves_of(outputs)):",
-        "for leaf in []):",
-        f"{PIPELINES}::test_what_fails_on_one_rank_is_an_error_on_all",
-    ),
-    Mutant(
-        "steps compare nothing",
-        "optim/guard.py",
-        "            self._refuse(params, grads, state)\n            own",
-        "            own",
-        f"{OPTIMIZERS}::test_a_step_refuses_what_does_not_belong_together",
-    ),
-    Mutant(
-        "a swapped call passes",
-        "optim/guard.py",
-        "if any(x is param for x in leaves_of):",
-        "if False:",
-        f"{OPTIMIZERS}::test_a_swapped_call_is_noticed_wherever_the_parameters_are_known",
-    ),
-    Mutant(
-        "roots of factors keep their bias",
-        "optim/shampoo.py",
-        'factor / (1 - n["b2"] ** t)',
-        "factor",
-        "tests/optim/test_shampoo.py::test_shampoo_is_the_papers",
-    ),
-    Mutant(
-        "K-FAC's factors keep their bias",
-        "optim/kfac.py",
-        '1 - now["b2"] ** state["estimates"]',
-        "1.0",
-        "tests/optim/test_kfac.py::test_steps_are_the_papers",
-    ),
-    Mutant(
-        "a matrix has another owner where some have no gradient",
-        "optim/kfac.py",
-        "on_owner([leaves.each[i] for i in each], list(each.values())",
-        "on_owner([leaves.each[i] for i in present], [each[i] for i in present]",
-        "tests/optim/test_kfac.py::test_a_stage_without_a_gradient_stays_and_others_go_on",
-    ),
-    Mutant(
-        "the moments of another owner are taken as one's own",
-        "optim/owners.py",
-        "if way[n] == (source, peers.rank)]",
-        "if way[n][1] == peers.rank and source == peers.rank]",
-        "tests/optim/test_kfac.py::test_steps_are_the_papers",
-    ),
-    Mutant(
-        "pieces of shards are nothing to the checker",
-        "transforms/checking.py",
-        "            if is_unit(leaf.value):\n                allowed",
-        "            if is_flat(leaf.value):\n                allowed",
-        "tests/optim/test_kfac.py::test_steps_are_the_papers",
-    ),
-    Mutant(
-        "a folder of gradients is not compared with the batch",
-        "curvature/influence.py",
-        "if at in there and there[at][2] != digest:",
-        "if False:",
-        "tests/curvature/test_influence.py::test_errors_of_stores_are_told_on_all_ranks",
-    ),
-    Mutant(
-        "TF32 chooses eigenvectors",
-        "optim/owners.py",
-        'in ("tf32", "bf16")]',
-        "in ()]",
-        "tests/optim/test_shampoo.py::test_small_eigenvalues_are_not_rounded_to_tf32",
-    ),
-    Mutant(
-        "optimizers of others get tensors without elements",
-        "optim/torch.py",
-        "    if stretch.empty:\n        variable",
-        "    if False:\n        variable",
-        f"{OPTIMIZERS}::test_an_optimizer_of_another_library_gets_no_rest_without_elements",
-    ),
-    Mutant(
-        "rounding chooses eigenvectors",
-        "optim/shampoo.py",
-        "factor - values[-1] * (zero * fixed) @ zero",
-        "factor",
-        f"{OPTIMIZERS}::test_every_optimizer_with_every_strategy_trains_as_one_process[full_shard-4]",
-    ),
-    Mutant(
-        "a part of a block is taken where the block's first part lies",
-        "optim/owners.py",
-        "            first += box.numel\n",
-        "",
-        "tests/optim/test_shampoo.py::test_programs_train_as_one_process",
-    ),
-    Mutant(
-        "a background save copies nothing",
-        "checkpoint/writing.py",
-        "copies = taken([box.values for box in held.boxes])",
-        "copies = [box.values for box in held.boxes]",
-        "tests/checkpoint/test_checkpoint.py::test_training_goes_on_while_a_checkpoint_is_written",
-    ),
-    # the run
-    Mutant(
-        "random numbers are the same at every step",
-        "run/stepping.py",
-        "seed_all(self.seed, n, self.place)",
-        "seed_all(self.seed, self.place)",
-        f"{RUN}/test_loop.py::test_random_numbers_are_those_of_step_and_place_whatever_happens_between",
-    ),
-    Mutant(
-        "batches draw from the numbers of steps",
-        "run/stepping.py",
-        "self._generators.restore()",
-        "pass",
-        f"{RUN}/test_checking.py::test_a_run_on_a_loader_that_shuffles_goes_on_with_its_rows",
-    ),
-    Mutant(
-        "a loader begins otherwise when it goes on",
-        "run/stepping.py",
-        'seed_all(self.seed, "batches", self.place)',
-        'seed_all(self.seed, "batches", start, self.place)',
-        f"{RUN}/test_checking.py::test_a_run_on_a_loader_that_shuffles_goes_on_with_its_rows",
-    ),
-    Mutant(
-        "a step's end of iteration is the batches'",
-        "run/sources.py",
-        "    except StopIteration as error:  # which whoever iterates over batches would take for their end\n"
-        "        raise RuntimeError(",
-        "    except ZeroDivisionError as error:\n        raise RuntimeError(",
-        f"{RUN}/test_states.py::test_what_stops_iteration_inside_does_not_end_a_run_in_silence",
-    ),
-    Mutant(
-        "workers get what is for the run",
-        "run/sources.py",
-        "    os.setpgid(0, 0)\n",
-        "",
-        f"{RUN}/test_feeding.py::test_a_signal_to_all_of_a_process_group_leaves_workers_alone",
-    ),
-    Mutant(
-        "a stream's end keeps the reader's generators",
-        "run/streams.py",
-        "            if ended:\n                yield State.END, None",
-        "            if ended:\n                torch.manual_seed(0)\n                yield State.END, None",
-        f"{RUN}/test_streams.py::test_the_programs_own_random_numbers_are_left_alone_to_the_end",
-    ),
-    Mutant(
-        "an order is that of every epoch",
-        "run/order.py",
-        'mixed(self.seed, "order", epoch)',
-        'mixed(self.seed, "order")',
-        f"{RUN}/test_order.py::test_epochs_and_seeds_have_orders_of_their_own",
-    ),
-    Mutant(
-        "the same rows on all ranks pass",
-        "run/batch_consistency.py",
-        "if i != j and rows[i] >= TELLING:",
-        "if False:",
-        f"{RUN}/test_checking.py::test_a_forgotten_sampler_is_an_error_at_the_first_step",
-    ),
-    Mutant(
-        "the longest rank does not say what it cannot fill",
-        "run/collating.py",
-        "same = least[dims] == most[dims]",
-        "same = list(shape_of(leaf)) == most[dims]",
-        f"{RUN}/test_ragged.py::test_what_cannot_be_filled_is_said_on_every_rank",
-    ),
-    Mutant(
-        "filled labels count",
-        "run/collating.py",
-        '"labels": -100',
-        '"labels": 0',
-        f"{RUN}/test_ragged.py::test_what_differs_is_filled_at_its_ends",
-    ),
-    Mutant(
-        "a reason to stop goes away again",
-        "run/interrupts.py",
-        "return self._why",
-        "return 2 if self.signalled is not None else int("
-        "self.end is not None and time.monotonic() + needs + MARGIN > self.end)",
-        f"{RUN}/test_interrupts.py::test_a_reason_stays",
-    ),
-    Mutant(
-        "a stopped run is not told why",
-        "run/looping.py",
-        "word = common(heard, _settle(run, reached))",
-        "word = _settle(run, reached)",
-        f"{RUN}/test_interrupts.py::test_a_run_that_stops_says_why_also_when_the_reason_has_gone",
-    ),
-    Mutant(
-        "an evaluation that was left out stays out",
-        "run/looping.py",
-        "    if start:  # whoever",
-        "    if False:  # whoever",
-        f"{RUN}/test_early.py::test_an_evaluation_that_a_stop_has_left_out_comes_when_the_run_goes_on",
-    ),
-    Mutant(
-        "a state with nan is saved",
-        "run/looping.py",
-        "        _refuse_nan(run, state, step)\n        run.saver.save",
-        "        run.saver.save",
-        f"{RUN}/test_nonfinite.py::test_a_state_with_nan_is_never_saved_though_the_loss_was_finite",
-    ),
-    Mutant(
-        "a state of another kind is saved",
-        "run/looping.py",
-        "if run.kinds is not None:  # None",
-        "if False:  # None",
-        f"{RUN}/test_states.py::test_a_state_that_becomes_something_else_later_is_not_saved",
-    ),
-    Mutant(
-        "another run's rows are gone on with",
-        "run/checkpoints.py",
-        '    origin.check(Origin(head["run.seed"], head["run.batches"]), path)\n',
-        "",
-        f"{RUN}/test_refusals.py::test_a_run_goes_on_only_as_the_one_it_was",
-    ),
-    Mutant(
-        "a damaged checkpoint is passed over",
-        "run/folder.py",
-        'if torn and (path is None or resume != "previous"):',
-        "if torn and path is None:",
-        f"{RUN}/test_folders.py::test_a_damaged_checkpoint_is_an_error_on_every_rank_and_never_a_beginning",
-    ),
-    Mutant(
-        "a checkpoint is of any step",
-        "run/folder.py",
-        'if "step" in manifest.numbers and manifest.numbers["step"] != step_of(path):',
-        "if not manifest.numbers:",
-        f"{RUN}/test_folders.py::test_a_damaged_checkpoint_is_an_error_on_every_rank_and_never_a_beginning",
-    ),
-    Mutant(
-        "a disk that does not answer has nothing",
-        "checkpoint/folders.py",
-        "return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)",
-        "return True",
-        f"{RUN}/test_folders.py::test_a_disk_that_does_not_answer_has_not_said_that_there_is_nothing",
-    ),
-    Mutant(
-        "a collate's memory is the batch's",
-        "run/sources.py",
-        "return batch if collate is None else owned(batch)",
-        "return batch",
-        f"{RUN}/test_owning.py::test_what_makes_a_batch_of_rows_may_fill_its_memory_again",
-    ),
-    Mutant(
-        "some turns are not counted",
-        "run/agreeing.py",
-        'with waiting.on("agreeing whether the run goes on", self.team.group.group_name, note="in sf.run.loop"):',
-        "if True:",
-        f"{RUN}/test_agreeing.py::test_every_rank_comes_to_every_turn",
-    ),
-    Mutant(
-        "metrics are waited for on the current device",
-        "run/async_metrics.py",
-        "event.record(module.current_stream(device))",
-        "event.record()",
-        f"{RUN}/test_late.py::test_metrics_are_waited_for_on_the_stream_of_their_own_device",
-    ),
-    Mutant(
-        "each rank knows what fits by its own size",
-        "transforms/fitting.py",
-        "_, rows, elements = rows_of_ranks.amax(0).tolist()",
-        "_, rows, elements = row.tolist()",
-        f"{RUN}/test_ragged.py::test_what_fits_is_known_of_the_rank_with_the_most",
-    ),
-    Mutant(
-        "what runs again draws other numbers",
-        "transforms/fitting.py",
-        "        random.restore()\n",
-        "",
-        f"{FITTING}::test_whatever_the_step_does",
-    ),
-    Mutant(
-        "whatever fails after want of memory is want of memory",
-        "transforms/shortage.py",
-        "seen = set(before) - {id(error)}",
-        "seen = set[int]()",
-        f"{FITTING}::test_an_error_is_not_for_want_of_memory_because_it_comes_after_one_that_was",
-    ),
-    Mutant(
-        "a sum of what is the same everywhere is let through",
-        "check/reductions.py",
-        "certain = (types.declared[call.node] or call.backward)",
-        "certain = call.backward",
-        f"{WRONG}[psum_twice_loss]",
-    ),
-    Mutant(
-        "means over rows that are cut may be summed",
-        "check/reductions.py",
-        'if call.name == "psum" and not (_whole(case, call) or _sum_of_means(case, call)):',
-        'if call.name == "psum" and not _whole(case, call):',
-        f"{WRONG}[psum_of_mse_loss]",
-    ),
-    Mutant(
-        "noise of which each rank takes another is said to be the same",
-        "check/inputs.py",
-        "        same &= ~case.compared.watched.get(at, 0)\n",
-        "",
-        "tests/check/test_right.py::test_a_right_program_passes_in_silence_and_unchanged"
-        "[several_noises_of_which_each_rank_takes_one]",
-    ),
-    Mutant(
-        "the axes that a sum takes away are kept",
-        "check/varying.py",
-        "            along &= ~node.axes\n",
-        "            pass\n",
-        f"{RIGHT}[a_mean_of_means_of_as_many_rows]",
-    ),
-    Mutant(
-        "what varies already may go through pvary",
-        "check/reductions.py",
-        "if call.name in _ONCE and along & call.axes:",
-        "if call.name in _ONCE and not along:",
-        f"{WRONG}[pvary_twice]",
-    ),
-    Mutant(
-        "ranks count other rows, and nobody compares",
-        "check/reductions.py",
-        "uneven = case.compared.counts.get(mean, 0) & call.axes if mean >= 0 and call.own else 0",
-        "uneven = 0",
-        f"{WRONG}[mean_of_means_ragged]",
-    ),
-    Mutant(
-        "a loss of one rank's rows is taken for that of all",
-        "check/gradients.py",
-        "bad = along & summed & local(case, mean)",
-        "bad = 0",
-        f"{WRONG}[psum_forgotten_loss_not_returned_fsdp]",
-    ),
-    Mutant(
-        "a loss over the number of ranks is taken for a mean",
-        "check/case.py",
-        "if ranks in by or math.inf in by or",
-        "if math.inf in by or",
-        f"{RIGHT}[a_loss_scaled_before_and_after]",
-    ),
-    Mutant(
-        "a loss that every rank has is not looked at",
-        "check/gradients.py",
-        'if not roots or any(n.op != "all_gather" for n in roots):',
-        "if roots:",
-        f"{WRONG}[all_gather_returned_replicated]",
-    ),
-    Mutant(
-        "a sum that meets rows is let through",
-        "check/gradients.py",
-        "if types.depends[at] & asked and at >= event.begin:",
-        "if types.depends[at] & asked and at >= event.end:",
-        f"{WRONG}[mean_of_the_batch_meets_its_rows]",
-    ),
-    Mutant(
-        "gradients are whatever they are",
-        "check/gradients.py",
-        "        if mine and variable.node not in case.blank:",
-        "        if mine and variable.node in case.blank:",
-        f"{WRONG}[missing_pvary_ddp]",
-    ),
-    Mutant(
-        "where a parameter met the rows is not said",
-        "check/varying.py",
-        "                types.first.setdefault((k, variable), at)",
-        "                types.first.setdefault((k, variable), 0)",
-        f"{WRONG}[missing_pvary_ddp]",
-    ),
-    Mutant(
-        "replicas are taken at their word",
-        "check/inputs.py",
-        "bad = case.compared.nodes.get(argument.node, 0) & ~argument.allowed",
-        "bad = 0",
-        f"{WRONG}[replicas_initialised_differently]",
-    ),
-    Mutant(
-        "every rank may read the same rows",
-        "check/inputs.py",
-        "if cut and not any(",
-        "if not cut and any(",
-        f"{WRONG}[same_batch_everywhere]",
-    ),
-    Mutant(
-        "a result may vary where its spec says that it does not",
-        "check/judging.py",
-        "    bad &= ~case.told(at, bad)\n",
-        "    bad = 0\n",
-        f"{WRONG}[psum_forgotten_loss_returned]",
-    ),
-    Mutant(
-        "statistics of a batch are those of one rank's rows",
-        "check/ops.py",
-        '        node.root = "statistics"\n',
-        '        node.root = ""\n',
-        f"{WRONG}[batch_norm_local_statistics]",
-    ),
-    Mutant(
-        "what is written to keeps its value",
-        "check/values.py",
-        "            memory.stamp += 1\n",
-        "            pass\n",
-        "tests/check/test_property.py::test_what_is_called_the_same_is_the_same",
-    ),
-    Mutant(
-        "ranks that end their records at different places differ in what comes after",
-        "transforms/checking.py",
-        "absent=not trace.prefix",
-        "absent=True",
-        "tests/check/test_price.py::test_ranks_that_do_not_do_as_much_wait_for_nobody[317]",
-    ),
-    Mutant(
-        "what was sent keeps the name of what it replaces",
-        "check/values.py",
-        "self.keep(x, UNKNOWN, written=True, whole=True)",
-        "pass",
-        f"{RIGHT}[collectives_of_torch_in_the_body]",
-    ),
-    Mutant(
-        "what begins draws from one generator, whatever its name",
-        "interop/deferred_init.py",
-        "mixed(int_seed(seed), name)",
-        "int_seed(seed)",
-        "tests/interop/test_beginning.py::test_parameters_begin_as_their_classes_do_on_any_mesh",
-    ),
-    Mutant(
-        "a parameter that nobody sets begins all the same",
-        "interop/deferred_init.py",
-        " or bool(made.isnan().any())",
-        "",
-        "tests/interop/test_beginning.py::test_what_has_no_beginning_is_an_error_on_every_rank",
-    ),
-    Mutant(
-        "what a failed call set stays",
-        "interop/module_state.py",
-        "            own.clear()\n            own.update(values)\n",
-        "            pass\n",
-        "tests/interop/test_failures.py::test_what_a_failed_call_set_is_taken_back",
-    ),
-    Mutant(
-        "what a module puts into .data of its buffer is lost",
-        "interop/in_place.py",
-        "                or memory_of(now) != memory[key]\n",
-        "",
-        "tests/interop/test_self_mutating.py::test_what_would_be_lost_is_an_error_however_it_is_written",
-    ),
-    Mutant(
-        "a compiled step loses what is written into a part of a tensor",
-        "transforms/tracing.py",
-        "            if regions.is_free(user):\n                aliases.append(user)",
-        "",
-        "tests/transforms/test_compiled.py::test_what_overwrites_a_tensor_from_elsewhere_in_any_way_does_so_when_compiled",
-    ),
-    Mutant(
-        "a compiled step loses running statistics",
-        "transforms/tracing.py",
-        "if func in _UPDATES and args[3] is not None",
-        "if func is None",
-        "tests/transforms/test_compiled.py::test_what_overwrites_a_tensor_from_elsewhere_in_any_way_does_so_when_compiled",
-    ),
-    Mutant(
-        "numbers of modules are not watched",
-        "transforms/surroundings.py",
-        "            having.setdefault(key, []).append(where)",
-        "            pass",
-        "tests/transforms/test_compiled.py::test_a_change_is_noticed_wherever_it_is",
-    ),
-    Mutant(
-        "hooks do not see a gradient that only they read",
-        "compat/together.py",
-        "        if moved is not None and ctx.unread is not None and not ctx.unread._backward_hooks:",
-        "        if moved is not None and ctx.unread is not None:",
-        "tests/curvature/test_operators.py::test_gradients_that_nobody_reads_are_in_no_product[a hook-False]",
-    ),
-    Mutant(
-        "gradients that nobody reads are computed",
-        "stages/forward_mode.py",
-        "unread = tuple(all(id(leaves[i]) in variables for i in source) for source in signature.sources)",
-        "unread = tuple(False for source in signature.sources)",
-        "tests/curvature/test_operators.py::test_a_product_computes_and_reduces_tangents_of_gradients_alone",
-    ),
-    Mutant(
-        "parameters that are computed have no gradients either",
-        "stages/forward_mode.py",
-        "unread = tuple(all(id(leaves[i]) in variables for i in source) for source in signature.sources)",
-        "unread = tuple(bool(variables) for source in signature.sources)",
-        "tests/curvature/test_operators.py::test_gradients_that_nobody_reads_are_in_no_product[products-False]",
-    ),
-    Mutant(
-        "other modules in a module are not noticed",
-        "transforms/surroundings.py",
-        "return tuple([None if x is None else weakref.ref(x) for",
-        "return tuple([None for",
-        "tests/transforms/test_compiled.py::test_a_change_is_noticed_wherever_it_is",
-    ),
-    Mutant(
-        "a model's call is traced by torch.compile",
-        "interop/functional.py",
-        '        dynamo.refuse_compiling(f"a call of {type(self.module).__name__}")',
-        "        pass",
-        "tests/stages/test_torch_compile.py::test_what_works_on_shards_says_what_compiles_it",
-    ),
-    Mutant(
-        "a pipeline's failed send is raised as it is",
-        "parallel/messages.py",
-        "                sends.append((_tried(group.send, [row], to, next(left)), row, versions([row])))",
-        "                sends.append((group.send([row], to, next(left)), row, versions([row])))",
-        "tests/parallel/test_pipeline.py::test_whatever_cannot_be_sent_says_which_rank_is_gone",
-    ),
-    Mutant(
-        "the bytes of loose parameters are not compared",
-        "interop/functional.py",
-        "        if self.module.training in self._looked:",
-        "        if True:",
-        "tests/interop/test_self_mutating.py::test_what_would_be_lost_is_an_error_however_it_is_written",
-    ),
-]
+            "        return True",
+            "tests/stages/test_stage_lent.py::test_the_same_numbers_in_another_form_last_for_that_call",
+        ),
+        "loans: nothing is ever kept": (
+            "return self._references() != self._before",
+            "return False",
+            "tests/stages/test_stage_hidden.py",
+        ),
+        "loans: only autograd's references count": (
+            "[autograd.references(p) for p in self._lent]",
+            "[]",
+            "tests/stages/test_stage_hidden.py",
+        ),
+        "each rank decides what backward gathers": (
+            "functional.psum(flags, callers(mesh, signature)).tolist()",
+            "flags.tolist()",
+            f"{RANKS}::test_a_function_that_reads_its_parameters_at_times",
+        ),
+        "what nobody has computed is known": (
+            "if computing:",
+            "if True:",
+            "tests/stages/test_skip.py::test_what_all_ranks_skip_at_first_is_gathered_as_ever_later",
+        ),
+    },
+    "stages/returned.py": {
+        "parameters may come back as anything": (
+            "        if changed:\n            for k,",
+            "        if False:\n            for k,",
+            "tests/stages/test_stage_lent.py::test_other_numbers_are_refused_whatever_the_strategy",
+        ),
+        "bytes are not compared": (
+            "if (written := first_written(self.twins, self.before)) is not None:",
+            "if (written := None) is not None:",
+            "tests/stages/test_stage_lent.py::test_other_numbers_are_refused_whatever_the_strategy",
+        ),
+    },
+    "stages/call.py": {
+        "a second run may return anything": (
+            "elif not self.form.same(form, transformed):",
+            "elif False:",
+            "tests/stages/test_stage_again.py::test_a_function_that_returns_something_else_in_its_second_run_is_told",
+        )
+    },
+    "transforms/regions.py": {
+        "a compiled step overwrites an argument before all have read it": (
+            "last = max([source, *(user for user in _readers(into) if user is not node)], key=order.__getitem__)",
+            "last = source",
+            f"{COMPILED}::test_arguments_are_overwritten_after_all_have_read_them",
+        ),
+        "what overwrites an argument is apart from what reads it": (
+            "reads[node] += [x for x in _readers(into) if x in inside and x is not node]",
+            "pass",
+            f"{COMPILED}::test_arguments_are_overwritten_after_all_have_read_them",
+        ),
+        "memory of gathered parameters is given back while views of it are used": (
+            "            self.within[x] = [name] if name in self.lent else []",
+            "            self.within[x] = []",
+            f"{AS_IT_IS}[2-full_shard, plain]",
+        ),
+    },
+    "transforms/pure.py": {
+        "operations with other numbers are decomposed as one": (
+            "return (type(x), repr(x)) if isinstance(x, _EXACT) else (node, x)",
+            "return type(x)",
+            f"{COMPILED}::test_small_steps_are_as_without_a_compiler[alike]",
+        ),
+        "operations that read other arguments are decomposed as one": (
+            "return fx.Node, number[x]",
+            "return fx.Node",
+            f"{COMPILED}::test_small_steps_are_as_without_a_compiler[alike]",
+        ),
+        "what overwrites tensors in a list is not traced with what reads them": (
+            "    if isinstance(x, (list, tuple)):\n        return [_filled(y, value) for y in x]",
+            "    if isinstance(x, tuple):\n        return [_filled(y, value) for y in x]",
+            f"{COMPILED}::test_small_steps_are_as_without_a_compiler[writing]",
+        ),
+    },
+    "mesh/liveness.py": {
+        "a process that was killed is not noticed": (
+            '    return state in "ZX" or now != began',
+            "    return False",
+            "tests/mesh/test_liveness.py::test_a_process_of_this_host_is_known_to_have_ended",
+        )
+    },
+    "mesh/deadlock.py": {
+        "a killed rank cannot have done its part": (
+            "    return lost if late else sorted([*lost, *killed])",
+            "    return sorted([*lost, *killed])",
+            "tests/mesh/test_waiting.py::test_only_what_cannot_come_is_given_up",
+        )
+    },
+    "mesh/watchdog.py": {
+        "a thread that does not wake keeps its process": (
+            "                os._exit(1)",
+            "                pass",
+            "tests/mesh/test_liveness.py::test_a_killed_process_is_noticed_without_its_connection[False]",
+        )
+    },
+    "transforms/surroundings.py": {
+        "a tensor that replaces another is taken for it": (
+            "            return now is self.value or (now is not None and now is self.value())",
+            "            return True",
+            f"{COMPILED}::test_what_changes_after_the_program_was_made_is_an_error[tensor]",
+        ),
+        "numbers of modules are not watched": (
+            "            having.setdefault(key, []).append(where)",
+            "            pass",
+            "tests/transforms/test_compiled.py::test_a_change_is_noticed_wherever_it_is",
+        ),
+        "other modules in a module are not noticed": (
+            "return tuple([None if x is None else weakref.ref(x) for",
+            "return tuple([None for",
+            "tests/transforms/test_compiled.py::test_a_change_is_noticed_wherever_it_is",
+        ),
+    },
+    "transforms/graphed.py": {
+        "what a step does not read must not change either": (
+            "            program.around = kept(program.around, surroundings(self.step))",
+            "            pass",
+            f"{COMPILED}::test_what_a_step_does_not_read_may_change",
+        )
+    },
+    "stages/in_graph.py": {
+        "a second run in a compiled step draws numbers of its own": (
+            "        if not self.again:",
+            "        if True:",
+            f"{AS_IT_IS}[2-dropout, remat]",
+        ),
+        "a compiled step goes on with parameters of an earlier forward": (
+            "            tracing.ring.clear()",
+            "            pass",
+            f"{AS_IT_IS}[2-full_shard, accumulate]",
+        ),
+    },
+    "transforms/tracing.py": {
+        "a compiled step leaves out collectives of which this rank has no use": (
+            "            inductor.keep(func)",
+            "            pass",
+            f"{AS_IT_IS}[2-adafactor]",
+        ),
+        "results that change places are written one after another": (
+            'if regions.origin(result).op == "placeholder":',
+            "if False:",
+            f"{COMPILED}::test_results_may_change_places",
+        ),
+        "a compiled step loses what is written into a part of a tensor": (
+            "            if regions.is_free(user):\n                aliases.append(user)",
+            "",
+            "tests/transforms/test_compiled.py::test_what_overwrites_a_tensor_from_elsewhere_in_any_way_does_so_when_compiled",
+        ),
+        "a compiled step loses running statistics": (
+            "if func in _UPDATES and args[3] is not None",
+            "if func is None",
+            "tests/transforms/test_compiled.py::test_what_overwrites_a_tensor_from_elsewhere_in_any_way_does_so_when_compiled",
+        ),
+    },
+    "stages/scratch.py": {
+        "a graph sends gradients from memory that other steps free": (
+            "        if of_graph is not self.of_graph or (of_graph and first):",
+            "        if False:",
+            f"{GRAPHS}::test_a_graph_on_four_ranks_gives_the_numbers_of_one_process[full_shard, sgd]",
+        )
+    },
+    "stages/refusals.py": {
+        "closures pass": (
+            "        if id(leaf) not in arguments:\n            named",
+            "        if False:\n            named",
+            f"{REFUSALS}::test_a_tensor_closed_over_that_needs_a_gradient_is_refused",
+        ),
+        "tensors of transforms pass": (
+            "and any(map(_followed, optree.tree_leaves((args, kwargs)))):",
+            "and False:",
+            f"{REFUSALS}::test_a_tensor_closed_over_that_needs_a_gradient_is_refused",
+        ),
+        "parameters are returned": (
+            "if not own.isdisjoint(storages):",
+            "if False:",
+            f"{REFUSALS}::test_what_a_stage_must_not_do_is_refused",
+        ),
+    },
+    "transforms/step.py": {
+        "what escapes is lost": (
+            '    raise escaped(owner(leaf) or "")',
+            "    return",
+            f"{OWN}::test_a_loss_of_what_escaped_is_refused",
+        )
+    },
+    "collectives/ops.py": {
+        "pvary's transpose sums nothing": (
+            "transpose=lambda ct, group: psum(ct, group),",
+            "transpose=lambda ct, group: pvary(ct, group),",
+            f"{COLLECTIVES}::test_a_transpose_pulls_back_what_the_collective_pushes",
+        )
+    },
+    "collectives/functional.py": {
+        "no copy along one rank": (
+            "return kernels.copy(tensor) if tensor is leaf else tensor",
+            "return tensor",
+            f"{COLLECTIVES}::test_a_write_into_the_result_leaves_the_argument_alone",
+        )
+    },
+    "parallel/pipeline.py": {
+        "pipelines of other lengths": (
+            "        if other != mine:\n",
+            "        if False:\n",
+            f"{PIPELINES}::test_what_fails_on_one_rank_is_an_error_on_all",
+        ),
+        "parts may close over tensors": (
+            "for leaf in autograd.leaves_of(outputs)):",
+            "for leaf in []):",
+            f"{PIPELINES}::test_what_fails_on_one_rank_is_an_error_on_all",
+        ),
+    },
+    "parallel/messages.py": {
+        "parts may change what they sent": (
+            "    if versions(tensors) != before:\n",
+            "    if False:\n",
+            f"{PIPELINES}::test_a_tensor_that_is_on_its_way_must_not_change",
+        ),
+        "a pipeline's failed send is raised as it is": (
+            "                sends.append((_tried(group.send, [row], to, next(left)), row, versions([row])))",
+            "                sends.append((group.send([row], to, next(left)), row, versions([row])))",
+            "tests/parallel/test_pipeline.py::test_whatever_cannot_be_sent_says_which_rank_is_gone",
+        ),
+    },
+    "optim/guard.py": {
+        "steps compare nothing": (
+            "            self._refuse(params, grads, state)\n            own",
+            "            own",
+            f"{OPTIMIZERS}::test_a_step_refuses_what_does_not_belong_together",
+        ),
+        "a swapped call passes": (
+            "if any(x is param for x in leaves_of):",
+            "if False:",
+            f"{OPTIMIZERS}::test_a_swapped_call_is_noticed_wherever_the_parameters_are_known",
+        ),
+    },
+    "optim/torch.py": {
+        "optimizers of others get tensors without elements": (
+            "    if stretch.empty:\n        variable",
+            "    if False:\n        variable",
+            f"{OPTIMIZERS}::test_an_optimizer_of_another_library_gets_no_rest_without_elements",
+        ),
+    },
+    "optim/shampoo.py": {
+        "roots of factors keep their bias": (
+            'factor / (1 - n["b2"] ** t)',
+            "factor",
+            "tests/optim/test_shampoo.py::test_shampoo_is_the_papers",
+        ),
+        "rounding chooses eigenvectors": (
+            "factor - values[-1] * (zero * fixed) @ zero",
+            "factor",
+            f"{OPTIMIZERS}::test_every_optimizer_with_every_strategy_trains_as_one_process[full_shard-4]",
+        ),
+    },
+    "optim/kfac.py": {
+        "K-FAC's factors keep their bias": (
+            '1 - now["b2"] ** state["estimates"]',
+            "1.0",
+            "tests/optim/test_kfac.py::test_steps_are_the_papers",
+        ),
+        "a matrix has another owner where some have no gradient": (
+            "on_owner([leaves.each[i] for i in each], list(each.values())",
+            "on_owner([leaves.each[i] for i in present], [each[i] for i in present]",
+            "tests/optim/test_kfac.py::test_a_stage_without_a_gradient_stays_and_others_go_on",
+        ),
+    },
+    "transforms/checking.py": {
+        "pieces of shards are nothing to the checker": (
+            "            if is_unit(leaf.value):\n                allowed",
+            "            if is_flat(leaf.value):\n                allowed",
+            "tests/optim/test_kfac.py::test_steps_are_the_papers",
+        ),
+        "ranks that end their records at different places differ in what comes after": (
+            "absent=not trace.prefix",
+            "absent=True",
+            "tests/check/test_price.py::test_ranks_that_do_not_do_as_much_wait_for_nobody[317]",
+        ),
+    },
+    "curvature/influence.py": {
+        "a folder of gradients is not compared with the batch": (
+            "if at in there and there[at][2] != digest:",
+            "if False:",
+            "tests/curvature/test_influence.py::test_errors_of_stores_are_told_on_all_ranks",
+        )
+    },
+    "checkpoint/writing.py": {
+        "a background save copies nothing": (
+            "copies = taken([box.values for box in held.boxes])",
+            "copies = [box.values for box in held.boxes]",
+            "tests/checkpoint/test_checkpoint.py::test_training_goes_on_while_a_checkpoint_is_written",
+        )
+    },
+    "run/stepping.py": {
+        "random numbers are the same at every step": (
+            "seed_all(self.seed, n, self.place)",
+            "seed_all(self.seed, self.place)",
+            f"{RUN}/test_loop.py::test_random_numbers_are_those_of_step_and_place_whatever_happens_between",
+        ),
+        "batches draw from the numbers of steps": (
+            "self._generators.restore()",
+            "pass",
+            f"{RUN}/test_checking.py::test_a_run_on_a_loader_that_shuffles_goes_on_with_its_rows",
+        ),
+        "a loader begins otherwise when it goes on": (
+            'seed_all(self.seed, "batches", self.place)',
+            'seed_all(self.seed, "batches", start, self.place)',
+            f"{RUN}/test_checking.py::test_a_run_on_a_loader_that_shuffles_goes_on_with_its_rows",
+        ),
+    },
+    "run/sources.py": {
+        "a step's end of iteration is the batches'": (
+            "    except StopIteration as error:  # which whoever iterates over batches would take for their end\n"
+            "        raise RuntimeError(",
+            "    except ZeroDivisionError as error:\n        raise RuntimeError(",
+            f"{RUN}/test_states.py::test_what_stops_iteration_inside_does_not_end_a_run_in_silence",
+        ),
+        "workers get what is for the run": (
+            "    os.setpgid(0, 0)\n",
+            "",
+            f"{RUN}/test_feeding.py::test_a_signal_to_all_of_a_process_group_leaves_workers_alone",
+        ),
+        "a collate's memory is the batch's": (
+            "return batch if collate is None else owned(batch)",
+            "return batch",
+            f"{RUN}/test_owning.py::test_what_makes_a_batch_of_rows_may_fill_its_memory_again",
+        ),
+    },
+    "run/streams.py": {
+        "a stream's end keeps the reader's generators": (
+            "            if ended:\n                yield State.END, None",
+            "            if ended:\n                torch.manual_seed(0)\n                yield State.END, None",
+            f"{RUN}/test_streams.py::test_the_programs_own_random_numbers_are_left_alone_to_the_end",
+        )
+    },
+    "run/order.py": {
+        "an order is that of every epoch": (
+            'mixed(self.seed, "order", epoch)',
+            'mixed(self.seed, "order")',
+            f"{RUN}/test_order.py::test_epochs_and_seeds_have_orders_of_their_own",
+        )
+    },
+    "run/batch_consistency.py": {
+        "the same rows on all ranks pass": (
+            "if i != j and rows[i] >= TELLING:",
+            "if False:",
+            f"{RUN}/test_checking.py::test_a_forgotten_sampler_is_an_error_at_the_first_step",
+        )
+    },
+    "run/collating.py": {
+        "the longest rank does not say what it cannot fill": (
+            "same = least[dims] == most[dims]",
+            "same = list(shape_of(leaf)) == most[dims]",
+            f"{RUN}/test_ragged.py::test_what_cannot_be_filled_is_said_on_every_rank",
+        ),
+        "filled labels count": (
+            '"labels": -100',
+            '"labels": 0',
+            f"{RUN}/test_ragged.py::test_what_differs_is_filled_at_its_ends",
+        ),
+    },
+    "run/interrupts.py": {
+        "a reason to stop goes away again": (
+            "return self._why",
+            "return 2 if self.signalled is not None else int("
+            "self.end is not None and time.monotonic() + needs + MARGIN > self.end)",
+            f"{RUN}/test_interrupts.py::test_a_reason_stays",
+        )
+    },
+    "run/looping.py": {
+        "a stopped run is not told why": (
+            "word = common(heard, _settle(run, reached))",
+            "word = _settle(run, reached)",
+            f"{RUN}/test_interrupts.py::test_a_run_that_stops_says_why_also_when_the_reason_has_gone",
+        ),
+        "an evaluation that was left out stays out": (
+            "    if start:  # whoever",
+            "    if False:  # whoever",
+            f"{RUN}/test_early.py::test_an_evaluation_that_a_stop_has_left_out_comes_when_the_run_goes_on",
+        ),
+        "a state with nan is saved": (
+            "        _refuse_nan(run, state, step)\n        run.saver.save",
+            "        run.saver.save",
+            f"{RUN}/test_nonfinite.py::test_a_state_with_nan_is_never_saved_though_the_loss_was_finite",
+        ),
+        "a state of another kind is saved": (
+            "if run.kinds is not None:  # None",
+            "if False:  # None",
+            f"{RUN}/test_states.py::test_a_state_that_becomes_something_else_later_is_not_saved",
+        ),
+    },
+    "run/checkpoints.py": {
+        "another run's rows are gone on with": (
+            '    origin.check(Origin(head["run.seed"], head["run.batches"]), path)\n',
+            "",
+            f"{RUN}/test_refusals.py::test_a_run_goes_on_only_as_the_one_it_was",
+        )
+    },
+    "run/folder.py": {
+        "a damaged checkpoint is passed over": (
+            'if torn and (path is None or resume != "previous"):',
+            "if torn and path is None:",
+            f"{RUN}/test_folders.py::test_a_damaged_checkpoint_is_an_error_on_every_rank_and_never_a_beginning",
+        ),
+        "a checkpoint is of any step": (
+            'if "step" in manifest.numbers and manifest.numbers["step"] != step_of(path):',
+            "if not manifest.numbers:",
+            f"{RUN}/test_folders.py::test_a_damaged_checkpoint_is_an_error_on_every_rank_and_never_a_beginning",
+        ),
+    },
+    "checkpoint/folders.py": {
+        "a disk that does not answer has nothing": (
+            "return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)",
+            "return True",
+            f"{RUN}/test_folders.py::test_a_disk_that_does_not_answer_has_not_said_that_there_is_nothing",
+        )
+    },
+    "run/agreeing.py": {
+        "some turns are not counted": (
+            'with waiting.on("agreeing whether the run goes on", self.team.group.group_name, note="in sf.run.loop"):',
+            "if True:",
+            f"{RUN}/test_agreeing.py::test_every_rank_comes_to_every_turn",
+        )
+    },
+    "run/async_metrics.py": {
+        "metrics are waited for on the current device": (
+            "event.record(module.current_stream(device))",
+            "event.record()",
+            f"{RUN}/test_late.py::test_metrics_are_waited_for_on_the_stream_of_their_own_device",
+        )
+    },
+    "transforms/fitting.py": {
+        "each rank knows what fits by its own size": (
+            "_, rows, elements = rows_of_ranks.amax(0).tolist()",
+            "_, rows, elements = row.tolist()",
+            f"{RUN}/test_ragged.py::test_what_fits_is_known_of_the_rank_with_the_most",
+        ),
+        "what runs again draws other numbers": (
+            "        random.restore()\n",
+            "",
+            f"{FITTING}::test_whatever_the_step_does",
+        ),
+    },
+    "transforms/shortage.py": {
+        "whatever fails after want of memory is want of memory": (
+            "seen = set(before) - {id(error)}",
+            "seen = set[int]()",
+            f"{FITTING}::test_an_error_is_not_for_want_of_memory_because_it_comes_after_one_that_was",
+        )
+    },
+    "check/reductions.py": {
+        "a sum of what is the same everywhere is let through": (
+            "certain = (types.declared[call.node] or call.backward)",
+            "certain = call.backward",
+            f"{WRONG}[psum_twice_loss]",
+        ),
+        "means over rows that are cut may be summed": (
+            'if call.name == "psum" and not (_whole(case, call) or _sum_of_means(case, call)):',
+            'if call.name == "psum" and not _whole(case, call):',
+            f"{WRONG}[psum_of_mse_loss]",
+        ),
+        "what varies already may go through pvary": (
+            "if call.name in _ONCE and along & call.axes:",
+            "if call.name in _ONCE and not along:",
+            f"{WRONG}[pvary_twice]",
+        ),
+        "ranks count other rows, and nobody compares": (
+            "uneven = case.compared.counts.get(mean, 0) & call.axes if mean >= 0 and call.own else 0",
+            "uneven = 0",
+            f"{WRONG}[mean_of_means_ragged]",
+        ),
+    },
+    "check/inputs.py": {
+        "noise of which each rank takes another is said to be the same": (
+            "        same &= ~case.compared.watched.get(at, 0)\n",
+            "",
+            "tests/check/test_right.py::test_a_right_program_passes_in_silence_and_unchanged"
+            "[several_noises_of_which_each_rank_takes_one]",
+        ),
+        "replicas are taken at their word": (
+            "bad = case.compared.nodes.get(argument.node, 0) & ~argument.allowed",
+            "bad = 0",
+            f"{WRONG}[replicas_initialised_differently]",
+        ),
+        "every rank may read the same rows": (
+            "if cut and not any(",
+            "if not cut and any(",
+            f"{WRONG}[same_batch_everywhere]",
+        ),
+    },
+    "check/varying.py": {
+        "the axes that a sum takes away are kept": (
+            "            along &= ~node.axes\n",
+            "            pass\n",
+            f"{RIGHT}[a_mean_of_means_of_as_many_rows]",
+        ),
+        "where a parameter met the rows is not said": (
+            "                types.first.setdefault((k, variable), at)",
+            "                types.first.setdefault((k, variable), 0)",
+            f"{WRONG}[missing_pvary_ddp]",
+        ),
+    },
+    "check/gradients.py": {
+        "a loss of one rank's rows is taken for that of all": (
+            "bad = along & summed & local(case, mean)",
+            "bad = 0",
+            f"{WRONG}[psum_forgotten_loss_not_returned_fsdp]",
+        ),
+        "a loss that every rank has is not looked at": (
+            'if not roots or any(n.op != "all_gather" for n in roots):',
+            "if roots:",
+            f"{WRONG}[all_gather_returned_replicated]",
+        ),
+        "a sum that meets rows is let through": (
+            "if types.depends[at] & asked and at >= event.begin:",
+            "if types.depends[at] & asked and at >= event.end:",
+            f"{WRONG}[mean_of_the_batch_meets_its_rows]",
+        ),
+        "gradients are whatever they are": (
+            "        if mine and variable.node not in case.blank:",
+            "        if mine and variable.node in case.blank:",
+            f"{WRONG}[missing_pvary_ddp]",
+        ),
+    },
+    "check/case.py": {
+        "a loss over the number of ranks is taken for a mean": (
+            "if ranks in by or math.inf in by or",
+            "if math.inf in by or",
+            f"{RIGHT}[a_loss_scaled_before_and_after]",
+        )
+    },
+    "check/judging.py": {
+        "a result may vary where its spec says that it does not": (
+            "    bad &= ~case.told(at, bad)\n",
+            "    bad = 0\n",
+            f"{WRONG}[psum_forgotten_loss_returned]",
+        )
+    },
+    "check/ops.py": {
+        "statistics of a batch are those of one rank's rows": (
+            '        node.root = "statistics"\n',
+            '        node.root = ""\n',
+            f"{WRONG}[batch_norm_local_statistics]",
+        )
+    },
+    "check/values.py": {
+        "what is written to keeps its value": (
+            "            memory.stamp += 1\n",
+            "            pass\n",
+            "tests/check/test_property.py::test_what_is_called_the_same_is_the_same",
+        ),
+        "what was sent keeps the name of what it replaces": (
+            "self.keep(x, UNKNOWN, written=True, whole=True)",
+            "pass",
+            f"{RIGHT}[collectives_of_torch_in_the_body]",
+        ),
+    },
+    "interop/deferred_init.py": {
+        "what begins draws from one generator, whatever its name": (
+            "mixed(int_seed(seed), name)",
+            "int_seed(seed)",
+            "tests/interop/test_beginning.py::test_parameters_begin_as_their_classes_do_on_any_mesh",
+        ),
+        "a parameter that nobody sets begins all the same": (
+            " or bool(made.isnan().any())",
+            "",
+            "tests/interop/test_beginning.py::test_what_has_no_beginning_is_an_error_on_every_rank",
+        ),
+    },
+    "interop/module_state.py": {
+        "what a failed call set stays": (
+            "            own.clear()\n            own.update(values)\n",
+            "            pass\n",
+            "tests/interop/test_failures.py::test_what_a_failed_call_set_is_taken_back",
+        )
+    },
+    "interop/in_place.py": {
+        "what a module puts into .data of its buffer is lost": (
+            "                or memory_of(now) != memory[key]\n",
+            "",
+            "tests/interop/test_self_mutating.py::test_what_would_be_lost_is_an_error_however_it_is_written",
+        )
+    },
+    "interop/functional.py": {
+        "a model's call is traced by torch.compile": (
+            '        dynamo.refuse_compiling(f"a call of {type(self.module).__name__}")',
+            "        pass",
+            "tests/stages/test_torch_compile.py::test_what_works_on_shards_says_what_compiles_it",
+        ),
+        "the bytes of loose parameters are not compared": (
+            "        if self.module.training in self._looked:",
+            "        if True:",
+            "tests/interop/test_self_mutating.py::test_what_would_be_lost_is_an_error_however_it_is_written",
+        ),
+    },
+}
+"""By file in `shardfn` and name: a text that occurs once there, what replaces it, and the test that must fail."""
+
+MUTANTS = [Mutant(name, file, *change) for file, changes in CHANGES.items() for name, change in changes.items()]
 
 
 def differs(mutant: Mutant, root: Path = ROOT) -> str:

@@ -1573,11 +1573,7 @@ REFUSALS: list[tuple[str, str, Callable[[Program, Action], bool]]] = [
         "don't yet support saved tensor hooks",
         lambda p, a: bool(features(p) & HOOKS) and (a.kind in FURTHER or "func" in a.kind or a.kind == "interrupted"),
     ),
-    (
-        "reentrant checkpoints",
-        "use_reentrant=True",
-        lambda p, a: has(p, "wrap reentrant", "around reentrant"),
-    ),
+    ("reentrant checkpoints", "use_reentrant=True", lambda p, a: has(p, "wrap reentrant", "around reentrant")),
 ]
 
 

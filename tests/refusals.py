@@ -17,7 +17,7 @@ def refused(call: Callable[[], Any], kind: type[Exception] | tuple[type[Exceptio
     raise AssertionError("it was not refused")
 
 
-def told(call: Callable[[], Any]) -> str:
+def told(call: Callable[..., Any]) -> str:
     """The kind and message of the error that a call raises, as text."""
     try:
         call()

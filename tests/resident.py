@@ -1,4 +1,4 @@
-"""The resident memory of a process while something runs: its own memory, and pages of files."""
+"""The memory that something takes while it runs: of a process, its own and pages of files; and the largest tensor."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import optree
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def grown(run: Callable[[], Any]) -> tuple[float, float]:
@@ -50,3 +54,19 @@ def pages_of(folder: Path) -> float:
             elif inside and line.startswith("Rss:"):
                 total += int(line.split()[1])
     return total / 1024
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest storage that an op makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        known = {x.untyped_storage().data_ptr() for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in optree.tree_leaves(out):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in known:
+                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
+        return out

@@ -14,14 +14,13 @@ from torch.utils.data import Dataset
 import shardfn as sf
 import shardfn.optim as so
 from shardfn.testing import world
+from tests.models import layer as block
+from tests.optimizers import optimizers_named
 
 WIDTH = 6
 OPTIMIZERS = {
     "adamw": lambda: so.chain(so.clip_by_global_norm(0.1), so.adamw(1e-2)),
-    "adamw8bit": lambda: so.adamw8bit(1e-2),
-    "muon": lambda: so.masked(so.muon(0.02), lambda path, shape: len(shape) == 2, so.adamw(1e-2)),
-    "soap": lambda: so.soap(1e-2, every=2, block=5),
-    "adafactor": lambda: so.adafactor(1e-2),
+    **optimizers_named("adamw8bit, muon, soap, adafactor"),
 }
 
 
@@ -32,10 +31,6 @@ class Rows(Dataset[Any]):
     def __getitem__(self, row: int) -> Tensor:
         g = torch.Generator().manual_seed(row)
         return torch.randn(WIDTH, generator=g, dtype=torch.float64, device="cpu")
-
-
-def block(p: Any, x: Tensor) -> Tensor:
-    return torch.tanh(x @ p["w"] + p["b"])
 
 
 def trained(default: str, name: str, tiers: dict[str, Any], folder: str) -> list[Tensor]:

@@ -47,11 +47,7 @@ def unnamed() -> Any:
 Row = tuple[Callable[[], Any], type[Exception], list[str]]
 
 MESHES: dict[str, Row] = {
-    "product": (
-        lambda: mesh(a=3),
-        ValueError,
-        ["make_mesh(a=3)", "3 processes", "has 4", "--nproc-per-node 3", "-1"],
-    ),
+    "product": (lambda: mesh(a=3), ValueError, ["make_mesh(a=3)", "3 processes", "has 4", "--nproc-per-node 3", "-1"]),
     "too large": (lambda: mesh(a=2, b=4), ValueError, ["a=2, b=4", "8 processes", "world has 4", "--nproc-per-node 8"]),
     "too small": (lambda: mesh(a=2), ValueError, ["a=2", "2 processes", "world has 4"]),
     "remainder": (lambda: mesh(a=3, b=-1), ValueError, ["a=3, b=-1", "a multiple of 3", "world has 4"]),
@@ -89,11 +85,7 @@ AXES: dict[str, Row] = {
 }
 
 COLLECTIVES: dict[str, Row] = {
-    "dim": (
-        lambda: inside(lambda: sf.all_gather(T, "a", dim=2)),
-        ValueError,
-        ["all_gather", "dim=2", "(4, 6)", "2 d"],
-    ),
+    "dim": (lambda: inside(lambda: sf.all_gather(T, "a", dim=2)), ValueError, ["all_gather", "dim=2", "(4, 6)", "2 d"]),
     "negative": (lambda: inside(lambda: sf.all_gather(T, "a", dim=-3)), ValueError, ["all_gather", "dim=-3", "(4, 6)"]),
     "scalar": (lambda: inside(lambda: sf.all_gather(T[0, 0], "a")), ValueError, ["all_gather", "dim=0", "()", "0 dim"]),
     "to": (lambda: inside(lambda: sf.all_gather(T, "a", to="all")), ValueError, ["all_gather", "'all'", '"invariant"']),  # type: ignore[arg-type]
@@ -209,11 +201,7 @@ SPECS: dict[str, Row] = {
         ValueError,
         ["in_specs for params", "no rule for w", "match no path: v"],
     ),
-    "call": (
-        lambda: mapped(step, P(), T, speed=3),
-        TypeError,
-        ["shard_map(step)", "unexpected keyword argument"],
-    ),
+    "call": (lambda: mapped(step, P(), T, speed=3), TypeError, ["shard_map(step)", "unexpected keyword argument"]),
     "no argument": (lambda: mapped(step, P()), TypeError, ["shard_map(step)", "'params'"]),
     "result axis": (
         lambda: mapped(step, P(), T, out_specs=P("z")),
@@ -248,8 +236,7 @@ SPECS: dict[str, Row] = {
 
 
 @pytest.mark.parametrize(
-    ("table", "row"),
-    [(t, row) for t in ("MESHES", "AXES", "COLLECTIVES", "SPECS") for row in globals()[t]],
+    ("table", "row"), [(t, row) for t in ("MESHES", "AXES", "COLLECTIVES", "SPECS") for row in globals()[t]]
 )
 def test_a_mistake_is_explained_on_every_rank(table: str, row: str) -> None:
     call, kind, words = globals()[table][row]

@@ -124,10 +124,7 @@ Elements = tuple[str, Box, Tensor]
 
 
 def fill(
-    folder: Path,
-    plan: Plan,
-    values: Iterable[tuple[str, Tensor]],
-    placed: Callable[[str, Tensor], Iterable[Elements]],
+    folder: Path, plan: Plan, values: Iterable[tuple[str, Tensor]], placed: Callable[[str, Tensor], Iterable[Elements]]
 ) -> None:
     """Writes this rank's tensors as they come; returns when they are on disk.
 

@@ -119,12 +119,7 @@ class Pending:
 @waiting.during("sf.checkpoint.save_async")
 @short_errors
 def save_async(
-    path: str | os.PathLike[str],
-    state: Any,
-    *,
-    keep: int | None = None,
-    overwrite: bool = False,
-    busy: Busy = "wait",
+    path: str | os.PathLike[str], state: Any, *, keep: int | None = None, overwrite: bool = False, busy: Busy = "wait"
 ) -> Pending:
     """Writes training state in the background: training may go on and change it as soon as this returns.
 

@@ -9,10 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
-from torch._C._functorch import (
-    get_single_level_autograd_function_allowed,
-    set_single_level_autograd_function_allowed,
-)
+from torch._C._functorch import get_single_level_autograd_function_allowed, set_single_level_autograd_function_allowed
 from torch._functorch.eager_transforms import enable_inplace_requires_grad, grad_increment_nesting
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.forward_ad import _set_fwd_grad_enabled

@@ -7,12 +7,7 @@ import sys
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _pop_mode,
-    _pop_mode_temporarily,
-    _push_mode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _pop_mode_temporarily, _push_mode
 
 
 class DispatchMode(TorchDispatchMode):

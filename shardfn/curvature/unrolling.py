@@ -184,13 +184,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def implicit(
-    loss: Function,
-    outer: Function,
-    params: Any,
-    hyper: Any,
-    batches: Any = None,
-    by: Method = "cg",
-    **options: Any,
+    loss: Function, outer: Function, params: Any, hyper: Any, batches: Any = None, by: Method = "cg", **options: Any
 ) -> Any:
     r"""The hypergradient at the end of training: the derivative of `outer` at a minimum that moves with `hyper`.
 

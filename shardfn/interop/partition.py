@@ -207,11 +207,7 @@ def canonical_names(module: nn.Module) -> dict[str, str]:
 
 
 def boundaries(
-    module: nn.Module,
-    stages: Boundaries | None,
-    min_num_params: int | None,
-    small: int,
-    loose: Callable[[str], bool],
+    module: nn.Module, stages: Boundaries | None, min_num_params: int | None, small: int, loose: Callable[[str], bool]
 ) -> dict[str, nn.Module]:
     """Chooses the modules that are stages, by path, in the module's order; none is inside another.
 

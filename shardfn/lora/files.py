@@ -23,17 +23,7 @@ from shardfn.checkpoint.files import FileReader
 from shardfn.checkpoint.team import CheckpointError, on_each_rank, team_of
 from shardfn.interop.functional import Functional, expect_functional
 from shardfn.lora import targets
-from shardfn.lora.adapters import (
-    BARE,
-    PARTS,
-    Adapter,
-    Kind,
-    Recipe,
-    is_adapter,
-    kind_of,
-    parameter_of,
-    thin,
-)
+from shardfn.lora.adapters import BARE, PARTS, Adapter, Kind, Recipe, is_adapter, kind_of, parameter_of, thin
 from shardfn.lora.init import by_stage, values_of, without_values
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import grid_of

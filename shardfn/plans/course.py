@@ -58,12 +58,7 @@ def course_of(
     held, peak_after = device.course(kinds, max(last, 0))
     peak = max(held, key=lambda entry: entry.total)
     return Course(
-        held,
-        peak,
-        device.allocations(kinds, peak_after),
-        device.rounded(),
-        host.most(kinds),
-        disk.most(kinds),
+        held, peak, device.allocations(kinds, peak_after), device.rounded(), host.most(kinds), disk.most(kinds)
     )
 
 

@@ -40,14 +40,7 @@ from shardfn.stages.call import Call, Residuals, detached, differentiated, evalu
 from shardfn.stages.consistency import compare, lane_state
 from shardfn.stages.decoding import Decoding, Memories
 from shardfn.stages.options import Offload
-from shardfn.stages.parameters import (
-    Loan,
-    Reads,
-    record_gradients,
-    record_parameters,
-    record_sum,
-    whole_parameters,
-)
+from shardfn.stages.parameters import Loan, Reads, record_gradients, record_parameters, record_sum, whole_parameters
 from shardfn.stages.prefetch import Prefetch
 from shardfn.stages.reduction import Dtypes, Level, Reduction, Reductions, Route
 from shardfn.stages.refusals import reentrant_told, refuse_closure, refuse_opaque, refuse_returned, writes

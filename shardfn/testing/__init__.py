@@ -35,17 +35,7 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     import shardfn.testing.strategies as strategies
 
-__all__ = [
-    "Device",
-    "Failure",
-    "Wait",
-    "World",
-    "WorldError",
-    "WorldTimeout",
-    "simulated",
-    "strategies",
-    "world",
-]
+__all__ = ["Device", "Failure", "Wait", "World", "WorldError", "WorldTimeout", "simulated", "strategies", "world"]
 
 
 def __getattr__(name: str) -> Any:

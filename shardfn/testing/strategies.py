@@ -102,13 +102,7 @@ def specs(ndim: int, axes: Sequence[str]) -> SearchStrategy[P]:
 
 @st.composite
 def global_shapes(
-    draw: st.DrawFn,
-    spec: P,
-    mesh: Mapping[str, int],
-    *,
-    ndim: int | None = None,
-    min_size: int = 0,
-    max_size: int = 3,
+    draw: st.DrawFn, spec: P, mesh: Mapping[str, int], *, ndim: int | None = None, min_size: int = 0, max_size: int = 3
 ) -> tuple[int, ...]:
     """Shapes that `spec` cuts evenly on a mesh of these sizes; a local dimension is `min_size` to `max_size` long."""
     entries = tuple(spec)

@@ -151,10 +151,7 @@ _CLIPPING: Table = {
     "clipping_type": By(_TYPE, missing("no clipping that is known here")),
     "clipping_threshold": sets("so.clip_by_global_norm, or so.clip_by_value if clipping_type is value", clip=number),
 }
-_ALGORITHMS: Table = {
-    "gradient_clipping": Section(_CLIPPING, "gradient_clipping"),
-    "ema": missing("so.ema"),
-}
+_ALGORITHMS: Table = {"gradient_clipping": Section(_CLIPPING, "gradient_clipping"), "ema": missing("so.ema")}
 
 
 def _algorithms(draft: Draft, key: str, value: Any) -> None:

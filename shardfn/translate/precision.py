@@ -49,10 +49,7 @@ ADAPTING: Table = {
     "initial_scale_power": sets("scale= of so.loss_scaled", scale=lambda key, value: 2.0 ** whole(key, value, 0)),
     "loss_scale_window": sets("every= of so.loss_scaled", every=natural),
 }
-SCALING: Table = {
-    **ADAPTING,
-    **{name: meaning for name, (meaning, _) in _NOT_SCALED.items()},
-}
+SCALING: Table = {**ADAPTING, **{name: meaning for name, (meaning, _) in _NOT_SCALED.items()}}
 
 
 def where_adapting(draft: Draft, prefix: str, given: dict[str, Any]) -> None:

@@ -16,13 +16,13 @@ from benchmarks.launches import (
     OPTIMIZERS,
     WIRES,
     Counts,
-    block,
     counts,
     empty,
     gradient,
     layers,
     step_of,
 )  # fmt: skip
+from benchmarks.model import perceptron as block
 from shardfn.testing import simulated, world
 
 

@@ -41,7 +41,7 @@ from tests.check.gallery.setting import (
 COLUMNS = {"tensor": 2}
 V = normal(IN, seed=5)  # a vector that all ranks hold
 CANNOT = {  # be said here, and why
-    "jax_tanh_of_partial_sums": "a partial sum has no type of its own: it varies",
+    "jax_tanh_of_partial_sums": "a partial sum has no type of its own: it varies"
 }
 FROM_JAX: dict[str, Wrong] = {}
 

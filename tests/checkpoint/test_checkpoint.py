@@ -42,8 +42,10 @@ from shardfn.shards import boxes
 from shardfn.shards.boxes import Box
 from shardfn.testing import World, WorldError, world
 from shardfn.testing.strategies import mesh_sizes, pytrees, shapes, tensor_of
-from tests.models import drawn, mesh_of
+from tests.models import drawn, mesh_of, same, zeros
+from tests.optimizers import optimizers_named
 from tests.refusals import refused
+from tests.resident import Largest
 
 DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -66,22 +68,6 @@ def placed(tree: Any, sizes: dict[str, int], kind: str, specs: Any = WHOLE) -> A
     mesh = mesh_of(**sizes)
     rest = tuple(name for name in sizes if name == "replica")
     return sf.shard(tree, mesh, PLACEMENTS[kind](("shard",), rest), specs=specs)
-
-
-def same(a: Any, b: Any) -> bool:
-    """Bit for bit, of trees of tensors and numbers."""
-    first, second = optree.tree_leaves(a), optree.tree_leaves(b)
-    return len(first) == len(second) and all(
-        torch.equal(contents.as_bytes(x), contents.as_bytes(y)) and x.dtype == y.dtype and x.shape == y.shape
-        if isinstance(x, Tensor)
-        else x == y and type(x) is type(y)
-        for x, y in zip(first, second, strict=True)
-    )
-
-
-def cleared(tree: Any) -> Any:
-    """A tree of the same kinds with other values."""
-    return optree.tree_map(lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else type(x)(), tree)
 
 
 # --- boxes ---
@@ -135,7 +121,7 @@ def written(path: str, tree: Any, sizes: dict[str, int], kind: str, extra: Any) 
 
 def read(path: str, tree: Any, sizes: dict[str, int], kind: str, extra: Any) -> Any:
     tree, extra = made(tree), made(extra)
-    like = {"model": placed(cleared(tree), sizes, kind), **cleared(extra)}
+    like = {"model": placed(zeros(tree), sizes, kind), **zeros(extra)}
     found = checkpoint.load(path, like)
     whole = sf.unshard(found.pop("model"))
     return same(whole, tree) and same(found, extra)
@@ -169,13 +155,7 @@ def test_any_tree_comes_back_on_any_mesh(
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda: so.adamw(so.warmup_cosine(1e-2, warmup=2, steps=10), weight_decay=0.1),
     "chain": lambda: so.chain(so.clip_by_global_norm(0.5), so.sgd(0.1, momentum=0.9)),
-    "adafactor": lambda: so.adafactor(1e-2),
-    "lamb": lambda: so.lamb(1e-2),
-    "muon": lambda: so.masked(so.muon(1e-2), lambda path, shape: len(shape) == 2, so.adamw(1e-3)),
-    "shampoo": lambda: so.shampoo(1e-2, ridge=1e-6, every=2, block=5),
-    "kl_shampoo": lambda: so.kl_shampoo(1e-2, ridge=1e-6, every=2, block=5),
-    "sophia": lambda: so.sophia(1e-2),
-    "soap": lambda: so.soap(1e-2, every=2, block=5),
+    **optimizers_named("adafactor, lamb, muon, shampoo, kl_shampoo, sophia, soap"),
     "average": lambda: so.ema(so.lion(1e-3), 0.9),
     "scaled": lambda: so.loss_scaled(so.adamw(1e-2)),
 }
@@ -646,10 +626,10 @@ def load_cut_off(path: str, harm: Callable[[Path], None]) -> tuple[str, bool]:
 def test_a_file_that_is_gone_or_cut_off_leaves_everything_as_it_was(world: World, tmp_path: Path) -> None:
     world.run(lambda: checkpoint.save(tmp_path / "one", optree.tree_map(lambda x: x + 1, simple(2))))
     for harm in (lambda file: os.truncate(file, file.stat().st_size - 80), lambda file: file.unlink()):
-        for told, same in world.run(load_cut_off, str(tmp_path / "one"), harm):
+        for told, unchanged in world.run(load_cut_off, str(tmp_path / "one"), harm):
             assert "__1_0.distcp" in told
             assert "found on the way" not in told
-            assert same
+            assert unchanged
 
 
 NONSENSE: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -743,22 +723,6 @@ def test_nothing_that_a_file_says_is_run(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 # --- memory ---
-
-
-class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-    """Bytes of the largest storage that an op makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        known = {x.untyped_storage().data_ptr() for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for x in optree.tree_leaves(out):
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in known:
-                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
-        return out
 
 
 def bounded(path: str) -> Any:

@@ -103,6 +103,13 @@ def told(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, Any]:
     return status, json.loads(capsys.readouterr().out)
 
 
+def damage(capsys: pytest.CaptureFixture[str], path: Path) -> list[dict[str, Any]]:
+    """What `verify` finds wrong."""
+    status, (found,) = told(capsys, "verify", path)
+    assert status == 1
+    return list(found["damage"])
+
+
 def refused(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
     """What a command says that it cannot do."""
     capsys.readouterr()
@@ -227,14 +234,13 @@ def test_verify_names_all_flipped_bits(path: Path, capsys: pytest.CaptureFixture
             flipped.append((file, generator.randrange(manifest.files[file][0])))
         for place in set(flipped):
             flip(path / place[0], place[1])
-        status, (found,) = told(capsys, "verify", path)
-        assert status == 1
+        found = damage(capsys, path)
         for file, at in flipped:
-            (bad,) = [one for one in found["damage"] if one["file"] == file and one["start"] <= at < one["stop"]]
+            (bad,) = [one for one in found if one["file"] == file and one["start"] <= at < one["stop"]]
             parts = [(name, c) for name, some in manifest.chunks.items() for c in some if c.file == file]
             names = [name for name, c in parts if c.offset <= at < c.offset + c.length]
             assert bad["entries"] == names
-        assert len(found["damage"]) <= len(flipped)
+        assert len(found) <= len(flipped)
         for place in set(flipped):
             flip(path / place[0], place[1])
     assert main(["checkpoint", "verify", str(path)]) == 0
@@ -247,9 +253,8 @@ def test_verify_names_what_is_cut_off(path: Path, capsys: pytest.CaptureFixture[
         content = (path / file).read_bytes()
         length = generator.randrange(len(content))
         os.truncate(path / file, length)
-        status, (found,) = told(capsys, "verify", path)
-        assert status == 1
-        (bad,) = found["damage"]
+        found = damage(capsys, path)
+        (bad,) = found
         assert (bad["file"], bad["start"], bad["stop"]) == (file, length, len(content))
         parts = [(name, c) for name, some in manifest.chunks.items() for c in some if c.file == file]
         assert set(bad["entries"]) == {name for name, c in parts if c.offset + c.length > length}
@@ -263,15 +268,13 @@ def test_verify_knows_its_files(made: dict[Any, Path], tmp_path: Path, capsys: p
     (path / "more.txt").write_text("?")
     with (path / "__1_0.distcp").open("ab") as file:
         file.write(b"?")
-    status, (found,) = told(capsys, "verify", path)
-    assert status == 1
-    assert [one["file"] for one in found["damage"]] == ["__1_0.distcp", "__2_0.distcp", "more.txt"]
-    assert "goes on" in found["damage"][0]["what"]
+    found = damage(capsys, path)
+    assert [one["file"] for one in found] == ["__1_0.distcp", "__2_0.distcp", "more.txt"]
+    assert "goes on" in found[0]["what"]
     inside = {name for name, some in manifest.chunks.items() for c in some if c.file == "__2_0.distcp"}
-    assert set(found["damage"][1]["entries"]) == inside
+    assert set(found[1]["entries"]) == inside
     flip(path / MANIFEST, 500)
-    status, (found,) = told(capsys, "verify", path)
-    assert (status, [one["file"] for one in found["damage"]]) == (1, [MANIFEST])
+    assert [one["file"] for one in damage(capsys, path)] == [MANIFEST]
     assert main(["checkpoint", "verify", str(path), str(made[1])]) == 1
     assert "damaged in 1 place;" in capsys.readouterr().out
 
@@ -285,9 +288,8 @@ def test_verify_wants_parts_that_make_up_tensors(
     manifest.chunks["model.table"][0] = Chunk(second.box, *list(vars(first).values())[1:])
     manifest.chunks["whole.scalar"] = []
     write_manifest(path, manifest)
-    status, (found,) = told(capsys, "verify", path)
-    assert status == 1
-    wrong = {one["entries"][0]: one["what"] for one in found["damage"] if one["file"] == MANIFEST}
+    found = damage(capsys, path)
+    wrong = {one["entries"][0]: one["what"] for one in found if one["file"] == MANIFEST}
     assert "overlap" in wrong["model.table"]
     assert wrong["whole.scalar"] == "it has no parts"
     assert "model.table: the parts" in refused(capsys, "checkpoint", "reshard", path, tmp_path / "new", "--ranks", 2)
@@ -298,14 +300,12 @@ def test_verify_reads_torchs_items(made: dict[Any, Path], tmp_path: Path, capsys
     path = Path(shutil.copytree(made["torch"], tmp_path / "one"))
     (chunk,) = source_of(path).chunks["model.table"]
     flip(path / chunk.file, chunk.offset + 5000)  # among its elements
-    status, (found,) = told(capsys, "verify", path)
-    assert status == 1
-    assert [one["entries"] for one in found["damage"]] == [["model.table"]]
+    found = damage(capsys, path)
+    assert [one["entries"] for one in found] == [["model.table"]]
     flip(path / chunk.file, chunk.offset + 5000)
     os.truncate(path / chunk.file, chunk.offset + 9000)
-    status, (found,) = told(capsys, "verify", path)
-    assert status == 1
-    assert ["model.table"] in [one["entries"] for one in found["damage"]]
+    found = damage(capsys, path)
+    assert ["model.table"] in [one["entries"] for one in found]
     with pytest.warns(UserWarning, match="disabled"):
         state_dict_saver.save({"odd": argparse.Namespace(x=1)}, checkpoint_id=tmp_path / "odd")
     assert main(["checkpoint", "verify", str(tmp_path / "odd")]) == 0

@@ -29,7 +29,7 @@ from shardfn.checkpoint.files import FileReader
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.testing import World
 from shardfn.testing.strategies import dtypes, shapes, tensor_of
-from tests.models import mesh_of
+from tests.models import mesh_of, same, zeros
 from tests.refusals import refused, told
 from tests.resident import grown
 
@@ -78,15 +78,6 @@ def placed(kind: int, tree: Any) -> Any:
     sizes, strategy = MESHES[kind]
     specs = sf.by_path([(r"layers\..*\.w", P(None, "tensor"))], strict=False) if "tensor" in sizes else P()
     return sf.shard(tree, mesh_of(**sizes), strategy(), specs=specs)
-
-
-def same(got: Any, want: Any) -> bool:
-    (a, one), (b, other) = optree.tree_flatten(got), optree.tree_flatten(want)
-    return one == other and all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def zeros(tree: Any) -> Any:
-    return optree.tree_map(torch.zeros_like, tree)
 
 
 def write_all(folder: Path) -> dict[str, dict[str, Any]]:

@@ -25,7 +25,7 @@ from shardfn.checkpoint.files import FileReader
 from shardfn.checkpoint.huggingface import export, import_
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.testing import World
-from tests.models import mesh_of
+from tests.models import mesh_of, same
 from tests.refusals import refused
 from tests.resident import grown
 
@@ -93,10 +93,6 @@ def files_of(folder: Path) -> dict[str, Tensor]:
     for file in sorted(folder.glob("*.safetensors")):
         found |= library.load_file(file)
     return found
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
 
 
 def there_and_back(name: str, other: str, folder: Path, **more: Any) -> bool:

@@ -19,26 +19,21 @@ from torch import Tensor
 import shardfn as sf
 import shardfn.optim as so
 from shardfn import checkpoint, interop, lora, quant
-from shardfn.checkpoint import contents, writing
+from shardfn.checkpoint import writing
 from shardfn.checkpoint.writing import Writer
 from shardfn.shards.layout import is_flat
 from shardfn.testing import World, world
 from shardfn.tiers import copying, tensors
 from shardfn.tiers.tensors import on_disk
-from tests.models import DATA, head, mesh_of, residual
+from tests.models import DATA, head, mesh_of, residual, zeros
+from tests.models import same as same_trees
 from tests.refusals import refused
 from tests.resident import grown, pages_of
 
 
 def same(a: Any, b: Any) -> bool:
-    """Bit for bit, of trees of tensors and numbers."""
-    first, second = optree.tree_leaves(a), optree.tree_leaves(b)
-    return len(first) == len(second) and all(
-        torch.equal(contents.as_bytes(x), contents.as_bytes(y)) and x.dtype == y.dtype and x.shape == y.shape
-        if isinstance(x, Tensor)
-        else x == y
-        for x, y in zip(first, second, strict=True)
-    )
+    """Wherever the leaves are."""
+    return same_trees(optree.tree_leaves(a), optree.tree_leaves(b))
 
 
 def all_on_disk(tree: Any) -> bool:
@@ -195,14 +190,9 @@ def back_in_memory(folder: Path) -> list[str]:
     wrong = []
     for kind, name in PAIRS:
         first = trained(kind, name)
-        found = [checkpoint.load(folder / f"{kind} {name}{more}", cleared(first)) for more in ("", " again")]
-        wrong += [f"{kind}, {name}"] * (not same(*found) or same(found[0], cleared(first)))
+        found = [checkpoint.load(folder / f"{kind} {name}{more}", zeros(first)) for more in ("", " again")]
+        wrong += [f"{kind}, {name}"] * (not same(*found) or same(found[0], zeros(first)))
     return wrong
-
-
-def cleared(state: Any) -> Any:
-    """Also what is between parameters, which no checkpoint has."""
-    return optree.tree_map(lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else type(x)(), state)
 
 
 def test_from_memory_to_disk_on_fewer_ranks_and_back_bit_for_bit(tmp_path: Path) -> None:
@@ -333,7 +323,7 @@ def cut_short(folder: Path, scratch: Path) -> Any:
         refused(lambda: checkpoint.save(folder / "2", params)),
         refused(checkpoint.save_async(folder / "3", params).wait),
     ]
-    again = checkpoint.load(folder / "1", cleared(want))
+    again = checkpoint.load(folder / "1", zeros(want))
     return said, [path.name for path in sorted(folder.iterdir())], same(again, want)
 
 

@@ -183,8 +183,7 @@ LINEAR = ["psum", "pmean", "pvary", "local_slice", "reduce_scatter", "ppermute",
 
 
 @pytest.mark.parametrize(
-    ("name", "to"),
-    [(name, None) for name in LINEAR] + [("all_gather", "varying"), ("all_gather", "invariant")],
+    ("name", "to"), [(name, None) for name in LINEAR] + [("all_gather", "varying"), ("all_gather", "invariant")]
 )
 @COMMUNICATING
 @given(data=st.data())

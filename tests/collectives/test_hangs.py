@@ -401,9 +401,7 @@ WAITING: dict[Callable[[Any], Any], dict[int, str]] = {
         1: rf"in sf\.checkpoint\.save, called at {HERE}: ranks 0, 2: waits for {gathers('a')}",
     },
     does_one_step_more: {1: rf"{gathers('a')}: ranks? (0|2|0, 2):? ha(s|ve) ended, after {reduces('a')}"},
-    sums_over_another_axis: {
-        0: rf"{in_axis('a')}: rank 2 has failed: Told: .* {in_axis('b')}: rank 3 has ended",
-    },
+    sums_over_another_axis: {0: rf"{in_axis('a')}: rank 2 has failed: Told: .* {in_axis('b')}: rank 3 has ended"},
 }
 
 

@@ -115,11 +115,15 @@ def func_jacrev(s: Setting) -> Any:
 
 
 def func_jacfwd(s: Setting) -> Any:
+    y = s.gives(s.j(s.x))
+    return jacfwd(s.f)(s.takes(s.x)), along_inputs(s, s.j, s.gives).view(*y.shape, *s.takes(s.x).shape)
+
+
+def along_inputs(s: Setting, f: Any, own: Callable[[Tensor], Tensor]) -> Tensor:
     """Column j is the derivative along every rank's input j at once."""
-    x, y = s.takes(s.x), s.gives(s.j(s.x))
+    x = s.takes(s.x)
     basis = torch.eye(x.numel(), dtype=torch.float64).view(-1, *x.shape)
-    columns = [s.gives(jvp(s.j, (s.x,), (s.everywhere(s.case.takes, e).contiguous(),))[1]) for e in basis]
-    return jacfwd(s.f)(x), torch.stack(columns, -1).view(*y.shape, *x.shape)
+    return torch.stack([own(jvp(f, (s.x,), (s.everywhere(s.case.takes, e).contiguous(),))[1]) for e in basis], -1)
 
 
 def grad_of_grad(s: Setting) -> Any:
@@ -152,11 +156,7 @@ def grad_of_vmap(s: Setting) -> Any:
 
 def func_hessian(s: Setting) -> Any:
     x = s.takes(s.x)
-    basis = torch.eye(x.numel(), dtype=torch.float64).view(-1, *x.shape)
-    columns = [
-        s.takes(jvp(grad(s.joint_loss), (s.x,), (s.everywhere(s.case.takes, e).contiguous(),))[1]) for e in basis
-    ]
-    return hessian(s.loss)(x), torch.stack(columns, -1).view(*x.shape, *x.shape)
+    return hessian(s.loss)(x), along_inputs(s, grad(s.joint_loss), s.takes).view(*x.shape, *x.shape)
 
 
 def shardfn_grad(s: Setting) -> Any:

@@ -21,17 +21,7 @@ from shardfn import curvature as sc
 from shardfn import interop
 from shardfn.testing import World
 from shardfn.testing import world as started
-from tests.curvature.test_operators import (
-    DATA,
-    batches_of,
-    dense,
-    entropy,
-    flat,
-    grid,
-    net,
-    operator,
-    whole,
-)
+from tests.curvature.test_operators import DATA, batches_of, dense, entropy, flat, grid, net, operator, whole
 from tests.models import STRATEGIES
 from tests.reference import worst
 

@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 import shardfn as sf
 from shardfn import curvature as sc
 from shardfn.testing import World
-from tests.curvature.test_influence import Met, each, leaves, losses_of, mine, net, plainly, rows, whole
-from tests.models import STRATEGIES, data_mesh
+from tests.curvature.test_influence import Met, each, losses_of, mine, net, rows, whole
+from tests.models import STRATEGIES, leaves, plainly, sharded_trees
 from tests.reference import worst
 
 SIZES = [pytest.param(n, marks=pytest.mark.world(n, "processes")) for n in (1, 2, 4)]
@@ -40,8 +39,7 @@ def halved(path: str, weight: Tensor, gram: Tensor) -> Tensor:
 
 
 def found(strategy: str) -> list[float]:
-    mesh = data_mesh(dist.get_world_size())
-    params = sf.shard(whole(), mesh, STRATEGIES[strategy])
+    mesh, params = sharded_trees(strategy, whole())
     G = sc.grams(losses_of(sf.stage), params, mine(mesh), outputs=True, fisher=True)
     inputs, outputs = reference()
     assert G.left_out == ("embed.e",)

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardfn as sf
 from shardfn import curvature as sc
 from shardfn.testing import World
-from tests.models import STRATEGIES, normal
+from tests.models import STRATEGIES, normal, plainly
 from tests.reference import worst
 
 D, WORDS, CLASSES, ROWS = 4, 7, 3, 8
@@ -35,10 +35,6 @@ def whole(seed: int = 0) -> Any:
 def rows(batch: int) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(batch)
     return torch.randint(0, WORDS, (ROWS,), generator=draw), torch.randint(0, CLASSES, (ROWS,), generator=draw)
-
-
-def plainly(f: Any) -> Any:
-    return f
 
 
 def net(stage: Any, params: Any, tokens: Tensor) -> Tensor:

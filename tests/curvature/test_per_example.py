@@ -18,8 +18,9 @@ from shardfn import interop
 from shardfn.curvature.per_example import PerExample, dp_grads, noise_scale, per_example
 from shardfn.testing import World
 from shardfn.testing import world as shared_world
-from tests.models import STRATEGIES, data_mesh, distance, gradients, normal, variables
+from tests.models import STRATEGIES, data_mesh, distance, gradients, normal, plainly, sharded_trees, variables
 from tests.reference import worst
+from tests.refusals import told
 
 WORDS, T, D, H = 11, 5, 6, 2
 Layer = Callable[[Any, Tensor], Tensor]
@@ -39,10 +40,6 @@ def whole(seed: int = 0, layers: int = 2) -> Any:
 
 def tokens(rank: int, rows: int = 4) -> Tensor:
     return torch.randint(0, WORDS, (rows, T), generator=torch.Generator().manual_seed(rank))
-
-
-def plainly(f: Any, **_: Any) -> Any:
-    return f
 
 
 def losses_of(stage: Any, layer: Layer, tied: bool = False, **options: Any) -> Callable[..., Tensor]:
@@ -274,8 +271,7 @@ def test_norms_of_one_process(name: str) -> None:
 
 
 def sharded(name: str, strategy: str, options: dict[str, Any], tied: bool, rows: Any, **more: Any) -> list[float]:
-    mesh = data_mesh(dist.get_world_size())
-    params = sf.shard(whole(), mesh, STRATEGIES[strategy])
+    mesh, params = sharded_trees(strategy, whole())
     losses = losses_of(sf.stage, LAYERS[name], tied, **options)
     reference = losses_of(plainly, LAYERS[name], tied)
     parts = [tokens(k, rows[k % len(rows)]) for k in range(mesh.size())]
@@ -323,8 +319,7 @@ def dropping(p: Any, x: Tensor) -> Tensor:
 
 def with_dropout(strategy: str, options: dict[str, Any]) -> list[float]:
     """How far norms are from those of gradients through the losses as they are written, with their random numbers."""
-    mesh = data_mesh(dist.get_world_size())
-    params = sf.shard(whole(), mesh, STRATEGIES[strategy])
+    mesh, params = sharded_trees(strategy, whole())
     losses, own = losses_of(sf.stage, dropping, **options), tokens(mesh.get_rank())
     found = []
     for _ in range(2):
@@ -405,8 +400,7 @@ def test_one_rank(world: World) -> None:
 
 
 def in_few_bits(options: dict[str, Any], autocast: bool) -> float:
-    mesh = data_mesh(dist.get_world_size())
-    params = sf.shard(optree.tree_map(lambda x: x.float(), whole()), mesh, STRATEGIES["full_shard"])
+    mesh, params = sharded_trees("full_shard", optree.tree_map(lambda x: x.float(), whole()))
     own = tokens(mesh.get_rank())
     want = norms_of(alone(losses_of(plainly, attending, True), whole(), own))
 
@@ -428,10 +422,10 @@ def test_few_bits(world: World) -> None:
 
 
 class Model(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, padding: int | None = 0) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed = torch.nn.Embedding(WORDS, D, padding_idx=0)
+        self.embed = torch.nn.Embedding(WORDS, D, padding_idx=padding)
         layer = torch.nn.TransformerEncoderLayer(D, 2, 12, dropout=0.0, batch_first=True, dtype=torch.float64)
         self.layers = torch.nn.ModuleList([layer, torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.GELU())])
         self.double()
@@ -470,8 +464,7 @@ def test_a_module(world: World) -> None:
 
 
 def communicated() -> Any:
-    mesh = data_mesh(dist.get_world_size())
-    params = sf.shard(whole(), mesh, STRATEGIES["full_shard"])
+    mesh, params = sharded_trees("full_shard", whole())
     losses, own = losses_of(sf.stage, mlp), tokens(mesh.get_rank())
     per_example(losses, params, own)
     found = []
@@ -511,8 +504,7 @@ def test_products_with_a_direction(world: World) -> None:
 
 
 def private(strategy: str, noise: float) -> Any:
-    mesh = data_mesh(dist.get_world_size())
-    params = sf.shard(whole(), mesh, STRATEGIES[strategy])
+    mesh, params = sharded_trees(strategy, whole())
     n = 8 // mesh.size()
     own = tokens(0, 8)[n * mesh.get_rank() : n * (mesh.get_rank() + 1)]
     options: dict[str, Any] = {"clip": 0.5, "noise": noise, "size": 10.0, "seed": 3, "step": 7}
@@ -543,8 +535,7 @@ def test_private_gradients_are_the_same_on_any_mesh() -> None:
 
 def of_samples(strategy: str, rate: float, rounds: int) -> list[Any]:
     """Private gradients of samples, by rank, and which rows they had."""
-    mesh = data_mesh(dist.get_world_size())
-    params = sf.shard(whole(), mesh, STRATEGIES[strategy])
+    mesh, params = sharded_trees(strategy, whole())
     axes = tuple(mesh.mesh_dim_names or ())
     batches = sf.run.batches({"t": tokens(0, 24), "row": torch.arange(24)}, mesh, axes, 24, 5, rate=rate)
     options: dict[str, Any] = {"clip": 0.5, "noise": 1.1, "size": 24 * rate, "seed": 3}
@@ -648,8 +639,7 @@ def test_noise_is_normal_and_another_at_each_step() -> None:
 
 
 def scale() -> float:
-    mesh = data_mesh(dist.get_world_size())
-    params = sf.shard(whole(), mesh, STRATEGIES["hybrid_shard"])
+    mesh, params = sharded_trees("hybrid_shard", whole())
     n = 16 // mesh.size()
     own = tokens(0, 16)[n * mesh.get_rank() : n * (mesh.get_rank() + 1)]
     rows = per_example(losses_of(sf.stage, mlp), params, own)
@@ -669,7 +659,7 @@ def test_noise_scale(world: World) -> None:
 # --- errors ---
 
 
-def told() -> dict[str, str]:
+def wrong_calls() -> dict[str, str]:
     mesh = data_mesh(dist.get_world_size())
     rank = mesh.get_rank()
     params = sf.shard({"only": whole()["layers"][0]}, mesh, STRATEGIES["full_shard"])["only"]
@@ -724,19 +714,12 @@ def told() -> dict[str, str]:
         "no mask": lambda: dp_grads(losses, params, x, **of_a_mask([True] * 4)),
         "seed": lambda: dp_grads(losses, params, x, clip=1.0, noise=1.0, size=1.0, **half),
     }
-    found = {}
-    for name, program in programs.items():
-        try:
-            program()
-            found[name] = "nothing"
-        except (TypeError, ValueError, RuntimeError) as error:
-            found[name] = str(error)
-    return found
+    return {name: told(program) for name, program in programs.items()}
 
 
 @two
 def test_errors(world: World) -> None:
-    for found in world.run(told):
+    for found in world.run(wrong_calls):
         assert "rows are mixed, as by a batch norm" in found["a batch norm"]
         assert "rows are mixed, as by a batch norm" in found["a mean"]
         assert "its derivative mixes rows" in found["a derivative"]

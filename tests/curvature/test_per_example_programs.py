@@ -65,6 +65,15 @@ def token_losses(logits: Tensor, t: Tensor) -> Tensor:
     return F.cross_entropy(logits.transpose(1, 2), t, reduction="none").mean(1)
 
 
+def of_one_stage(f: Callable[..., Tensor], params: Any) -> Any:
+    """A program whose losses are squares of what one stage makes of rows."""
+
+    def losses(stage: Any, params: Any, x: Tensor) -> Tensor:
+        return stage(f)(params["f"], x).square().sum(1)
+
+    return params, losses, (images(6),)
+
+
 # --- language models ---
 
 
@@ -566,10 +575,7 @@ def hooked() -> Any:
             w.register_hook(lambda g: 0.5 * g)
         return x @ w
 
-    def losses(stage: Any, params: Any, x: Tensor) -> Tensor:
-        return stage(f)(params["f"], x).square().sum(1)
-
-    return params, losses, (images(6),)
+    return of_one_stage(f, params)
 
 
 @program()
@@ -614,10 +620,7 @@ def written_in_place() -> Any:
         out[:, 0] = p["b"][0]
         return torch.relu_(out).clone()
 
-    def losses(stage: Any, params: Any, x: Tensor) -> Tensor:
-        return stage(f)(params["f"], x).square().sum(1)
-
-    return params, losses, (images(6),)
+    return of_one_stage(f, params)
 
 
 @program(stages_only=True)
@@ -644,10 +647,7 @@ def checkpoints_inside() -> Any:
     def f(p: Any, x: Tensor) -> Tensor:
         return checkpoint(lambda x: torch.tanh(x @ p["w"]) @ p["v"], x, use_reentrant=False)
 
-    def losses(stage: Any, params: Any, x: Tensor) -> Tensor:
-        return stage(f)(params["f"], x).square().sum(1)
-
-    return params, losses, (images(6),)
+    return of_one_stage(f, params)
 
 
 # --- transforms inside ---
@@ -679,10 +679,7 @@ def force_by_autograd() -> Any:
         z = torch.tanh(x @ p["w"])
         return ((1 - z * z) * p["v"]) @ p["w"].T
 
-    def losses(stage: Any, params: Any, x: Tensor) -> Tensor:
-        return stage(f)(params["f"], x).square().sum(1)
-
-    return params, losses, (images(6),)
+    return of_one_stage(f, params)
 
 
 @program()
@@ -801,10 +798,7 @@ def unused_and_frozen() -> Any:
             target = x @ p["used"]
         return (x @ p["used"] - target.flip(1)) * (x[:, :1] > 0) + (x @ p["detached"].detach())
 
-    def losses(stage: Any, params: Any, x: Tensor) -> Tensor:
-        return stage(f)(params["f"], x).square().sum(1)
-
-    return params, losses, (images(6),)
+    return of_one_stage(f, params)
 
 
 @program()

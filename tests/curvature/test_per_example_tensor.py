@@ -19,9 +19,10 @@ from shardfn import curvature as sc
 from shardfn.curvature import ekfac, influence
 from shardfn.curvature.per_example import dp_grads, noise_scale, per_example
 from shardfn.testing import world as shared_world
-from tests.curvature.test_per_example import norms_of, off
-from tests.models import distance, gradients, normal, plainly, variables
+from tests.curvature.test_per_example import alone, norms_of, off
+from tests.models import distance, normal, plainly
 from tests.reference import worst
+from tests.refusals import told
 
 WORDS, T, D, H = 12, 4, 8, 2
 Program = Callable[..., Tensor]
@@ -30,11 +31,7 @@ SHAPES = {
     "n": (D,), "nb": (D,), "gain": (12,), "odd": (D, D),
 }  # fmt: skip
 SPECS = sf.by_path(
-    [
-        (r".*\.(q|k|v|up)|head\.w", P(None, "tensor")),
-        (r".*\.(o|down|ub|gain)|.*\.e", P("tensor")),
-        (r".*", P()),
-    ]
+    [(r".*\.(q|k|v|up)|head\.w", P(None, "tensor")), (r".*\.(o|down|ub|gain)|.*\.e", P("tensor")), (r".*", P())]
 )
 
 
@@ -150,17 +147,6 @@ def losses_of(stage: Any, layer: Any, t: Any = (), tied: bool = False, **options
         return stage(head)(params["head"], x, tokens[:, 1:])
 
     return losses
-
-
-def alone(losses: Program, params: Any, *batch: Tensor) -> Any:
-    """Every row's gradient, on one process."""
-
-    def gradient(*row: Tensor) -> Any:
-        leaves = variables(params)
-        losses(leaves, *(x[None] for x in row))[0].backward()
-        return gradients(leaves)
-
-    return optree.tree_map(lambda *gs: torch.stack(gs), *[gradient(*row) for row in zip(*batch, strict=True)])
 
 
 def meshes(world: int) -> list[dict[str, int]]:
@@ -353,7 +339,7 @@ def test_modules(kind: str, ranks: int) -> None:
 # --- errors ---
 
 
-def told() -> dict[str, str]:
+def wrong_calls() -> dict[str, str]:
     mesh = sf.make_mesh(device="cpu", shard=2, tensor=2)
     here = mesh.get_local_rank("tensor")
     params = sf.shard(whole(), mesh, sf.full_shard("shard"), specs=SPECS)
@@ -381,18 +367,12 @@ def told() -> dict[str, str]:
         "factors": lambda: ekfac(losses, params, [(x,)]),
         "scores": lambda: influence(lambda q: q, [params], losses, params, [(of_rank,)]),
     }
-    found = {}
-    for name, program in programs.items():
-        try:
-            sf.shard_map(program, mesh=mesh, in_specs=(), out_specs=..., check=False)()
-            found[name] = "nothing"
-        except (TypeError, ValueError, RuntimeError) as error:
-            found[name] = str(error)
-    return found
+    run = sf.shard_map(mesh=mesh, in_specs=(), out_specs=..., check=False)
+    return {name: told(run(program)) for name, program in programs.items()}
 
 
 def test_errors() -> None:
-    for found in shared_world(4).run(told):
+    for found in shared_world(4).run(wrong_calls):
         for name in ("other rows", "other mask", "scores"):
             assert "the rows differ between ranks" in found[name], found
             assert "cut batches over other axes" in found[name], found

@@ -21,8 +21,8 @@ import shardfn as sf
 from shardfn import P, parallel
 from shardfn.curvature.per_example import per_example
 from shardfn.testing import world as shared_world
-from tests.curvature.test_per_example import Doubling, norms_of, off
-from tests.curvature.test_per_example_tensor import alone
+from tests.curvature.test_per_example import Doubling, alone, norms_of, off
+from tests.curvature.test_per_example_programs import drawn
 from tests.models import distance, normal, plainly
 from tests.reference import worst
 
@@ -55,10 +55,6 @@ PROGRAMS: dict[str, Callable[[], Program]] = {}
 def program(f: Callable[[], Program]) -> Callable[[], Program]:
     PROGRAMS[f.__name__] = f
     return f
-
-
-def drawn(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
-    return {name: normal(*shape, seed=k + 7 * len(name)) for k, (name, shape) in enumerate(shapes.items())}
 
 
 def vectors(place: int, rows: int = 3) -> tuple[Tensor, ...]:

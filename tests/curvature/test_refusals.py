@@ -26,8 +26,8 @@ from shardfn.testing import World
 from shardfn.testing import world as started
 from shardfn.testing.world import close_worlds
 from tests.curvature.test_curvature import given
-from tests.curvature.test_influence import leaves, losses_of, mine, net, rows, whole
-from tests.models import STRATEGIES, data_mesh
+from tests.curvature.test_influence import losses_of, mine, net, rows, whole
+from tests.models import STRATEGIES, data_mesh, leaves
 from tests.refusals import refused, told
 
 two = pytest.mark.world(2, "processes")

@@ -14,8 +14,8 @@ import shardfn as sf
 import shardfn.optim as so
 from shardfn import curvature as sc
 from shardfn.testing import World
-from tests.curvature.test_operators import DATA, ROWS, flat, grid, net, plainly, rows, whole
-from tests.models import STRATEGIES
+from tests.curvature.test_operators import DATA, ROWS, flat, grid, net, rows, whole
+from tests.models import STRATEGIES, plainly
 from tests.reference import worst
 
 STEPS = 5

@@ -14,11 +14,7 @@ from shardfn.testing import World, world
 
 TINY = ring_attention.Config(width=16, heads=4, layers=2, hidden=24, context=32, batch=2, warmup=2, dtype=torch.float64)
 STEPS = 3
-CELLS = {
-    "ring": TINY,
-    "ring, in order": replace(TINY, in_order=True),
-    "ulysses": replace(TINY, method="ulysses"),
-}
+CELLS = {"ring": TINY, "ring, in order": replace(TINY, in_order=True), "ulysses": replace(TINY, method="ulysses")}
 
 
 def trained() -> dict[str, Any]:

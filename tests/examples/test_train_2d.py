@@ -10,16 +10,13 @@ import shardfn as sf
 from examples import train_2d, train_lm
 from examples.run import curve
 from shardfn.testing import world
+from tests.examples.test_pipeline import text
 
 TINY = train_lm.Config(
     width=16, heads=4, layers=2, hidden=24, context=16, batch=8, warmup=3, dtype=torch.float64, clip=0.5
 )
 STEPS = 4
 CELLS = [(2, 2, False), (2, 2, True), (1, 4, False), (1, 4, True), (4, 1, False)]
-
-
-def text() -> torch.Tensor:
-    return torch.frombuffer(bytearray(b"def f(x):\n    return x + 1\n" * 40), dtype=torch.uint8)
 
 
 def alone() -> list[float]:

@@ -39,6 +39,7 @@ from tests.interop.modules import (
     rows,
     seeded,
 )
+from tests.refusals import told
 
 # --- which are right ---
 
@@ -369,10 +370,7 @@ def elsewhere() -> dict[str, Any]:
     found["read, assigned"] = apart(mapped(lambda p: model(p, rows()), mesh)(params), alone(rows()))
     writing = functional(seeded(partial(Scaled, True)), small=0)
     cut = sf.shard(writing.tree, mesh, sf.full_shard("shard"))
-    try:
-        mapped(lambda p: writing(p, rows()), mesh)(cut)
-    except RuntimeError as error:
-        found["message"] = str(error)
+    found["message"] = told(lambda: mapped(lambda p: writing(p, rows()), mesh)(cut))
     return found
 
 
@@ -597,12 +595,8 @@ def messages() -> dict[tuple[str, str, bool], str]:
                     continue  # which refuses it by itself
                 model = functional(seeded(make), small=0 if name != "clamped" else 2, remat=remat, **options)
                 params = sf.shard(model.tree, mesh, sf.full_shard("shard"))
-                try:
-                    mapped(transform(lambda p, m=model: m(p, rows()).sum()), mesh)(params)
-                except (RuntimeError, TypeError) as error:
-                    found[name, way, remat] = str(error)
-                else:
-                    found[name, way, remat] = "nothing was said"
+                step = mapped(transform(lambda p, m=model: m(p, rows()).sum()), mesh)
+                found[name, way, remat] = told(partial(step, params))
     return found
 
 

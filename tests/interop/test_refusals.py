@@ -21,16 +21,9 @@ from shardfn.interop.refusals import disables_checkpointing
 from shardfn.testing import World
 from tests.interop import zoo
 from tests.interop.modules import Block, Net, backward, mapped, meshed, seeded
+from tests.refusals import told
 
 Refused = dict[str, tuple[Callable[[], Any], tuple[str, ...]]]
-
-
-def said(run: Callable[[], Any]) -> str:
-    try:
-        run()
-    except (ValueError, TypeError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was said"
 
 
 # --- before a module is touched ---
@@ -111,7 +104,7 @@ def test_modules_that_cannot_be_taken_apart_are_left_as_they_are(case: str) -> N
     make, options, parts = MODULES[case]
     module = make()
     before = dict(module.named_parameters()) if isinstance(module, nn.Module) else {}
-    message = said(lambda: functional(module, **options))
+    message = told(lambda: functional(module, **options))
     assert [part for part in parts if part not in message] == [], message
     if before:
         assert all(p is before[k] for k, p in module.named_parameters())
@@ -125,7 +118,7 @@ def wrapped() -> dict[str, str]:
 
     ddp = nn.parallel.DistributedDataParallel(seeded(Net))
     whole: Any = fully_shard(nn.Linear(4, 4), mesh=mesh)
-    return {"ddp": said(lambda: functional(ddp)), "dtensor": said(lambda: functional(whole))}
+    return {"ddp": told(lambda: functional(ddp)), "dtensor": told(lambda: functional(whole))}
 
 
 @pytest.mark.world(2, "processes")
@@ -271,7 +264,7 @@ def refused() -> dict[str, str]:
 
         for name, transform in (("grad", sf.grad), ("torch", torch.func.grad), ("backward", backward)):
             step = mapped(transform(loss), mesh)
-            found[f"{case}, {name}"] = said(partial(step, params))
+            found[f"{case}, {name}"] = told(partial(step, params))
         return model, params
 
     run("batch norm", zoo.Pictures().double(), zoo.numbers(3, 6, 6))
@@ -295,46 +288,43 @@ def refused() -> dict[str, str]:
     checkpointing(module)
     loss = mapped(sf.grad(lambda p: model(p, **text).logits.sum()), mesh)
     module.train()
-    found["checkpointing"] = said(lambda: loss(params))
+    found["checkpointing"] = told(lambda: loss(params))
     checkpointing(module, on=False)
-    found["checkpointing, off again"] = said(lambda: loss(params))
+    found["checkpointing, off again"] = told(lambda: loss(params))
 
     model, params = made(seeded(Net))
-    found["structure"] = said(lambda: model({k: v for k, v in params.items() if k != "blocks.1"}, x))
-    found["other structure"] = said(lambda: model([params], x))
-    found["by itself"] = said(lambda: model.module(x))
-    found["a layer by itself"] = said(lambda: model.module.blocks[0](x))
-    found["inside itself"] = said(lambda: model.module.blocks[0].w(x))
-    found["state"] = said(lambda: model.state_dict({"w": params}))
-    found["buffers"] = said(lambda: model(params, x, buffers={"mean": x}))
-    found["pickled"] = said(lambda: torch.save(model.module, "/dev/null"))
+    found["structure"] = told(lambda: model({k: v for k, v in params.items() if k != "blocks.1"}, x))
+    found["other structure"] = told(lambda: model([params], x))
+    found["by itself"] = told(lambda: model.module(x))
+    found["a layer by itself"] = told(lambda: model.module.blocks[0](x))
+    found["inside itself"] = told(lambda: model.module.blocks[0].w(x))
+    found["state"] = told(lambda: model.state_dict({"w": params}))
+    found["buffers"] = told(lambda: model(params, x, buffers={"mean": x}))
+    found["pickled"] = told(lambda: torch.save(model.module, "/dev/null"))
     whole = {
         f"{'.'.join(filter(None, (stage, name)))}": x for stage, own in model.tree.items() for name, x in own.items()
     }
-    found["a state dict"] = said(lambda: model.module.load_state_dict(whole))
-    found["copied"] = said(lambda: copy.deepcopy(model.module).blocks[0].w(x))
+    found["a state dict"] = told(lambda: model.module.load_state_dict(whole))
+    found["copied"] = told(lambda: copy.deepcopy(model.module).blocks[0].w(x))
     wider = {**model.tree, "blocks.0": {name: torch.cat([w, w]) for name, w in model.tree["blocks.0"].items()}}
-    found["of other shapes"] = said(lambda: model(sf.shard(wider, mesh, sf.full_shard("shard")), x))
+    found["of other shapes"] = told(lambda: model(sf.shard(wider, mesh, sf.full_shard("shard")), x))
     late, params = made(seeded(Net))
     late.module.blocks[0] = Block().double()
-    found["a later layer"] = said(lambda: late(params, x))
+    found["a later layer"] = told(lambda: late(params, x))
     late, params = made(seeded(Net))
-    found["no later layer"] = said(lambda: late(params, x))
+    found["no later layer"] = told(lambda: late(params, x))
     late.module.blocks[0] = Block().double()
-    found["a layer after a call"] = said(lambda: late(params, x))
+    found["a layer after a call"] = told(lambda: late(params, x))
     late, params = made(seeded(Net))
     late.module.blocks[1].w.compile()
-    found["compiled after a call"] = said(lambda: late(params, x))
-    found["the function, copied"] = said(lambda: copy.deepcopy(model))
-    found["no parameters"] = said(lambda: model(x))
-    found["for torch.optim"] = said(lambda: torch.optim.SGD(model.module.parameters(), 0.1).step())
-    found["clipped"] = said(lambda: nn.utils.clip_grad_norm_(model.module.parameters(), 1.0))
-    found["frozen later"] = said(lambda: model.module.requires_grad_(False))
-    found["frozen as it was"] = said(lambda: model.module.requires_grad_(True))
-    try:
-        model.eval()
-    except AttributeError as error:
-        found["of the module"] = str(error)
+    found["compiled after a call"] = told(lambda: late(params, x))
+    found["the function, copied"] = told(lambda: copy.deepcopy(model))
+    found["no parameters"] = told(lambda: model(x))
+    found["for torch.optim"] = told(lambda: torch.optim.SGD(model.module.parameters(), 0.1).step())
+    found["clipped"] = told(lambda: nn.utils.clip_grad_norm_(model.module.parameters(), 1.0))
+    found["frozen later"] = told(lambda: model.module.requires_grad_(False))
+    found["frozen as it was"] = told(lambda: model.module.requires_grad_(True))
+    found["of the module"] = told(lambda: model.eval())
     return found
 
 
@@ -356,11 +346,11 @@ MESSAGES: dict[str, tuple[str, ...]] = {
         "remat=True",
     ),
     "copies": ("RuntimeError", "0.weight is copied in forward", "Copy under torch.no_grad()"),
-    "copies unseen": ("nothing was said",),
+    "copies unseen": ("it was done",),
 }
 ONCE: dict[str, tuple[str, ...]] = {
     "checkpointing": ("TypeError", DISABLES.replace("call ", "call model.module."), "remat=True"),
-    "checkpointing, off again": ("nothing was said",),
+    "checkpointing, off again": ("it was done",),
     "structure": ("ValueError", "Missing: 'blocks.1'"),
     "other structure": ("TypeError", "a dict of stages", "not of type list"),
     "by itself": ("RuntimeError", "call the function that `functional` returned"),
@@ -381,7 +371,7 @@ ONCE: dict[str, tuple[str, ...]] = {
         "blocks.0 got other parameters or modules after functional()",
         "before it is taken",
     ),
-    "no later layer": ("nothing was said",),
+    "no later layer": ("it was done",),
     "a layer after a call": ("RuntimeError", "blocks.0 got other parameters or modules after functional()"),
     "compiled after a call": ("RuntimeError", "blocks.1.w was compiled by torch after functional()", "compile=True"),
     "the function, copied": ("TypeError", "cannot be copied or pickled"),
@@ -389,7 +379,7 @@ ONCE: dict[str, tuple[str, ...]] = {
     "for torch.optim": ("RuntimeError", "gets no gradient here", "sf.value_and_grad"),
     "clipped": ("RuntimeError", "gets no gradient here"),
     "frozen later": ("RuntimeError", "call requires_grad_ before `functional`"),
-    "frozen as it was": ("nothing was said",),
+    "frozen as it was": ("it was done",),
     "of the module": ("model.module.eval",),
 }
 
@@ -424,7 +414,7 @@ def test_a_weight_that_a_hook_makes_is_told_with_what_has_no_hook() -> None:
 def test_fake_tensors_are_named_unless_a_simulated_device_owns_them() -> None:
     with FakeTensorMode():
         module = nn.Linear(2, 3)
-    text = said(lambda: functional(module))
+    text = told(lambda: functional(module))
     assert text.startswith("TypeError: functional: weight of Linear is a fake tensor, which has no values")
     assert "on the meta device" in text
     assert "quant" not in text
@@ -440,7 +430,7 @@ def step_with_whole_parameters() -> str:
 
     x, in_specs = torch.ones(4, 2) * (1 + mesh.get_rank()), (sf.P(), sf.P(), sf.P("shard"))
     checked = sf.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=sf.P())
-    return said(lambda: checked(model.tree, optimizer.init(model.tree), x))
+    return told(lambda: checked(model.tree, optimizer.init(model.tree), x))
 
 
 def test_whole_parameters_of_a_module_may_be_sharded_instead(world: World) -> None:
@@ -470,9 +460,9 @@ MIXED: dict[str, tuple[dict[str, Any], Tensor, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("case", MIXED)
 def test_a_mixture_of_dtypes_or_devices_is_told_with_what_to_do(case: str) -> None:
-    options, rows, told = MIXED[case]
+    options, rows, parts = MIXED[case]
     model = functional(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **{"stages": "1", **options})
     params = model.shard(sf.make_mesh(shard=1, device="cpu"), sf.full_shard("shard"))
-    text = said(lambda: model(params, rows))
-    for part in told:
+    text = told(lambda: model(params, rows))
+    for part in parts:
         assert part in text, text

@@ -116,7 +116,7 @@ def refused(train: bool) -> dict[str, str]:
             model = functional(seeded(lambda write=write: Stack(Writes(write))).train(train), **options)  # type: ignore[misc]
             params = model.shard(meshed(), sf.full_shard("shard"))
             call = mapped(sf.grad(lambda p, m=model: m(p, rows(0)).square().sum()), meshed())
-            found[f"{name}, {how}"] = told(lambda call=call, params=params: call(params))  # type: ignore[misc]
+            found[f"{name}, {how}"] = told(lambda call=call, params=params: call(params))
     return found
 
 

@@ -18,6 +18,7 @@ from shardfn.testing import World
 from tests.interop import zoo
 from tests.interop.modules import laid, mapped, meshed, off, product
 from tests.reference import worst
+from tests.refusals import told
 
 STRATEGIES = {"full_shard": sf.full_shard("shard"), "shard_grad_op": sf.shard_grad_op("shard")}
 HEADS = {"tie_word_embeddings": False, "num_key_value_heads": 2, "use_cache": False, "num_hidden_layers": 2}
@@ -25,9 +26,7 @@ HEADS = {"tie_word_embeddings": False, "num_key_value_heads": 2, "use_cache": Fa
 
 def causal(kind: str, **more: Any) -> nn.Module:
     """A causal language model of `transformers`."""
-    tr = zoo._transformers()
-    config = getattr(tr, f"{kind}Config")(**{**zoo._TEXT, **HEADS, "pad_token_id": 0, **more})
-    return getattr(tr, f"{kind}ForCausalLM")(config)
+    return zoo.made(kind, "ForCausalLM", **{**zoo._TEXT, **HEADS, "pad_token_id": 0, **more})
 
 
 class Heads(nn.Module):
@@ -225,10 +224,7 @@ def sizes() -> Any:
         with sf.ledger() as log:
             step(params, zoo.text())
         held = sum(x.numel() for x in torch.utils._pytree.tree_leaves(params))
-        found[name] = (
-            held,
-            {op: log.count(op=op, axis=("tensor",)) for op in ("all_reduce", "all_to_all")},
-        )
+        found[name] = (held, {op: log.count(op=op, axis=("tensor",)) for op in ("all_reduce", "all_to_all")})
     return found
 
 
@@ -251,12 +247,7 @@ def behaviours() -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def refused(case: str, run: Callable[[], Any]) -> None:
-        try:
-            run()
-        except (ValueError, RuntimeError, TypeError) as error:
-            found[case] = str(error)
-        else:
-            found[case] = "nothing was said"
+        found[case] = told(run)
 
     def step(make: Callable[[], nn.Module], table: Any, batch: zoo.Batch = batch, kind: str = "embedded") -> Any:
         torch.manual_seed(0)
@@ -398,10 +389,7 @@ def uses() -> dict[str, Any]:
         found["generated"] = torch.equal(model(params, batch["input_ids"], method="generate", **asked), want)
     got = model(params, **batch, output_hidden_states=True).hidden_states
     found["hidden states"] = max(float((g - w).abs().max()) for g, w in zip(got, hidden, strict=True))
-    try:
-        model(params, **batch, output_attentions=True)
-    except ValueError as error:
-        found["attentions"] = str(error)
+    found["attentions"] = told(lambda: model(params, **batch, output_attentions=True))
     logits = build("llama").eval()(**batch).logits.detach()
     found["whole, without a mesh"] = float((model(model.tree, **batch).logits - logits).abs().max())
 

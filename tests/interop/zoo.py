@@ -98,78 +98,70 @@ _SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, 
 _TEXT = {"vocab_size": VOCABULARY, **_SMALL}
 
 
-def llama(tied: bool = False, **more: Any) -> nn.Module:
+def made(name: str, kind: str, **config: Any) -> Any:
+    """A model of `transformers`."""
     tr = _transformers()
-    config = tr.LlamaConfig(
-        **(_TEXT | more), num_hidden_layers=3, num_key_value_heads=2, tie_word_embeddings=tied, use_cache=False
-    )
-    return tr.LlamaForCausalLM(config)
+    return getattr(tr, f"{name}{kind}")(getattr(tr, f"{name}Config")(**config))
+
+
+def llama(tied: bool = False, **more: Any) -> nn.Module:
+    own = {"num_hidden_layers": 3, "num_key_value_heads": 2, "tie_word_embeddings": tied, "use_cache": False}
+    return made("Llama", "ForCausalLM", **(_TEXT | more), **own)
 
 
 def gpt2(dropout: float = 0.0) -> nn.Module:
-    tr = _transformers()
-    config = tr.GPT2Config(
+    return made(
+        "GPT2", "LMHeadModel",
         vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=3, n_head=4, attn_implementation="eager",
         use_cache=False, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    return tr.GPT2LMHeadModel(config)
 
 
-def bert(kind: str = "BertModel", dropout: float = 0.0) -> nn.Module:
-    tr = _transformers()
-    config = tr.BertConfig(
-        **_TEXT, num_hidden_layers=3, max_position_embeddings=16, hidden_dropout_prob=dropout,
+def bert(kind: str = "Model", dropout: float = 0.0) -> nn.Module:
+    return made(
+        "Bert", kind, **_TEXT, num_hidden_layers=3, max_position_embeddings=16, hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
     )  # fmt: skip
-    return getattr(tr, kind)(config)
 
 
 def albert() -> nn.Module:
-    tr = _transformers()
-    config = tr.AlbertConfig(
-        **_TEXT, num_hidden_layers=4, max_position_embeddings=16, hidden_dropout_prob=0.0, embedding_size=16,
-        attention_probs_dropout_prob=0.0,
+    return made(
+        "Albert", "Model", **_TEXT, num_hidden_layers=4, max_position_embeddings=16, hidden_dropout_prob=0.0,
+        embedding_size=16, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    return tr.AlbertModel(config)
 
 
 def t5() -> nn.Module:
-    tr = _transformers()
-    config = tr.T5Config(
+    return made(
+        "T5", "ForConditionalGeneration",
         vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=3, num_decoder_layers=2, num_heads=4,
         dropout_rate=0.0, feed_forward_proj="gated-gelu", use_cache=False, attn_implementation="eager",
         decoder_start_token_id=0, tie_word_embeddings=True,
     )  # fmt: skip
-    return tr.T5ForConditionalGeneration(config)
 
 
 def vit() -> nn.Module:
-    tr = _transformers()
-    config = tr.ViTConfig(
-        **_SMALL, num_hidden_layers=3, image_size=8, patch_size=4, num_labels=CLASSES, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+    return made(
+        "ViT", "ForImageClassification", **_SMALL, num_hidden_layers=3, image_size=8, patch_size=4, num_labels=CLASSES,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    return tr.ViTForImageClassification(config)
 
 
 def mixtral() -> nn.Module:
-    tr = _transformers()
-    config = tr.MixtralConfig(
-        **{**_TEXT, "intermediate_size": 24}, num_hidden_layers=2, num_key_value_heads=2, num_local_experts=4,
-        num_experts_per_tok=2, use_cache=False, experts_implementation="eager",
+    return made(
+        "Mixtral", "ForCausalLM", **{**_TEXT, "intermediate_size": 24}, num_hidden_layers=2, num_key_value_heads=2,
+        num_local_experts=4, num_experts_per_tok=2, use_cache=False, experts_implementation="eager",
     )  # fmt: skip
-    return tr.MixtralForCausalLM(config)
 
 
 def clip() -> nn.Module:
     """Two towers, a parameter of the root, and the embeddings of both in the loss."""
-    tr = _transformers()
     sizes = {**_SMALL, "num_hidden_layers": 2}
-    config = tr.CLIPConfig(
+    return made(
+        "CLIP", "Model",
         text_config={"vocab_size": VOCABULARY, **sizes, "max_position_embeddings": 16, "eos_token_id": 2},
         vision_config={**sizes, "image_size": 8, "patch_size": 4}, projection_dim=16, attn_implementation="eager",
     )  # fmt: skip
-    return tr.CLIPModel(config)
 
 
 class Joint(nn.Module):
@@ -268,7 +260,7 @@ ZOO: dict[str, Case] = {
     "llama_tied": Case(lambda: llama(True), text, next_tokens),
     "gpt2": Case(gpt2, text, next_tokens),
     "bert": Case(bert, text, embedded, samples=False),
-    "bert_mlm": Case(lambda: bert("BertForMaskedLM"), text, next_tokens, samples=False),
+    "bert_mlm": Case(lambda: bert("ForMaskedLM"), text, next_tokens, samples=False),
     "albert": Case(albert, text, embedded, samples=False),
     "t5": Case(t5, _translated, labelled, samples=False),
     "vit": Case(vit, _seen, labelled),

@@ -28,6 +28,7 @@ from tests.interop import zoo
 from tests.lora import dense
 from tests.models import DATA, STRATEGIES, data_mesh, distance, drawn, mesh_of
 from tests.reference import worst
+from tests.refusals import told
 
 # --- what is computed with a weight and its adapter ---
 
@@ -292,14 +293,6 @@ def test_adapters_change_nothing_at_first_and_do_not_depend_on_their_order() -> 
 # --- what there cannot be ---
 
 
-def said(f: Any) -> str:
-    try:
-        f()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was said"
-
-
 class Reads(nn.Module):
     """Computes with a weight by itself."""
 
@@ -375,72 +368,72 @@ def refused(folder: str) -> dict[str, str]:
     def init(targets: Any = ("q_proj",), rank: Any = 2, base: Any = None, **more: Any) -> Any:
         return lora.init(model if base is None else base, targets, rank, **more)
 
-    found["nothing"] = said(lambda: init(["q_proj", "qproj"]))
-    found["no regex"] = said(lambda: init("("))
-    found["regex"] = said(lambda: init(r"q_proj"))
-    found["numbers"] = said(lambda: init([3]))
-    found["rank"] = said(lambda: init(rank=0))
-    found["rank, float"] = said(lambda: init(rank=2.0))
-    found["rank_pattern"] = said(lambda: init(rank_pattern={"v_proj": 3}))
-    found["rank_pattern, rank"] = said(lambda: init(rank_pattern={"q_proj": 0}))
-    found["alpha"] = said(lambda: init(alpha=0))
-    found["dropout"] = said(lambda: init(dropout=1.0))
-    found["seed"] = said(lambda: init(seed="a"))
-    found["excluded"] = said(lambda: init(exclude=["q_proj"]))
-    found["exclude"] = said(lambda: init(exclude=["qproj"]))
-    found["container"] = said(lambda: init(["self_attn"]))
-    found["fan_in_fan_out"] = said(lambda: init(fan_in_fan_out=True))
-    found["module"] = said(lambda: init(base=zoo.build("llama")))
-    found["none"] = said(lambda: init([]))
-    found["pattern"] = said(lambda: init(rank_pattern={"(": 3}))
-    found["patterns"] = said(lambda: init(alpha_pattern=["q_proj"]))
+    found["nothing"] = told(lambda: init(["q_proj", "qproj"]))
+    found["no regex"] = told(lambda: init("("))
+    found["regex"] = told(lambda: init(r"q_proj"))
+    found["numbers"] = told(lambda: init([3]))
+    found["rank"] = told(lambda: init(rank=0))
+    found["rank, float"] = told(lambda: init(rank=2.0))
+    found["rank_pattern"] = told(lambda: init(rank_pattern={"v_proj": 3}))
+    found["rank_pattern, rank"] = told(lambda: init(rank_pattern={"q_proj": 0}))
+    found["alpha"] = told(lambda: init(alpha=0))
+    found["dropout"] = told(lambda: init(dropout=1.0))
+    found["seed"] = told(lambda: init(seed="a"))
+    found["excluded"] = told(lambda: init(exclude=["q_proj"]))
+    found["exclude"] = told(lambda: init(exclude=["qproj"]))
+    found["container"] = told(lambda: init(["self_attn"]))
+    found["fan_in_fan_out"] = told(lambda: init(fan_in_fan_out=True))
+    found["module"] = told(lambda: init(base=zoo.build("llama")))
+    found["none"] = told(lambda: init([]))
+    found["pattern"] = told(lambda: init(rank_pattern={"(": 3}))
+    found["patterns"] = told(lambda: init(alpha_pattern=["q_proj"]))
     odd = interop.functional(Odd(), stages=lambda path, m: False)
-    found["kind, all"] = said(lambda: init("all-linear", base=odd))
+    found["kind, all"] = told(lambda: init("all-linear", base=odd))
     for name in ("conv", "normed"):
-        found[f"kind, {name}"] = said(lambda name=name: init([name], base=odd))
-    found["buffers"] = said(lambda: init(["last"], base=odd, modules_to_save=["norm"]))
+        found[f"kind, {name}"] = told(lambda name=name: init([name], base=odd))
+    found["buffers"] = told(lambda: init(["last"], base=odd, modules_to_save=["norm"]))
     plain = tree()
-    found["tree, all"] = said(lambda: init("all-linear", base=plain))
-    found["tree, vector"] = said(lambda: init(["norm"], base=plain))
-    found["tree, whole numbers"] = said(lambda: init(["w"], base={"w": torch.ones(4, 4, dtype=torch.int64)}))
-    found["tree, nothing"] = said(lambda: init(["q"], base=plain))
-    found["tree, params"] = said(lambda: init(["qkv"], base=plain, params=plain))
+    found["tree, all"] = told(lambda: init("all-linear", base=plain))
+    found["tree, vector"] = told(lambda: init(["norm"], base=plain))
+    found["tree, whole numbers"] = told(lambda: init(["w"], base={"w": torch.ones(4, 4, dtype=torch.int64)}))
+    found["tree, nothing"] = told(lambda: init(["q"], base=plain))
+    found["tree, params"] = told(lambda: init(["qkv"], base=plain, params=plain))
     own = init(["qkv"], base=plain, fan_in_fan_out=True)
-    found["flat"] = said(lambda: lora.adapted(sf.shard(plain, mesh, sf.ddp("shard")), own))
-    found["turned"] = said(lambda: lora.adapted(plain, init(["qkv"], base=plain)["blocks"][0]))
-    found["shape"] = said(lambda: lora.adapted(plain, {"blocks": [{"out": own["blocks"][0]["qkv"]}] * 3}))
-    found["merge, elsewhere"] = said(lambda: lora.merge(plain, {"blocks": {"7": own["blocks"][0]}}))
+    found["flat"] = told(lambda: lora.adapted(sf.shard(plain, mesh, sf.ddp("shard")), own))
+    found["turned"] = told(lambda: lora.adapted(plain, init(["qkv"], base=plain)["blocks"][0]))
+    found["shape"] = told(lambda: lora.adapted(plain, {"blocks": [{"out": own["blocks"][0]["qkv"]}] * 3}))
+    found["merge, elsewhere"] = told(lambda: lora.merge(plain, {"blocks": {"7": own["blocks"][0]}}))
 
     adapters = init(["embed_tokens", "v_proj"])
-    found["merge, tied"] = said(lambda: lora.merge(params, adapters, model))
-    found["merge, model"] = said(lambda: lora.merge(params, init()))
-    found["merge, turned"] = said(lambda: lora.merge(params, init(), params))
-    found["save, turned"] = said(lambda: lora.save_pretrained(folder, init(), model))
-    found["load, turned"] = said(lambda: lora.load(folder, params, mesh, sf.ddp("shard")))
-    found["unmerge, dora"] = said(lambda: lora.unmerge(params, init(dora=True), model))
-    found["unmerge, few bits"] = said(
+    found["merge, tied"] = told(lambda: lora.merge(params, adapters, model))
+    found["merge, model"] = told(lambda: lora.merge(params, init()))
+    found["merge, turned"] = told(lambda: lora.merge(params, init(), params))
+    found["save, turned"] = told(lambda: lora.save_pretrained(folder, init(), model))
+    found["load, turned"] = told(lambda: lora.load(folder, params, mesh, sf.ddp("shard")))
+    found["unmerge, dora"] = told(lambda: lora.unmerge(params, init(dora=True), model))
+    found["unmerge, few bits"] = told(
         lambda: lora.unmerge(sf.shard(quant.quantize(model.tree, quant.nf4()), mesh, sf.ddp("shard")), init(), model)
     )
-    found["other model"] = said(lambda: model(params, adapters=own, **batch))
-    found["other stage"] = said(lambda: model(params, adapters={"model.layers.0": {"mlp": 3}}, **batch))
+    found["other model"] = told(lambda: model(params, adapters=own, **batch))
+    found["other stage"] = told(lambda: model(params, adapters={"model.layers.0": {"mlp": 3}}, **batch))
     reads = interop.functional(Reads(), stages=lambda path, m: False, small=2**62)
-    found["read"] = said(lambda: reads(reads.tree, torch.ones(2, 8), adapters=lora.init(reads, ["1"], 2)))
+    found["read"] = told(lambda: reads(reads.tree, torch.ones(2, 8), adapters=lora.init(reads, ["1"], 2)))
     cut = interop.functional(zoo.build("llama"), small=512, tensor=interop.LLAMA)
-    found["tensor"] = said(lambda: cut(cut.tree, adapters=lora.init(cut, ["q_proj"], 2), **batch))
+    found["tensor"] = told(lambda: cut(cut.tree, adapters=lora.init(cut, ["q_proj"], 2), **batch))
     shared = interop.functional(Listed(), stages=r"blocks\.\d")
-    found["stages"] = said(lambda: lora.init(shared, ["one"], 2))
-    found["stages, saved"] = said(lambda: lora.init(shared, ["two"], 2, modules_to_save=["one"]))
+    found["stages"] = told(lambda: lora.init(shared, ["one"], 2))
+    found["stages, saved"] = told(lambda: lora.init(shared, ["two"], 2, modules_to_save=["one"]))
     listed, tied = (interop.functional(Listed(one), stages=lambda path, m: False) for one in (False, True))
-    found["names"] = said(lambda: lora.save_pretrained(folder, listed, lora.init(listed, ["one"], 2)))
-    found["tied, in a list"] = said(lambda: tied(tied.tree, torch.ones(2, 8), adapters=lora.init(tied, ["one"], 2)))
+    found["names"] = told(lambda: lora.save_pretrained(folder, listed, lora.init(listed, ["one"], 2)))
+    found["tied, in a list"] = told(lambda: tied(tied.tree, torch.ones(2, 8), adapters=lora.init(tied, ["one"], 2)))
     wide = interop.functional(zoo.llama(hidden_size=64), small=512)
-    found["wide"] = said(lambda: model(params, adapters=lora.init(wide, ["q_proj"], 2), **batch))
+    found["wide"] = told(lambda: model(params, adapters=lora.init(wide, ["q_proj"], 2), **batch))
     several = dense.drawn(lora.init(wide, ["q_proj"], 2, modules_to_save=["norm"]))
-    found["merge, wide"] = said(lambda: lora.merge(params, several, model))
+    found["merge, wide"] = told(lambda: lora.merge(params, several, model))
     saved = {"": several[""]}
-    found["wide, saved"] = said(lambda: model(params, adapters=sf.shard(saved, mesh, sf.ddp("shard")), **batch))
+    found["wide, saved"] = told(lambda: model(params, adapters=sf.shard(saved, mesh, sf.ddp("shard")), **batch))
     long = interop.functional(zoo.llama(tied=True, vocab_size=64), small=512)
-    found["long"] = said(lambda: model(params, adapters=lora.init(long, ["embed_tokens"], 2), **batch))
+    found["long"] = told(lambda: model(params, adapters=lora.init(long, ["embed_tokens"], 2), **batch))
     stage, one = next((stage, part["self_attn.q_proj"]) for stage, part in init().items())
     for name, wrong in (
         ("row", lora.Adapter(one.a, one.b[:1], None, one.recipe)),
@@ -448,18 +441,18 @@ def refused(folder: str) -> dict[str, str]:
         ("magnitude", lora.Adapter(one.a, one.b, torch.ones(1), one.recipe)),
     ):
         each = {stage: {"self_attn.q_proj": wrong}}
-        found[f"one, {name}"] = said(lambda each=each: model(params, adapters=each, **batch))
-        found[f"one, merged, {name}"] = said(lambda each=each: lora.merge(params, each, model))
-    found["turned, shape"] = said(lambda: lora.merge(plain, {"head": (lora.Adapter(one.a, one.b, None, one.recipe),)}))
+        found[f"one, {name}"] = told(lambda each=each: model(params, adapters=each, **batch))
+        found[f"one, merged, {name}"] = told(lambda each=each: lora.merge(params, each, model))
+    found["turned, shape"] = told(lambda: lora.merge(plain, {"head": (lora.Adapter(one.a, one.b, None, one.recipe),)}))
     heads = interop.functional(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), stages=lambda path, m: False)
     for training in (True, False):  # in both ways torch reads this weight by itself
         heads.module.train(training)
         on = lora.init(heads, ["out_proj"], 2)
-        found[f"heads, {training}"] = said(lambda on=on: heads(heads.tree, torch.ones(2, 3, 8), adapters=on))
+        found[f"heads, {training}"] = told(lambda on=on: heads(heads.tree, torch.ones(2, 3, 8), adapters=on))
     found |= on_parameters(folder)
     meta = interop.functional(_meta(), small=512)
-    found["no values"] = said(lambda: lora.init(meta, ["q_proj"], 2, dora=True))
-    found["some with dora"] = said(
+    found["no values"] = told(lambda: lora.init(meta, ["q_proj"], 2, dora=True))
+    found["some with dora"] = told(
         lambda: lora.save_pretrained(folder, model, {**init(dora=True), **init(["embed_tokens"])})
     )
 
@@ -471,9 +464,9 @@ def refused(folder: str) -> dict[str, str]:
             if name == "cut"
             else {"w": torch.ones(16, 16)}
         )
-        found[f"optimizer, {name}"] = said(lambda p=p, grads=grads: opt.step(p, grads, opt.init(p)))
+        found[f"optimizer, {name}"] = told(lambda p=p, grads=grads: opt.step(p, grads, opt.init(p)))
     both, whole = packed | {"b": torch.ones(3)}, {"w": torch.ones(16, 16), "b": torch.ones(3)}
-    found["optimizer, some"] = said(lambda: opt.step(both, whole, opt.init(both)))
+    found["optimizer, some"] = told(lambda: opt.step(both, whole, opt.init(both)))
     return found | broken(folder, model, mesh)
 
 
@@ -486,24 +479,24 @@ def on_parameters(folder: str) -> dict[str, str]:
         return lora.init(base, targets, 2, target_parameters=target_parameters, **more)
 
     found = {
-        "parameters, nothing": said(lambda: init(target_parameters=["up_proj"])),
-        "parameters, regex": said(lambda: init(target_parameters="gate_up_proj")),
-        "parameters, layer": said(lambda: init(["q_proj"], target_parameters=["q_proj.weight"])),
-        "parameters, vector": said(lambda: init(target_parameters=["norm.weight"])),
-        "parameters, root": said(lambda: init(target_parameters=["weight"], base=interop.functional(nn.Linear(2, 2)))),
-        "parameters, dropout": said(lambda: init(["q_proj"], dropout=0.1)),
-        "parameters, dora": said(lambda: init(dora=True)),
-        "parameters, saved": said(lambda: init(modules_to_save=["mlp.experts"])),
-        "parameters, tree": said(lambda: init(["w"], base={"w": torch.ones(2, 2)})),
-        "bias, tree": said(lambda: init(["w"], {"w": torch.ones(2, 2)}, (), bias="all")),
-        "bias, word": said(lambda: init(["c_attn"], gpt2, (), bias="some")),
-        "bias, tied": said(lambda: init(["query"], tied, (), bias="all")),
+        "parameters, nothing": told(lambda: init(target_parameters=["up_proj"])),
+        "parameters, regex": told(lambda: init(target_parameters="gate_up_proj")),
+        "parameters, layer": told(lambda: init(["q_proj"], target_parameters=["q_proj.weight"])),
+        "parameters, vector": told(lambda: init(target_parameters=["norm.weight"])),
+        "parameters, root": told(lambda: init(target_parameters=["weight"], base=interop.functional(nn.Linear(2, 2)))),
+        "parameters, dropout": told(lambda: init(["q_proj"], dropout=0.1)),
+        "parameters, dora": told(lambda: init(dora=True)),
+        "parameters, saved": told(lambda: init(modules_to_save=["mlp.experts"])),
+        "parameters, tree": told(lambda: init(["w"], base={"w": torch.ones(2, 2)})),
+        "bias, tree": told(lambda: init(["w"], {"w": torch.ones(2, 2)}, (), bias="all")),
+        "bias, word": told(lambda: init(["c_attn"], gpt2, (), bias="some")),
+        "bias, tied": told(lambda: init(["query"], tied, (), bias="all")),
     }
     some = init(["c_attn"], gpt2, (), bias="all")
     some["transformer.h.0"].pop("mlp.c_fc.bias")
-    found["bias, some"] = said(lambda: lora.save_pretrained(folder, gpt2, some))
+    found["bias, some"] = told(lambda: lora.save_pretrained(folder, gpt2, some))
     both = init(["c_attn"], gpt2, ["wpe.weight"])
-    found["parameters, conv1d"] = said(lambda: lora.save_pretrained(folder, gpt2, both))
+    found["parameters, conv1d"] = told(lambda: lora.save_pretrained(folder, gpt2, both))
     stage, part = next((stage, part) for stage, part in init(["q_proj"]).items() if stage.endswith("1"))
     one, layer = part["mlp.experts.gate_up_proj"], part["self_attn.q_proj"]
     for name, path, wrong in (
@@ -514,8 +507,8 @@ def on_parameters(folder: str) -> dict[str, str]:
         ("on a layer", "self_attn.q_proj", one),
     ):
         each = {stage: {path: wrong}}
-        found[f"parameters, {name}"] = said(lambda each=each: experts(experts.tree, adapters=each, **batch))
-        found[f"parameters, merged, {name}"] = said(lambda each=each: lora.merge(experts.tree, each, experts))
+        found[f"parameters, {name}"] = told(lambda each=each: experts(experts.tree, adapters=each, **batch))
+        found[f"parameters, merged, {name}"] = told(lambda each=each: lora.merge(experts.tree, each, experts))
     return found
 
 
@@ -543,7 +536,7 @@ def broken(folder: str, model: Any, mesh: Any) -> dict[str, str]:
         found[f"load, {name}"] = said_of(path)
 
     def said_of(path: Path) -> str:
-        return said(lambda: lora.load(path, model, mesh, sf.ddp("shard")))
+        return told(lambda: lora.load(path, model, mesh, sf.ddp("shard")))
 
     first = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     found["load, no folder"] = said_of(Path(folder) / "nowhere")
@@ -559,13 +552,13 @@ def broken(folder: str, model: Any, mesh: Any) -> dict[str, str]:
     changed("other name", tensors=lambda x: {k.replace("q_proj", "query"): v for k, v in x.items()})
     changed("other shape", tensors=lambda x: {k: v[:, :1].contiguous() if k == first else v for k, v in x.items()})
     changed("base", tensors=lambda x: x | {"base_model.model.model.embed_tokens.weight": torch.ones(40, 32)})
-    found["save, to a file"] = said(lambda: lora.save_pretrained(good / "adapter_config.json", model, {}))
+    found["save, to a file"] = told(lambda: lora.save_pretrained(good / "adapter_config.json", model, {}))
     adapters = lora.init(model, ["q_proj"], 2)
-    found["save, below a file"] = said(
+    found["save, below a file"] = told(
         lambda: lora.save_pretrained(good / "adapter_config.json" / "x", model, adapters)
     )
     elsewhere = good if mesh.get_rank() == 0 else good.parent / "other"
-    found["save, elsewhere"] = said(lambda: lora.save_pretrained(elsewhere, model, adapters))
+    found["save, elsewhere"] = told(lambda: lora.save_pretrained(elsewhere, model, adapters))
     if mesh.get_rank() == 0:
         (good / "adapter_model.safetensors").write_bytes(b"no tensors")
     torch.distributed.barrier()

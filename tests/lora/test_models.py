@@ -22,7 +22,7 @@ from shardfn.testing import World
 from tests.heard import heard
 from tests.interop import zoo
 from tests.lora import dense
-from tests.models import DATA, STRATEGIES, data_mesh, distance, mesh_of
+from tests.models import DATA, STRATEGIES, data_mesh, distance, mesh_of, sharded_trees
 from tests.reference import worst
 
 Kind = dict[str, Any]
@@ -36,11 +36,7 @@ CASES: dict[str, tuple[str, Any, Kind]] = {
     "dora": ("gpt2", ["c_attn", "mlp.c_proj"], {"dora": True}),
     "torch": ("encoder", ["linear1", "linear2"], {}),
     "encoder": ("t5", ["q", "wo"], {"exclude": ["0.layer.0.SelfAttention.q"]}),
-    "experts": (
-        "mixtral",
-        ["q_proj"],
-        {"target_parameters": ["gate.weight", "gate_up_proj", "experts.down_proj"]},
-    ),
+    "experts": ("mixtral", ["q_proj"], {"target_parameters": ["gate.weight", "gate_up_proj", "experts.down_proj"]}),
     "biases": ("gpt2", ["c_attn"], {"bias": "all", "modules_to_save": ["1.ln_1"]}),
 }
 
@@ -167,8 +163,7 @@ def test_further_derivatives_are_those_of_the_sums(world: World) -> None:
 def trained(name: str, own: str) -> float:
     """Five steps of AdamW, the state of which is of adapters alone, and adapters are chosen by call."""
     case = Case(name, few_bits=True)
-    mesh = data_mesh(dist.get_world_size())
-    params = sf.shard(case.tree, mesh, STRATEGIES["full_shard"])
+    mesh, params = sharded_trees("full_shard", case.tree)
     adapters, other = (sf.shard(one, mesh, STRATEGIES[own]) for one in (case.adapters, dense.drawn(case.adapters, 5)))
     before = sf.unshard(params), sf.unshard(other)
     opt = so.adamw(1e-2, weight_decay=0.1)

@@ -70,13 +70,12 @@ CONFIGS: dict[str, tuple[str, Kind]] = {
 
 
 def gpt_oss() -> Any:
-    tr = zoo._transformers()
-    config = tr.GptOssConfig(
-        vocab_size=zoo.VOCABULARY, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, attn_implementation="eager",
-        use_cache=False, experts_implementation="eager", layer_types=["full_attention"] * 2,
+    return zoo.made(
+        "GptOss", "ForCausalLM", vocab_size=zoo.VOCABULARY, hidden_size=32, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2,
+        attn_implementation="eager", use_cache=False, experts_implementation="eager",
+        layer_types=["full_attention"] * 2,
     )  # fmt: skip
-    return tr.GptOssForCausalLM(config)
 
 
 class Bank(nn.Module):
@@ -294,13 +293,12 @@ def test_modules_that_peft_changed_are_modules(world: World, tmp_path: Path) -> 
 
 
 def base_model() -> Any:
-    tr = zoo._transformers()
     torch.manual_seed(0)
-    config = tr.LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=False, attn_implementation="eager", use_cache=False,
+    return zoo.made(
+        "Llama", "ForCausalLM", vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, attn_implementation="eager",
+        use_cache=False,
     )  # fmt: skip
-    return tr.LlamaForCausalLM(config)
 
 
 def mean_loss(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -315,11 +315,7 @@ def start_pair(tmp_path: Path, end: str) -> list[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "says"),
-    [
-        ("raise RuntimeError('broken here')", 1, "broken here"),
-        ("sys.exit(3)", 3, ""),
-    ],
+    ("end", "code", "says"), [("raise RuntimeError('broken here')", 1, "broken here"), ("sys.exit(3)", 3, "")]
 )
 def test_a_rank_that_fails_leaves_at_once(tmp_path: Path, end: str, code: int, says: str) -> None:
     """The other rank stands in a collective: to wait for it, as at a good end, would take for ever."""

@@ -76,10 +76,7 @@ RECIPES: dict[str, tuple[Callable[[], so.Optimizer], torch.dtype]] = {
     "adamw, state in bfloat16": (lambda: so.adamw(rate, state_dtype=torch.bfloat16), torch.float32),
     "a master": (lambda: so.master(so.adamw(rate)), torch.bfloat16),
     "a master of 8 bits": (lambda: so.master(so.adamw8bit(rate)), torch.bfloat16),
-    "all in bfloat16": (
-        lambda: so.stochastic_rounding(so.adamw(rate, state_dtype=torch.bfloat16)),
-        torch.bfloat16,
-    ),
+    "all in bfloat16": (lambda: so.stochastic_rounding(so.adamw(rate, state_dtype=torch.bfloat16)), torch.bfloat16),
 }
 
 

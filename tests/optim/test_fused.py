@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -21,16 +21,10 @@ from shardfn.quant import codes
 from shardfn.quant import fused as choice
 from shardfn.shards.blocks import BLOCK, Run, Runs
 from shardfn.shards.pieces import units
-from tests.interpreted import Call, changed, counted, process
+from tests.interpreted import Call, changed, counted
 
 EPS = torch.finfo(torch.float32).eps
 ADAMW_8 = fused.AdamW(ADAMW.in_place)
-
-
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
-    with process(True, tmp_path_factory.mktemp("triton")) as call:
-        yield call
 
 
 def columns(n: int, seed: int, dtype: torch.dtype) -> tuple[list[Tensor], Runs]:

@@ -23,9 +23,9 @@ from shardfn.optim.owners import owners, work
 from shardfn.shards.pieces import units
 from shardfn.testing import World
 from shardfn.testing import world as started
-from tests.models import STRATEGIES, copied, data_mesh, distance, normal, plainly
+from tests.models import STRATEGIES, copied, data_mesh, distance, leaves, normal, plainly
 from tests.reference import worst
-from tests.refusals import refused
+from tests.refusals import refused, told
 
 WORDS, D, H, T, CLASSES, ROWS, STEPS, ESTIMATES = 7, 4, 5, 3, 3, 12, 7, 2
 RATE, MOMENTUM, B2, DAMPING, CLIP, EVERY, DECAY = 0.3, 0.8, 0.7, 0.02, 0.05, 3, 0.1
@@ -72,11 +72,6 @@ def kfac(**options: Any) -> so.Kfac:
 
 
 # --- as in the papers, by one process ---
-
-
-def leaves(tree: Any) -> dict[str, Tensor]:
-    paths, values, _ = optree.tree_flatten_with_path(tree)
-    return {".".join(map(str, path)): x for path, x in zip(paths, values, strict=True)}
 
 
 def factors(p: Any, t: Tensor, y: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
@@ -343,28 +338,27 @@ def wrong(which: str) -> str:
     flat, batches = sf.shard(whole(), mesh, STRATEGIES["full_shard"]), [mine(mesh, 0)]
     optimizer = kfac()
     state = optimizer.init(flat)
-    try:
-        if which == "no estimate":
-            optimizer.step(flat, copied(flat), state)
-        elif which == "an embedding":
-            other = so.kfac(0.1)
-            other.estimate(sc.grams(losses(sf.stage), flat, batches, outputs=True), other.init(flat))
-        elif which == "inputs alone":
-            optimizer.estimate(sc.grams(losses(sf.stage), flat, batches), state)
-        elif which == "a vector":
-            kfac(which=["up.b"]).init(flat)
-        elif which == "no such path":
-            kfac(which=["down"]).init(flat)
-        elif which == "another shape":
-            wide = sf.shard(whole() | {"head": {"w": normal(H, CLASSES + 1, seed=9)}}, mesh, STRATEGIES["full_shard"])
-            optimizer.estimate(sc.grams(losses(sf.stage), wide, batches, outputs=True), state)
-        elif which == "plain":
-            optimizer.estimate(sc.grams(losses(plainly), whole(), [rows(0)], outputs=True), state)
-        elif which == "a captured count":
-            optimizer.step(flat, copied(flat), state | {"chosen": state["chosen"] | {"step": torch.tensor(0)}})
-    except (ValueError, TypeError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    other = so.kfac(0.1)
+
+    def estimated(params: Any = flat, optimizer: so.Kfac = optimizer, state: Any = state, **more: Any) -> Any:
+        return optimizer.estimate(sc.grams(losses(sf.stage), params, batches, **more), state)
+
+    def wide() -> Any:
+        return sf.shard(whole() | {"head": {"w": normal(H, CLASSES + 1, seed=9)}}, mesh, STRATEGIES["full_shard"])
+
+    calls: dict[str, Callable[[], Any]] = {
+        "no estimate": lambda: optimizer.step(flat, copied(flat), state),
+        "an embedding": lambda: estimated(flat, other, other.init(flat), outputs=True),
+        "inputs alone": estimated,
+        "a vector": lambda: kfac(which=["up.b"]).init(flat),
+        "no such path": lambda: kfac(which=["down"]).init(flat),
+        "another shape": lambda: estimated(wide(), outputs=True),
+        "plain": lambda: optimizer.estimate(sc.grams(losses(plainly), whole(), [rows(0)], outputs=True), state),
+        "a captured count": lambda: optimizer.step(
+            flat, copied(flat), state | {"chosen": state["chosen"] | {"step": torch.tensor(0)}}
+        ),
+    }
+    return told(calls[which])
 
 
 @two
@@ -382,8 +376,8 @@ def wrong(which: str) -> str:
     }.items(),
 )
 def test_errors_are_told_on_all_ranks(world: World, which: str, message: str) -> None:
-    for told in world.run(wrong, which):
-        assert re.match(message, told, re.DOTALL), told
+    for said in world.run(wrong, which):
+        assert re.match(message, said, re.DOTALL), said
 
 
 @pytest.mark.parametrize("name", ["lr", "momentum", "b2", "damping", "clip", "every", "weight_decay", "donate"])

@@ -166,12 +166,7 @@ def torch_of(name: str, leaves: list[Tensor]) -> torch.optim.Optimizer:
     matrices = {"params": [x for x in leaves if x.ndim == 2], "weight_decay": 0.1}
     groups: list[dict[str, Any]] = [matrices, {"params": [x for x in leaves if x.ndim < 2]}]
     return {
-        "sgd-nesterov": lambda: torch.optim.SGD(
-            groups,
-            0.05,
-            momentum=0.9,
-            nesterov=True,
-        ),
+        "sgd-nesterov": lambda: torch.optim.SGD(groups, 0.05, momentum=0.9, nesterov=True),
         "adam": lambda: torch.optim.Adam(leaves, 0.02, weight_decay=0.1),
         "adamw": lambda: torch.optim.AdamW(leaves, 0.02),
         "sgd": lambda: torch.optim.SGD(leaves, 0.05),
@@ -610,8 +605,7 @@ def test_a_number_that_makes_no_sense_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["sgd", "adam", "adamw", "lion", "sophia", "adafactor", "lamb", "muon", "shampoo", "kl_shampoo", "soap"],
+    "name", ["sgd", "adam", "adamw", "lion", "sophia", "adafactor", "lamb", "muon", "shampoo", "kl_shampoo", "soap"]
 )
 def test_numbers_at_the_ends_of_their_ranges_are_taken(name: str) -> None:
     make, numbers = NUMBERS[name]

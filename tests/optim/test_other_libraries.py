@@ -100,10 +100,7 @@ def test_a_run_is_that_of_bitsandbytes() -> None:
 
 # --- theirs, on shards ---
 
-THEIRS = {
-    "bitsandbytes": ("AdamW8bit", {"min_8bit_size": 0}),
-    "torchao": ("AdamW8bit", {}),
-}
+THEIRS = {"bitsandbytes": ("AdamW8bit", {"min_8bit_size": 0}), "torchao": ("AdamW8bit", {})}
 
 
 def bits_of(x: Any) -> int:

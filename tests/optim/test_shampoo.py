@@ -183,24 +183,18 @@ def each(ps: Any, t: int) -> Any:
 SHAPES = [(5, 5), (6, 4), (1, 6, 5), (7, 10), (3, 4, 5), (4, 3, 1, 3, 2)]
 
 
-@pytest.mark.parametrize("donate", [True, False], ids=["donated", "pure"])
-@pytest.mark.parametrize("options", [{}, {"every": 3}, {"graft": False}, {"exponent": 0.5}], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_shampoo_is_the_papers(shape: tuple[int, ...], options: dict[str, Any], donate: bool) -> None:
-    start = normal(*shape, seed=1)
-    for block in (4, 100):
-        got, _ = trained(shampoo(block=block, donate=donate, **{"every": 1} | options), {"w": start.clone()}, each)
-        assert (got["w"] - by_paper(Shampoo, start, block, 0, **options)).abs().max() < 1e-11
+PAPERS: list[Any] = [(shampoo, Shampoo, options) for options in ({}, {"every": 3}, {"graft": False}, {"exponent": 0.5})]
+PAPERS += [(kl_shampoo, KLShampoo, options) for options in ({}, {"every": 3})]
 
 
 @pytest.mark.parametrize("donate", [True, False], ids=["donated", "pure"])
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(("make", "kind", "options"), PAPERS, ids=lambda x: getattr(x, "__name__", str(x)))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_kl_shampoo_is_the_papers(shape: tuple[int, ...], every: int, donate: bool) -> None:
+def test_shampoo_is_the_papers(shape: tuple[int, ...], make: Any, kind: Any, options: Any, donate: bool) -> None:
     start = normal(*shape, seed=1)
     for block in (4, 100):
-        got, _ = trained(kl_shampoo(block=block, donate=donate, every=every), {"w": start.clone()}, each)
-        assert (got["w"] - by_paper(KLShampoo, start, block, 0, every=every)).abs().max() < 1e-11
+        got, _ = trained(make(block=block, donate=donate, **{"every": 1} | options), {"w": start.clone()}, each)
+        assert (got["w"] - by_paper(kind, start, block, 0, **options)).abs().max() < 1e-11
 
 
 def test_kl_shampoo_finds_the_covariance_of_gradients() -> None:

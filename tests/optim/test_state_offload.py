@@ -20,6 +20,7 @@ from shardfn.shards.pieces import is_unit
 from shardfn.testing import World
 from shardfn.tiers import placing, streaming
 from shardfn.tiers.tensors import on_disk
+from tests.optimizers import optimizers_named
 from tests.refusals import refused
 
 ALL = {"params": "disk", "grads": "disk", "state": "disk"}
@@ -27,23 +28,14 @@ TIERS: list[dict[str, Any]] = [{"params": "disk"}, {"grads": "disk"}, {"state": 
 
 OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
     "sgd": lambda: so.sgd(0.1, momentum=0.9, nesterov=True),
-    "adam": lambda: so.adam(1e-2),
+    **optimizers_named(
+        "adam, pure, adamw in bfloat16, lion, muon, shampoo, kl_shampoo, sophia, soap, adafactor, lamb, averaged"
+    ),
     "adamw": lambda: so.adamw(so.warmup_cosine(1e-2, warmup=1, steps=9), weight_decay=by_name),
-    "adamw, not donated": lambda: so.adamw(1e-2, donate=False),
-    "adamw in bfloat16": lambda: so.adamw(1e-2, state_dtype=torch.bfloat16),
-    "lion": lambda: so.lion(1e-3),
     "adamw8bit": lambda: so.adamw8bit(1e-2, weight_decay=by_name),
     "lion8bit": lambda: so.lion8bit(1e-3),
     "clipped": lambda: so.chain(so.clip_by_global_norm(0.1), so.clip_by_value(0.01), so.adamw(1e-2)),
-    "muon": lambda: so.masked(so.muon(0.02), lambda path, shape: len(shape) == 2, so.adamw(1e-2)),
-    "shampoo": lambda: so.shampoo(1e-2, ridge=1e-6, every=2, block=5),
-    "kl_shampoo": lambda: so.kl_shampoo(1e-2, ridge=1e-6, every=2, block=5),
-    "sophia": lambda: so.sophia(1e-2),
-    "soap": lambda: so.soap(1e-2, every=2, block=5),
-    "adafactor": lambda: so.adafactor(1e-2),
-    "lamb": lambda: so.lamb(1e-2),
     "torch's": lambda: so.from_torch(torch.optim.AdamW, lr=1e-2),
-    "averaged": lambda: so.ema(so.adamw(1e-2), 0.9),
     "in several steps": lambda: so.accumulate(so.adamw(1e-2), 2),
 }
 

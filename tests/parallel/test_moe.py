@@ -11,6 +11,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import P, parallel
 from shardfn.testing import World
+from tests.models import layer as expert
 from tests.reference import worst
 
 EXPERTS, GROUPS, TOKENS, WIDTH, K = 4, 4, 6, 5, 2
@@ -23,10 +24,6 @@ def drawn(seed: int = 0) -> tuple[dict[str, Tensor], Tensor]:
     shapes = {"gate": (WIDTH, EXPERTS), "w": (EXPERTS, WIDTH, WIDTH), "b": (EXPERTS, WIDTH)}
     params = {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()}
     return params, torch.randn(GROUPS, TOKENS, WIDTH, generator=g, dtype=torch.float64)
-
-
-def expert(p: Any, x: Tensor) -> Tensor:
-    return torch.tanh(x @ p["w"] + p["b"])
 
 
 def plain(params: Any, x: Tensor, capacity: int | None) -> Tensor:
@@ -60,44 +57,13 @@ def mixed(params: Any, x: Tensor, capacity: int | None, axis: Any = "expert") ->
     return sf.psum(y.square().sum(), axis) + losses
 
 
-def differences() -> dict[Any, float]:
-    size = torch.distributed.get_world_size()
-    mesh = sf.make_mesh(expert=size, device="cpu")
-    (whole, x), (along, _) = drawn(), drawn(1)
-    found: dict[Any, float] = {}
-    for capacity in (None, TOKENS * K, 2, 1):
-
-        @sf.shard_map(mesh=mesh, in_specs=(CUT, CUT, P("expert")), out_specs=..., inputs="global")
-        def run(p: Any, v: Any, x: Tensor, capacity: Any = capacity) -> Any:
-            def loss(p: Any, x: Tensor = x) -> Tensor:
-                return mixed(p, x, capacity)
-
-            grad, of_x = sf.grad(loss, (0, 1))(p, x)
-            return loss(p), grad, of_x, torch.func.jvp(sf.grad(loss), (p,), (v,))[1]
-
-        value, grad, of_x, product = run(whole, along, x)
-        reference = torch.func.grad(lambda p, x, c=capacity: plain(p, x, c), (0, 1))
-        grads, of_all = reference(whole, x)
-        second = torch.func.jvp(lambda p, r=reference: r(p, x)[0], (whole,), (along,))[1]
-        place = sf.shard_map(lambda p: p, mesh=mesh, in_specs=(CUT,), out_specs=CUT, inputs="global")
-        found[capacity, "value"] = abs(value / plain(whole, x, capacity) - 1).item()
-        for kind, got, wanted in [("grad", grad, place(grads)), ("hvp", product, place(second))]:
-            for key in whole:
-                found[capacity, kind, key] = ((got[key] - wanted[key]).abs().max() / grads[key].abs().max()).item()
-        found[capacity, "x"] = (of_x - of_all.chunk(size)[mesh.get_rank()]).abs().max().item()
-        alone = torch.func.grad(lambda p, c=capacity: mixed(p, x, c, ()))(whole)
-        found[capacity, "alone"] = max((alone[key] - grads[key]).abs().max().item() for key in whole)
-    return found
-
-
-@either
-def test_mixtures_are_those_of_one_process(world: World) -> None:
-    for found in world.within(100).run(differences):
-        assert len(found) == 4 * 9
-        assert not {cell: worst for cell, worst in found.items() if not worst < 1e-12}
-
-
-SHARES: dict[str, tuple[int | None, Any]] = {
+Shares = dict[str, tuple[int | None, Any]]
+"""A capacity, and the tokens that a rank has of all."""
+EVEN: Shares = {
+    f"capacity {n}": (n, lambda x, rank: x.chunk(torch.distributed.get_world_size())[rank])
+    for n in (None, TOKENS * K, 2, 1)
+}
+FEW: Shares = {
     "no groups": (None, lambda x, rank: x if rank == 0 else x[:0]),
     "no groups on the first": (None, lambda x, rank: x if rank == 1 else x[:0]),
     "groups without tokens": (None, lambda x, rank: x if rank == 0 else x[:, :0]),
@@ -107,13 +73,12 @@ SHARES: dict[str, tuple[int | None, Any]] = {
 }
 
 
-def on_few_ranks() -> dict[Any, float]:
-    """How far results are from those of one process if other ranks have fewer tokens or none."""
+def differences(shares: Shares) -> dict[Any, float]:
     mesh = sf.make_mesh(expert=torch.distributed.get_world_size(), device="cpu")
     place = sf.shard_map(lambda p: p, mesh=mesh, in_specs=(CUT,), out_specs=CUT, inputs="global")
     (whole, x), (along, _) = drawn(), drawn(1)
     found: dict[Any, float] = {}
-    for name, (capacity, share) in SHARES.items():
+    for name, (capacity, share) in shares.items():
 
         @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
         def run(p: Any, v: Any, x: Tensor, capacity: Any = capacity) -> Any:
@@ -132,13 +97,16 @@ def on_few_ranks() -> dict[Any, float]:
             for key in whole:
                 found[name, kind, key] = ((got[key] - wanted[key]).abs().max() / grads[key].abs().max()).item()
         found[name, "x"] = (of_x - share(of_all, mesh.get_rank())).abs().sum().item()
+        alone = torch.func.grad(lambda p, c=capacity: mixed(p, x, c, ()))(whole)
+        found[name, "alone"] = max((alone[key] - grads[key]).abs().max().item() for key in whole)
     return found
 
 
 @either
-def test_ranks_may_have_fewer_tokens_than_others_or_none(world: World) -> None:
-    for found in world.within(100).run(on_few_ranks):
-        assert len(found) == len(SHARES) * 8
+@pytest.mark.parametrize("shares", [EVEN, FEW], ids=["even", "few or none"])
+def test_mixtures_are_those_of_one_process_whatever_tokens_ranks_have(world: World, shares: Shares) -> None:
+    for found in world.within(100).run(differences, shares):
+        assert len(found) == len(shares) * 9
         assert not {cell: worst for cell, worst in found.items() if not worst < 1e-12}
 
 

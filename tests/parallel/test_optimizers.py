@@ -13,6 +13,7 @@ import shardfn.optim as so
 from shardfn import P
 from shardfn.testing import World
 from tests.models import distance, drawn
+from tests.optimizers import optimizers_named
 
 SPECS = sf.by_path([(r".*\.up", P(None, "tensor")), (r".*\.down", P("tensor")), (r".*\.norm", P())])
 MESHES = [
@@ -23,11 +24,8 @@ MESHES = [
 ]
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda: so.adamw(1e-2, weight_decay=lambda path, shape: 0.1 if len(shape) > 1 else 0.0),
-    "adafactor": lambda: so.adafactor(1e-2),
-    "lamb": lambda: so.lamb(1e-2),
+    **optimizers_named("adafactor, lamb, shampoo, soap"),
     "muon": lambda: so.masked(so.muon(1e-2, dtype=None), lambda path, shape: len(shape) == 2, so.adamw(1e-3)),
-    "shampoo": lambda: so.shampoo(1e-2, ridge=1e-6, every=2, block=5),
-    "soap": lambda: so.soap(1e-2, every=2, block=5),
     "lion, clipped": lambda: so.chain(so.clip_by_global_norm(0.1), so.lion(1e-2)),
     "averaged": lambda: so.ema(so.sgd(0.1, momentum=0.9), 0.9),
 }

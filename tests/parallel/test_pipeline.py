@@ -22,6 +22,7 @@ from shardfn.parallel import messages
 from shardfn.parallel.pipeline import passes
 from shardfn.testing import World, errors
 from tests.reference import worst
+from tests.refusals import told
 
 either = pytest.mark.parametrize("world", [(2, "processes"), (4, "processes")], indirect=True, ids=["2", "4"])
 
@@ -617,11 +618,8 @@ def habits() -> dict[Any, str]:
             def f(w: Tensor, part: Any = part) -> Tensor:
                 return parallel.pipeline(part, w, list(batches(6)), "pipe")
 
-            try:
-                mapped({"value": f, "gradient": sf.grad(f), "backward": torch.func.grad(f)}[way], ws[index])
-                found[part.__name__, way] = "nothing was raised"
-            except RuntimeError as error:
-                found[part.__name__, way] = str(error)
+            run = {"value": f, "gradient": sf.grad(f), "backward": torch.func.grad(f)}[way]
+            found[part.__name__, way] = told(functools.partial(mapped, run, ws[index]))
     return found
 
 
@@ -650,11 +648,7 @@ def closures() -> dict[str, str]:
         def f(w: Tensor) -> Tensor:
             return parallel.pipeline(lambda _, x, b: simple(w, x, b), ws[index], xs, "pipe")
 
-        try:
-            mapped(lambda w, way=way, f=f: way(f, w), ws[index])
-            found[name] = "nothing was raised"
-        except RuntimeError as error:
-            found[name] = str(error)
+        found[name] = told(functools.partial(mapped, functools.partial(way, f), ws[index]))
     return found
 
 

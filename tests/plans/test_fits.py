@@ -25,14 +25,7 @@ GATHER = Work("all_gather", axis=("shard",), ranks=8, sent=8)
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [
-        ("80GiB", 80 * GIB),
-        ("80 GB", 80 * 10**9),
-        ("1.5TiB", 3 * 2**39),
-        ("7 kb", 7000),
-        (5, 5),
-        ("2MiB", 2**21),
-    ],
+    [("80GiB", 80 * GIB), ("80 GB", 80 * 10**9), ("1.5TiB", 3 * 2**39), ("7 kb", 7000), (5, 5), ("2MiB", 2**21)],
 )
 def test_sizes_are_read(text: str | int, count: int) -> None:
     assert size_of(text) == count

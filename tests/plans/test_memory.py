@@ -22,6 +22,7 @@ from shardfn.plans.memory import Bytes
 from shardfn.testing import world
 from shardfn.tiers import placing, tensors
 from tests.models import STRATEGIES
+from tests.plans.test_buffers import embed, head
 from tests.refusals import told
 
 WIDTH = 6
@@ -128,17 +129,9 @@ def model() -> dict[str, Any]:
     }
 
 
-def embed(p: Tensor, tokens: Tensor) -> Tensor:
-    return p.square()[tokens]  # whose backward reads p
-
-
 def block(p: Any, x: Tensor) -> Tensor:
     wide = torch.tanh(x.to(p["w"].dtype) @ p["w"] + p["b"] + p["table"].sum() + p["ids"].sum())
     return x + F.linear(wide.to(p["v"].dtype), p["v"].T).to(x.dtype)
-
-
-def head(p: Any, x: Tensor) -> Tensor:
-    return (x.to(p["o"].dtype) @ p["o"] + p["b"]).float().logsumexp(-1).sum()
 
 
 def loss(params: Any, tokens: Tensor) -> Tensor:

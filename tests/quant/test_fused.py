@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,12 +26,6 @@ FORMATS = {
         quant.int8(4096), quant.fp8_e4m3(128), quant.fp8_e5m2(128),
     )
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
-    with process(True, tmp_path_factory.mktemp("triton")) as call:
-        yield call
 
 
 def drawn(numel: int, seed: int, dtype: torch.dtype) -> Tensor:

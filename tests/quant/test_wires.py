@@ -15,6 +15,7 @@ from shardfn import quant
 from shardfn.shards.layout import FlatShard, Layout
 from shardfn.testing import World
 from tests.models import ENGINES, STRATEGIES, by_value_and_grad, distance, mesh_of
+from tests.models import layer as block
 from tests.reference import worst
 
 WIDTH = 24
@@ -30,10 +31,6 @@ def model() -> Any:
         return torch.randn(shape, generator=draw, dtype=torch.float64) / 5
 
     return {"blocks": [{"w": normal(WIDTH, WIDTH), "b": normal(WIDTH), "unused": normal(300)} for _ in range(3)]}
-
-
-def block(p: Any, x: Tensor) -> Tensor:
-    return torch.tanh(x @ p["w"] + p["b"])
 
 
 def loss_of(block: Any) -> Any:

@@ -59,9 +59,9 @@ def flat(batch: Any) -> list[Any]:
     return [batch.tolist()]
 
 
-def at(steps: list[int], name: str, sizes: dict[str, int], axes: Any, **more: Any) -> list[Any]:
+def at(steps: list[int], name: str, sizes: dict[str, int], axes: Any, batch: int = 8, **more: Any) -> list[Any]:
     mesh = sf.make_mesh(device="cpu", **sizes)
-    batches = sf.run.batches(sources()[name], mesh, axes, 8, 7, **more)
+    batches = sf.run.batches(sources()[name], mesh, axes, batch, 7, **more)
     return [flat(next(batches(step))) for step in steps]
 
 
@@ -70,23 +70,27 @@ def whole(parts: list[Any]) -> list[Any]:
     return [list(itertools.chain(*leaves)) for leaves in zip(*parts, strict=True)]
 
 
+SAMPLES: dict[str, Any] = {"batch": 32, "rate": 0.2}
+
+
 @pytest.mark.parametrize("name", sources())
-def test_ranks_have_parts_of_the_same_batches(name: str) -> None:
-    alone = world(1).run(at, STEPS, name, {"data": 1}, "data")[0]
-    two = world(2).run(at, STEPS, name, {"data": 2}, "data")
-    four = world(4).run(at, STEPS, name, {"replica": 2, "shard": 2}, ("replica", "shard"))
+@pytest.mark.parametrize("more", [{}, SAMPLES], ids=["batches", "samples"])
+def test_ranks_have_parts_of_the_same_batches(name: str, more: dict[str, Any]) -> None:
+    alone = world(1).run(at, STEPS, name, {"data": 1}, "data", **more)[0]
+    assert not more or len({sum(step[-1]) for step in alone}) > 2
+    two = world(2).run(at, STEPS, name, {"data": 2}, "data", **more)
+    four = world(4).run(at, STEPS, name, {"replica": 2, "shard": 2}, ("replica", "shard"), **more)
     for step in range(len(STEPS)):
         assert whole([rank[step] for rank in two]) == whole([rank[step] for rank in four]) == alone[step]
-    grid = world(4).run(at, STEPS[:3], name, {"data": 2, "tensor": 2}, "data")
+    grid = world(4).run(at, STEPS[:3], name, {"data": 2, "tensor": 2}, "data", **more)
     assert grid == [rank[:3] for rank in (two[0], two[0], two[1], two[1])]
-    assert world(2).run(at, STEPS[:3], name, {"tensor": 2}, ()) == [alone[:3]] * 2
+    assert world(2).run(at, STEPS[:3], name, {"tensor": 2}, (), **more) == [alone[:3]] * 2
 
 
 @pytest.mark.parametrize(("name", "workers"), [("noisy", 1), ("noisy", 2), ("subset", 2), ("dict", 2)])
 def test_workers_read_what_one_process_reads(name: str, workers: int) -> None:
-    assert world(2).run(at, [0, 5], name, {"data": 2}, "data", workers=workers) == world(2).run(
-        at, [0, 5], name, {"data": 2}, "data"
-    )
+    wanted = world(2).run(at, [0, 5], name, {"data": 2}, "data")
+    assert world(2).run(at, [0, 5], name, {"data": 2}, "data", workers=workers) == wanted
 
 
 def resumed(name: str, last: Any, prefetch: int) -> None:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.testing import World, world
+from tests.models import layer as block
 from tests.refusals import told
-from tests.run.toy import Rows, begin, block, mesh_here, step_of
+from tests.run.toy import Rows, begin, mesh_here, step_of
 
 
 class Infinite(torch.autograd.Function):

@@ -150,7 +150,7 @@ def test_what_stops_iteration_where_batches_are_made_is_not_their_end(workers: i
         DataLoader(Numbers(), batch_size=2, num_workers=workers, collate_fn=stopping),
     ]
     for loader in loaders:
-        said = told(lambda loader=loader: list(sf.run.checked(loader, mesh, "data")))  # type: ignore[misc]
+        said = told(lambda loader=loader: list(sf.run.checked(loader, mesh, "data")))
         assert said.startswith("RuntimeError: sf.run.checked: a row of the loader's data set, or its collate_fn,")
     assert told(lambda: list(sf.run.checked(iter([torch.ones(2)] * 3), mesh, "data"))) == "it was done"
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn.testing import World
 from shardfn.testing import world as make_world
-from tests.models import distance, normal
+from tests.models import distance, normal, plainly
 from tests.refusals import told
 
 WORDS, D, STEPS = 11, 4, 3
@@ -74,10 +74,6 @@ def total(wrap: Any, ps: Any, batch: Any) -> Tensor:
     return torch.nn.functional.cross_entropy(
         scores.flatten(0, 1), batch["labels"].flatten(), ignore_index=CLEAR, reduction="sum"
     )
-
-
-def plainly(f: Any) -> Any:
-    return f
 
 
 OPTIMIZER = sf.optim.sgd(0.1)
@@ -276,11 +272,7 @@ def whole_numbers(rank: int, key: str = "x") -> Any:
 
 
 REFUSED: dict[str, tuple[Any, Any, str]] = {
-    "nobody says": (
-        of_one,
-        None,
-        "differ between ranks: rank 0 has ['x'] float32 [2, 2]; rank 1 has ['x'] flo",
-    ),
+    "nobody says": (of_one, None, "differ between ranks: rank 0 has ['x'] float32 [2, 2]; rank 1 has ['x'] flo"),
     "and what to say": (of_one, None, 'pad="ranks" fills them up to the longest of all ranks, pad="own" is for a step'),
     "a name nobody knows": (of_one, "ranks", "batch['x'], float32, has other sizes on other ranks, up to [2, 3], and"),
     "how to name it": (of_one, {"y": 1}, "say pad={'x': ...}, by the leaf's last key"),

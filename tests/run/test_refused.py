@@ -112,10 +112,7 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "a rate of more than all": (lambda: {"rate": 1.5}, "rate=1.5; it is the probability of each row at each step, abo"),
     "a rate with epochs": (lambda: {"rate": 0.1, "epochs": 1}, "samples each step anew: leave out epochs=, shuffle="),
     "a rate in order": (lambda: {"rate": 0.1, "shuffle": False}, "leave out epochs=, shuffle= and last="),
-    "a rate of a stream": (
-        lambda: {"rate": 0.1, "source": Stream(lanes=2)},
-        "rate=0.1; rows of a stream are not fou",
-    ),
+    "a rate of a stream": (lambda: {"rate": 0.1, "source": Stream(lanes=2)}, "rate=0.1; rows of a stream are not fou"),
     "a rate without room": (
         lambda: {"rate": 0.1},
         "batch=4 is the most rows that a step may have, and samples have 4 on average, sometimes more: say batch=20",
@@ -167,7 +164,7 @@ def made(more: dict[str, Any]) -> sf.run.Batches:
 
 
 def refusals(names: list[str]) -> list[str]:
-    return [told(lambda name=name: made(WRONG[name][0]())) for name in names]  # type: ignore[misc]
+    return [told(lambda name=name: made(WRONG[name][0]())) for name in names]
 
 
 def test_wrong_arguments_are_refused_on_every_rank() -> None:
@@ -252,7 +249,7 @@ def test_a_rank_that_alone_is_wrong_is_named_on_the_other(world: World, what: st
 
 
 def all_unequal() -> dict[str, str]:
-    return {what: told(lambda given=given: made(given(dist.get_rank()))) for what, (given, _) in UNEQUAL.items()}  # type: ignore[misc]
+    return {what: told(lambda given=given: made(given(dist.get_rank()))) for what, (given, _) in UNEQUAL.items()}
 
 
 @pytest.mark.world(2)

@@ -16,8 +16,9 @@ import shardfn as sf
 from shardfn import P
 from shardfn.testing import World
 from tests.faults import forget, out
+from tests.models import layer as block
 from tests.refusals import told
-from tests.run.toy import OPTIMIZER, Rows, begin, block, step_of, whole
+from tests.run.toy import OPTIMIZER, Rows, begin, step_of, whole
 
 WIDTH, ROWS = 6, 16
 

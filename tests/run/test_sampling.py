@@ -21,9 +21,7 @@ from shardfn.run.order import RARE, Sample, room
 from shardfn.testing import World, world
 from tests.models import distance, normal
 from tests.refusals import told
-from tests.run.test_batching import STEPS, flat, sources, whole
-
-STEPS = STEPS[:8]
+from tests.run.test_batching import SAMPLES, at, flat, sources
 
 
 @given(
@@ -90,34 +88,16 @@ def test_what_has_room_for_nearly_all_samples(count: int, rate: float) -> None:
     assert found <= min(count, 1.05 * binom.isf(RARE, count, rate) + 3)
 
 
-def at(steps: list[int], name: str, sizes: dict[str, int], axes: Any, **more: Any) -> list[Any]:
-    mesh = sf.make_mesh(device="cpu", **sizes)
-    batches = sf.run.batches(sources()[name], mesh, axes, 32, 7, rate=0.2, **more)
-    assert (batches.steps, batches.steps_per_epoch) == (None, None)
-    return [flat(next(batches(step))) for step in steps]
-
-
-@pytest.mark.parametrize("name", sources())
-def test_ranks_have_parts_of_the_same_samples(name: str) -> None:
-    alone = world(1).run(at, STEPS, name, {"data": 1}, "data")[0]
-    assert len({sum(step[-1]) for step in alone}) > 2
-    two = world(2).run(at, STEPS, name, {"data": 2}, "data")
-    four = world(4).run(at, STEPS, name, {"replica": 2, "shard": 2}, ("replica", "shard"))
-    for step in range(len(STEPS)):
-        assert whole([rank[step] for rank in two]) == whole([rank[step] for rank in four]) == alone[step]
-    grid = world(4).run(at, STEPS[:3], name, {"data": 2, "tensor": 2}, "data")
-    assert grid == [rank[:3] for rank in (two[0], two[0], two[1], two[1])]
-
-
 @pytest.mark.parametrize("name", ["noisy", "dict"])
 def test_workers_sample_what_one_process_samples(name: str) -> None:
-    wanted = world(2).run(at, [0, 5], name, {"data": 2}, "data")
-    assert world(2).run(at, [0, 5], name, {"data": 2}, "data", workers=2) == wanted
+    wanted = world(2).run(at, [0, 5], name, {"data": 2}, "data", **SAMPLES)
+    assert world(2).run(at, [0, 5], name, {"data": 2}, "data", workers=2, **SAMPLES) == wanted
 
 
 def resumed(name: str, prefetch: int) -> None:
     mesh, more = sf.make_mesh(data=-1, device="cpu"), dict[str, Any](rate=0.3, prefetch=prefetch)
     batches = sf.run.batches(sources()[name], mesh, "data", 40, 7, **more)
+    assert (batches.steps, batches.steps_per_epoch) == (None, None)
     every = [flat(one) for one in itertools.islice(batches, 12)]
     for step in range(0, 12, 3):
         again = sf.run.batches(sources()[name], mesh, "data", 40, 7, start=step, **more)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import P
+from tests.models import layer as block
 
 WIDTH, ROWS, DEPTH = 6, 8, 3
 OPTIMIZER = sf.optim.adamw(1e-2)
@@ -50,10 +51,6 @@ class Rows:
             self.at(n)
             g = torch.Generator().manual_seed(1000 * self.seed + n)
             yield torch.randn(ROWS, WIDTH, generator=g, dtype=torch.float64).chunk(size)[rank]
-
-
-def block(p: Any, x: Tensor) -> Tensor:
-    return torch.tanh(x @ p["w"] + p["b"])
 
 
 def step_of(mesh: Any, noise: float = 0.0, stage: Callable[..., Any] = block) -> Callable[[Any, Any], Any]:

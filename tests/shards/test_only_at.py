@@ -13,6 +13,7 @@ import shardfn as sf
 import shardfn.optim as so
 from shardfn.testing import World
 from tests.models import distance
+from tests.optimizers import optimizers_named
 
 
 def whole() -> Any:
@@ -40,12 +41,7 @@ def shards(mesh: Any, strategy: Any) -> Any:
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda: so.adamw(1e-2, weight_decay=lambda path, shape: 0.1 if len(shape) > 1 else 0.0),
-    "pure": lambda: so.adamw(1e-2, donate=False),
-    "adafactor": lambda: so.adafactor(1e-2),
-    "lamb": lambda: so.lamb(1e-2),
-    "muon": lambda: so.masked(so.muon(1e-2), lambda path, shape: len(shape) == 2, so.adamw(1e-3)),
-    "shampoo": lambda: so.shampoo(1e-2, ridge=1e-6, every=2, block=5),
-    "soap": lambda: so.soap(1e-2, every=2, block=5),
+    **optimizers_named("pure, adafactor, lamb, muon, shampoo, soap"),
     "clipped, averaged": lambda: so.ema(so.chain(so.clip_by_global_norm(0.1), so.sgd(0.1)), 0.9),
 }
 ROUNDING = {"soap": 1e-8}  # the eigenvectors of small eigenvalues amplify it

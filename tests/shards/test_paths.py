@@ -21,6 +21,7 @@ from shardfn.checkpoint.team import CheckpointError
 from shardfn.checkpoint.tools import consolidate
 from shardfn.shards.layout import is_flat
 from shardfn.testing import world as shared_world
+from tests.models import zeros
 
 KEYS = st.sampled_from(["", "a", "b.c", "norm.weight", "layers.0", "float32"])
 LEAVES = st.sampled_from([torch.float32, torch.float64, torch.int64])
@@ -120,10 +121,6 @@ NAMES = {
 }  # fmt: skip
 
 
-def cleared(tree: Any) -> Any:
-    return optree.tree_map(torch.zeros_like, tree)
-
-
 @pytest.mark.parametrize("strategy", ["full_shard", "zero1"])
 def test_loose_parameters_are_saved_under_their_names_however_they_are_held(strategy: str, tmp_path: Path) -> None:
     """From flat shards of several dtypes to whole tensors under plain names, and to another tree's shards."""
@@ -138,7 +135,7 @@ def test_loose_parameters_are_saved_under_their_names_however_they_are_held(stra
         found = checkpoint.load(tmp_path / "one", {"model": plain}, ignore=r"optimizer\..*")["model"]
         assert found["norm.weight"].equal(LOOSE[""]["norm.weight"])
         assert found["layers.1.n"].equal(LOOSE["layers.1"]["n"])
-        other = sf.shard(cleared(LOOSE), mesh, sf.ddp("shard"), stages="", frozen=r"layers\.0.*")
+        other = sf.shard(zeros(LOOSE), mesh, sf.ddp("shard"), stages="", frozen=r"layers\.0.*")
         back = sf.unshard(checkpoint.load(tmp_path / "one", {"model": other}, ignore=r"optimizer\..*")["model"])
         assert optree.tree_all(optree.tree_map(torch.equal, back, LOOSE))
 

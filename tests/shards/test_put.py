@@ -17,6 +17,7 @@ import shardfn as sf
 import shardfn.optim as so
 from shardfn.testing import World
 from shardfn.tiers.tensors import on_disk
+from tests.models import same
 from tests.refusals import told
 from tests.resident import grown, pages_of
 
@@ -25,14 +26,6 @@ def whole() -> Any:
     g = torch.Generator().manual_seed(0)
     stages = [{"w": torch.randn(30, 7, generator=g), "v": torch.randn(9, generator=g).double()} for _ in range(3)]
     return {"embed": torch.randn(41, 5, generator=g), "blocks": stages, "none": {"empty": torch.empty(0, 3)}}
-
-
-def same(a: Any, b: Any) -> bool:
-    (first, one), (second, other) = optree.tree_flatten(a), optree.tree_flatten(b)
-    return one == other and all(
-        torch.equal(x, y) and x.dtype == y.dtype if isinstance(x, Tensor) else x == y
-        for x, y in zip(first, second, strict=True)
-    )
 
 
 def where(tree: Any) -> set[bool]:

@@ -21,6 +21,7 @@ from shardfn import P, quant
 from shardfn.testing import World
 from shardfn.testing import strategies as draws
 from shardfn.testing import world as shared_world
+from tests.models import same
 
 COMMUNICATING = settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 Pair = namedtuple("Pair", ["first", "second"])
@@ -38,19 +39,6 @@ optree.register_pytree_node(
     lambda _, children: Weights(*children),
     namespace=optree.registry.__GLOBAL_NAMESPACE,
 )
-
-
-def bits(x: Tensor) -> Tensor:
-    plain = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()
-    return plain.contiguous().flatten().view(torch.uint8)
-
-
-def same(got: Any, want: Any) -> bool:
-    """Bitwise, in structure, shape and dtype."""
-    (a, one), (b, other) = optree.tree_flatten(got), optree.tree_flatten(want)
-    return one == other and all(
-        x.shape == y.shape and x.dtype == y.dtype and bool(bits(x).equal(bits(y))) for x, y in zip(a, b, strict=True)
-    )
 
 
 def strategies_on(sizes: dict[str, int]) -> list[sf.Placement]:
@@ -608,11 +596,7 @@ def test_what_is_kept_in_few_bits_is_filled_with_the_parameter(world: World) -> 
 @pytest.mark.parametrize(
     ("fill", "kind", "told"),
     [
-        (
-            lambda path, x, g: torch.ones(3, 64, dtype=torch.float64),
-            TypeError,
-            "of torch.float64 for a.w",
-        ),
+        (lambda path, x, g: torch.ones(3, 64, dtype=torch.float64), TypeError, "of torch.float64 for a.w"),
         (lambda path, x, g: torch.ones(2, 2), ValueError, r"shape \[2, 2\] for a.w, which has \[3, 64\]"),
         (lambda path, x, g: None, TypeError, "of type NoneType for a.w, which is a tensor of torch.float32"),
     ],

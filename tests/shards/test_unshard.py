@@ -20,8 +20,9 @@ from shardfn import P
 from shardfn.shards.layout import is_flat
 from shardfn.testing import World
 from shardfn.testing import world as shared_world
-from tests.models import STRATEGIES, mesh_of
+from tests.models import STRATEGIES, mesh_of, same
 from tests.refusals import told
+from tests.resident import Largest
 
 
 def whole() -> dict[str, Any]:
@@ -66,31 +67,8 @@ def placements() -> dict[str, Callable[[], Any]]:
     }  # fmt: skip
 
 
-def same(got: Any, want: Any) -> bool:
-    (a, one), (b, other) = optree.tree_flatten(got), optree.tree_flatten(want)
-    return one == other and all(
-        x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True)
-    )
-
-
 def nothing(tree: Any) -> Any:
     return optree.tree_map(lambda x: None, tree)
-
-
-class Largest(TorchDispatchMode):
-    """Bytes of the largest storage that an op makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        known = {x.untyped_storage().data_ptr() for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for x in optree.tree_leaves(out):
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in known:
-                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
-        return out
 
 
 def on_some_ranks() -> tuple[list[str], dict[str, int]]:

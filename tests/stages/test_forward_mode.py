@@ -23,8 +23,10 @@ from shardfn.compat.norms import WrittenOut
 from shardfn.compat.scripted import written_in_python
 from shardfn.testing import World
 from shardfn.transforms.autodiff import differentiating
-from tests.models import STRATEGIES, distance, normal
+from tests.curvature.test_per_example import Model
+from tests.models import STRATEGIES, distance, normal, plainly
 from tests.reference import worst
+from tests.refusals import refused, told
 
 D, WORDS, ROWS = 6, 11, 4
 Layer = Callable[[Any, Tensor], Tensor]
@@ -40,12 +42,15 @@ def whole(seed: int = 0) -> Any:
             "head": {"w": normal(D, WORDS, seed=100 * seed + 92)}}  # fmt: skip
 
 
+def pair(part: Callable[[Any], Any] = lambda whole: whole["layers"]) -> tuple[Any, Any, Any]:
+    """A mesh of all ranks along one axis, and a part of the parameters, and of tangents, cut over it."""
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    params, v = (sf.shard(part(whole(seed)), mesh, sf.full_shard("shard")) for seed in (0, 1))
+    return mesh, params, v
+
+
 def words(rank: int) -> Tensor:
     return torch.randint(0, WORDS, (ROWS,), generator=torch.Generator().manual_seed(rank))
-
-
-def plainly(f: Any, **_: Any) -> Any:
-    return f
 
 
 def loss_of(stage: Any, layer: Layer, params: Any, tokens: Tensor, **options: Any) -> Tensor:
@@ -166,8 +171,7 @@ def test_products_are_those_of_torch_with_each_strategy(world: World, strategy: 
 
 
 def alone() -> tuple[float, float, list[Any]]:
-    mesh = sf.make_mesh(shard=-1, device="cpu")
-    params, v = (sf.shard(whole(seed), mesh, sf.full_shard("shard")) for seed in (0, 1))
+    mesh, params, v = pair(lambda whole: whole)
 
     def everyone(params: Any) -> Tensor:
         return torch.stack([loss_of(plainly, normed, params, words(k)) for k in range(mesh.size())]).sum()
@@ -336,25 +340,9 @@ def test_each_order_and_choice_of_derivatives(world: World) -> None:
         assert len(off) == 21
 
 
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = torch.nn.Embedding(WORDS, D)
-        layer = torch.nn.TransformerEncoderLayer(D, 2, 12, dropout=0.0, batch_first=True, dtype=torch.float64)
-        self.layers = torch.nn.ModuleList([layer, torch.nn.Linear(D, D)])
-        self.double()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return x @ self.embed.weight.T
-
-
 def of_a_module() -> float:
     mesh = sf.make_mesh(shard=-1, device="cpu")
-    forward = interop.functional(Model(), remat=True)
+    forward = interop.functional(Model(padding=None), remat=True)
     params = forward.shard(mesh, sf.full_shard("shard"))
     v = optree.tree_map(lambda x: x.cos() if x.is_floating_point() else x, params)
     tokens = words(mesh.get_rank())[None]
@@ -405,8 +393,7 @@ class Nested(Old):
 
 def alone_with(layer: Layer, **options: Any) -> Any:
     """A gradient and a Hessian-vector product on one rank."""
-    mesh = sf.make_mesh(shard=-1, device="cpu")
-    params, v = (sf.shard(whole(seed)["layers"], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    _, params, v = pair()
     stage = sf.stage(layer, **options)
 
     def loss(params: Any) -> Tensor:
@@ -501,8 +488,7 @@ def test_what_a_loss_does_not_use_has_no_part_in_its_product(world: World, remat
 
 def writing(where: str, how: str, first: int) -> tuple[str, bool]:
     """What comes of a function that writes from its `first` run on, and whether its parameters are as they were."""
-    mesh = sf.make_mesh(shard=-1, device="cpu")
-    params, v = (sf.shard(whole(seed)["layers"], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    _, params, v = pair()
     before, runs = optree.tree_map(torch.clone, sf.unshard(params)), []
 
     def layer(p: Any, x: Tensor) -> Tensor:
@@ -550,8 +536,7 @@ def test_what_writes_into_what_it_was_lent_is_refused(world: World, where: str, 
 
 def written_after(result: str, how: str, remat: bool) -> tuple[str, float]:
     """The error, and how far a product is from one without the write, if a stage's results are written into."""
-    mesh = sf.make_mesh(shard=-1, device="cpu")
-    params, v = (sf.shard(whole(seed)["layers"], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    _, params, v = pair()
     stage = sf.stage(RESULTS[result], remat=remat)
 
     def loss(params: Any, writes: bool) -> Tensor:
@@ -620,8 +605,7 @@ class Bounded(torch.nn.Module):
 
 
 def scripted() -> tuple[list[float], list[str]]:
-    mesh = sf.make_mesh(shard=-1, device="cpu")
-    params, v = (sf.shard(whole(seed)["layers"][0], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    _, params, v = pair(lambda whole: whole["layers"][0])
     x = normal(ROWS, D, seed=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -669,8 +653,7 @@ class Holder:
 
 def only_indices() -> tuple[float, str]:
     """A stage that returns no numbers with derivatives, and one that hides them in an object."""
-    mesh = sf.make_mesh(shard=-1, device="cpu")
-    params, v = (sf.shard(whole(seed)["layers"], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    _, params, v = pair()
     x = normal(ROWS, D, seed=1)
 
     def loss(params: Any, order: Any) -> Tensor:
@@ -683,11 +666,7 @@ def only_indices() -> tuple[float, str]:
     off = furthest(
         product(sf.stage(lambda p, y: mlp(p, y).argsort())), product(lambda p, y: mlp(sf.unshard(p), y).argsort())
     )
-    try:
-        product(sf.stage(lambda p, y: Holder(mlp(p, y))))
-    except TypeError as error:
-        return off, str(error)
-    return off, ""
+    return off, refused(lambda: product(sf.stage(lambda p, y: Holder(mlp(p, y)))), TypeError)
 
 
 @one
@@ -728,8 +707,7 @@ BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def between_stages(way: str) -> float:
-    mesh = sf.make_mesh(shard=-1, device="cpu")
-    params, v = (sf.shard(whole(seed)["layers"], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    mesh, params, v = pair()
     x = normal(ROWS, D, seed=mesh.get_rank())
 
     def gradient(params: Any) -> Any:
@@ -761,11 +739,7 @@ def short_of_memory() -> tuple[str, int]:
             raise torch.OutOfMemoryError("out of memory: allocating")
         return mlp(p, x)
 
-    try:
-        alone_with(layer)
-    except torch.OutOfMemoryError as error:
-        return str(error), len(runs)
-    return "nothing", len(runs)
+    return refused(lambda: alone_with(layer), torch.OutOfMemoryError), len(runs)
 
 
 @one
@@ -780,8 +754,7 @@ THROUGH: dict[str, Callable[[Tensor], Any]] = {
 
 def outcome(remat: bool, read: str) -> str:
     """What comes of a loss that reads what stages have computed and not returned."""
-    mesh = sf.make_mesh(shard=-1, device="cpu")
-    params, v = (sf.shard(whole(seed)["layers"], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    _, params, v = pair()
     kept: list[Tensor] = []
 
     def layer(p: Any, x: Tensor) -> Tensor:
@@ -852,8 +825,7 @@ class OldOnce(Old):
 def through_once(kind: str, inside: bool) -> tuple[str, float]:
     """What is said of a gradient in forward mode, and how far a tangent is from that through a sine."""
     applied: Any = {"new": Once.apply, "old": OldOnce.apply}[kind]
-    mesh = sf.make_mesh(shard=-1, device="cpu")
-    params, v = (sf.shard(whole(seed)["layers"], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    _, params, v = pair()
 
     def loss(params: Any, f: Any = applied) -> Tensor:
         stage = sf.stage(lambda p, x: f(mlp(p, x)) if inside else mlp(p, x))
@@ -864,11 +836,8 @@ def through_once(kind: str, inside: bool) -> tuple[str, float]:
         return y.square().sum()
 
     tangents = [sf.jvp(lambda p, f=f: loss(p, f), (params,), (v,))[1] for f in (applied, torch.sin)]
-    try:
-        sf.jvp(sf.grad(loss), (params,), (v,))
-    except RuntimeError as error:
-        return str(error), float((tangents[0] - tangents[1]).abs())
-    return "nothing", 0.0
+    message = refused(lambda: sf.jvp(sf.grad(loss), (params,), (v,)), RuntimeError)
+    return message, float((tangents[0] - tangents[1]).abs())
 
 
 @one
@@ -895,7 +864,7 @@ def test_a_function_is_seen_after_a_context_that_came_to_no_forward() -> None:
 # --- errors ---
 
 
-def told() -> dict[str, str]:
+def wrong_calls() -> dict[str, str]:
     mesh = sf.make_mesh(shard=-1, device="cpu")
     params, v = (sf.shard({"only": whole(seed)["layers"][0]}, mesh, sf.full_shard("shard"))["only"] for seed in (0, 1))
     x: Any = normal(ROWS, D, seed=1)
@@ -908,14 +877,7 @@ def told() -> dict[str, str]:
         "a number": lambda: sf.jvp(torch.sin, (x,), (1.0,)),
         "returned": lambda: sf.jvp(sf.stage(written), (params, x), (v, x)),
     }
-    found = {}
-    for name, program in programs.items():
-        try:
-            program()
-            found[name] = "nothing"
-        except (TypeError, ValueError, RuntimeError) as error:
-            found[name] = str(error)
-    return found
+    return {name: told(program) for name, program in programs.items()}
 
 
 def written(p: Any, x: Tensor) -> Tensor:
@@ -925,7 +887,7 @@ def written(p: Any, x: Tensor) -> Tensor:
 
 @two
 def test_errors(world: World) -> None:
-    for found in world.run(told):
+    for found in world.run(wrong_calls):
         assert "another structure" in found["structure"]
         assert "write (primals,)" in found["no tuple"]
         assert "leaf 0 of the primals of sin has shape (4, 6), torch.float64, and its tangent is (6,)" in found["shape"]

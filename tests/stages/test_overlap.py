@@ -75,31 +75,41 @@ def made(mesh: Any) -> tuple[Any, Tensor]:
 # --- what a gather waits for ---
 
 
-def stages_before_each_gather(shards: str, differentiated: bool, **options: Any) -> list[int]:
-    """Of each gather in forward, in order: how many stages must have computed before it, by the device's clocks."""
+def by_the_clocks(run_of: Callable[[], Any], hear: Callable[[Any, int, str], None]) -> Any:
+    """Runs a step of a simulated rank twice, and again while `hear(device, stream, operation)` hears of operations."""
     with simulated(4) as device, sf.debug(memory=False):  # which would fill slots on the computing stream
         mesh = sf.make_mesh(shard=4, device=device.name)
         params, x = made(mesh)
-        loss = looping(shards, **options)
-        run = sf.shard_map(sf.value_and_grad(loss) if differentiated else loss, mesh=mesh, in_specs=..., out_specs=...)
+        run = sf.shard_map(run_of(), mesh=mesh, in_specs=..., out_specs=...)
         for _ in range(2):
             run(params, x)
-        use, computing, before = device.clocks.use, list[tuple[int, int]](), list[int]()
+        use = device.clocks.use
 
         def noted(stream: int, what: str, reads: Any, writes: Any) -> None:
             use(stream, what, reads, writes)
-            if not reads:  # the same operation's results
-                return
-            clock = device.clocks.now(stream).clock
-            if "allgather" in what and len(before) < LAYERS:
-                before.append(sum(clock.get(other, 0) >= time for other, time in computing))
-            elif what == "aten::tanh":
-                computing.append((stream, clock[stream]))
+            if reads:  # otherwise these are the same operation's results
+                hear(device, stream, what)
 
         device.clocks.use = noted  # type: ignore[method-assign]
         run(params, x)
         assert device.races == []
-        return before
+        return device.stream()
+
+
+def stages_before_each_gather(shards: str, differentiated: bool, **options: Any) -> list[int]:
+    """Of each gather in forward, in order: how many stages must have computed before it, by the device's clocks."""
+    computing, before = list[tuple[int, int]](), list[int]()
+
+    def hear(device: Any, stream: int, what: str) -> None:
+        clock = device.clocks.now(stream).clock
+        if "allgather" in what and len(before) < LAYERS:
+            before.append(sum(clock.get(other, 0) >= time for other, time in computing))
+        elif what == "aten::tanh":
+            computing.append((stream, clock[stream]))
+
+    loss = looping(shards, **options)
+    by_the_clocks(lambda: sf.value_and_grad(loss) if differentiated else loss, hear)
+    return before
 
 
 @pytest.mark.parametrize("differentiated", [True, False])
@@ -164,30 +174,19 @@ def beside(**options: Any) -> tuple[int, int, list[int]]:
     """Operations that encode and decode: how many, and how many of them on the stream that computes; and for each stage
     in backward, how many reductions must have been decoded before it.
     """
-    with simulated(4) as device, sf.debug(memory=False):
-        mesh = sf.make_mesh(shard=4, device=device.name)
-        params, x = made(mesh)
-        run = sf.shard_map(sf.value_and_grad(looping("as_given", **options)), mesh=mesh, in_specs=..., out_specs=...)
-        for _ in range(2):
-            run(params, x)
-        use, where, on, added, before = device.clocks.use, device.clocks.where, list[int](), list[Any](), list[int]()
+    on, added, before = list[int](), list[Any](), list[int]()
 
-        def noted(stream: int, what: str, reads: Any, writes: Any) -> None:
-            use(stream, what, reads, writes)
-            if not reads:
-                return
-            clock, line = device.clocks.now(stream).clock, where()
-            if what == "aten::tanh_backward":
-                before.append(sum(clock.get(other, 0) >= time for other, time in added) // 3)  # from 3 other ranks
-            if line.startswith(("shardfn/quant/", "shardfn/stages/compressed.py")) and "alltoall" not in what:
-                on.append(stream)
-            if what == "aten::add_.Tensor" and line.startswith("shardfn/stages/compressed.py"):
-                added.append((stream, clock[stream]))
+    def hear(device: Any, stream: int, what: str) -> None:
+        clock, line = device.clocks.now(stream).clock, device.clocks.where()
+        if what == "aten::tanh_backward":
+            before.append(sum(clock.get(other, 0) >= time for other, time in added) // 3)  # from 3 other ranks
+        if line.startswith(("shardfn/quant/", "shardfn/stages/compressed.py")) and "alltoall" not in what:
+            on.append(stream)
+        if what == "aten::add_.Tensor" and line.startswith("shardfn/stages/compressed.py"):
+            added.append((stream, clock[stream]))
 
-        device.clocks.use = noted  # type: ignore[method-assign]
-        run(params, x)
-        assert device.races == []
-        return len(on), on.count(device.stream()), before
+    computing = by_the_clocks(lambda: sf.value_and_grad(looping("as_given", **options)), hear)
+    return len(on), on.count(computing), before
 
 
 def test_few_bits_are_encoded_and_decoded_beside_what_computes() -> None:

@@ -28,6 +28,7 @@ from shardfn.collectives import into_buffers
 from shardfn.compat import attention, process_groups
 from shardfn.testing import World, simulated, world
 from tests.models import DATA, STRATEGIES
+from tests.transforms.steps import block
 
 RANKS, WIDTH = 8, 16
 Step = Callable[[], Any]
@@ -99,10 +100,6 @@ WAITS: dict[str, int] = {
 def layer() -> dict[str, Tensor]:
     made = {"up": torch.randn(WIDTH, 2 * WIDTH), "b": torch.randn(2 * WIDTH), "down": torch.randn(2 * WIDTH, WIDTH)}
     return {name: x.to("sim") for name, x in made.items()}
-
-
-def block(p: Any, x: Tensor) -> Tensor:
-    return x + torch.tanh(x @ p["up"] + p["b"]) @ p["down"]
 
 
 def losing(staged: Any) -> Any:

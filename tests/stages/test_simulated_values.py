@@ -18,6 +18,8 @@ import shardfn.optim as so
 from shardfn import parallel
 from shardfn.testing import simulated, world
 from tests.models import STRATEGIES, distance
+from tests.optimizers import optimizers_named
+from tests.transforms.steps import block
 
 WIDTH, LAYERS, STEPS = 8, 3, 2
 
@@ -28,11 +30,8 @@ STAGES: dict[str, dict[str, Any]] = {
     "far prefetch": {"prefetch": 2},
 }
 OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
-    "adamw": lambda: so.adamw(1e-2),
+    **optimizers_named("adamw, adamw8bit, muon, soap"),
     "clipped": lambda: so.chain(so.clip_by_global_norm(0.1), so.sgd(0.1, momentum=0.9)),
-    "adamw8bit": lambda: so.adamw8bit(1e-2),
-    "muon": lambda: so.masked(so.muon(0.02), lambda path, shape: len(shape) == 2, so.adamw(1e-2)),
-    "soap": lambda: so.soap(1e-2, every=2, block=5),
     "shard_state": lambda: so.shard_state(so.adamw(1e-2), "replica"),
     "loss_scaled": lambda: so.loss_scaled(so.adamw(1e-2)),
 }
@@ -49,10 +48,6 @@ PROGRAMS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     **{f"full_shard, {' '.join(t)} {max(t.values())}": ("full_shard", "kept", "adamw", t) for t in TIERS},
 }
 NAMES = [*PROGRAMS, "collectives and a pipeline"]
-
-
-def block(p: Any, x: Tensor) -> Tensor:
-    return x + torch.tanh(x @ p["up"] + p["b"]) @ p["down"]
 
 
 def trained(device: str, program: tuple[str, str, str, dict[str, Any]], scratch: str) -> list[Tensor]:

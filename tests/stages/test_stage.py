@@ -13,19 +13,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.testing import World
-from tests.models import (
-    DATA,
-    ENGINES,
-    STRATEGIES,
-    WIDTH,
-    block,
-    copied,
-    distance,
-    embed,
-    head,
-    params,
-    plainly,
-)
+from tests.models import DATA, ENGINES, STRATEGIES, WIDTH, block, copied, distance, embed, head, params, plainly
 from tests.reference import worst
 from tests.stages.setting import (
     OPTIONS,

@@ -15,25 +15,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 import shardfn as sf
 from shardfn.collectives import messages
 from shardfn.testing import World
-from tests.models import (
-    ENGINES,
-    WIDTH,
-    block,
-    blocks,
-    by_backward,
-    distance,
-    drawn,
-    everyone,
-    variables,
-)
+from tests.models import ENGINES, WIDTH, block, blocks, by_backward, distance, drawn, everyone, variables
 from tests.reference import worst
-from tests.stages.setting import (
-    OPTIONS,
-    Setting,
-    on_threads,
-    rows_of,
-    staged,
-)
+from tests.stages.setting import OPTIONS, Setting, on_threads, rows_of, staged
 
 pytestmark = pytest.mark.usefixtures("threads_on_one_core")
 

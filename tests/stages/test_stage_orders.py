@@ -12,29 +12,9 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.testing import World
-from tests.models import (
-    block,
-    distance,
-    embed,
-    everyone,
-    gradients,
-    head,
-    params,
-    plainly,
-    variables,
-)
+from tests.models import block, distance, embed, everyone, gradients, head, params, plainly, variables
 from tests.reference import worst
-from tests.stages.setting import (
-    OPTIONS,
-    Setting,
-    apart,
-    everywhere,
-    loops,
-    on_threads,
-    rows_of,
-    straight,
-    tokens_of,
-)
+from tests.stages.setting import OPTIONS, Setting, apart, everywhere, loops, on_threads, rows_of, straight, tokens_of
 
 pytestmark = pytest.mark.usefixtures("threads_on_one_core")
 

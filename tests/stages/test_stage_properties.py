@@ -94,11 +94,7 @@ def compare(sizes: Any, placement: Any, trees: Any, frozen: Any, options: Any, p
         paths = names_of(got)
         scale = 1 + worst([0.0, *(g.abs().max().item() for g in optree.tree_leaves(want) if g.numel())])
         for path, a, b, p in zip(
-            paths,
-            optree.tree_leaves(got),
-            aligned(want, trees),
-            optree.tree_leaves(trees),
-            strict=True,
+            paths, optree.tree_leaves(got), aligned(want, trees), optree.tree_leaves(trees), strict=True
         ):
             if p.is_floating_point() and not any(path == name for name in frozen) and p.numel():
                 tolerance = 1e8 if p.dtype == torch.float32 else 1.0

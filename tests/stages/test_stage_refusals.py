@@ -14,30 +14,15 @@ from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
 from shardfn.testing import World, WorldError
-from tests.models import (
-    ENGINES,
-    WIDTH,
-    block,
-    distance,
-    embed,
-    head,
-    params,
-)
+from tests.models import ENGINES, WIDTH, block, distance, embed, head, params
+from tests.random_programs import Fragile, Interrupted
 from tests.reference import worst
-from tests.stages.setting import (
-    Setting,
-    on_threads,
-    rows_of,
-    tokens_of,
-)
+from tests.refusals import told
+from tests.stages.setting import Setting, on_threads, rows_of, tokens_of
 
 pytestmark = pytest.mark.usefixtures("threads_on_one_core")
 
 # --- exceptions ---
-
-
-class Interrupted(Exception):
-    pass
 
 
 def interrupted(where: str, options: dict[str, Any]) -> Any:
@@ -70,22 +55,6 @@ def interrupted(where: str, options: dict[str, Any]) -> Any:
             except Interrupted:
                 found.append(s.clean_step())
     return found
-
-
-class Fragile(torch.autograd.Function):
-    generate_vmap_rule = False
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        raise Interrupted
 
 
 @pytest.mark.parametrize("where", ["in a stage", "between stages", "in backward", "when recomputed"])
@@ -144,11 +113,7 @@ def refused(name: str, needs: bool, options: dict[str, Any]) -> Any:
     s = Setting(**options)
     p = (s.leaves if needs else s.flat)["blocks"][0]
     f = REFUSED[name][0]
-    try:
-        sf.stage(f, **options)(p, rows_of(s.rank))
-    except RuntimeError as error:
-        return str(error), s.clean_step()
-    return "nothing", s.clean_step()
+    return told(lambda: sf.stage(f, **options)(p, rows_of(s.rank))), s.clean_step()
 
 
 @pytest.mark.parametrize("needs", [True, False], ids=["leaves", "values"])
@@ -209,41 +174,28 @@ CLOSED_OVER = [
 
 def closing_over(how: str, options: dict[str, Any]) -> Any:
     s = Setting(**options)
-    p, x = s.leaves["blocks"][0], rows_of(s.rank)
-    if how == "a leaf":
-        scale = torch.ones((), dtype=torch.float64, requires_grad=True)
-        sf.stage(lambda p, x: block(p, x) * scale, **options)(p, x).sum().backward()
-    elif how == "an activation":
-        scale = sf.stage(block)(p, x)
-        sf.stage(lambda p, x: block(p, x) * scale, **options)(p, x).sum().backward()
-    elif how == "returned":
-        scale = torch.ones((), dtype=torch.float64, requires_grad=True)
-        sf.stage(lambda p, x: (block(p, x), scale), **options)(p, x)[0].sum().backward()
-    elif how == "torch.func":
+    p, flat, x, one = s.leaves["blocks"][0], s.flat["blocks"][0], rows_of(s.rank), torch.ones((), dtype=torch.float64)
+    leaf = one.clone().requires_grad_()
 
-        def loss(scale: Tensor) -> Tensor:
-            return sf.stage(lambda p, x: block(p, x) * scale, **options)(s.flat["blocks"][0], x).sum()
+    def of(scale: Tensor, p: Any = flat) -> Tensor:
+        return sf.stage(lambda p, x: block(p, x) * scale, **options)(p, x).sum()
 
-        torch.func.grad(loss)(torch.ones((), dtype=torch.float64))
-    elif how == "nothing else needs one":
-        scale = torch.ones((), dtype=torch.float64, requires_grad=True)
-        sf.stage(lambda p, x: block(p, x) * scale, **options)(s.flat["blocks"][0], x)
-    elif how == "value_and_grad":
+    def outer(scale: Tensor) -> Tensor:
+        def inner(p: Any) -> Tensor:
+            return of(torch.tensor(2.0) * scale, p)  # a constant here, and not outside
 
-        def of_scale(scale: Tensor) -> Tensor:
-            return sf.stage(lambda p, x: block(p, x) * scale, **options)(s.flat["blocks"][0], x).sum()
+        return optree.tree_leaves(torch.func.grad(inner)(flat))[0].sum()
 
-        sf.grad(of_scale)(torch.ones((), dtype=torch.float64))
-    elif how == "an outer gradient":
-
-        def outer(scale: Tensor) -> Tensor:
-            def inner(p: Any) -> Tensor:
-                two = torch.tensor(2.0) * scale  # a constant here, and not outside
-                return sf.stage(lambda p, x: block(p, x) * two, **options)(p, x).sum()
-
-            return optree.tree_leaves(torch.func.grad(inner)(s.flat["blocks"][0]))[0].sum()
-
-        torch.func.grad(outer)(torch.ones((), dtype=torch.float64))
+    ways: dict[str, Callable[[], Any]] = {
+        "a leaf": lambda: of(leaf, p).backward(),
+        "an activation": lambda: of(sf.stage(block)(p, x), p).backward(),
+        "returned": lambda: sf.stage(lambda p, x: (block(p, x), leaf), **options)(p, x)[0].sum().backward(),
+        "torch.func": lambda: torch.func.grad(of)(one),
+        "nothing else needs one": lambda: of(leaf),
+        "value_and_grad": lambda: sf.grad(of)(one),
+        "an outer gradient": lambda: torch.func.grad(outer)(one),
+    }
+    ways[how]()
 
 
 @pytest.mark.parametrize("how", [*CLOSED_OVER])
@@ -417,11 +369,7 @@ def forces() -> Any:
         for f in (forces_by_torch_func, forces_by_the_argument)
     }
     found = [sf.unshard(sf.grad(loss)(p)) for loss in losses.values()]
-    try:
-        sf.grad(lambda p: sf.stage(forces_by_a_leaf)(p, x).square().sum())(p)
-    except RuntimeError as error:
-        return str(error), found, x
-    return "nothing", found, x
+    return told(lambda: sf.grad(lambda p: sf.stage(forces_by_a_leaf)(p, x).square().sum())(p)), found, x
 
 
 @pytest.mark.parametrize("world", [(2, "threads")], indirect=True, ids=["2"])

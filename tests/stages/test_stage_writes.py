@@ -2,52 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from shardfn.testing import World
-from tests.models import (
-    block,
-    distance,
-    everyone,
-)
-from tests.stages.setting import (
-    Setting,
-    on_threads,
-    rows_of,
-    staged,
-    straight,
-)
+from tests.models import block, distance, everyone
+from tests.stages.setting import Setting, on_threads, rows_of, staged, straight
 
 pytestmark = pytest.mark.usefixtures("threads_on_one_core")
 
 # --- in place ---
 
 
+def refused_or(call: Callable[[], Any], right: Callable[[], bool] = lambda: False) -> bool:
+    """Whether a call is refused in torch's words, or else everything is right."""
+    try:
+        call()
+    except RuntimeError as error:
+        return "modified by an inplace operation" in str(error)
+    return right()
+
+
 def overwritten_input() -> Any:
     """Writing into a tensor that a stage's backward needs is an error, as in plain torch, or does no harm."""
-    s = Setting()
-    found = []
+    s, found = Setting(), []
+    joint = everyone(lambda p, k: block(p, rows_of(k)).square().sum(), s.n)
+    want = torch.func.grad(joint)(s.plain["blocks"][0])
     for options in ({}, {"remat": True}):
-        f = staged(block, **options)
         x = rows_of(s.rank).requires_grad_() * 1
-        try:
-            y = f(s.leaves["blocks"][0], x)
-            x.mul_(3)
-            y.square().sum().backward()
-        except RuntimeError as error:
-            found.append("modified by an inplace operation" in str(error))
-        else:
-            found.append(distance(s.collected()["blocks"][0], one_block(s)) < 1e-12)
+        y = staged(block, **options)(s.leaves["blocks"][0], x)
+        x.mul_(3)
+        found.append(refused_or(y.square().sum().backward, lambda: distance(s.collected()["blocks"][0], want) < 1e-12))
         found.append(s.clean_step() < 1e-12)
     return found
-
-
-def one_block(s: Setting) -> Any:
-    joint = everyone(lambda p, k: block(p, rows_of(k)).square().sum(), s.n)
-    return torch.func.grad(joint)(s.plain["blocks"][0])
 
 
 @on_threads
@@ -64,12 +56,7 @@ def overwritten_shard() -> Any:
         loss = straight(lambda f: staged(f, **options), s.leaves, s.rank)  # noqa: B023
         with torch.no_grad():
             s.leaves["blocks"][0].values.mul_(2)
-        try:
-            loss.backward()
-        except RuntimeError as error:
-            found.append("modified by an inplace operation" in str(error))
-        else:
-            found.append(False)
+        found.append(refused_or(loss.backward))
         with torch.no_grad():
             s.leaves["blocks"][0].values.div_(2)
         s.collected()
@@ -85,19 +72,17 @@ def test_a_shard_that_is_overwritten_before_backward_is_an_error(world: World) -
 
 def overwritten_output() -> Any:
     """Of a stage whose backward needs its output, as tanh does."""
-    s = Setting()
-    found = []
+    s, found = Setting(), []
+    joint = everyone(lambda p, k: (3 * torch.tanh(rows_of(k) @ p["w"])).square().sum(), s.n)
+    want = torch.func.grad(joint)(s.plain["blocks"][0])
+
+    def tripled(y: Tensor) -> None:
+        y.mul_(3).square().sum().backward()
+
     for options in ({}, {"remat": True}):
         f = staged(lambda p, x: torch.tanh(x @ p["w"]), **options)
         y = f(s.leaves["blocks"][0], rows_of(s.rank))
-        try:
-            y.mul_(3)
-            y.square().sum().backward()
-        except RuntimeError as error:
-            found.append("modified by an inplace operation" in str(error))
-        else:
-            joint = everyone(lambda p, k: (3 * torch.tanh(rows_of(k) @ p["w"])).square().sum(), s.n)
-            found.append(distance(s.collected()["blocks"][0], torch.func.grad(joint)(s.plain["blocks"][0])) < 1e-12)
+        found.append(refused_or(partial(tripled, y), lambda: distance(s.collected()["blocks"][0], want) < 1e-12))
         s.collected()
         found.append(s.clean_step() < 1e-12)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import optree
@@ -19,6 +20,7 @@ from shardfn.testing import World
 from tests import models
 from tests.models import distance
 from tests.reference import worst
+from tests.refusals import told
 from tests.stages.setting import Setting, rows_of, staged
 
 
@@ -68,23 +70,19 @@ def around() -> dict[str, str]:
         "a stage that is skipped": (lambda params: sf.skip(layer, params["blocks"][0], x), params),
         "a module": (lambda values: module(values, x), module.shard(mesh, cut)),
     }
-    told = {}
+    found = {}
     for name, (f, given) in functions.items():
         for fullgraph in (True, False):
             torch._dynamo.reset()
-            try:
-                torch.compile(f, backend="eager", fullgraph=fullgraph)(given)
-                told[f"{name}, {fullgraph}"] = "nothing"
-            except Exception as error:
-                told[f"{name}, {fullgraph}"] = f"{type(error).__name__}: {error}"
-    return told
+            found[f"{name}, {fullgraph}"] = told(partial(torch.compile(f, backend="eager", fullgraph=fullgraph), given))
+    return found
 
 
 @pytest.mark.world(2)
 def test_what_works_on_shards_says_what_compiles_it(world: World) -> None:
-    for told in world.within(120).run(around):
-        wrong = {k: text for k, text in told.items() if "cannot be traced by torch.compile" not in text}
-        wrong |= {k: text for k, text in told.items() if not text.startswith("UserError")}
+    for said in world.within(120).run(around):
+        wrong = {k: text for k, text in said.items() if "cannot be traced by torch.compile" not in text}
+        wrong |= {k: text for k, text in said.items() if not text.startswith("UserError")}
         assert not wrong, wrong
 
 

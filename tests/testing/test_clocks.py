@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -26,6 +28,15 @@ def on(stream: Any) -> Any:
     return torch.get_device_module("sim").stream(stream)
 
 
+@contextlib.contextmanager
+def beside() -> Iterator[Any]:
+    """Another stream, after what there is on this one."""
+    stream = side()
+    stream.wait_stream(torch.get_device_module("sim").current_stream())
+    with on(stream):
+        yield stream
+
+
 def written_beside(x: Tensor) -> None:
     stream = side()
     with on(stream):
@@ -42,41 +53,33 @@ def written_beside_in_order(x: Tensor) -> None:
 
 
 def read_by_both(x: Tensor) -> None:
-    stream = side()
-    stream.wait_stream(torch.get_device_module("sim").current_stream())
-    with on(stream):
+    with beside():
         x.sum()
     x.sum()
 
 
 def read_and_written(x: Tensor) -> None:
-    stream = side()
-    stream.wait_stream(torch.get_device_module("sim").current_stream())
-    with on(stream):
+    with beside():
         x.sum()
     x.add_(1)
 
 
 def apart(x: Tensor) -> None:
-    stream = side()
-    stream.wait_stream(torch.get_device_module("sim").current_stream())
-    with on(stream):
+    with beside():
         x[:2].add_(1)
     x[2:].add_(1)
 
 
 def freed_early(x: Tensor) -> None:
-    stream, y = side(), x * 2
-    stream.wait_stream(torch.get_device_module("sim").current_stream())
-    with on(stream):
+    y = x * 2
+    with beside():
         y.sum()
     del y
 
 
 def freed_and_recorded(x: Tensor) -> None:
-    stream, y = side(), x * 2
-    stream.wait_stream(torch.get_device_module("sim").current_stream())
-    with on(stream):
+    y = x * 2
+    with beside() as stream:
         y.sum()
     y.record_stream(stream)
     del y
@@ -208,30 +211,21 @@ def slots_filled_early(patch: Any) -> None:
     patch.setattr(process_groups, "start_all_gather", early)
 
 
-def memory_written_early(patch: Any) -> None:
+def forgotten(name: str, value: Any, patch: Any) -> None:
+    """A reduction on its way forgets something."""
     ahead = reduction.PendingReduction.ahead
 
     def forgets(self: Any, side: Any, source: Tensor) -> None:
         ahead(self, side, source)
-        self.left = None
+        setattr(self, name, value)
 
     patch.setattr(reduction.PendingReduction, "ahead", forgets)
 
 
-def memory_freed_early(patch: Any) -> None:
-    ahead = reduction.PendingReduction.ahead
-
-    def lets_go(self: Any, side: Any, source: Tensor) -> None:
-        ahead(self, side, source)
-        self.held = []
-
-    patch.setattr(reduction.PendingReduction, "ahead", lets_go)
-
-
 MUTANTS: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
     "a slot is filled before it has been read": (slots_filled_early, {}),
-    "gradients overwrite what is still sent": (memory_written_early, {}),
-    "gradients are freed while they are sent": (memory_freed_early, {}),
+    "gradients overwrite what is still sent": (functools.partial(forgotten, "left", None), {}),
+    "gradients are freed while they are sent": (functools.partial(forgotten, "held", []), {}),
     "activations are read before they are back": (no_wait_for_events, {"remat": sf.offload(above=0)}),
     "parameters are read before they are gathered": (no_wait_for_gathers, {}),
     "what arrived is looked at early": (flags_read_early, {}),

@@ -103,10 +103,7 @@ def test_a_rank_that_raises_releases_those_that_wait_for_it(world):
         world.run(only(1, fail, then=wait))
     assert time.monotonic() - start < 10
     assert not isinstance(caught.value, WorldTimeout)
-    assert [(rank, failure.how) for rank, failure in caught.value.failures.items()] == [
-        (1, "raised"),
-        (0, "waiting"),
-    ]
+    assert [(rank, failure.how) for rank, failure in caught.value.failures.items()] == [(1, "raised"), (0, "waiting")]
     assert "rank 0: in all_reduce, called at test_failures.py" in str(caught.value)
     assert usable(world)
 

@@ -22,6 +22,7 @@ import shardfn.optim as so
 from shardfn import P, quant
 from shardfn.shards.layout import is_flat
 from tests.models import DATA, block, blocks, embed, head, normal, params, squares, token_rows
+from tests.optim.test_optim import OPTIMIZERS as OF_OPTIM
 
 Program = Callable[[Any, Any], Any]
 PROGRAMS: dict[str, Program] = {}
@@ -81,39 +82,25 @@ def trained(
     return losses, sf.unshard(ps)
 
 
+def twice_stepped(ps: Any, loss: Callable[[Any], Tensor], optimizer: so.Optimizer) -> Any:
+    """Parameters after two steps."""
+    state = optimizer.init(ps)
+    for _ in range(2):
+        _, grads = sf.value_and_grad(loss)(ps)
+        ps, state = optimizer.step(ps, grads, state)
+    return ps
+
+
 # --- optimizers ---
 
 
-def decay(path: str, shape: tuple[int, ...]) -> float:
-    del path
-    return 0.1 if len(shape) > 1 else 0.0
-
-
-def is_matrix(path: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 2 and path != "embed.e"
-
-
-OPTIMIZERS: dict[str, Callable[..., so.Optimizer]] = {
-    "sgd": lambda **k: so.sgd(0.05, **k),
-    "sgd with momentum": lambda **k: so.sgd(0.05, momentum=0.9, nesterov=True, weight_decay=decay, **k),
-    "adam": lambda **k: so.adam(0.02, weight_decay=0.1, **k),
-    "adamw by a schedule": lambda **k: so.adamw(so.warmup_cosine(0.02, warmup=2, steps=6), weight_decay=decay, **k),
-    "lion": lambda **k: so.lion(0.01, weight_decay=0.1, **k),
-    "adamw8bit": lambda **k: so.adamw8bit(0.02, weight_decay=decay, **k),
-    "lion8bit": lambda **k: so.lion8bit(0.01, weight_decay=0.1, **k),
-    "adamw in bfloat16": lambda **k: so.adamw(0.02, weight_decay=decay, state_dtype=torch.bfloat16, seed=3, **k),
-    "master": lambda **k: so.master(so.adamw(0.02, **k), **k),
-    "rounded": lambda **k: so.stochastic_rounding(so.adamw8bit(0.02, **k), seed=2, **k),
-    "adafactor": lambda **k: so.adafactor(0.02, weight_decay=0.1, **k),
-    "lamb": lambda **k: so.lamb(0.02, weight_decay=0.1, **k),
-    "muon": lambda **k: so.masked(so.muon(0.02, dtype=None, **k), is_matrix, so.adamw(0.02, **k)),
-    "rmsprop of torch": lambda donate=True: so.from_torch(torch.optim.RMSprop, lr=0.01, weight_decay=decay),
-    "everything": lambda **k: so.chain(
-        so.clip_by_value(3.0, **k),
-        so.clip_by_global_norm(0.7, **k),
-        so.accumulate(so.ema(so.skip_nonfinite(so.adamw(0.02, weight_decay=decay, **k)), 0.9, **k), 2),
-    ),
-}
+OPTIMIZERS = {
+    name: OF_OPTIM[name]
+    for name in (
+        "sgd", "sgd-nesterov", "adam", "adamw-masked", "lion", "adamw8bit", "lion8bit", "adamw in bfloat16", "master",
+        "rounded", "adafactor", "lamb", "muon", "rmsprop of torch", "everything",
+    )
+}  # fmt: skip
 
 
 def stepped(mesh: Any, strategy: Any, make: Callable[[], so.Optimizer]) -> Any:
@@ -122,7 +109,7 @@ def stepped(mesh: Any, strategy: Any, make: Callable[[], so.Optimizer]) -> Any:
 
 
 for _name, _make in OPTIMIZERS.items():
-    PROGRAMS[_name] = partial(stepped, make=_make)
+    PROGRAMS[_name] = partial(stepped, make=partial(_make, donate=True))
     PROGRAMS[f"{_name}, not donated"] = partial(stepped, make=partial(_make, donate=False))
 
 
@@ -308,11 +295,7 @@ def several_dtypes(mesh: Any, strategy: Any) -> Any:
             y = torch.tanh(f(p, y))
         return y.sum()
 
-    state = optimizer.init(ps)
-    for _ in range(2):
-        _, grads = sf.value_and_grad(loss)(ps)
-        ps, state = optimizer.step(ps, grads, state)
-    return sf.unshard(ps)
+    return sf.unshard(twice_stepped(ps, loss, optimizer))
 
 
 @program
@@ -323,12 +306,7 @@ def complex_numbers(mesh: Any, strategy: Any) -> Any:
         sf.stage(lambda p, x: (x @ p["c"].mH).abs().square().sum()),
         normal(3, 7, seed=rank_of(mesh)).to(torch.complex128),
     )
-    optimizer = so.adamw(1e-2)
-    state = optimizer.init(ps)
-    for _ in range(2):
-        _, grads = sf.value_and_grad(lambda ps: f(ps["a"], x))(ps)
-        ps, state = optimizer.step(ps, grads, state)
-    return sf.unshard(ps)
+    return sf.unshard(twice_stepped(ps, lambda ps: f(ps["a"], x), so.adamw(1e-2)))
 
 
 @program
@@ -339,11 +317,7 @@ def tied_shards(mesh: Any, strategy: Any) -> Any:
     def loss(ps: Any) -> Tensor:
         return f(ps[0], f(ps[0], f(ps[0], x))).square().sum()
 
-    state = optimizer.init(ps)
-    for _ in range(2):
-        _, grads = sf.value_and_grad(loss)(ps)
-        ps, state = optimizer.step(ps, grads, state)
-    return sf.unshard(ps)
+    return sf.unshard(twice_stepped(ps, loss, optimizer))
 
 
 @program
@@ -367,11 +341,7 @@ def tensor_parallel(mesh: Any, strategy: Any) -> Any:
             y = y + f(p, y)
         return y.square().sum()
 
-    state = optimizer.init(ps)
-    for _ in range(2):
-        _, grads = sf.value_and_grad(loss)(ps)
-        ps, state = optimizer.step(ps, grads, state)
-    return optree.tree_map(lambda x: x.clone(), optree.tree_leaves(ps))
+    return optree.tree_map(lambda x: x.clone(), optree.tree_leaves(twice_stepped(ps, loss, optimizer)))
 
 
 @program

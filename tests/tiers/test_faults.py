@@ -80,9 +80,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "params cut off": (lambda: losing("params"), "the file ends at 8192 bytes and had [0-9]+: something else has cut"),
     "state cut off": (lambda: losing("state"), "the file ends at 8192 bytes and had [0-9]+: something else has cut"),
 }
-AT_FIRST = {
-    "full at first": (lambda: no_larger(4096), "making room for 0.0 MB of params in .* failed: File too large"),
-}
+AT_FIRST = {"full at first": (lambda: no_larger(4096), "making room for 0.0 MB of params in .* failed: File too large")}
 
 
 def live(rank: int, folder: str, fault: str) -> None:

@@ -14,28 +14,22 @@ import shardfn as sf
 import shardfn.optim as so
 from shardfn.shards.pieces import is_unit
 from shardfn.testing import simulated, world
+from tests.models import layer
+from tests.optimizers import optimizers_named
 
 ALL = ("params", "grads", "state")
 OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
-    "adamw": lambda: so.adamw(1e-2),
-    "adamw in bfloat16": lambda: so.adamw(1e-2, state_dtype=torch.bfloat16),
-    "adamw8bit": lambda: so.adamw8bit(1e-2),
-    "muon": lambda: so.masked(so.muon(0.02), lambda path, shape: len(shape) == 2, so.adamw(1e-2)),
-    "soap": lambda: so.soap(1e-2, every=2, block=5),
-    "adafactor": lambda: so.adafactor(1e-2),
-    "lamb": lambda: so.lamb(1e-2),
+    **optimizers_named("adamw, adamw in bfloat16, adamw8bit, muon, soap, adafactor, lamb"),
     "torch's": lambda: so.from_torch(torch.optim.RMSprop, lr=1e-2),
 }
 
 
-@sf.stage
-def layer(p: Any, x: Tensor) -> Tensor:
-    return torch.tanh(x @ p["w"] + p["b"])
+staged = sf.stage(layer)
 
 
 def loss(ps: Any, x: Tensor) -> Tensor:
     for p in sf.layers(ps["blocks"]):
-        x = layer(p, x)
+        x = staged(p, x)
     return x.sum()
 
 

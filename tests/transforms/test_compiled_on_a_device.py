@@ -23,7 +23,8 @@ from shardfn.stages import in_graph
 from shardfn.stages.engine import engine_of
 from shardfn.testing import Device, simulated, world
 from tests.models import DATA, drawn
-from tests.transforms.test_compiled import ROWS, STEPS, WIDTH, block, in_turn, of_blocks
+from tests.transforms.steps import WIDTH, block
+from tests.transforms.test_compiled import ROWS, STEPS, in_turn, of_blocks
 
 NAMES = ["hybrid_shard, plain", "zero1, accumulate", "hpz, remat", "mics, plain", "few bits", "shard_state",
          "prefetch 2", "kept for the step", "muon", "clipped", "tensor"]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -19,10 +20,14 @@ import shardfn as sf
 import shardfn.optim as so
 from shardfn import parallel
 from shardfn.testing import simulated, world
+from tests import refusals
 from tests.models import DATA, STRATEGIES, distance, drawn
+from tests.optimizers import optimizers_named
 from tests.reference import worst
+from tests.transforms import steps
+from tests.transforms.steps import LAYERS, WIDTH, block, data, whole
 
-WIDTH, LAYERS, ROWS, STEPS, WARM_UP = 8, 3, 3, 8, 3
+ROWS, STEPS, WARM_UP = 3, 8, 3
 PLACEMENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "full_shard": ("full_shard", {}),
     "hybrid_shard": ("hybrid_shard", {}),
@@ -41,9 +46,7 @@ OTHERS: dict[str, Callable[[], so.Optimizer]] = {
     "sgd, linear": lambda: so.sgd(so.linear(0.1, warmup=2, steps=7)),
     "adam, pure": lambda: so.adam(so.wsd(1e-2, warmup=3, decay=3, steps=8), donate=False),
     "lion, own schedule": lambda: so.lion(lambda step: 1e-2 / step),
-    "adamw8bit": lambda: so.adamw8bit(1e-2),
-    "muon": lambda: so.masked(so.muon(0.02), lambda path, shape: len(shape) == 2, so.adamw(1e-2)),
-    "ema": lambda: so.ema(so.adamw(1e-2), 0.9),
+    **optimizers_named("adamw8bit, muon, averaged"),
     "shard_state": lambda: so.shard_state(so.adamw(1e-2), "replica"),
 }
 PROGRAMS = {
@@ -54,16 +57,6 @@ PROGRAMS = {
 
 
 plainly = sf.debug(memory=False)  # graphs refuse the debug mode in which tests run
-
-
-def block(p: Any, x: Tensor) -> Tensor:
-    return x + torch.tanh(x @ p["up"] + p["b"]) @ p["down"]
-
-
-def whole() -> Any:
-    draw = drawn(0, 0.5)
-    shapes = {"up": (WIDTH, 5), "b": (5,), "down": (5, WIDTH)}
-    return {"blocks": [{name: draw(*shape) for name, shape in shapes.items()} for _ in range(LAYERS)]}
 
 
 def batches(ranks: int, rows: Callable[[int], int] = lambda i: ROWS, steps: int = STEPS) -> list[Tensor]:
@@ -188,65 +181,10 @@ def test_on_the_cpu_a_graphed_step_runs_as_it_is(name: str) -> None:
 # --- one rank: what a graph does with arguments and results ---
 
 Run = Callable[[str], Any]
-
-
-def toy(device: str, more: Callable[..., Any] = lambda w, x: 0, **options: Any) -> tuple[Any, Any, Any]:
-    """A step on plain tensors, `(params, state, x) -> (params, state, loss)`, with parameters and state."""
-    optimizer = options.get("optimizer") or so.sgd(0.1)
-    mesh = sf.make_mesh(shard=1, device=device)
-    params = {"w": torch.full((WIDTH,), 0.5, dtype=torch.float64).to(device)}
-
-    def step(params: Any, state: Any, x: Tensor, *rest: Any) -> Any:
-        value, grads = sf.value_and_grad(lambda p, x: (p["w"] * x).square().sum())(params, x)
-        extra = more(params["w"], x, *rest)
-        value = value + extra
-        params, state = optimizer.step(params, grads, state)
-        return params, state, value
-
-    return sf.graphed(step, mesh=mesh), params, optimizer.init(params)
-
-
-def data(device: str, i: int = 0, rows: int = WIDTH) -> Tensor:
-    return (torch.arange(rows, dtype=torch.float64) / 10 + i).to(device)
-
-
-def repeated(
-    device: str, more: Callable[..., Any], rest: Callable[[int], tuple[Any, ...]] = lambda i: (), **o: Any
-) -> Any:
-    """The losses of several steps, or the error."""
-    step, params, state = toy(device, more, **o)
-    losses = []
-    for i in range(6):
-        params, state, value = step(params, state, data(device, i), *rest(i))
-        losses.append(value)
-    return [x.item() for x in losses]
-
-
-def frozen(device: str) -> Any:
-    calls: list[int] = []
-
-    def more(w: Tensor, x: Tensor) -> Any:
-        calls.append(1)
-        return w.sum() * (0.1 * len(calls))
-
-    return repeated(device, more)
-
-
-def alternating(device: str) -> Any:
-    calls: list[int] = []
-
-    def more(w: Tensor, x: Tensor) -> Any:
-        calls.append(1)
-        return w.sin().sum() if len(calls) % 2 else w.cos().sum()
-
-    return repeated(device, more)
-
-
-def powers(device: str) -> Any:
-    run = sf.graphed(lambda w, n: (w * 2**-n, n + 1), mesh=sf.make_mesh(shard=1, device=device))
-    w, n = data(device), 1
-    for _ in range(5):
-        w, n = run(w, n)
+toy, repeated = functools.partial(steps.toy, sf.graphed), functools.partial(steps.repeated, sf.graphed)
+counter, alternating, powers, used_again = (
+    functools.partial(f, sf.graphed) for f in (steps.counter, steps.alternating, steps.powers, steps.used_again)
+)
 
 
 def listed(device: str) -> Any:
@@ -259,7 +197,7 @@ def growing(device: str) -> Any:
         return torch.cat([state, state[:1]]) if next(calls) > 2 else state + 1
 
     calls = itertools.count(1)
-    run, state = sf.graphed(step, mesh=sf.make_mesh(shard=1, device=device)), data(device)
+    run, state = sf.graphed(step, mesh=sf.make_mesh(shard=1, device=device)), data(device=device)
     for _ in range(5):
         state = run(state)
 
@@ -270,7 +208,7 @@ def in_inference_mode(device: str) -> Any:
 
 
 def remembered(device: str) -> Any:
-    params = {"w": data(device)}
+    params = {"w": data(device=device)}
 
     def step(params: Any, x: Tensor) -> Any:
         params["w"].add_(x)
@@ -278,7 +216,7 @@ def remembered(device: str) -> Any:
 
     run = sf.graphed(step, mesh=sf.make_mesh(shard=1, device=device))
     for i in range(6):
-        run(params, data(device, i))
+        run(params, data(i, device=device))
 
 
 def staged(layer: Callable[..., Tensor], device: str, **options: Any) -> Any:
@@ -313,34 +251,26 @@ def with_auto(device: str) -> Any:
 
 def required(device: str) -> Any:
     step, params, state = toy(device)
-    return step(params, state, data(device).requires_grad_())
+    return step(params, state, data(device=device).requires_grad_())
 
 
 def in_a_transform(device: str) -> Any:
     step, params, state = toy(device)
-    return torch.func.grad(lambda x: step(params, state, x)[2])(data(device))
+    return torch.func.grad(lambda x: step(params, state, x)[2])(data(device=device))
 
 
 def many_shapes(device: str) -> Any:
     run = sf.graphed(lambda x: x * 2, mesh=sf.make_mesh(shard=1, device=device))
     for rows in range(1, 12):
-        run(data(device, rows=rows))
-
-
-def used_again(device: str) -> Any:
-    step, params, state = toy(device, optimizer=so.sgd(0.1, momentum=0.9))
-    for i in range(4):
-        old = params
-        params, state, _ = step(params, state, data(device, i))
-    return old["w"] + 1
+        run(data(rows=rows, device=device))
 
 
 def passed_again(device: str) -> Any:
     step, params, state = toy(device, optimizer=so.sgd(0.1, momentum=0.9))
     for i in range(4):
         old = params
-        params, state, _ = step(params, state, data(device, i))
-    step(old, state, data(device))
+        params, state, _ = step(params, state, data(i, device=device))
+    step(old, state, data(device=device))
 
 
 REFUSED: dict[str, tuple[Run, str]] = {
@@ -352,7 +282,7 @@ REFUSED: dict[str, tuple[Run, str]] = {
     "a size that depends on numbers": (lambda d: repeated(d, lambda w, x: w[w > 0].sum()), "the host reads a result"),
     "the step is skipped": (
         lambda d: repeated(d, lambda w, x: 0, optimizer=so.skip_nonfinite(so.sgd(0.1))),
-        r"the host reads a result.*test_graphed.py:\d+",
+        r"the host reads a result.*steps.py:\d+",
     ),
     "the optimizer counts on the host": (
         lambda d: repeated(d, lambda w, x: 0, optimizer=so.accumulate(so.sgd(0.1), 2)),
@@ -371,11 +301,8 @@ REFUSED: dict[str, tuple[Run, str]] = {
         "the schedule was given the step number as a tensor",
     ),
     "a power of a count": (powers, r"aten::pow.Scalar at .*:\d+ raises an integer to a power that has become a tensor"),
-    "a number from outside": (frozen, r"aten::mul.Tensor at .*test_graphed.py:\d+ gets the number 0.4\d*, and .* 0.3"),
-    "another operation than before": (
-        alternating,
-        r"the step runs aten::\w+, and at the last call aten::\w+",
-    ),
+    "a number from outside": (counter, r"aten::mul.Tensor at .*steps.py:\d+ gets the number 0.4\d*, and .* 0.3"),
+    "another operation than before": (alternating, r"the step runs aten::\w+, and at the last call aten::\w+"),
     "a changed number": (
         lambda d: repeated(d, lambda w, x, rate: rate * w.sum(), lambda i: (0.1 * i,)),
         r"rest.*is 0.1, and was 0.0: a program keeps numbers as they are. Pass it as a 0-d tensor",
@@ -417,10 +344,7 @@ ONLY_ON_DEVICES: dict[str, tuple[Run, str]] = {
 
 @plainly
 def told(run: Run, device: str) -> str:
-    try:
-        return f"no error: {run(device)}"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    return refusals.told(lambda: run(device))
 
 
 def told_on_the_device() -> dict[str, str]:
@@ -510,12 +434,12 @@ def restored(device: str) -> tuple[list[float], list[float]]:
     step, params, state = toy(device, optimizer=so.adam(so.linear(0.1, warmup=3, steps=9)))
     found: list[list[float]] = []
     for i in range(2):
-        params, state, _ = step(params, state, data(device, i))
+        params, state, _ = step(params, state, data(i, device=device))
     saved = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (params, state))
     for _ in range(2):
         losses = []
         for i in range(2, 7):
-            params, state, value = step(params, state, data(device, i))
+            params, state, value = step(params, state, data(i, device=device))
             losses.append(value)
         found.append([x.item() for x in losses])
         params, state = saved
@@ -537,7 +461,7 @@ def test_a_state_from_elsewhere_is_copied_in_and_its_numbers_too(kind: str) -> N
 
 def swapped(device: str) -> list[float]:
     """Two arguments that a step returns in each other's place, as the program passes them back."""
-    a, b = data(device), data(device, 5)
+    a, b = data(device=device), data(5, device=device)
     run = sf.graphed(lambda a, b: (b + 1, a * 2), mesh=sf.make_mesh(shard=1, device=device))
     for i in range(8):
         x, y = run(a, b)
@@ -552,7 +476,7 @@ def swapped_on_the_device() -> list[float]:
 
 
 def test_arguments_in_the_memory_of_others_are_read_before_they_are_overwritten() -> None:
-    a, b = data("cpu"), data("cpu", 5)
+    a, b = data(), data(5)
     for i in range(8):
         x, y = b + 1, a * 2
         a, b = (y, x) if i > 3 else (x, y)

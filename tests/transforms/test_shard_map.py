@@ -349,11 +349,15 @@ class TestDTensors:
 
         assert world(4).run(body) == [(True, True)] * 4
 
-    def test_its_gradient_comes_back_as_a_dtensor(self) -> None:
+    @pytest.mark.parametrize("inputs", ["local", "global"])
+    def test_its_gradient_comes_back_as_a_dtensor(self, inputs: Any) -> None:
         def body() -> Any:
             mesh = mesh_of(a=2)
             value = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).requires_grad_()
-            loss = sf.shard_map(lambda x: sf.psum((x**2).sum(), "a"), mesh=mesh, in_specs=P("a"), out_specs=P())(value)
+            f = sf.shard_map(
+                lambda x: sf.psum((x**2).sum(), "a"), mesh=mesh, in_specs=P("a"), out_specs=P(), inputs=inputs
+            )
+            loss = f(value)
             loss.backward()
             assert isinstance(value.grad, DTensor)
             return loss.item(), value.grad.full_tensor().tolist()
@@ -366,21 +370,9 @@ class TestDTensors:
             (lambda m: distribute_tensor(torch.ones(4), m, [Shard(0)]), P(), ["x", "P('a')", "P()", "`...`"]),
             (lambda m: distribute_tensor(torch.ones(4), m, [Replicate()]), P("a"), ["x", "placed as P(", "P('a')"]),
             (lambda m: distribute_tensor(torch.ones(2, 2), m, [Shard(1)]), P("a"), ["P(None, 'a')", "P('a')"]),
-            (
-                lambda m: DTensor.from_local(torch.ones(4), m, [Partial()]),
-                ...,
-                ["partial sums over 'a'"],
-            ),
-            (
-                lambda m: distribute_tensor(torch.ones(5), m, [Shard(0)]),
-                P("a"),
-                ["(5,)", "5 does not divide by 2"],
-            ),
-            (
-                lambda m: distribute_tensor(torch.ones(4), mesh_of(b=2), [Shard(0)]),
-                ...,
-                ["DTensor on", "same mesh"],
-            ),
+            (lambda m: DTensor.from_local(torch.ones(4), m, [Partial()]), ..., ["partial sums over 'a'"]),
+            (lambda m: distribute_tensor(torch.ones(5), m, [Shard(0)]), P("a"), ["(5,)", "5 does not divide by 2"]),
+            (lambda m: distribute_tensor(torch.ones(4), mesh_of(b=2), [Shard(0)]), ..., ["DTensor on", "same mesh"]),
         ],
         ids=["cut", "whole", "dim", "partial", "uneven", "mesh"],
     )
@@ -423,11 +415,7 @@ class TestRanksThatDiffer:
     @pytest.mark.parametrize(
         ("calls", "specs", "words"),
         [
-            (
-                lambda r: (torch.ones(2 + r),),
-                P("a"),
-                ["rank 0 has x: torch.float32 (2,)", "rank 1", "(3,)"],
-            ),
+            (lambda r: (torch.ones(2 + r),), P("a"), ["rank 0 has x: torch.float32 (2,)", "rank 1", "(3,)"]),
             (lambda r: (torch.ones(2, r + 1),), P("a"), ["(2, 1)", "(2, 2)"]),
             (lambda r: (torch.ones(2, dtype=[torch.float32, torch.float64][r]),), P("a"), ["float32", "float64"]),
             (lambda r: (torch.ones(2, dtype=[torch.float32, torch.float64][r]),), ..., ["float32", "float64"]),
@@ -824,19 +812,6 @@ class TestDerivativesOfWholeArguments:
             return grad(outer)(torch.arange(4.0)).tolist()
 
         assert world(2).run(body) == [[0.0, 8.0, 16.0, 24.0]] * 2
-
-    def test_dtensors_have_derivatives_of_their_own_placement(self) -> None:
-        def body() -> Any:
-            mesh = mesh_of()
-            value = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).requires_grad_()
-            f = sf.shard_map(
-                lambda x: sf.psum((x**2).sum(), "a"), mesh=mesh, in_specs=P("a"), out_specs=P(), inputs="global"
-            )
-            f(value).backward()
-            assert isinstance(value.grad, DTensor)
-            return value.grad.full_tensor().tolist()
-
-        assert world(2).run(body) == [[0.0, 2.0, 4.0, 6.0]] * 2
 
     @pytest.mark.parametrize("way", ["backward", "grad", "shardfn", "vmap of grad"])
     def test_a_missing_pvary_is_an_error_on_every_rank(self, way: str) -> None:

@@ -59,8 +59,7 @@ EXAMPLES: dict[str, Example] = {
     ),
     "accelerate-ddp": _accelerate("distributed_type: MULTI_CPU\nmixed_precision: bf16\n", 2),
     "accelerate-compile": _accelerate(
-        "distributed_type: 'NO'\ndynamo_config: {dynamo_backend: EAGER, dynamo_use_dynamic: false}\n",
-        1,
+        "distributed_type: 'NO'\ndynamo_config: {dynamo_backend: EAGER, dynamo_use_dynamic: false}\n", 1
     ),
     "accelerate-deepspeed": _accelerate(
         "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 2\n"

@@ -421,6 +421,7 @@ def test_yaml_asks_for_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         translate(written("foundry", tmp_path))
 
 
+OF_FSDP, OF_DEEPSPEED = "distributed_type: FSDP\nfsdp_config: ", "distributed_type: DEEPSPEED\ndeepspeed_config: "
 WRONG: dict[str, tuple[str, str | bytes | None, str]] = {
     "no such file": ("a.yaml", None, "no such file"),
     "empty": ("a.yaml", " \n", "empty"),
@@ -462,11 +463,7 @@ WRONG: dict[str, tuple[str, str | bytes | None, str]] = {
         "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: 6}",
         "6 is not one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2, which are 1 to 5",
     ),
-    "an unknown strategy": (
-        "a.yaml",
-        "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: SOME}",
-        "SOME is not one of FULL_SHARD",
-    ),
+    "an unknown strategy": ("a.yaml", OF_FSDP + "{fsdp_sharding_strategy: SOME}", "SOME is not one of FULL_SHARD"),
     "a bare number": (
         "a.py",
         "Trainer(fsdp_config={'sharding_strategy': 3})",
@@ -485,16 +482,8 @@ WRONG: dict[str, tuple[str, str | bytes | None, str]] = {
     ),
     "both in Python": ("a.py", "FSDPStrategy()\nDeepSpeedStrategy()", "two strategies in one file"),
     "two systems": ("a.yaml", "num_machines: 1\nmax_duration: 1ba", "those of Accelerate and Composer"),
-    "a circle": (
-        "a.yaml",
-        "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: a.yaml}",
-        "back to the file itself",
-    ),
-    "no linked file": (
-        "a.yaml",
-        "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: b.json}",
-        "b.json: no such file",
-    ),
+    "a circle": ("a.yaml", OF_DEEPSPEED + "{deepspeed_config_file: a.yaml}", "back to the file itself"),
+    "no linked file": ("a.yaml", OF_DEEPSPEED + "{deepspeed_config_file: b.json}", "b.json: no such file"),
     "nothing to link": ("a.yaml", "distributed_type: DEEPSPEED", "nothing in deepspeed_config"),
     "sizes that do not fit": (
         "a.yaml",
@@ -505,11 +494,7 @@ WRONG: dict[str, tuple[str, str | bytes | None, str]] = {
     "no precision": ("a.py", "Trainer(strategy='ddp', precision='17')", "is not a precision"),
     "deep Python": ("a.py", f"x = {'-' * 100_000}1\nFSDPStrategy()", "nested too deeply"),
     "a word for a degree": ("a.yaml", "fsdp_config: {data_parallel_shard_degree: x}", "x is not a number"),
-    "one beta": (
-        "a.yaml",
-        "max_duration: 1ba\noptimizer: {name: adamw, lr: 1, betas: 3}",
-        "3 is not two numbers",
-    ),
+    "one beta": ("a.yaml", "max_duration: 1ba\noptimizer: {name: adamw, lr: 1, betas: 3}", "3 is not two numbers"),
     "no strategy": ("a.py", "Trainer(strategy='tpu_spawn')", "is not a strategy that is read"),
 }
 

@@ -46,14 +46,7 @@ def replicas_initialised_differently(shard_map, mesh):
     return train(shard_map, mesh, loss_fn, params, X, Y)
 
 
-@wrong(
-    "replica",
-    "replica",
-    "params['layer']",
-    "start all ranks from one seed",
-    train_stage,
-    HYBRID,
-)
+@wrong("replica", "replica", "params['layer']", "start all ranks from one seed", train_stage, HYBRID)
 def replicas_initialised_differently_hybrid(shard_map, mesh):
     """Shards that each node made by itself."""
     layer = sf.stage(lambda p, x: x @ p["w"] + p["b"])
@@ -146,14 +139,7 @@ def one_seed_for_the_noise_of_all_rows(shard_map, mesh):
     return counts(part(X, mesh, "data"))
 
 
-@wrong(
-    "output",
-    "data",
-    "result['w']",
-    "shardfn.fold_in(seed) without 'data'",
-    lambda: noisy(),
-    says="random",
-)
+@wrong("output", "data", "result['w']", "shardfn.fold_in(seed) without 'data'", lambda: noisy(), says="random")
 def noise_differs_on_replicated_weights(shard_map, mesh):
     @shard_map(in_specs=P(), out_specs=P())
     def perturb(params):
@@ -168,13 +154,7 @@ def noisy() -> Any:
     return {"w": weights("w")["w"] + 0.1 * normal(IN, OUT, seed=mixed(0))}
 
 
-@wrong(
-    "closure",
-    "data",
-    "",
-    "pass it as an argument",
-    valued(lambda p: linear(p).square().sum() / COUNT, "w"),
-)
+@wrong("closure", "data", "", "pass it as an argument", valued(lambda p: linear(p).square().sum() / COUNT, "w"))
 def closure_differs_between_ranks(shard_map, mesh):
     # fix: teacher = weights("w", seed=0)["w"]
     teacher = weights("w", seed=mesh.get_rank())["w"]
@@ -186,13 +166,7 @@ def closure_differs_between_ranks(shard_map, mesh):
     return loss(X)
 
 
-@wrong(
-    "closure",
-    "data",
-    "",
-    "pass it as an argument",
-    valued(lambda p: linear(p).mean(0) - weights("b")["b"], "w"),
-)
+@wrong("closure", "data", "", "pass it as an argument", valued(lambda p: linear(p).mean(0) - weights("b")["b"], "w"))
 def closure_leaked_from_another_shard_map(shard_map, mesh):
     kept = []
 

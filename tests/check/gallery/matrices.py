@@ -174,13 +174,7 @@ def sampled(p: Any) -> Tensor:
 
 
 @wrong(
-    "output",
-    "tensor",
-    "result",
-    "shardfn.fold_in(seed) without 'tensor'",
-    valued(sampled, "gate"),
-    GRID,
-    says="random",
+    "output", "tensor", "result", "shardfn.fold_in(seed) without 'tensor'", valued(sampled, "gate"), GRID, says="random"
 )
 def tokens_sampled_by_each_rank(shard_map, mesh):
     @shard_map(in_specs=(P(None, "tensor"), P()), out_specs=P())

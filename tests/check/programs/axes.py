@@ -11,26 +11,13 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import P, parallel
-from tests.check.programs.setting import (
-    ROWS,
-    D,
-    Made,
-    On,
-    block,
-    embed,
-    head,
-    layers,
-    plainly,
-    right,
-    tokens_of,
-)
-from tests.models import drawn
+from tests.check.programs.setting import ROWS, D, Made, On, block, embed, head, layers, plainly, right, tokens_of
+from tests.models import drawn, tensors
 
 
 @right(context=2)
 def ring_attention(on: On) -> Made:
-    draw = drawn(50)
-    q, k, v = draw(2, 2, 8, D), draw(2, 2, 8, D), draw(2, 2, 8, D)
+    q, k, v = tensors(50, (2, 2, 8, D), (2, 2, 8, D), (2, 2, 8, D))
 
     def loss(q: Tensor, k: Tensor, v: Tensor, c: Any = ()) -> Tensor:
         out = parallel.ring_attention(q, k, v, c, balanced=True)
@@ -45,8 +32,7 @@ def ring_attention(on: On) -> Made:
 
 @right(context=2)
 def attention_over_what_a_spec_cuts(on: On) -> Made:
-    draw = drawn(51)
-    q, k, v = draw(2, 2, 8, D), draw(2, 2, 8, D), draw(2, 2, 8, D)
+    q, k, v = tensors(51, (2, 2, 8, D), (2, 2, 8, D), (2, 2, 8, D))
 
     def loss(q: Tensor, k: Tensor, v: Tensor, c: Any = ()) -> Tensor:
         out = parallel.ulysses_attention(q, k, v, c) + 2 * parallel.ring_attention(q, k, v, c)
@@ -90,8 +76,7 @@ def balanced_places_without_a_mask(on: On) -> Made:
 @right(context=2)
 def a_ring_by_hand(on: On) -> Made:
     """Attention without a mask: keys and values go around, with weights by the running sum of exponentials."""
-    draw = drawn(52)
-    q, k, v = draw(6, D), draw(6, D), draw(6, D)
+    q, k, v = tensors(52, (6, D), (6, D), (6, D))
 
     def attended(q: Tensor, k: Tensor, v: Tensor, c: Any) -> Tensor:
         size = sf.axis_size(c)
@@ -114,8 +99,7 @@ def a_ring_by_hand(on: On) -> Made:
 
 @right(space=2)
 def a_convolution_with_the_edges_of_neighbours(on: On) -> Made:
-    draw = drawn(53)
-    x, kernel = draw(1, 1, 12), draw(1, 1, 3)
+    x, kernel = tensors(53, (1, 1, 12), (1, 1, 3))
 
     def convolved(x: Tensor, kernel: Tensor) -> Tensor:
         left = sf.ppermute(x[..., -1:], "space", [(0, 1)])
@@ -253,8 +237,7 @@ def a_pipeline_forward_first(on: On) -> Made:
 
 @right(data=2)
 def a_contrastive_loss_over_the_rows_of_all_ranks(on: On) -> Made:
-    draw = drawn(57)
-    w, x, y = draw(3, D), draw(ROWS, 3), draw(ROWS, 3)
+    w, x, y = tensors(57, (3, D), (ROWS, 3), (ROWS, 3))
 
     def loss(w: Tensor, x: Tensor, y: Tensor, data: Any = ()) -> Tensor:
         w = sf.pvary(w, data)
@@ -270,8 +253,7 @@ def a_contrastive_loss_over_the_rows_of_all_ranks(on: On) -> Made:
 @right(data=2)
 def a_contrastive_loss_of_which_each_rank_computes_all(on: On) -> Made:
     """Features are gathered to be the same on all ranks, and so is everything after."""
-    draw = drawn(58)
-    w, x, y = draw(3, D), draw(ROWS, 3), draw(ROWS, 3)
+    w, x, y = tensors(58, (3, D), (ROWS, 3), (ROWS, 3))
 
     def loss(w: Tensor, x: Tensor, y: Tensor, data: Any = ()) -> Tensor:
         w = sf.pvary(w, data)

@@ -13,19 +13,8 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import P
 from shardfn.shards.random import mixed
-from tests.check.programs.setting import (
-    DATA,
-    ROWS,
-    D,
-    Made,
-    On,
-    folded,
-    mlp,
-    mlp_setting,
-    plainly,
-    right,
-)
-from tests.models import drawn
+from tests.check.programs.setting import DATA, ROWS, D, Made, On, folded, mlp, mlp_setting, plainly, right
+from tests.models import drawn, tensors
 
 
 @right(shard=2)
@@ -52,8 +41,7 @@ def loops_and_branches_that_are_the_same_on_all_ranks(on: On) -> Made:
 @right(shard=2)
 def conjugate_gradients(on: On) -> Made:
     """Least squares with rows on each rank: vectors that all have, and one sum a step."""
-    draw = drawn(81)
-    a, b = draw(ROWS, D), draw(ROWS)
+    a, b = tensors(81, (ROWS, D), (ROWS,))
 
     def solved(a: Tensor, b: Tensor, data: Any = ()) -> Tensor:
         x = torch.zeros(a.shape[1], dtype=a.dtype)
@@ -237,8 +225,7 @@ def constants_and_closures(on: On) -> Made:
 @right(shard=2)
 def positions_and_masks_that_are_cut_and_equal(on: On) -> Made:
     """Besides the rows, each rank is given the same positions and the same mask; and a bias of zeros."""
-    draw = drawn(91)
-    w, x = draw(D, D), draw(ROWS, 5, D)
+    w, x = tensors(91, (D, D), (ROWS, 5, D))
     positions, mask = torch.arange(5).repeat(ROWS, 1), torch.ones(ROWS, 5, dtype=torch.bool).tril()
     bias = torch.zeros(ROWS, D, dtype=x.dtype)
 

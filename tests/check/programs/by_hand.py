@@ -11,22 +11,13 @@ from torch.func import grad
 
 import shardfn as sf
 from shardfn import P
-from tests.check.programs.setting import (
-    DATA,
-    ROWS,
-    D,
-    Made,
-    On,
-    plainly,
-    right,
-)
-from tests.models import drawn
+from tests.check.programs.setting import DATA, ROWS, D, Made, On, plainly, right
+from tests.models import drawn, tensors
 
 
 @right(shard=2)
 def ddp_by_pvary(on: On) -> Made:
-    draw = drawn(1)
-    w, x = draw(3, D), draw(ROWS, 3)
+    w, x = tensors(1, (3, D), (ROWS, 3))
 
     def loss(w: Tensor, x: Tensor) -> Tensor:
         return sf.psum((x @ sf.pvary(w, "shard")).square().sum(), "shard") / ROWS
@@ -66,8 +57,7 @@ def ddp_by_the_sum_of_gradients(on: On) -> Made:
 
 @right(shard=2)
 def ddp_by_the_mean_of_gradients(on: On) -> Made:
-    draw = drawn(4)
-    w, x = draw(3, D), draw(ROWS, 3)
+    w, x = tensors(4, (3, D), (ROWS, 3))
 
     def loss(w: Tensor, x: Tensor) -> Tensor:
         return torch.tanh(x @ w).square().mean()
@@ -78,8 +68,7 @@ def ddp_by_the_mean_of_gradients(on: On) -> Made:
 
 def _reduced(on: On, loss: Any, reduce: Any) -> Made:
     """The gradient of the mean over all rows, by a loss of this rank's and one call on its gradient."""
-    draw = drawn(40)
-    w, x = draw(3, D), draw(ROWS, 3)
+    w, x = tensors(40, (3, D), (ROWS, 3))
 
     def step(w: Tensor, x: Tensor) -> Any:
         return reduce(sf.grad(lambda w: loss((x @ w).tanh().square()))(w))
@@ -115,8 +104,7 @@ def the_mean_of_gradients_of_a_sum_over_as_many_rows(on: On) -> Made:
 
 @right(replica=2, shard=2)
 def the_sums_of_gradients_of_means_along_two_axes(on: On) -> Made:
-    draw = drawn(41)
-    w, x = draw(3, D), draw(ROWS, 3)
+    w, x = tensors(41, (3, D), (ROWS, 3))
 
     def loss(w: Tensor, x: Tensor) -> Tensor:
         return (x @ w).tanh().square().mean()
@@ -151,8 +139,7 @@ def ddp_by_one_bucket_and_backward(on: On) -> Made:
 
 @right(shard=2)
 def ddp_update_by_hand_with_momentum(on: On) -> Made:
-    draw = drawn(6)
-    w, x = draw(3, D), draw(ROWS, 3)
+    w, x = tensors(6, (3, D), (ROWS, 3))
 
     def loss(w: Tensor, x: Tensor) -> Tensor:
         return torch.tanh(x @ w).square().mean()
@@ -178,8 +165,7 @@ def ddp_update_by_hand_with_momentum(on: On) -> Made:
 @right(shard=2)
 def the_gradient_of_a_mapped_function(on: On) -> Made:
     """`grad` and `backward` outside of shard_map, of what it returned."""
-    draw = drawn(7)
-    w, x = draw(3, D), draw(ROWS, 3)
+    w, x = tensors(7, (3, D), (ROWS, 3))
 
     def loss(w: Tensor, x: Tensor, data: Any = ()) -> Tensor:
         return sf.pmean(torch.tanh(x @ sf.pvary(w, data)).square().mean(), data)
@@ -196,8 +182,7 @@ def the_gradient_of_a_mapped_function(on: On) -> Made:
 
 @right(shard=2)
 def whole_arguments_differentiated_outside(on: On) -> Made:
-    draw = drawn(8)
-    w, x = draw(3, D), draw(ROWS, 3)
+    w, x = tensors(8, (3, D), (ROWS, 3))
 
     def loss(w: Tensor, x: Tensor, data: Any = ()) -> Tensor:
         return sf.psum((x @ sf.pvary(w, data)).square().sum(), data) / ROWS
@@ -208,8 +193,7 @@ def whole_arguments_differentiated_outside(on: On) -> Made:
 
 @right(shard=2)
 def whole_arguments_differentiated_inside(on: On) -> Made:
-    draw = drawn(9)
-    w, x = draw(3, D), draw(ROWS, 3)
+    w, x = tensors(9, (3, D), (ROWS, 3))
 
     def loss(w: Tensor, x: Tensor, data: Any = ()) -> Tensor:
         return sf.psum((x @ sf.pvary(w, data)).square().sum(), data) / ROWS
@@ -220,8 +204,7 @@ def whole_arguments_differentiated_inside(on: On) -> Made:
 
 @right(replica=2, shard=2)
 def rows_over_two_axes_reduced_one_after_another(on: On) -> Made:
-    draw = drawn(10)
-    w, x = draw(3, D), draw(ROWS, 3)
+    w, x = tensors(10, (3, D), (ROWS, 3))
 
     def loss(w: Tensor, x: Tensor) -> Tensor:
         return (x @ w).square().sum() / ROWS
@@ -238,8 +221,7 @@ def rows_over_two_axes_reduced_one_after_another(on: On) -> Made:
 @right(shard=2)
 def zero1_by_hand(on: On) -> Made:
     """Gradients scattered, an update on this rank's piece, and the pieces gathered for all."""
-    draw = drawn(11)
-    w, x = draw(D, 3), draw(ROWS, D)
+    w, x = tensors(11, (D, 3), (ROWS, D))
 
     def loss(w: Tensor, x: Tensor) -> Tensor:
         return torch.tanh(x @ w).square().sum() / ROWS
@@ -254,8 +236,7 @@ def zero1_by_hand(on: On) -> Made:
 
 @right(shard=2)
 def fsdp_by_hand(on: On) -> Made:
-    draw = drawn(12)
-    w, x = draw(D, 3), draw(ROWS, D)
+    w, x = tensors(12, (D, 3), (ROWS, D))
 
     def loss(w: Tensor, x: Tensor, data: Any = ()) -> Tensor:
         return sf.psum((x @ sf.all_gather(w, data)).square().sum(), data) / ROWS

@@ -13,7 +13,7 @@ import shardfn as sf
 import shardfn.optim as so
 from shardfn import P
 from tests.check.programs.setting import ROWS, D, Made, On, plainly, right
-from tests.models import drawn
+from tests.models import drawn, tensors
 
 Loss = Callable[..., Tensor]
 
@@ -24,8 +24,7 @@ def _layer(p: Any, x: Tensor) -> Tensor:
 
 def _of_shards(on: On, loss: Loss, finish: Any = None, sizes: Any = (4, 4), **options: Any) -> Made:
     """Gradients of flat shards by a local loss, which are those of the mean over all rows."""
-    draw = drawn(70)
-    w, x = draw(3, D), draw(ROWS, 3)
+    w, x = tensors(70, (3, D), (ROWS, 3))
     flat = sf.shard({"w": w}, on.mesh, sf.full_shard("shard"))
     stage = sf.stage(_layer)
 
@@ -84,8 +83,7 @@ def a_product_with_the_least_of_numbers(on: On) -> Made:
 @right(shard=2)
 def own_rows_of_a_gathered_value(on: On) -> Made:
     """Each rank has another part of a loss that is made of what all ranks have."""
-    draw = drawn(71)
-    w, x = draw(4, 3), draw(2, 4)
+    w, x = tensors(71, (4, 3), (2, 4))
 
     def loss(w: Tensor) -> Tensor:
         return (x @ sf.all_gather(w, "shard")).chunk(2)[sf.axis_index("shard")].exp().sum()
@@ -97,8 +95,7 @@ def own_rows_of_a_gathered_value(on: On) -> Made:
 
 @right(shard=2)
 def a_mean_over_sequences_of_which_positions_are_cut(on: On) -> Made:
-    draw = drawn(72)
-    w, x = draw(3, D), draw(2, ROWS, 3)
+    w, x = tensors(72, (3, D), (2, ROWS, 3))
     flat = sf.shard({"w": w}, on.mesh, sf.full_shard("shard"))
     stage = sf.stage(_layer)
     mapped = on(lambda p, x: sf.grad(lambda p: stage(p, x).mean(-1).mean(0).sum())(p), (..., P(None, "shard")), ...)
@@ -129,8 +126,7 @@ def clipping_where_a_stage_is_not_used(on: On) -> Made:
 
 def _by_hand(on: On, finish: Callable[[Tensor], Tensor], loss: Loss = lambda y: y.mean()) -> Made:
     """The gradient of the mean over all rows, of one weight that all ranks have."""
-    draw = drawn(74)
-    w, x = draw(3, D), draw(ROWS, 3)
+    w, x = tensors(74, (3, D), (ROWS, 3))
     mapped = on(lambda w, x: finish(sf.grad(lambda w: loss(_layer({"w": w}, x)))(w)), (P(), P("shard")), P())
     return lambda: mapped(w, on.cut(x, "shard")), plainly(lambda w: _layer({"w": w}, x).mean(), w)[1]
 
@@ -166,8 +162,7 @@ def a_mean_of_gradients_times_the_ranks(on: On) -> Made:
 
 @right(shard=2)
 def a_mean_of_gradients_that_are_the_same_already(on: On) -> Made:
-    draw = drawn(75)
-    w, x = draw(3, D), draw(ROWS, 3)
+    w, x = tensors(75, (3, D), (ROWS, 3))
 
     def loss(w: Tensor, x: Tensor) -> Tensor:
         return sf.pmean(_layer({"w": sf.pvary(w, "shard")}, x).mean(), "shard")
@@ -196,8 +191,7 @@ def the_sum_of_gradients_of_columns_that_are_cut(on: On) -> Made:
 
 @right(shard=2)
 def the_mean_saliency_of_rows(on: On) -> Made:
-    draw = drawn(77)
-    w, x = draw(3), draw(ROWS, 3)
+    w, x = tensors(77, (3,), (ROWS, 3))
 
     def loss(x: Tensor) -> Tensor:
         return sf.psum((x @ w).tanh().square().sum(), "shard") / ROWS

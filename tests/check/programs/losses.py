@@ -11,15 +11,8 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import P
-from tests.check.programs.setting import (
-    ROWS,
-    D,
-    Made,
-    On,
-    plainly,
-    right,
-)
-from tests.models import drawn
+from tests.check.programs.setting import ROWS, D, Made, On, plainly, right
+from tests.models import drawn, tensors
 
 
 def _fitted(on: On, loss: Callable[..., Tensor], *data: Tensor, wanted: Callable[..., Tensor]) -> Made:
@@ -39,8 +32,7 @@ def _fitted(on: On, loss: Callable[..., Tensor], *data: Tensor, wanted: Callable
 @right(shard=2)
 def a_sum_over_all_rows_with_a_feature_for_each_rank(on: On) -> Made:
     """A rank has as many elements as all ranks have rows."""
-    draw = drawn(29)
-    w, x = draw(3, 2), draw(ROWS, 3)
+    w, x = tensors(29, (3, 2), (ROWS, 3))
 
     def loss(w: Tensor, x: Tensor, data: Any = ()) -> Tensor:
         return (x @ sf.pvary(w, data)).square().sum() / ROWS
@@ -51,8 +43,7 @@ def a_sum_over_all_rows_with_a_feature_for_each_rank(on: On) -> Made:
 
 @right(shard=2)
 def means_over_features_that_are_summed_over_rows(on: On) -> Made:
-    draw = drawn(29)
-    w, x = draw(3, 2), draw(ROWS, 3)
+    w, x = tensors(29, (3, 2), (ROWS, 3))
 
     def loss(w: Tensor, x: Tensor, data: Any = ()) -> Tensor:
         return ((x @ sf.pvary(w, data)).square().sum(1) / 2).sum() / ROWS
@@ -177,8 +168,7 @@ def a_local_sum_over_the_count_of_all(on: On) -> Made:
 @right(shard=2)
 def several_losses_and_auxiliary_results(on: On) -> Made:
     """Metrics that are the same on all ranks, and others that differ and say so."""
-    draw = drawn(29)
-    w, x = draw(3, D), draw(ROWS, 3)
+    w, x = tensors(29, (3, D), (ROWS, 3))
 
     def loss(w: Tensor, x: Tensor, data: Any = ()) -> Any:
         y = x @ sf.pvary(w, data)
@@ -198,13 +188,8 @@ def several_losses_and_auxiliary_results(on: On) -> Made:
 
 def _whole_on_all(on: On, loss: Callable[[Tensor, int], Tensor], wanted: Callable[[Tensor], Tensor]) -> Made:
     """The gradient of `loss(every row, ranks)`, which each rank has whole, so that all ranks' are added up."""
-    draw = drawn(30)
-    w, x = draw(4, 3), draw(2, 4)
-    step = on(
-        sf.grad(lambda w: loss(x @ sf.all_gather(w, "shard"), sf.axis_size("shard"))),
-        (P("shard"),),
-        P("shard"),
-    )
+    w, x = tensors(30, (4, 3), (2, 4))
+    step = on(sf.grad(lambda w: loss(x @ sf.all_gather(w, "shard"), sf.axis_size("shard"))), (P("shard"),), P("shard"))
     gradient = plainly(lambda w: wanted(x @ w), w)[1]
     return lambda: step(on.cut(w, "shard")), on.cut(gradient, "shard")
 

@@ -14,16 +14,7 @@ import shardfn as sf
 import shardfn.optim as so
 from shardfn import P, interop, lora
 from shardfn import checkpoint as files
-from tests.check.programs.setting import (
-    ROWS,
-    D,
-    Made,
-    On,
-    language,
-    layers,
-    right,
-    tokens_of,
-)
+from tests.check.programs.setting import ROWS, D, Made, On, language, layers, right, tokens_of
 from tests.models import drawn
 
 

@@ -12,23 +12,13 @@ from torch import Tensor
 import shardfn as sf
 import shardfn.optim as so
 from shardfn import P, parallel
-from tests.check.programs.setting import (
-    ROWS,
-    D,
-    Made,
-    On,
-    folded,
-    plainly,
-    right,
-    tokens_of,
-)
-from tests.models import drawn
+from tests.check.programs.setting import ROWS, D, Made, On, folded, plainly, right, tokens_of
+from tests.models import drawn, tensors
 
 
 @right(tensor=2)
 def megatron_mlp_by_hand(on: On) -> Made:
-    draw = drawn(40)
-    up, down, x = draw(D, 6), draw(6, D), draw(ROWS, D)
+    up, down, x = tensors(40, (D, 6), (6, D), (ROWS, D))
 
     def mlp(up: Tensor, down: Tensor, x: Tensor, t: Any = ()) -> Tensor:
         return sf.psum(F.gelu(sf.pvary(x, t) @ up) @ down, t)
@@ -45,8 +35,7 @@ def megatron_mlp_by_hand(on: On) -> Made:
 
 @right(tensor=2)
 def attention_by_hand_with_heads_on_each_rank(on: On) -> Made:
-    draw = drawn(41)
-    qkv, out, x = draw(3, D, D), draw(D, D), draw(2, 5, D)
+    qkv, out, x = tensors(41, (3, D, D), (D, D), (2, 5, D))
 
     def attended(qkv: Tensor, out: Tensor, x: Tensor, t: Any = ()) -> Tensor:
         heads = 4 // sf.axis_size(t)
@@ -68,8 +57,7 @@ def attention_by_hand_with_heads_on_each_rank(on: On) -> Made:
 @right(tensor=2)
 def columns_gathered_for_the_next_layer(on: On) -> Made:
     """Each rank makes its columns; all get all of them; the gradient goes back to each."""
-    draw = drawn(42)
-    w, x = draw(D, 6), draw(ROWS, D)
+    w, x = tensors(42, (D, 6), (ROWS, D))
 
     def layer(w: Tensor, x: Tensor, t: Any = ()) -> Tensor:
         return sf.all_gather(torch.tanh(sf.pvary(x, t) @ w), t, dim=1, to="invariant")
@@ -108,13 +96,7 @@ def _cut_head(p: Any, x: Tensor, targets: Tensor, t: Any, sequence: int | None) 
     return parallel.cross_entropy(x, p["out"], targets, t, sequence=sequence).sum()
 
 
-CUT = sf.by_path(
-    [
-        (r".*\.up|head\.out", P(None, "tensor")),
-        (r".*\.(down|table)", P("tensor")),
-        (r".*\.norm", P()),
-    ]
-)
+CUT = sf.by_path([(r".*\.up|head\.out", P(None, "tensor")), (r".*\.(down|table)", P("tensor")), (r".*\.norm", P())])
 
 
 def _cut_training(on: On, sequence: int | None = None, strategy: Any = None) -> Made:
@@ -162,8 +144,7 @@ def ddp_and_tensor_parallel(on: On) -> Made:
 
 @right(tensor=2)
 def norms_of_vectors_that_are_cut(on: On) -> Made:
-    draw = drawn(44)
-    w, x = draw(D), draw(ROWS, D)
+    w, x = tensors(44, (D,), (ROWS, D))
 
     def loss(w: Tensor, x: Tensor, t: Any = ()) -> Tensor:
         return sf.psum(parallel.rms_norm(x, w, t, eps=1e-5).square().exp().sum(), t)
@@ -238,8 +219,7 @@ def an_embedding_by_hand_and_tied_logits(on: On) -> Made:
 
 @right(row=2, column=2)
 def a_product_of_matrices_cut_over_two_axes(on: On) -> Made:
-    draw = drawn(48)
-    a, b = draw(D, 6), draw(6, 8)
+    a, b = tensors(48, (D, 6), (6, 8))
 
     def product(a: Tensor, b: Tensor) -> Tensor:
         return sf.reduce_scatter(a @ sf.pvary(b, "row"), "column", dim=1)
@@ -257,8 +237,7 @@ def a_product_of_matrices_cut_over_two_axes(on: On) -> Made:
 @right("processes", data=2, tensor=2)
 def dropout_that_agrees_along_tensor_and_differs_along_data(on: On) -> Made:
     """Twice: by a generator for it, and by torch's own, seeded so."""
-    draw = drawn(49)
-    up, down, x = draw(D, 6), draw(6, D), draw(ROWS, D)
+    up, down, x = tensors(49, (D, 6), (6, D), (ROWS, D))
 
     def noise(place: Any, like: Tensor) -> Tensor:
         return (torch.rand(like.shape, generator=sf.fold_in(7, 3, place), dtype=like.dtype) > 0.5) * 2.0

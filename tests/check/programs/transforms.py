@@ -31,7 +31,7 @@ from tests.check.programs.setting import (
     right,
     tokens_of,
 )
-from tests.models import drawn
+from tests.models import drawn, tensors
 
 
 def _hvp(params: Any, direction: Any, x: Tensor, data: Any = ()) -> Any:
@@ -146,8 +146,7 @@ def an_ensemble_by_vmap(on: On) -> Made:
 
 @right(shard=2)
 def a_jacobian_of_rows(on: On) -> Made:
-    draw = drawn(68)
-    w, x = draw(3, D), draw(ROWS, 3)
+    w, x = tensors(68, (3, D), (ROWS, 3))
 
     def rows(w: Tensor, x: Tensor) -> Tensor:
         return vmap(jacrev(lambda row: torch.tanh(row @ w)))(x)
@@ -191,8 +190,7 @@ class Times(Function):
 
 @right(shard=2)
 def a_function_with_collectives_of_its_own(on: On) -> Made:
-    draw = drawn(71)
-    w, x = draw(D, 3), draw(ROWS, D)
+    w, x = tensors(71, (D, 3), (ROWS, D))
 
     def loss(w: Tensor, x: Tensor) -> Tensor:
         out: Tensor = Times.apply(x, w, "shard")
@@ -250,8 +248,7 @@ def f_and_g_of_megatron_by_hand(on: On) -> Made:
 
 @right("processes", shard=2)
 def a_derivative_by_custom_vjp(on: On) -> Made:
-    draw = drawn(73)
-    w, x = draw(3, D), draw(ROWS, 3)
+    w, x = tensors(73, (3, D), (ROWS, 3))
 
     def product_of(data: Any) -> Any:
         def pure(w: Tensor, x: Tensor) -> Any:

@@ -26,7 +26,7 @@ from tests.check.programs.setting import (
     right,
     tokens_of,
 )
-from tests.models import drawn
+from tests.models import drawn, tensors
 
 
 @right(shard=2)
@@ -171,8 +171,7 @@ def state_on_each_rank_between_calls(on: On) -> Made:
 @right(shard=2)
 def statistics_over_the_rows_of_all_ranks(on: On) -> Made:
     """Batch norm by hand: mean and variance by sums and a count, with a gradient through them."""
-    draw = drawn(109)
-    w, x = draw(3, D), draw(ROWS, 3)
+    w, x = tensors(109, (3, D), (ROWS, 3))
 
     def loss(w: Tensor, x: Tensor, data: Any = ()) -> Tensor:
         y = x @ sf.pvary(w, data)
@@ -266,8 +265,7 @@ def pieces_that_come_as_dtensors(on: On) -> Made:
 @right(shard=2, tensor=1)
 def an_axis_of_one_rank(on: On) -> Made:
     """Along it nothing varies, so that a program for more ranks runs as it is, and one for fewer too."""
-    draw = drawn(115)
-    w, x = draw(3, D), draw(ROWS, 3)
+    w, x = tensors(115, (3, D), (ROWS, 3))
 
     def loss(w: Tensor, x: Tensor, t: Any = ("tensor",), data: Any = ("shard",)) -> Tensor:
         y = sf.psum(sf.psum(sf.pvary(sf.pvary(x, t) @ sf.pvary(w, data), t), t), t)

@@ -14,19 +14,8 @@ from torch.func import grad
 import shardfn as sf
 import shardfn.optim as so
 from shardfn import P, parallel
-from tests.check.programs.setting import (
-    DATA,
-    ROWS,
-    D,
-    Made,
-    On,
-    mlp,
-    mlp_setting,
-    plainly,
-    right,
-    tokens_of,
-)
-from tests.models import drawn
+from tests.check.programs.setting import DATA, ROWS, D, Made, On, mlp, mlp_setting, plainly, right, tokens_of
+from tests.models import drawn, tensors
 
 
 @right("processes", shard=2)
@@ -100,8 +89,7 @@ def gradients_of_local_means_divided_afterwards(on: On) -> Made:
 @right("processes", replica=2, shard=2)
 def training_in_two_levels_by_hand(on: On) -> Made:
     """Pieces over `shard`, gathered; gradients scattered over it, and then summed over `replica`."""
-    draw = drawn(123)
-    w, x = draw(D, 3), draw(ROWS, D)
+    w, x = tensors(123, (D, 3), (ROWS, D))
 
     def loss(w: Tensor, x: Tensor) -> Tensor:
         return torch.tanh(x @ w).square().sum() / ROWS
@@ -118,8 +106,7 @@ def training_in_two_levels_by_hand(on: On) -> Made:
 @right(shard=2)
 def a_teacher_that_is_not_trained(on: On) -> Made:
     """Parameters that all ranks have meet rows without pvary: nothing is differentiated by them."""
-    draw = drawn(124)
-    teacher, student, x = draw(3, D), draw(3, D), draw(ROWS, 3)
+    teacher, student, x = tensors(124, (3, D), (3, D), (ROWS, 3))
 
     def loss(student: Tensor, teacher: Tensor, x: Tensor, data: Any = ()) -> Tensor:
         with torch.no_grad():
@@ -149,8 +136,7 @@ def gradients_by_rows(on: On) -> Made:
 @right(shard=2)
 def two_players(on: On) -> Made:
     """A generator and a discriminator, each with a gradient of its own."""
-    draw = drawn(126)
-    g, d, x, z = draw(2, 3), draw(3, 1), draw(ROWS, 3), draw(ROWS, 2)
+    g, d, x, z = tensors(126, (2, 3), (3, 1), (ROWS, 3), (ROWS, 2))
 
     def of_d(d: Tensor, g: Tensor, x: Tensor, z: Tensor, data: Any = ()) -> Tensor:
         fake = (z @ g).detach()
@@ -247,8 +233,7 @@ def a_module_called_with_parameters(on: On) -> Made:
 @right(tensor=2)
 def norms_of_groups_and_of_batches_that_all_ranks_have(on: On) -> Made:
     """Statistics of activations that are the same along `tensor`, between layers that are cut over it."""
-    draw = drawn(131)
-    w, x = draw(D, 6), draw(ROWS, D)
+    w, x = tensors(131, (D, 6), (ROWS, D))
 
     def loss(w: Tensor, x: Tensor, t: Any = ()) -> Tensor:
         h = F.batch_norm(F.group_norm(x, 2), None, None, training=True)
@@ -262,8 +247,7 @@ def norms_of_groups_and_of_batches_that_all_ranks_have(on: On) -> Made:
 
 @right(data=2)
 def norms_of_rows_and_of_groups(on: On) -> Made:
-    draw = drawn(132)
-    w, x = draw(6, D), draw(ROWS, 3, 6)
+    w, x = tensors(132, (6, D), (ROWS, 3, 6))
 
     def loss(w: Tensor, x: Tensor, data: Any = ()) -> Tensor:
         h = F.instance_norm(F.layer_norm(F.group_norm(x, 3, eps=0.1), (6,), eps=0.1), eps=0.1)
