@@ -10,18 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import checkpoint
 
 from shardfn.compat.devices import without_collector
 from shardfn.compat.dynamo import DEPENDS_ON_NUMBERS
 from shardfn.compat.replacing import replaced
 
-NEEDS_NUMBERS = (*DEPENDS_ON_NUMBERS, GuardOnDataDependentSymNode, UnsupportedFakeTensorException)
-"""Errors of operations that need numbers, where tensors have none."""
-
 _lock = threading.RLock()
 """The compiler keeps state for the whole process."""
+
+
+def needs_numbers() -> tuple[type[Exception], ...]:
+    """The errors of operations that need numbers, where tensors have none."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # which takes a while
+
+    return (*DEPENDS_ON_NUMBERS, GuardOnDataDependentSymNode, UnsupportedFakeTensorException)
 
 
 def traced_elsewhere(x: Tensor) -> bool:

@@ -100,7 +100,7 @@ class Trace:
         try:
             with unrecorded():
                 graph = inductor.traced(flat, [*(leaves[i] for i in at), *outside])
-        except inductor.NEEDS_NUMBERS as error:
+        except inductor.needs_numbers() as error:
             raise RuntimeError(
                 f"{program.name}: the step does what needs numbers on the host, and a step that is traced has none: "
                 f"{short(str(error), 300)}"

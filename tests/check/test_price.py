@@ -63,6 +63,7 @@ def loaded() -> tuple[list[str], list[str]]:
     return sorted(before & {"torch._dynamo", "sympy"}), sorted(set(sys.modules) - before)
 
 
+@pytest.mark.central
 def test_a_checked_call_loads_nothing() -> None:
     code = (  # in a process of its own: that of the tests has loaded torch.compile
         "from shardfn.testing import World; from tests.check.test_price import loaded; "
