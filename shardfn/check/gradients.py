@@ -198,6 +198,7 @@ def parts(case: Case, kind: Kind = "gradient") -> None:
     """Reports parameters whose gradient is only each rank's part, and where a `pvary` would add the parts up."""
     groups: dict[tuple[Site | None, Mask], list[int]] = {}
     met: dict[int, int] = {}
+    loose = {e.path for e in case.trace.events if isinstance(e, Output) and e.allowed is None}
     for at, (axes, _) in case.partial.items():
         places = _met(case, at, axes, case.types.first) or _met(case, at, axes, case.types.touched)
         if not places and _outside(case, at, axes):
@@ -221,6 +222,8 @@ def parts(case: Case, kind: Kind = "gradient") -> None:
         where = f"{line(site)}, where it meets what varies, in {case.trace.nodes[met[members[0]]].op}" if site else ""
         asked = len(members) > 1 and all(case.asked >> m & 1 for m in members)  # whole, and need not be
         instead = "; or shard them, shardfn.shard(params, mesh, strategy)" if asked else ""
+        if kind == "gradient" and how in loose:
+            instead += "; or, where each rank takes steps of its own, write it outside of what is differentiated"
         case.add(
             met[members[0]] if site else first.node, kind, axes, given, site, fix,
             f"{said} the same on all ranks along {named(names)}, but the gradient that goes into "

@@ -224,8 +224,10 @@ def _updated(types: Varying, trace: Trace, node: Node, parents: tuple[int, ...],
         return 0
     larger = [p for p in parents if is_number(trace.nodes[p]) or not is_number(node)]  # their norm is no new value
     updated = union(types.updated[p][k] for p in larger)
-    if not node.backward and any(types.backward[p] & bit for p in parents):
-        updated |= union(types.holds[p] for p in larger if not types.along[p] & bit)
+    by = [p for p in parents if types.backward[p] & bit and not node.backward]
+    if by:  # a difference of a rank's own new value and the old one is no new value
+        own = union(types.holds[p] for p in by)
+        updated |= union(types.holds[p] for p in larger if not types.along[p] & bit) & ~own
     return updated
 
 

@@ -562,12 +562,16 @@ of_parts(
 of_parts(
     "the_norm_of_a_part_beside_their_sum",
     lambda w, g: (w - sf.psum(g, "shard"), g.norm(), F.cosine_similarity(g, sf.psum(g, "shard"))),
-    lambda parts, r: (WEIGHTS["w"] - sum(parts), parts[r].norm(), F.cosine_similarity(parts[r], sum(parts))),
+    lambda parts, r: (
+        WEIGHTS["w"] - sum(parts),
+        parts[r].norm(),
+        F.cosine_similarity(parts[r], torch.stack(parts).sum(0)),
+    ),
 )
 of_parts(
     "a_piece_of_the_sum_of_parts",
     lambda w, g: (piece := sf.reduce_scatter(F.pad(g, (0, 1)), "shard", dim=1), piece.norm()),
-    lambda parts, r: (piece := F.pad(sum(parts), (0, 1))[:, r : r + 1], piece.norm()),
+    lambda parts, r: (piece := F.pad(torch.stack(parts).sum(0), (0, 1))[:, r : r + 1], piece.norm()),
 )
 of_parts(
     "the_median_of_parts",
@@ -596,3 +600,26 @@ def how_far_a_rank_went_by_itself(on: On) -> Made:
     each = [adapted(w, x) for x in X.chunk(2)]
     wanted = w + 0.5 * (sum(each) / 2 - w), (each[on.index("shard")] - w).norm()
     return lambda: on(step, (..., P("shard")), ...)(w, on.cut(X, "shard")), wanted
+
+
+def own_steps(name: str, drifted: float, f: Callable[[Tensor, Tensor], Any]) -> None:
+    """What `f` makes of a weight before and after a step of a rank alone; ranks may begin with other weights."""
+
+    def make(on: On) -> Made:
+        def step(w: Tensor, x: Tensor) -> Any:
+            own = sf.pvary(w, "shard")
+            return f(w, own - 0.1 * sf.grad(lambda w: (x @ w).square().sum())(own))
+
+        w, x = WEIGHTS["w"] * (1 + drifted * on.index("shard")), on.cut(X, "shard")
+        wanted = f(w, w - 0.1 * plainly(lambda w: (x @ w).square().sum(), w)[1])
+        mapped = on(step, (..., P("shard")), ...)
+        return lambda: mapped(w, x), wanted
+
+    make.__name__ = name
+    right(shard=2)(make)
+
+
+own_steps("a_step_of_each_ranks_own", 0, lambda old, new: new)
+own_steps("a_step_of_each_ranks_own_that_is_resumed", 0.1, lambda old, new: new)
+own_steps("how_a_rank_moved_by_itself", 0, lambda old, new: new - old)
+own_steps("how_a_rank_moved_by_itself_resumed", 0.1, lambda old, new: (new - old, (new - old).norm()))
