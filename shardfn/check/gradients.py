@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from shardfn.check.callsites import Site
 from shardfn.check.case import OWN_ROWS, Case, divided, local, scaled_later
@@ -165,6 +165,8 @@ def undeclared(case: Case) -> None:
 
     Nothing contradicts that, and a sum over ranks may follow; but if parameters are updated by them, ranks drift apart.
     Only what varies by this rank's rows counts: ranks of a pipeline may have parameters of their own that begin equal.
+    Parts whose elements, not only their norm, a collective takes are known to be parts: what else is made of them is a
+    statistic, or what a rank remembers.
     """
     types, known, case.partial = case.types, case.partial, {}
     for bit in bits_of(case.trace.everywhere):
@@ -174,19 +176,29 @@ def undeclared(case: Case) -> None:
                 bad = types.along[at] & ~types.along[of] & ~types.along[event.loss] & bit
                 if bad and case.of_rows(bit)[at] & OWN_ROWS:
                     held[at] = held.get(at, 0) | union(1 << v for v in numbers_of(types.holds[of]) if v not in known)
+        elements, taken = dict(held), 0  # of which a value has elements; of which a collective takes them
         for at, node in enumerate(case.trace.nodes if held else ()):
-            if types.along[at] & bit and (parts_of := union(held.get(p, 0) for p in node.parents)):
-                held[at] = held.get(at, 0) | parts_of
+            if node.axes & bit and node.effect in ("plus", "minus") and not node.backward:
+                taken |= union(elements.get(p, 0) for p in node.parents)
+            elif types.along[at] & bit:
+                _carried(held, at, node.parents)
+                _carried(elements, at, [p for p in node.parents if case.is_number(p) or not case.is_number(at)])
         for output in case.trace.events if held else ():
             if isinstance(output, Output) and output.allowed is None:
-                partial(case, bit, held.get(output.node, 0), output.path)
+                partial(case, bit, held.get(output.node, 0) & ~taken, output.path)
     parts(case, "parts")
+
+
+def _carried(of: dict[int, int], at: int, parents: Iterable[int]) -> None:
+    if variables := union(of.get(p, 0) for p in parents):
+        of[at] = of.get(at, 0) | variables
 
 
 def parts(case: Case, kind: Kind = "gradient") -> None:
     """Reports parameters whose gradient is only each rank's part, and where a `pvary` would add the parts up."""
     groups: dict[tuple[Site | None, Mask], list[int]] = {}
     met: dict[int, int] = {}
+    loose = {e.path for e in case.trace.events if isinstance(e, Output) and e.allowed is None}
     for at, (axes, _) in case.partial.items():
         places = _met(case, at, axes, case.types.first) or _met(case, at, axes, case.types.touched)
         if not places and _outside(case, at, axes):
@@ -210,6 +222,8 @@ def parts(case: Case, kind: Kind = "gradient") -> None:
         where = f"{line(site)}, where it meets what varies, in {case.trace.nodes[met[members[0]]].op}" if site else ""
         asked = len(members) > 1 and all(case.asked >> m & 1 for m in members)  # whole, and need not be
         instead = "; or shard them, shardfn.shard(params, mesh, strategy)" if asked else ""
+        if kind == "gradient" and how in loose:
+            instead += "; or, where each rank takes steps of its own, write it outside of what is differentiated"
         case.add(
             met[members[0]] if site else first.node, kind, axes, given, site, fix,
             f"{said} the same on all ranks along {named(names)}, but the gradient that goes into "

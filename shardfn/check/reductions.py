@@ -329,7 +329,7 @@ def misplaced(case: Case, call: Call) -> None:
         return
     if call.name in _SUMS and not call.number:
         _sum(case, call, along)
-    if call.name in _ONCE and along & call.axes:
+    if call.name in _ONCE and along & call.axes and not _own(case, call):
         twice = along & call.axes
         valid = case.trace.names(call.axes & ~along)
         if valid:
@@ -343,6 +343,21 @@ def misplaced(case: Case, call: Call) -> None:
             f"takes a value that is the same on all ranks along {case.named(twice)}, but this one varies there "
             f"already{case.because(call.node, twice)}",
         )  # fmt: skip
+
+
+def _own(case: Case, call: Call) -> bool:
+    """Whether `pvary` is given what nothing declares, and no backward pass comes back through it.
+
+    So begin values of each rank's own, which are the same at first, and are not once a run is resumed.
+    """
+    if call.name != "pvary" or call.backward or case.trace.outer:
+        return False
+    nodes = case.trace.nodes
+    roots = [nodes[r] for bit in bits_of(call.axes) for r in case.roots(call.node, bit)]
+    back = (
+        n for n in nodes if n.backward and n.op == "psum" and n.axes & call.axes and n.like == nodes[call.node].like
+    )
+    return all(root.root == "input" and root.effect != "exactly" for root in roots) and next(back, None) is None
 
 
 def _summed_before(case: Case, at: int, missing: Mask) -> bool:

@@ -136,7 +136,7 @@ def _type(types: Varying, trace: Trace, at: int, node: Node, differs: Mask) -> N
                     types.touched.setdefault((k, variable), at)
         free.append(remaining)
         met.append(met_here)
-        updated.append(_updated(types, node, parents, bit, k, along))
+        updated.append(_updated(types, trace, node, parents, bit, k, along))
     types.free.append(tuple(free))
     types.met.append(tuple(met))
     types.updated.append(tuple(updated))
@@ -152,7 +152,7 @@ def _explain(types: Varying, trace: Trace, at: int, node: Node, along: Mask, dif
     rows: tuple[int, ...] = ()
     divisors: tuple[float, ...] = ()
     for p in parents:
-        backward |= types.backward[p] & along
+        backward |= types.backward[p] & along & ~exchanged(node)
         declared = declared or types.declared[p]
         guessed = guessed or types.guessed[p]
         gradient |= types.gradient[p]
@@ -193,6 +193,11 @@ def _explain(types: Varying, trace: Trace, at: int, node: Node, along: Mask, dif
     types.total.append(total)
 
 
+def exchanged(node: Node) -> Mask:
+    """Returns the axes along which a line of a forward pass exchanged values, so that no rank has only its own."""
+    return node.axes if node.effect == "plus" and node.op != "pvary" and not node.backward else 0
+
+
 def scales(node: Node) -> bool:
     """Whether an op multiplies or divides."""
     return node.op.removeprefix("_foreach_").removesuffix("_") in ("mul", "div")
@@ -214,10 +219,15 @@ def _divides(types: Varying, trace: Trace, node: Node, rows: tuple[int, ...]) ->
     return bool(types.along[a] & types.along[b]) or (len(sums) == 2 and sums[0] == sums[1])
 
 
-def _updated(types: Varying, node: Node, parents: tuple[int, ...], bit: Mask, k: int, along: Mask) -> int:
-    updated = union(types.updated[p][k] for p in parents)
-    if along & bit and not node.backward and any(types.backward[p] & bit for p in parents):
-        updated |= union(types.holds[p] for p in parents if not types.along[p] & bit)
+def _updated(types: Varying, trace: Trace, node: Node, parents: tuple[int, ...], bit: Mask, k: int, along: Mask) -> int:
+    if not along & bit & ~exchanged(node):
+        return 0
+    larger = [p for p in parents if is_number(trace.nodes[p]) or not is_number(node)]  # their norm is no new value
+    updated = union(types.updated[p][k] for p in larger)
+    by = [p for p in parents if types.backward[p] & bit and not node.backward]
+    if by:  # a difference of a rank's own new value and the old one is no new value
+        own = union(types.holds[p] for p in by)
+        updated |= union(types.holds[p] for p in larger if not types.along[p] & bit) & ~own
     return updated
 
 

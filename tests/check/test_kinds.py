@@ -230,3 +230,36 @@ def test_a_message_is_short_whatever_the_tree(many: int, probably: bool) -> None
     assert "fix 0" in message
     assert many == 1 or f"{many} findings" in message
     assert many < 5000 or re.search(r"and \d+ more, in the error's findings$", message)
+
+
+def told_of_replicas(drifted: bool, way: str) -> str:
+    """What is said of a weight under `...` that ranks update, or that goes through `pvary` inside of the loss."""
+    mesh = sf.make_mesh(a=2, device="cpu")
+    w = torch.arange(1.0, 4.0) * (1 + drifted * dist.get_rank())
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return (x @ (w if way == "step" else sf.pvary(w, "a"))).square().sum()
+
+    def step(w: Tensor, x: Tensor) -> Tensor:
+        if way == "autograd":
+            w = w.detach().requires_grad_()
+            return w - torch.autograd.grad(loss(w, x), w)[0]
+        return w - (sf.grad if way in ("grad", "step") else torch.func.grad)(loss)(w, x)
+
+    x = torch.arange(6.0).view(2, 3) + dist.get_rank()
+    with pytest.raises(sf.VaryingError) as caught:
+        sf.shard_map(step, mesh=mesh, in_specs=(..., P("a")), out_specs=...)(w, x)
+    return f"{caught.value.findings[0].kind}: {caught.value}"
+
+
+@pytest.mark.parametrize("way", ["grad", "autograd", "func"])
+def test_gradients_of_replicas_that_differ_are_not_added_up_in_silence(ranks: World, way: str) -> None:
+    for said in ranks.run(told_of_replicas, True, way):
+        assert said.startswith("vary: ")
+
+
+def test_who_takes_steps_of_each_rank_under_no_spec_is_told_where_pvary_stands(ranks: World) -> None:
+    for said in ranks.run(told_of_replicas, False, "step"):
+        assert re.search(
+            "gradient: .*each rank takes steps of its own, write it outside of what is differentiated", said
+        )

@@ -519,3 +519,107 @@ def received_rows_that_the_last_rank_does_not_want(on: On) -> Made:
     mapped = on(shifted, P("shard"), P("shard"))
     first, second = X.chunk(2)
     return lambda: mapped(on.cut(X, "shard")), on.cut(torch.cat([first, first - second]), "shard")
+
+
+# --- parts of a gradient that are reduced by hand, and what else of them leaves under `...` ---
+
+
+def of_parts(name: str, f: Callable[[Tensor, Tensor], Any], wanted: Callable[[list[Tensor], int], Any]) -> None:
+    """What `f` makes of a weight and of its gradient's part of a mean that all ranks have; `wanted` knows all parts."""
+
+    def make(on: On) -> Made:
+        def made(w: Tensor, x: Tensor) -> Any:
+            return f(w, sf.grad(lambda w: sf.psum((x @ w).square().sum(), "shard") / ROWS)(w))
+
+        mapped = on(made, (..., P("shard")), ...)
+        parts = [plainly(lambda w, x=x: (x @ w).square().sum() / ROWS, WEIGHTS["w"])[1] for x in X.chunk(4)]
+        return lambda: mapped(WEIGHTS["w"], on.cut(X, "shard")), wanted(parts, on.index("shard"))
+
+    make.__name__ = name
+    right(shard=4)(make)
+
+
+def compressed(g: Tensor) -> Tensor:
+    return g.sign() * g.abs().mean()
+
+
+def projected(g: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
+    """Of rank 1, as PowerSGD does it."""
+    left = F.normalize(mean(g @ WEIGHTS["b"])[:, None], dim=0)
+    return left @ mean(g.mT @ left).mT
+
+
+of_parts(
+    "a_signs_error_that_a_rank_remembers",
+    lambda w, g: (w - sf.psum(compressed(g), "shard"), g - compressed(g)),
+    lambda parts, r: (WEIGHTS["w"] - sum(map(compressed, parts)), parts[r] - compressed(parts[r])),
+)
+of_parts(
+    "a_projections_error_that_a_rank_remembers",
+    lambda w, g: (w - projected(g, lambda x: sf.pmean(x, "shard")), g - projected(g, lambda x: sf.pmean(x, "shard"))),
+    lambda parts, r: tuple(x - projected(torch.stack(parts), lambda x: x.mean(0)) for x in (WEIGHTS["w"], parts[r])),
+)
+of_parts(
+    "the_norm_of_a_part_beside_their_sum",
+    lambda w, g: (w - sf.psum(g, "shard"), g.norm(), F.cosine_similarity(g, sf.psum(g, "shard"))),
+    lambda parts, r: (
+        WEIGHTS["w"] - sum(parts),
+        parts[r].norm(),
+        F.cosine_similarity(parts[r], torch.stack(parts).sum(0)),
+    ),
+)
+of_parts(
+    "a_piece_of_the_sum_of_parts",
+    lambda w, g: (piece := sf.reduce_scatter(F.pad(g, (0, 1)), "shard", dim=1), piece.norm()),
+    lambda parts, r: (piece := F.pad(torch.stack(parts).sum(0), (0, 1))[:, r : r + 1], piece.norm()),
+)
+of_parts(
+    "the_median_of_parts",
+    lambda w, g: (w - (middle := sf.all_gather(g[None], "shard").median(0).values), (g - middle).norm()),
+    lambda parts, r: (
+        WEIGHTS["w"] - (middle := torch.stack(parts).median(0).values),
+        (parts[r] - middle).norm(),
+    ),
+)
+
+
+@right(shard=2)
+def how_far_a_rank_went_by_itself(on: On) -> Made:
+    """Reptile: ranks take steps of their own, whose mean is the new weight; a norm is not a new weight."""
+
+    def adapted(w: Tensor, x: Tensor) -> Tensor:
+        for _ in range(2):
+            w = w - 0.1 * sf.grad(lambda w: (x @ w).square().sum())(w)
+        return w
+
+    def step(w: Tensor, x: Tensor) -> Any:
+        own = adapted(sf.pvary(w, "shard"), x)
+        return w + 0.5 * (sf.pmean(own, "shard") - w), (own - w).norm()
+
+    w = WEIGHTS["w"]
+    each = [adapted(w, x) for x in X.chunk(2)]
+    wanted = w + 0.5 * (sum(each) / 2 - w), (each[on.index("shard")] - w).norm()
+    return lambda: on(step, (..., P("shard")), ...)(w, on.cut(X, "shard")), wanted
+
+
+def own_steps(name: str, drifted: float, f: Callable[[Tensor, Tensor], Any]) -> None:
+    """What `f` makes of a weight before and after a step of a rank alone; ranks may begin with other weights."""
+
+    def make(on: On) -> Made:
+        def step(w: Tensor, x: Tensor) -> Any:
+            own = sf.pvary(w, "shard")
+            return f(w, own - 0.1 * sf.grad(lambda w: (x @ w).square().sum())(own))
+
+        w, x = WEIGHTS["w"] * (1 + drifted * on.index("shard")), on.cut(X, "shard")
+        wanted = f(w, w - 0.1 * plainly(lambda w: (x @ w).square().sum(), w)[1])
+        mapped = on(step, (..., P("shard")), ...)
+        return lambda: mapped(w, x), wanted
+
+    make.__name__ = name
+    right(shard=2)(make)
+
+
+own_steps("a_step_of_each_ranks_own", 0, lambda old, new: new)
+own_steps("a_step_of_each_ranks_own_that_is_resumed", 0.1, lambda old, new: new)
+own_steps("how_a_rank_moved_by_itself", 0, lambda old, new: new - old)
+own_steps("how_a_rank_moved_by_itself_resumed", 0.1, lambda old, new: (new - old, (new - old).norm()))
