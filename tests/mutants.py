@@ -1023,7 +1023,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             f"{WRONG}[psum_of_mse_loss]",
         ),
         "what varies already may go through pvary": (
-            "if call.name in _ONCE and along & call.axes:",
+            "if call.name in _ONCE and along & call.axes and not _own(case, call):",
             "if call.name in _ONCE and not along:",
             f"{WRONG}[pvary_twice]",
         ),
