@@ -1197,9 +1197,23 @@ MUTANTS = [
     Mutant(
         "what varies already may go through pvary",
         "check/reductions.py",
-        "if call.name in _ONCE and along & call.axes:",
+        "if call.name in _ONCE and along & call.axes and not _own(case, call):",
         "if call.name in _ONCE and not along:",
         f"{WRONG}[pvary_twice]",
+    ),
+    Mutant(
+        "gradients of replicas that differ are added up",
+        "check/reductions.py",
+        "    return not comes_back and all(",
+        "    return all(",
+        "tests/check/test_kinds.py::test_gradients_of_replicas_that_differ_are_not_added_up_in_silence[autograd]",
+    ),
+    Mutant(
+        "whoever sums norms of parts is taken to have summed the parts",
+        "check/gradients.py",
+        "[p for p in node.parents if case.is_number(p) or not case.is_number(at)]",
+        "node.parents",
+        f"{WRONG}[parts_that_are_clipped_by_the_norm_of_all_ranks]",
     ),
     Mutant(
         "ranks count other rows, and nobody compares",
