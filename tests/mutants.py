@@ -1027,6 +1027,11 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "if call.name in _ONCE and not along:",
             f"{WRONG}[pvary_twice]",
         ),
+        "gradients of replicas that differ are added up": (
+            "    return not comes_back and all(",
+            "    return all(",
+            "tests/check/test_kinds.py::test_gradients_of_replicas_that_differ_are_not_added_up_in_silence[autograd]",
+        ),
         "ranks count other rows, and nobody compares": (
             "uneven = case.compared.counts.get(mean, 0) & call.axes if mean >= 0 and call.own else 0",
             "uneven = 0",
@@ -1064,6 +1069,11 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
     },
     "check/gradients.py": {
+        "whoever sums norms of parts is taken to have summed the parts": (
+            "[p for p in node.parents if case.is_number(p) or not case.is_number(at)]",
+            "node.parents",
+            f"{WRONG}[parts_that_are_clipped_by_the_norm_of_all_ranks]",
+        ),
         "a loss of one rank's rows is taken for that of all": (
             "bad = along & summed & local(case, mean)",
             "bad = 0",

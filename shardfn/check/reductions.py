@@ -354,10 +354,9 @@ def _own(case: Case, call: Call) -> bool:
         return False
     nodes = case.trace.nodes
     roots = [nodes[r] for bit in bits_of(call.axes) for r in case.roots(call.node, bit)]
-    back = (
-        n for n in nodes if n.backward and n.op == "psum" and n.axes & call.axes and n.like == nodes[call.node].like
-    )
-    return all(root.root == "input" and root.effect != "exactly" for root in roots) and next(back, None) is None
+    sums = (n for n in nodes if n.backward and n.op == "psum" and n.axes & call.axes)
+    comes_back = any(n.like == nodes[call.node].like for n in sums)
+    return not comes_back and all(root.root == "input" and root.effect != "exactly" for root in roots)
 
 
 def _summed_before(case: Case, at: int, missing: Mask) -> bool:

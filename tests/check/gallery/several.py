@@ -495,6 +495,24 @@ def parts_that_are_clipped_before_they_leave(shard_map, mesh):
     return gradients(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))
 
 
+@wrong("parts", "data", "params['w']", AS_FIXED, halved, says="goes into result[0]['w'] varies there")
+def parts_that_are_clipped_by_the_norm_of_all_ranks(shard_map, mesh):
+    """A sum of squares over ranks is none of the parts; `fix` makes the gradient, and its norm, the same on all."""
+
+    def loss_fn(params, x, y):
+        # fix: out = x @ sf.pvary(params["w"], "data")
+        out = x @ params["w"]  # here
+        return sf.psum(squares(out, y), "data") / COUNT
+
+    @shard_map(in_specs=(..., P("data"), P("data")), out_specs=...)
+    def gradients(params, x, y):
+        grads = sf.grad(loss_fn)(params, x, y)
+        norm = sf.pmean(grads["w"].square().sum(), "data").sqrt()
+        return {"w": grads["w"] / (2 * norm)}, norm
+
+    return gradients(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))
+
+
 @wrong("means", (), "", "a sum, divided by the size of the whole batch", trained(error, "w"))
 def micro_batches_of_other_sizes(shard_map, mesh):
     """The mean over 3 rows and the mean over 1, of which each counts for one half."""
