@@ -43,6 +43,7 @@ from benchmarks.report import Goal, lacks, parser, publish, save
 from shardfn import curvature as sc
 
 RANKS = 2
+RETURNS = {"MALLOC_MMAP_THRESHOLD_": "100000"}  # blocks of memory that are freed, to the system
 KINDS = {
     "perceptrons": ("gradient", "jvp", "torch.func.jvp", "hvp", "hvp, remat", "hvp by torch.func", "ggn"),
     "transformer": ("gradient", "gradient, remat", "hvp", "hvp, remat", "hvp by torch.func", "ggn"),
@@ -297,7 +298,7 @@ def exactly(products: int) -> tuple[list[dict[str, Any]], list[Goal]]:
     sizes = 4, 2, 16
     torch.set_default_dtype(torch.float64)
     rows, goals = [], []
-    with Crew(RANKS, ours_exactly, *sizes, environment={"MALLOC_MMAP_THRESHOLD_": "100000"}) as crew:
+    with Crew(RANKS, ours_exactly, *sizes, environment=RETURNS) as crew:
         for kind in ("hvp", "ggn", "fisher", "empirical fisher"):
             # With cross-entropy, the Fisher matrix is the Gauss-Newton matrix, which curvlinops finds without draws.
             A, v = peer_operator("ggn" if kind == "fisher" else kind, *sizes)
@@ -414,7 +415,7 @@ def scores_of_kronfluence(width: int, layers: int, rows: int) -> Any:
 def influences() -> list[Goal]:
     sizes = 4, 2, 16
     torch.set_default_dtype(torch.float64)
-    with Crew(RANKS, scored, *sizes) as crew:
+    with Crew(RANKS, scored, *sizes, environment=RETURNS) as crew:
         ours = numpy.concatenate(crew.turn("scores"), 1)
     theirs = scores_of_kronfluence(*sizes)
     apart = numpy.linalg.norm(ours - theirs) / numpy.linalg.norm(theirs)
@@ -450,7 +451,7 @@ def peers(args: Any) -> None:
     for kind, batch in itertools.product(("hvp", "ggn", "empirical fisher"), (32, 256)):
         for whose in ("shardfn", "curvlinops"):
             given = whose, kind, args.width, args.layers // 3, batch, args.rounds
-            with Crew(1, beside, *given, environment={"MALLOC_MMAP_THRESHOLD_": "100000"}) as crew:
+            with Crew(1, beside, *given, environment=RETURNS) as crew:
                 found[whose, kind] = crew.turn("measured")[0]
             peak, took = found[whose, kind]
             timed.append({"": f"{kind}, {batch} rows: {whose}", "MB above parameters": peak, "CPU ms": took})
@@ -479,7 +480,7 @@ def main() -> None:
     for net, kinds in KINDS.items():
         for kind in kinds:
             given = net, kind, *sizes[net], args.rounds
-            with Crew(RANKS, built, *given, environment={"MALLOC_MMAP_THRESHOLD_": "100000"}) as crew:
+            with Crew(RANKS, built, *given, environment=RETURNS) as crew:
                 found[net, kind] = tuple(max(each) for each in zip(*crew.turn("measured"), strict=True))
             (peak, took), base = found[net, kind], found[net, "gradient"]
             rows.append(
