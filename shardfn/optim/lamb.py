@@ -101,7 +101,6 @@ def lamb(
 @torch.no_grad()
 def _overwrite(leaves: Units, gs: list[Tensor | None], slots: list[list[Any]], now: dict[str, Any], count: Any) -> None:
     """Overwrites parameters and moments: the same step by few kernels, however many parameters a stage has."""
-    t = count.double() if isinstance(count, Tensor) else count
     moving: list[Unit] = []
     ps, ms, paths = list[Tensor](), list[Tensor](), list[str]()
     copies: list[tuple[Tensor, Tensor]] = []
@@ -111,8 +110,7 @@ def _overwrite(leaves: Units, gs: list[Tensor | None], slots: list[list[Any]], n
             continue
         mean.lerp_(g, 1 - now["b1"])
         square.lerp_(g * g, 1 - now["b2"])
-        divisor = square.sqrt().div_((1 - now["b2"] ** t) ** 0.5).add_(now["eps"])
-        flat, moves = unit.values.reshape(-1), mean.div(divisor).div_(1 - now["b1"] ** t).reshape(-1)
+        flat, moves = unit.values.reshape(-1), _adams(mean, square, now, count).reshape(-1)
         own, its = ([x[s.start : s.stop] for s in unit.filled] for x in (flat, moves))
         decays = [of_rule(now["weight_decay"], s) for s in unit.filled]
         for decay in sorted({*decays} - {0}):
@@ -130,12 +128,17 @@ def _overwrite(leaves: Units, gs: list[Tensor | None], slots: list[list[Any]], n
         into.copy_(new)
 
 
-def _direction(unit: Unit, mean: Tensor, square: Tensor, now: dict[str, Any], count: Any) -> Tensor:
-    """Adam's step for a rate of 1 the other way, and the weight decay."""
+def _adams(mean: Tensor, square: Tensor, now: dict[str, Any], count: Any) -> Tensor:
+    """Adam's step for a rate of 1, the other way."""
     count = count.double() if isinstance(count, Tensor) else count
     # The root of zero has no derivative; where a square is zero, so is the mean, and nothing moves.
     root = torch.where(square > 0, square, 1).sqrt() * (square > 0) / (1 - now["b2"] ** count) ** 0.5
-    adams = (mean / (1 - now["b1"] ** count) / (root + now["eps"])).to(mean.dtype)
+    return (mean / (1 - now["b1"] ** count) / (root + now["eps"])).to(mean.dtype)
+
+
+def _direction(unit: Unit, mean: Tensor, square: Tensor, now: dict[str, Any], count: Any) -> Tensor:
+    """Adam's step, and the weight decay."""
+    adams = _adams(mean, square, now, count)
     flat, moves = unit.values.reshape(-1), adams.reshape(-1)
     parts = [moves[s.start : s.stop] + of_rule(now["weight_decay"], s) * flat[s.start : s.stop] for s in unit.filled]
     return filled(adams, unit, parts, [adams])

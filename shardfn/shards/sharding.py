@@ -163,8 +163,7 @@ class Rules:
             )
         if inputs not in ("global", "local"):
             raise ValueError(f'inputs={inputs!r}; it is "global" or "local"')
-        places = None if optree.tree_is_leaf(specs) else _places(specs)
-        asked: Any = specs if places is None else places
+        asked: Any = specs if optree.tree_is_leaf(specs) else _places(specs)
         if not isinstance(asked, (P, ByPath, dict)) and (not callable(asked) or isinstance(asked, type)):
             raise TypeError(
                 f"specs is a P for all parameters, a tree of them, by_path([...]), or a function of path and shape, "
@@ -178,10 +177,10 @@ class Rules:
         self.stages = None if stages is None else chosen(stages, "stages")
         self.frozen = chosen(frozen, "frozen")
         self.unused = self.frozen.unused(()) | (set() if self.stages is None else self.stages.unused(()))
-        if places is not None:
-            self.unused |= places.keys()
-        elif isinstance(specs, ByPath) and specs.strict:
-            self.unused |= {rule.pattern for rule, _ in specs.rules}
+        if isinstance(asked, dict):
+            self.unused |= asked.keys()
+        elif isinstance(asked, ByPath) and asked.strict:
+            self.unused |= {rule.pattern for rule, _ in asked.rules}
         self.compared: list[str] = []
         self.places: dict[str, tuple[FlatShard, int, torch.Size]] = {}
         self.owners: dict[Any, tuple[weakref.ref[Tensor], str]] = {}

@@ -24,7 +24,7 @@ from shardfn.compat.scripted import written_in_python
 from shardfn.testing import World
 from shardfn.transforms.autodiff import differentiating
 from tests.curvature.test_per_example import Model
-from tests.models import STRATEGIES, distance, normal, plainly
+from tests.models import STRATEGIES, Halved, distance, normal, plainly
 from tests.reference import worst
 from tests.refusals import refused, told
 
@@ -674,26 +674,6 @@ def test_a_stage_may_return_indices_alone(world: World) -> None:
     ((off, told),) = world.run(only_indices)
     assert off < 1e-12
     assert "returns a Holder, which is not a pytree node" in told, told
-
-
-class Halved(torch.autograd.Function):
-    """Its own derivative in forward mode, too; backward gets zeros where there is no gradient."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x / 2
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, ct: Tensor) -> Tensor:
-        return Halved.apply(ct)
-
-    @staticmethod
-    def jvp(ctx: Any, t: Tensor) -> Tensor:
-        return Halved.apply(t)
 
 
 BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {

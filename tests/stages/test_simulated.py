@@ -587,8 +587,10 @@ def launched(make: Callable[[], so.Optimizer], parameters: int) -> int:
 
 
 def test_lamb_launches_as_much_for_many_parameters_as_for_few() -> None:
-    rule = lambda path, shape: 0.1 * path.endswith("1")  # noqa: E731
-    few, many = (world(1, "alone").run(launched, lambda: so.lamb(1e-3, weight_decay=rule), n)[0] for n in (12, 24))
+    def make() -> so.Optimizer:
+        return so.lamb(1e-3, weight_decay=lambda path, shape: 0.1 * path.endswith("1"))
+
+    few, many = (world(1, "alone").run(launched, make, n)[0] for n in (12, 24))
     assert few == many
 
 

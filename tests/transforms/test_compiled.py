@@ -961,8 +961,13 @@ def graphs_made() -> Iterator[list[Any]]:
     """The graphs of which programs are made inside."""
     graphs: list[Any] = []
     plain = regions.program
+
+    def program(graph: Any) -> Any:
+        graphs.append(graph)
+        return plain(graph)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(regions, "program", lambda graph: graphs.append(graph) or plain(graph))  # type: ignore[func-returns-value]
+        patch.setattr(regions, "program", program)
         yield graphs
 
 

@@ -21,7 +21,7 @@ import shardfn.optim as so
 from shardfn import parallel
 from shardfn.testing import simulated, world
 from tests import refusals
-from tests.models import DATA, STRATEGIES, distance, drawn
+from tests.models import DATA, STRATEGIES, Halved, distance, drawn
 from tests.optimizers import optimizers_named
 from tests.reference import worst
 from tests.transforms import steps
@@ -533,26 +533,6 @@ def looked_up() -> str:
 def test_what_a_graph_computes_is_checked_later() -> None:
     found = world(1, "alone").within(60).run(looked_up)[0]
     assert found.startswith("RuntimeError: embedding: tokens are from 0 to 9; they are from 0 to 3")
-
-
-class Halved(torch.autograd.Function):
-    """Its backward gets zeros where there is no gradient, as that of any Function by default."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x / 2
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, ct: Tensor) -> Tensor:
-        return Halved.apply(ct)
-
-    @staticmethod
-    def jvp(ctx: Any, t: Tensor) -> Tensor:
-        return Halved.apply(t)
 
 
 def products(device: str) -> list[float]:
