@@ -191,9 +191,10 @@ def test_optimizers_are_those_of_torch(name: str, donate: bool) -> None:
 
 
 @pytest.mark.parametrize("bounds", [(0.0, None), (1.5, 2.5)])
-def test_lamb_is_adams_step_times_the_quotient_of_two_norms(bounds: tuple[float, float | None]) -> None:
+@pytest.mark.parametrize("donate", [True, False])
+def test_lamb_is_adams_step_times_the_quotient_of_two_norms(bounds: tuple[float, float | None], donate: bool) -> None:
     """Of each parameter; 1 for one that is zero or does not move."""
-    least, most = bounds
+    (least, most), decays = bounds, {"w": 0.5, "large": 0.2}
     ps = {
         "w": normal(4, 3, seed=0),
         "large": 9 * normal(2, seed=2),
@@ -201,7 +202,7 @@ def test_lamb_is_adams_step_times_the_quotient_of_two_norms(bounds: tuple[float,
         "still": normal(2, seed=1),
     }
     got, _ = trained(
-        so.lamb(0.1, least=least, clip=most),
+        so.lamb(0.1, least=least, clip=most, weight_decay=lambda path, shape: decays.get(path, 0.0), donate=donate),
         copied(ps),
         lambda p, n: p | {"still": p["still"] * 0, "zero": p["zero"] + n - 1},
     )
@@ -210,7 +211,7 @@ def test_lamb_is_adams_step_times_the_quotient_of_two_norms(bounds: tuple[float,
         for k, p in ps.items():
             g = {"w": p, "large": p, "still": p * 0, "zero": p + t - 2}[k]
             means[k], squares_[k] = 0.9 * means[k] + 0.1 * g, 0.999 * squares_[k] + 0.001 * g * g
-            u = means[k] / (1 - 0.9**t) / ((squares_[k] / (1 - 0.999**t)).sqrt() + 1e-6)
+            u = means[k] / (1 - 0.9**t) / ((squares_[k] / (1 - 0.999**t)).sqrt() + 1e-6) + decays.get(k, 0.0) * p
             size = (p.norm() / u.norm()).clamp(least, most) if p.norm() > 0 and u.norm() > 0 else 1.0
             ps[k] = p - 0.1 * size * u
     assert distance(got, ps) < 1e-12
