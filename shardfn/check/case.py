@@ -12,7 +12,7 @@ from shardfn.check.findings import Finding, Kind, line, named, root_of, target
 from shardfn.check.trace import Call, Given, Gradient, Mask, Node, Trace, given_by, reached, union
 from shardfn.check.varying import SCALES, Varying, bits_of, is_number, numbers_of, scales, varying
 
-_ALIKE = ("pvary", "all_gather")  # their results vary by type, although all ranks have the same bits
+_ALIKE = ("pvary", "all_gather")  # their results vary by type alone: all ranks have the same bits
 OWN_ROWS, _OTHER, _SINGLE = 1, 2, 4
 
 
@@ -93,7 +93,7 @@ class Case:
             if len(node.parents) == 1:
                 self.only.setdefault(node.parents[0], at)
         # Caches by axis, for all values at once, since a walk for each value that rules ask about would be quadratic.
-        self._unlike = functools.cache(lambda bit: self._over_roots(bit, lambda at: trace.nodes[at].op not in _ALIKE))
+        self._unlike = functools.cache(lambda bit: self._over_roots(bit, lambda at: not self._full(at, bit)))
         self._same = functools.cache(self._same_of)
         self.of_rows = functools.cache(self._rows)
         self._ask()
@@ -173,12 +173,17 @@ class Case:
             unions.append((of(at) if begins else 0) | union(unions[p] for p in parents))
         return unions
 
+    def _full(self, at: int, bit: Mask) -> bool:
+        """Whether a value varies by type alone: results of `pvary` and `all_gather`, and parameters of stages."""
+        whole = at in self.trace.cut and not self.trace.cut[at] & bit
+        return whole or self.trace.nodes[at].op in _ALIKE
+
     def alike(self, at: int, bit: Mask) -> bool:
-        """Whether a varying value comes only from `pvary` and `all_gather`, so that all ranks have the same bits."""
+        """Whether a varying value comes only from what all ranks have in full, so that all have the same bits."""
         return not self._unlike(bit)[at]
 
     def same(self, at: int, bit: Mask) -> bool:
-        """Whether a value varies by type alone: each rank computed it from results of `pvary` and `all_gather`."""
+        """Whether a value varies by type alone: each rank computed it from what all ranks have in full."""
         return bool(self.types.along[at] & bit) and self._same(bit)[at]
 
     def _rows(self, bit: Mask) -> list[int]:
@@ -191,13 +196,21 @@ class Case:
         for at, node in enumerate(self.trace.nodes):
             if not self.types.along[at] & bit:
                 same.append(True)
-            elif node.effect == "plus" and node.axes & bit:
-                same.append(node.op in _ALIKE and not node.backward)
+            elif (node.effect == "plus" and node.axes & bit) or node.root == "parameter":
+                same.append(self._full(at, bit) and not node.backward)
             elif node.root or node.effect == "exactly" or self.compared.nodes.get(at, 0) & bit:
                 same.append(False)
             else:
                 same.append(all(same[p] for p in node.parents))
         return same
+
+    def divisors(self, at: int, axes: Mask = -1) -> list[float]:
+        """Returns by what a value was divided, see `Varying`; without what only counts ranks along other axes."""
+        return [number for number, counted in self.types.divisors[at] if not counted or counted & axes]
+
+    def elsewhere(self, axes: Mask) -> set[int]:
+        """Returns the divisions that only count ranks along other axes."""
+        return {at for at, counted in self.types.counted.items() if counted and not counted & axes}
 
     def pieces(self, at: int) -> Mask:
         """Returns the axes that cut the flat shard whose elements, or whose gradient, a value holds up to scale."""
@@ -276,29 +289,30 @@ def local(case: Case, mean: int) -> Mask:
     return axes
 
 
-def divided(case: Case, event: Gradient, ranks: int) -> bool:
-    """Whether a loss, or anything made from its gradient, is or may be divided by the number of ranks."""
-    product = math.prod(case.types.divisors[event.loss])
+def divided(case: Case, event: Gradient, axes: Mask) -> bool:
+    """Whether a loss, or anything made from its gradient, is or may be divided by the number of ranks along axes."""
+    ranks, product = case.size(axes), math.prod(case.divisors(event.loss, axes))
     parts = sum(other.begin == event.begin for other in case.trace.gradients())  # of which `accumulate` takes the sum
-    return any(may_be(case, event.loss, ranks * n) for n in {1, parts}) or scaled_later(
+    return any(may_be(case, event.loss, axes, n) for n in {1, parts}) or scaled_later(
         case,
         [at for _, at in event.pairs],
         event.end,
         lambda n, factor: n == ranks or math.isclose(product * factor, ranks),
+        case.elsewhere(axes),
     )
 
 
-def may_be(case: Case, at: int, ranks: int) -> bool:
-    """Whether a value is or may be divided by the number of ranks."""
-    mean, by = case.types.mean[at], case.types.divisors[at]
-    if ranks in by or math.inf in by or _whole(case, at, ranks):
+def may_be(case: Case, at: int, axes: Mask, parts: int = 1) -> bool:
+    """Whether a value is or may be divided by the number of ranks along axes, times `parts`."""
+    mean, by, ranks = case.types.mean[at], case.divisors(at, axes), case.size(axes) * parts
+    if ranks in by or math.inf in by or _whole(case, at, ranks, math.prod(by)):
         return True  # the next line: by as many rows as there are ranks, or by the ranks
     return mean >= 0 and ranks in (case.trace.nodes[mean].number, case.trace.nodes[mean].count)
 
 
-def _whole(case: Case, at: int, ranks: int) -> bool:
+def _whole(case: Case, at: int, ranks: int, product: float) -> bool:
     """Whether a mean's divisor is a multiple of the ranks, or a sum's may be the row count of all ranks."""
-    mean, product = case.types.mean[at], math.prod(case.types.divisors[at])
+    mean = case.types.mean[at]
     if product in [n * ranks for n in (1, *case.types.rows[at])]:
         return True
     if mean < 0:

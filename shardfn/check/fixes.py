@@ -60,9 +60,9 @@ def reduction(case: Case, path: str, at: int, bad: Mask, roots: list[Node]) -> t
     site, op, _ = places[-1]
     if op in _CHOOSE:
         return site, f'shardfn.all_gather({(site.of if site else None) or path}, {names}, to="invariant")'
-    instead = _term_by_term(case, _plain(case, at), bit, names) or _ratio(case, _plain(case, at), bit, names)
+    instead = _term_by_term(case, original(case, at), bit, names) or _ratio(case, original(case, at), bit, names)
     if instead is not None:
-        return case.trace.nodes[_plain(case, at)].site, instead
+        return case.trace.nodes[original(case, at)].site, instead
     if len(places) > 1 and all(written(place.site) and place.op in _JOINED.values() for place in places):
         return site, " and ".join(f"shardfn.{place.op}({written(place.site)}, {names})" for place in places)
     name = written(site) or path
@@ -71,7 +71,7 @@ def reduction(case: Case, path: str, at: int, bad: Mask, roots: list[Node]) -> t
     return site, f"shardfn.{op}({name}, {names})"
 
 
-def _plain(case: Case, at: int) -> int:
+def original(case: Case, at: int) -> int:
     """Follows copies back to the original value."""
     nodes = case.trace.nodes
     while nodes[at].op in _COPIES and len(nodes[at].parents) == 1:
@@ -138,15 +138,15 @@ def _partly(case: Case, at: int, bit: Mask, taken: int | None) -> tuple[Place, .
 
     If a Python number made the value vary, `taken` is the tensor that the number was read from.
     """
-    at = _plain(case, at)
+    at = original(case, at)
     node = case.trace.nodes[at]
     op = "pmean" if case.alike(at, bit) else "all_gather"
     if op != "pmean" and node.like is not None and not node.like[0]:
         op = "pmax" if node.like[1] is torch.bool else "psum"
     default = Place(node.site, op, at)
     if taken is not None:
-        at, default = _plain(case, taken), Place(case.trace.nodes[taken].site, "psum", taken)
-    return joined_at(case, at, bit) or (default,)
+        at, default = original(case, taken), Place(case.trace.nodes[taken].site, "psum", taken)
+    return (not case.alike(at, bit) and joined_at(case, at, bit)) or (default,)
 
 
 def joined_at(case: Case, end: int, bit: Mask) -> tuple[Place, ...]:
@@ -186,10 +186,10 @@ def _places(case: Case, at: int, bit: Mask, before: Mapping[int, tuple[Place, ..
 def _sum_of(case: Case, at: int, bit: Mask) -> str | None:
     """Returns the collective that joins a term's parts, if only scaling follows the place where they are joined."""
     place, *others = _partly(case, at, bit, None)
-    at = _plain(case, at)
+    at = original(case, at)
     while at != place.node and case.trace.nodes[at].op in SCALES and len(_cut(case, at, bit)) == 1:
-        at = _plain(case, _cut(case, at, bit)[0])
-    return place.op if at == _plain(case, place.node) and not others and place.op in ("psum", "pmean") else None
+        at = original(case, _cut(case, at, bit)[0])
+    return place.op if at == original(case, place.node) and not others and place.op in ("psum", "pmean") else None
 
 
 def _taken(case: Case, at: int, bit: Mask) -> int | None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from shardfn.check.callsites import Site
 from shardfn.check.case import OWN_ROWS, Case, divided, local, scaled_later
 from shardfn.check.findings import Kind, given_at, line, named, target, written
-from shardfn.check.fixes import joined_at
+from shardfn.check.fixes import joined_at, original
 from shardfn.check.trace import Call, Gradient, Mask, Node, Output, Summed, Used, reached, union
 from shardfn.check.varying import bits_of, numbers_of
 
@@ -32,10 +32,10 @@ def added_up(case: Case, event: Gradient) -> None:
         )  # fmt: skip
         return
     for bit in bits_of(along & summed & ~case.compared.watched.get(event.loss, 0)):
-        if not divided(case, event, case.size(bit)):
+        if not divided(case, event, bit):
             _repeated(case, event, bit)
     bad = along & summed & local(case, mean)
-    if not bad or divided(case, event, case.size(bad)):
+    if not bad or divided(case, event, bad):
         return
     node = case.trace.nodes[mean]
     fix = _mean_along(case, event.loss, mean, bad)
@@ -57,17 +57,20 @@ def _adapts(case: Case, event: Gradient) -> bool:
 
 
 def _repeated(case: Case, event: Gradient, bit: Mask) -> None:
-    """A loss that each rank computes from all ranks' values, so that it has the same bits on all ranks."""
-    roots = [case.trace.nodes[r] for r in case.roots(event.loss, bit)]
-    if not roots or any(n.op != "all_gather" for n in roots):
+    """A loss that each rank computes in full, from values of all ranks, so that it has the same bits on all ranks."""
+    nodes, loss = case.trace.nodes, original(case, event.loss)
+    roots = [nodes[r] for r in case.roots(loss, bit)]
+    if not roots or not case.alike(loss, bit) or case.blank.intersection(reached([loss], lambda at: nodes[at].parents)):
         return
-    names, site = case.named(bit), roots[0].site
-    given = given_at(site)
-    fix = f'shardfn.all_gather({given}, {names}, to="invariant")'
+    names, site, number = case.named(bit), nodes[loss].site, case.size(bit)
+    fix = f"shardfn.pmean({written(site) or 'loss'}, {names})"
+    if all(node.op == "all_gather" for node in roots):
+        site = roots[0].site
+        fix = f'shardfn.all_gather({given_at(site)}, {names}, to="invariant")'
     case.add(
-        event.loss, "losses", bit, "", site, fix,
-        f"the loss is made of what all_gather{line(site)} gives, so that each of the {case.size(bit)} ranks along "
-        f"{names} has all of it, and gradients are added up over them: they are {case.size(bit)} times too large. "
+        loss, "losses", bit, "", site, fix,
+        f"each of the {number} ranks along {names} computes the loss{line(nodes[loss].site)} in full"
+        f"{case.because(loss, bit)}, and gradients are added up over them: they are {number} times too large. "
         f"Write: {fix}",
     )  # fmt: skip
 
@@ -246,7 +249,7 @@ def _mean_besides(case: Case, members: list[int], axes: Mask) -> str:
         mean = case.types.mean[event.loss]
         asked = case.differentiated(event)
         bad = axes & case.types.along[event.loss] & local(case, mean)
-        if any(asked >> m & 1 for m in members) and bad and not divided(case, event, case.size(bad)):
+        if any(asked >> m & 1 for m in members) and bad and not divided(case, event, bad):
             site, names = case.trace.nodes[mean].site, case.named(bad)
             return (
                 f". The loss{line(site)} is a mean over this rank's rows: reduce it besides, by "
@@ -304,7 +307,7 @@ def _sum_of_means(case: Case, call: Call, event: Gradient) -> None:
     own = case.types.along[event.loss] & local(case, mean)
     bad = own & call.axes
     # Sums along the other axes may come next.
-    if not bad or any(divided(case, event, ranks) for ranks in {case.size(bad), case.size(own)}):
+    if not bad or any(divided(case, event, axes) for axes in {bad, own}):
         return
     case.add_call(
         call, "means", bad, f"shardfn.pmean({case.expression(call)}, {named(call.said)})",
@@ -315,7 +318,7 @@ def _sum_of_means(case: Case, call: Call, event: Gradient) -> None:
 
 def _mean_of_parts(case: Case, call: Call, event: Gradient) -> None:
     types, mean = case.types, case.types.mean[event.loss]
-    bad, divisors = call.axes & ~types.along[event.loss] & types.along[call.node], types.divisors[event.loss]
+    bad, divisors = call.axes & ~types.along[event.loss] & types.along[call.node], case.divisors(event.loss)
     ranks = case.size(bad)
     if mean >= 0 and (types.along[mean] & bad or case.trace.nodes[mean].number is not None):
         averaged = math.isclose(math.prod(divisors), ranks)  # else this averages the ranks' own means

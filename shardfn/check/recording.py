@@ -206,11 +206,21 @@ class Recorder(modes.Watching):
         self.values.keep(y, at, written=True, whole=True)
 
     def parameters(
-        self, stage: Any, paths: Sequence[str], shard: Tensor, given: Sequence[Tensor], allowed: Sequence[Mask]
+        self,
+        stage: Any,
+        paths: Sequence[str],
+        shard: Tensor,
+        given: Sequence[Tensor],
+        summed: Mask,
+        cut: Sequence[Mask],
     ) -> None:
-        """Adds the whole parameters of a flat shard, as a stage's function receives them."""
+        """Adds the full parameters of a flat shard, as a stage's function receives them.
+
+        Their gradients are summed along `summed`; each is sharded over its axes in `cut`, along which ranks differ.
+        """
         parent = self.values.node_of(functorch.unwrapped(shard))
-        for number, (path, x, axes) in enumerate(zip(paths, given, allowed, strict=True)):
+        for number, (path, x, apart) in enumerate(zip(paths, given, cut, strict=True)):
+            axes = summed | apart
             for tangent in functorch.tangents(x):
                 self.declared(tangent, axes, [tangent], "tangent")
             x = functorch.unwrapped(x)
@@ -222,6 +232,7 @@ class Recorder(modes.Watching):
                 node.variable = 1 << len(self.trace.variables)
                 self.trace.variables.append(Variable(path, self.trace.everywhere & ~axes, len(self.trace.nodes)))
             self._parameters[(stage, number)] = at = self.values.add(node)
+            self.trace.cut[at] = apart
             self.values.keep(x, at)
 
     def part(self, stage: Any, number: int, gradient: Tensor) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from shardfn.check.case import OWN_ROWS, Case, may_be, scaled_later
 from shardfn.check.findings import line, named
 from shardfn.check.fixes import PRODUCTS
-from shardfn.check.trace import Call, Mask, reached
+from shardfn.check.trace import Call, Mask, reached, union
 from shardfn.check.varying import SCALES, bits_of
 
 _SUMS_UP = ("sum", "mean", "expand", "select")
@@ -39,10 +39,9 @@ def _whole(case: Case, call: Call) -> bool:
         return False
     names = case.named(bad)
     fix = f"shardfn.pmean({case.expression(call)}, {names})"
-    root = case.trace.nodes[case.roots(call.node, bits_of(bad)[0])[0]]
     case.add_call(
         call, "whole", bad, fix,
-        f"adds up what every rank along {names} has whole, by {root.op}{line(root.site)}, and makes it, and its "
+        f"adds up what every rank along {names} has in full{case.because(call.node, bad)}, and makes it, and its "
         f"gradient, {case.size(bad)} times as large",
     )  # fmt: skip
     return True
@@ -94,7 +93,7 @@ def micro_batches(case: Case) -> None:
     for event in case.trace.gradients():
         calls.setdefault(event.begin, []).append(event.loss)
     for losses in calls.values():
-        means = [(types.mean[at], types.divisors[at]) for at in losses if types.mean[at] >= 0]
+        means = [(types.mean[at], case.divisors(at)) for at in losses if types.mean[at] >= 0]
         counts = [nodes[mean].count or nodes[mean].number or 0 for mean, _ in means]
         divisors = [n * math.prod(by) for n, (_, by) in zip(counts, means, strict=True)]
         if len(means) < len(losses) or 0 in counts or math.inf in divisors or len(set(counts)) == 1:
@@ -119,7 +118,7 @@ def _has_all_rows(case: Case, axes: Mask) -> bool:
 def _mean_of_sums(case: Case, call: Call) -> None:
     """A mean over ranks of their sums, which is divided by the number of all rows as well, or by none."""
     counts, bad = case.types.rows[call.node], call.axes & rows(case, call.node)
-    result, by = _sum_of(case, call), case.types.divisors[call.node]
+    result, by = _sum_of(case, call), case.divisors(call.node)
     if not counts or not bad or result is None or case.types.mean[call.node] >= 0 or math.inf in by:
         return
     ranks, names = case.size(bad), named(call.said)
@@ -151,7 +150,7 @@ def _by_all(case: Case, at: int, ranks: int, axes: Mask) -> bool:
         return False
     count = node.parents[1]
     total = types.total[count]
-    return total >= 0 and case.trace.nodes[total].axes == axes and ranks not in types.divisors[count]
+    return total >= 0 and case.trace.nodes[total].axes == axes and ranks not in case.divisors(count)
 
 
 def _is_a_loss(case: Case, reached: list[int], ranks: int) -> bool:
@@ -159,7 +158,7 @@ def _is_a_loss(case: Case, reached: list[int], ranks: int) -> bool:
     types = case.types
     events = [e for e in case.trace.gradients() if e.loss in reached and types.mean[e.loss] < 0]
     return any(
-        math.inf not in types.divisors[e.loss]
+        math.inf not in case.divisors(e.loss)
         and not scaled_later(case, [at for _, at in e.pairs], e.end, lambda n, _: math.isclose(n * ranks, 1))
         for e in events
     )
@@ -174,7 +173,7 @@ def _added_before(case: Case, call: Call) -> None:
             axes = sum(b for b in bits_of(bad) if _meets(case, at, own, term, b))
             if axes & ~case.types.along[term] and case.types.depends[term] & case.asked:
                 case.added.add(at)
-            if axes and not may_be(case, term, case.size(axes)) and not _divided_later(case, call, axes):
+            if axes and not may_be(case, term, axes) and not _divided_later(case, call, axes):
                 _say_added(case, call, at, term == node.parents[1], axes)
                 return
 
@@ -203,7 +202,7 @@ def _meets(case: Case, at: int, own: int, term: int, bit: Mask) -> bool:
         return False
     if types.along[term] & bit and not case.same(term, bit):
         return False
-    trained = bool(types.depends[term] & case.asked)
+    trained = bool(types.depends[term] & union(map(case.differentiated, case.trace.gradients())))
     return trained if case.is_number(own) else bool(types.declared[term]) and _is_partial(case, own, bit)
 
 
@@ -232,11 +231,7 @@ def _terms(case: Case, at: int) -> Iterator[int]:
 
 def _weighed(case: Case, call: Call, axes: Mask) -> bool:
     """Whether the argument of a sum over ranks, or its result, is or may be divided by the number of ranks."""
-    nodes, at = case.trace.nodes, call.node
-    dividend = nodes[nodes[at].parents[0]] if nodes[at].op == "div" else nodes[at]
-    if dividend.op == "psum" and not dividend.axes & axes and nodes[at].number == case.size(dividend.axes):
-        at = dividend.parents[0]  # of a `pmean` along other axes, whose division is by their size
-    return may_be(case, at, case.size(axes)) or _divided_later(case, call, axes)
+    return may_be(case, call.node, axes) or _divided_later(case, call, axes)
 
 
 def _divided_later(case: Case, call: Call, axes: Mask) -> bool:
@@ -244,8 +239,8 @@ def _divided_later(case: Case, call: Call, axes: Mask) -> bool:
     if total is None:
         return True
     calls = [event for event in case.trace.events if isinstance(event, Call) and event.name == "pmean"]
-    pmeans = [c for c in calls if not c.axes & axes or _own_mean(case, c, axes)]
-    other_means = {node for c in pmeans for node in [_averaged(case, c)] if node is not None}
+    averaged = (_averaged(case, c) for c in calls if _own_mean(case, c, axes))
+    other_means = case.elsewhere(axes).union(node for node in averaged if node is not None)
 
     def enough(number: float, factor: float) -> bool:
         return number == ranks or math.isclose(factor, ranks)
@@ -361,7 +356,7 @@ def _own(case: Case, call: Call) -> bool:
 
 def _summed_before(case: Case, at: int, missing: Mask) -> bool:
     """Whether a value is already a sum over ranks, without a division that may be by their number."""
-    nodes, by = case.trace.nodes, case.types.divisors[at]
+    nodes, by = case.trace.nodes, case.divisors(at)
     while nodes[at].op in SCALES and nodes[at].op != "psum" and len(nodes[at].parents) == 1:
         at = nodes[at].parents[0]
     return nodes[at].op == "psum" and bool(nodes[at].axes & missing) and not by

@@ -207,6 +207,7 @@ class Trace:
         outer: whether an outer caller differentiates.
         prefix: whether some rank's record ends before the function does.
         flat: the nodes of flat shards that were passed, and the axes that cut them.
+        cut: the nodes of parameters, as stages receive them, and the axes along which ranks have other elements.
     """
 
     name: str
@@ -217,6 +218,7 @@ class Trace:
     outer: bool = False
     prefix: bool = False
     flat: dict[int, Mask] = field(default_factory=dict)
+    cut: dict[int, Mask] = field(default_factory=dict)
 
     @property
     def everywhere(self) -> Mask:

@@ -48,7 +48,9 @@ class Varying:
         gradient: the variables whose gradient it depends on.
         mean: the node of a mean that was only scaled since; -1 for none.
         total: the node of a scalar summed over ranks that was only scaled since; -1 for none.
-        divisors: by what it, or the mean that it scales, was divided, latest last; infinity for a tensor.
+        counted: by node, the axes whose ranks a division counts, as `pmean` and a sum by `psum` do; 0 if not known.
+        divisors: by what it, or the mean that it scales, was divided, latest last; infinity for a tensor. Each with the
+            axes in `counted`.
         rows: for a sum over rows that was only scaled since, the numbers of elements in its first dimensions.
         first: (axis, variable) -> the node where they met.
         sums: the nodes that a collective made the same on all ranks; their bits in `free` and `met` follow those of the
@@ -67,7 +69,8 @@ class Varying:
     updated: list[tuple[int, ...]] = field(default_factory=list)
     gradient: list[int] = field(default_factory=list)
     mean: list[int] = field(default_factory=list)
-    divisors: list[tuple[float, ...]] = field(default_factory=list)
+    counted: dict[int, Mask] = field(default_factory=dict)
+    divisors: list[tuple[tuple[float, Mask], ...]] = field(default_factory=list)
     rows: list[tuple[int, ...]] = field(default_factory=list)
     total: list[int] = field(default_factory=list)
     first: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -150,7 +153,8 @@ def _explain(types: Varying, trace: Trace, at: int, node: Node, along: Mask, dif
     guessed = node.root in ("closure", "random") or (node.root == "input" and node.effect != "exactly")
     holds, gradient, mean, total = node.variable, 0, -1, -1
     rows: tuple[int, ...] = ()
-    divisors: tuple[float, ...] = ()
+    divisors: tuple[tuple[float, Mask], ...] = ()
+    counted = types.counted[at] = _counted(types, trace, node) if scales(node) and parents else 0
     for p in parents:
         backward |= types.backward[p] & along & ~exchanged(node)
         declared = declared or types.declared[p]
@@ -167,9 +171,9 @@ def _explain(types: Varying, trace: Trace, at: int, node: Node, along: Mask, dif
         chief = min(means, key=lambda p: (not types.along[p], len(types.divisors[p])))
         mean, divisors = types.mean[chief], types.divisors[chief]
     if node.number is not None:
-        divisors = (*divisors[-_MOST:], abs(node.number))
+        divisors = (*divisors[-_MOST:], (abs(node.number), counted))
     elif scales(node) and any(is_number(trace.nodes[p]) for p in parents):
-        divisors = (*divisors[-_MOST:], math.inf)
+        divisors = (*divisors[-_MOST:], (math.inf, counted))
     if node.op in MEANS and node.count:
         mean = at
     elif node.op == "psum" and not node.backward and node.like is not None and node.like[0] == ():
@@ -201,6 +205,20 @@ def exchanged(node: Node) -> Mask:
 def scales(node: Node) -> bool:
     """Whether an op multiplies or divides."""
     return node.op.removeprefix("_foreach_").removesuffix("_") in ("mul", "div")
+
+
+def _counted(types: Varying, trace: Trace, node: Node) -> Mask:
+    """Returns the axes whose ranks a division counts, as those of `pmean` and by results of `psum` do; 0 if unknown."""
+    if node.number is not None:
+        total = trace.nodes[node.parents[0]]
+        names = trace.names(total.axes)
+        by_ranks = total.op == "psum" and node.number == math.prod(trace.axes[name] for name in names)
+        return total.axes if by_ranks else 0
+    axes, at = 0, types.total[node.parents[-1]] if node.op.startswith("div") and len(node.parents) == 2 else -1
+    while at >= 0:
+        axes |= trace.nodes[at].axes
+        at = types.total[trace.nodes[at].parents[0]]
+    return axes
 
 
 def is_number(node: Node) -> bool:

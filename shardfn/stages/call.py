@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardfn.check import recording
 from shardfn.collectives.ledger import unscheduled
 from shardfn.compat import autograd, functorch
 from shardfn.mesh.axes import known_axes
@@ -192,10 +193,13 @@ def evaluate(
         contexts.append(saving)
     # Without `records` the grad mode stays as it is: an output that then needs a gradient shows a closure over one.
     with entered(contexts), torch.set_grad_enabled(records or torch.is_grad_enabled()):
+        recorder = recording.current()
         for k, i in enumerate(call.at):
             if replaced[k] and needs[k]:
                 arguments[k] = _Argument.apply(begins[k], arguments[k])  # type: ignore[no-untyped-call]
             x = arguments[k]
+            if recorder is not None:
+                recorder.same(x, inputs[k])  # autograd differentiates through the call
             leaves[i] = cast(x, options.input_dtype)
         result = _run(signature, leaves, parameters, decoding)
     return Residuals(parameters, begins, call.outputs(result, arguments), decoding)

@@ -194,8 +194,8 @@ def record_parameters(recorder: Recorder, layout: Layout, shard: Tensor, paramet
     """Records the parameters that a stage's function gets; their gradients will be summed over ranks."""
     mask = recorder.trace.mask
     summed = mask((*layout.placement.axes, *layout.placement.replicas))
-    allowed = [summed | mask(layout.cut_axes(number)) for number in range(len(layout.entries))]
-    recorder.parameters(layout, [entry.path for entry in layout.entries], shard, parameters, allowed)
+    cut = [mask((*layout.placement.only_at_axes, *entry.spec.axes)) for entry in layout.entries]
+    recorder.parameters(layout, [entry.path for entry in layout.entries], shard, parameters, summed, cut)
 
 
 def record_gradients(recorder: Recorder, layout: Layout, gradients: Sequence[Tensor | None]) -> None:

@@ -173,7 +173,7 @@ def compared(p: Any) -> Tensor:
     return F.cross_entropy(logits, torch.arange(ROWS))
 
 
-@wrong("output", "data", "result[1]", AS_FIXED, trained(compared, "w", "scale"))
+@wrong("losses", "data", "", AS_FIXED, trained(compared, "w", "scale"))
 def loss_of_gathered_logits_and_of_what_pvary_gave(shard_map, mesh):
     def loss_fn(params, x, y):
         params = sf.pvary(params, "data")
