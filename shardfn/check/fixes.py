@@ -9,7 +9,7 @@ import torch
 
 from shardfn.check.callsites import Site
 from shardfn.check.case import OWN_ROWS, Case
-from shardfn.check.findings import given_at, written
+from shardfn.check.findings import given_at, target, written
 from shardfn.check.trace import Mask, Node, reached
 from shardfn.check.varying import MEANS, SCALES, bits_of
 
@@ -77,6 +77,24 @@ def original(case: Case, at: int) -> int:
     while nodes[at].op in _COPIES and len(nodes[at].parents) == 1:
         at = nodes[at].parents[0]
     return at
+
+
+def derived(case: Case, met: int, axis: int, member: Mask, path: str = "") -> str:
+    """Returns the source of the operand through which a variable or sum, by its bit, meets what varies along an axis.
+
+    Empty if that operand has no name, or is written with the variable at this `path` itself.
+    """
+    nodes, types, site = case.trace.nodes, case.types, case.trace.nodes[met].site
+    for number, at in enumerate(nodes[met].parents):
+        if types.along[at] >> axis & 1 or not types.free[at][axis] & member:
+            continue
+        origin = original(case, at)
+        sides = site.sides if site is not None and len(nodes[met].parents) == 2 else None
+        source = sides[number] if sides else (site.given if site is not None and number == 0 else None)
+        source = source or target(nodes[origin].site) or ""
+        direct = nodes[origin].variable & member or (path and site is not None and site.spelled(path) in source)
+        return "" if direct else source
+    return ""
 
 
 def _term_by_term(case: Case, at: int, bit: Mask, names: str) -> str | None:

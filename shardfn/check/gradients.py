@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from shardfn.check.callsites import Site
 from shardfn.check.case import OWN_ROWS, Case, divided, local, scaled_later
 from shardfn.check.findings import Kind, given_at, line, named, target, written
-from shardfn.check.fixes import joined_at, original
+from shardfn.check.fixes import derived, joined_at, original
 from shardfn.check.trace import Call, Gradient, Mask, Node, Output, Summed, Used, reached, union
 from shardfn.check.varying import bits_of, numbers_of
 
@@ -106,7 +106,9 @@ def partial_sums(case: Case, event: Gradient) -> None:
                 found[at, met] = found.get((at, met), 0) | 1 << k
     for (at, met), axes in found.items():
         sum_node, site, names = case.trace.nodes[at], case.trace.nodes[met].site, case.named(axes)
-        fix = f"shardfn.pvary({target(sum_node.site) or written(sum_node.site) or sum_node.op}, {names})"
+        member = 1 << len(case.trace.variables) + types.sums.index(at)
+        through = derived(case, met, numbers_of(axes)[0], member)
+        fix = f"shardfn.pvary({through or target(sum_node.site) or written(sum_node.site) or sum_node.op}, {names})"
         name = "all_gather" if sum_node.op == "all_gather_invariant" else sum_node.op
         case.add(
             met, "gradient", axes, "", site, fix,
@@ -199,21 +201,14 @@ def _carried(of: dict[int, int], at: int, parents: Iterable[int]) -> None:
 
 def parts(case: Case, kind: Kind = "gradient") -> None:
     """Reports parameters whose gradient is only each rank's part, and where a `pvary` would add the parts up."""
-    groups: dict[tuple[Site | None, Mask], list[int]] = {}
-    met: dict[int, int] = {}
+    groups: dict[tuple[Site | None, Mask, str], dict[int, int]] = {}
     loose = {e.path for e in case.trace.events if isinstance(e, Output) and e.allowed is None}
     for at, (axes, _) in case.partial.items():
-        places = _met(case, at, axes, case.types.first) or _met(case, at, axes, case.types.touched)
-        if not places and _outside(case, at, axes):
-            continue
-        met[at] = min(places, default=-1)
-        if met[at] in case.added:
-            continue
-        site = case.trace.nodes[met[at]].site if places else None
-        if not places and _follows(case, axes):
-            continue
-        groups.setdefault((site, axes), []).append(at)
-    for (site, axes), members in groups.items():
+        for (met, through), along in _places(case, at, axes).items():
+            site = case.trace.nodes[met].site if met >= 0 else None
+            groups.setdefault((site, along, through), {})[at] = met
+    for (site, axes, through), met in groups.items():
+        members = list(met)
         first, whole = case.trace.variables[members[0]], _tree_of(case, members)
         names, how = case.trace.names(axes), case.partial[members[0]][1]
         others = ", ".join(case.trace.variables[m].path for m in members[1:4])
@@ -221,8 +216,11 @@ def parts(case: Case, kind: Kind = "gradient") -> None:
         if whole or len(members) == 1:
             said = f"{whole}, in all its tensors, is" if whole else f"{first.path} is"
         given = whole or first.path
-        fix = f"shardfn.pvary({site.spelled(given) if site else given}, {named(names)})"
-        where = f"{line(site)}, where it meets what varies, in {case.trace.nodes[met[members[0]]].op}" if site else ""
+        fix = f"shardfn.pvary({through or (site.spelled(given) if site else given)}, {named(names)})"
+        what = f"{through}, made of it, " * bool(through) + "it " * (not through)
+        where = (
+            f"{line(site)}, where {what}meets what varies, in {case.trace.nodes[met[members[0]]].op}" if site else ""
+        )
         asked = len(members) > 1 and all(case.asked >> m & 1 for m in members)  # whole, and need not be
         instead = "; or shard them, shardfn.shard(params, mesh, strategy)" if asked else ""
         if kind == "gradient" and how in loose:
@@ -233,6 +231,22 @@ def parts(case: Case, kind: Kind = "gradient") -> None:
             f"{how} varies there: on each rank it is that rank's part alone. Write {fix}{where}: its transpose "
             f"adds up the parts{instead}{_mean_besides(case, members, axes)}",
         )  # fmt: skip
+
+
+def _places(case: Case, at: int, axes: Mask) -> dict[tuple[int, str], Mask]:
+    """Returns where a variable meets what varies, and through which value: by place, along which of these axes.
+
+    Without a place, -1. Leaves out what other findings say.
+    """
+    found: dict[tuple[int, str], Mask] = {}
+    for axis in numbers_of(axes):
+        met = _met(case, at, axis, case.types.first)
+        met = met if met >= 0 else _met(case, at, axis, case.types.touched)
+        said = _outside(case, at, 1 << axis) or _follows(case, 1 << axis) if met < 0 else met in case.added
+        if not said:
+            place = met, derived(case, met, axis, 1 << at, case.trace.variables[at].path) if met >= 0 else ""
+            found[place] = found.get(place, 0) | 1 << axis
+    return found
 
 
 def _tree_of(case: Case, members: list[int]) -> str:
@@ -258,10 +272,10 @@ def _mean_besides(case: Case, members: list[int], axes: Mask) -> str:
     return ""
 
 
-def _met(case: Case, at: int, axes: Mask, places: Mapping[tuple[int, int], int]) -> list[int]:
-    """Returns where a variable met values that vary along these axes, before its gradient was complete."""
-    nodes = [places.get((k, 1 << at)) for k in numbers_of(axes)]
-    return [node for node in nodes if node is not None and node < case.until.get(at, len(case.trace.nodes))]
+def _met(case: Case, at: int, axis: int, places: Mapping[tuple[int, int], int]) -> int:
+    """Returns where a variable met values that vary along an axis, before its gradient was complete; -1 if nowhere."""
+    met = places.get((axis, 1 << at), -1)
+    return met if met < case.until.get(at, len(case.trace.nodes)) else -1
 
 
 def _follows(case: Case, axes: Mask) -> bool:

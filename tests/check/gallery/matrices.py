@@ -57,8 +57,8 @@ def deeper(p: Any) -> Tensor:
 def pvary_forgotten_column_parallel(shard_map, mesh):
     def loss_fn(params, x, y):
         params = sf.pvary(params, "data")
-        # fix: h = torch.tanh(x @ sf.pvary(params["first"], "tensor"))
         h = torch.tanh(x @ params["first"])
+        # fix: h = torch.tanh(sf.pvary(h, "tensor") @ params["up"])
         h = torch.tanh(h @ params["up"])  # here
         out = sf.psum(h @ params["down"], "tensor")
         return sf.psum(squares(out, y), "data") / COUNT

@@ -370,8 +370,8 @@ def heated(p: Any) -> Tensor:
 @wrong("gradient", "data", "params['scale']", AS_FIXED, trained(heated, "w", "scale"))
 def missing_pvary_temperature(shard_map, mesh):
     def loss_fn(params, x, labels):
-        # fix: temperature = sf.pvary(params["scale"], "data").exp()
         temperature = params["scale"].exp()
+        # fix: logits = x @ sf.pvary(params["w"], "data") * sf.pvary(temperature, "data")
         logits = x @ sf.pvary(params["w"], "data") * temperature  # here
         return sf.psum(F.cross_entropy(logits, labels, reduction="sum"), "data") / ROWS
 
@@ -399,8 +399,8 @@ def weight_tying_one_use_without_pvary(shard_map, mesh):
 @wrong("gradient", "replica", "params['w']", AS_FIXED, trained(error, "w"), HYBRID)
 def missing_pvary_one_of_two_axes(shard_map, mesh):
     def loss_fn(params, x, y):
-        # fix: w = sf.all_gather(sf.pvary(params["w"], "replica"), "shard")
         w = sf.all_gather(params["w"], "shard")
+        # fix: out = x @ sf.pvary(w, "replica")
         out = x @ w  # here
         return sf.psum(squares(out, y), BOTH) / COUNT
 

@@ -229,9 +229,9 @@ def centered_by(p: Any) -> Tensor:
 def mean_of_a_lambda_meets_rows(shard_map, mesh):
     def loss_fn(params, x, y):
         params = sf.pvary(params, "data")
-        # fix: center = lambda h: sf.pvary(sf.pmean(h.mean(0), "data"), "data")
         center = lambda h: sf.pmean(h.mean(0), "data")  # noqa: E731
         h = x @ params["first"]
+        # fix: return sf.psum(squares((h - sf.pvary(center(h), "data")) @ params["w"], y), "data") / COUNT
         return sf.psum(squares((h - center(h)) @ params["w"], y), "data") / COUNT  # here
 
     return train(shard_map, mesh, loss_fn, weights("first", "w"), X, Y)
