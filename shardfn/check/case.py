@@ -64,7 +64,8 @@ class Case:
 
     Attributes:
         types: along which axes each value varies.
-        blank: arguments without a spec whose elements are all equal, such as zeros: they may be meant to vary.
+        blank: arguments without a spec whose elements are all equal, such as zeros, and the axes along which they may
+            be meant to vary: all, but for a parameter those along which another one of the same gradient varies.
         asked: the variables whose gradient was asked for.
         batched: those of them whose gradient was asked for as a batch of several.
         until: variable -> the node at which its gradient was complete.
@@ -80,7 +81,7 @@ class Case:
     def __init__(self, trace: Trace, compared: Compared) -> None:
         self.trace, self.compared = trace, compared
         self.types: Varying = varying(trace, compared.nodes)
-        self.blank = {a.node for a in compared.arguments if a.allowed is None and a.constant}
+        self.blank = {a.node: trace.everywhere for a in compared.arguments if a.allowed is None and a.constant}
         self.asked = self.batched = 0
         self.until: dict[int, int] = {}
         self.found: list[tuple[int, Finding]] = []
@@ -102,7 +103,10 @@ class Case:
         """Collects the gradients that the function asked for."""
         nodes = self.trace.nodes
         for event in self.trace.gradients():
+            besides = union(self.types.along[of] for of, _ in event.pairs)
             for of, at in event.pairs:
+                if of in self.blank:
+                    self.blank[of] = besides
                 variables = nodes[of].variable | self.types.holds[of]
                 self.asked |= variables
                 if (nodes[of].like or ((),))[0] != (nodes[at].like or ((),))[0]:

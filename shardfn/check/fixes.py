@@ -92,7 +92,8 @@ def derived(case: Case, met: int, axis: int, member: Mask, path: str = "") -> st
         sides = site.sides if site is not None and len(nodes[met].parents) == 2 else None
         source = sides[number] if sides else (site.given if site is not None and number == 0 else None)
         source = source or target(nodes[origin].site) or ""
-        direct = nodes[origin].variable & member or (path and site is not None and site.spelled(path) in source)
+        itself = nodes[origin].variable & member and nodes[origin].root != "closure"
+        direct = itself or (path and site is not None and site.spelled(path) in source)
         return "" if direct else source
     return ""
 

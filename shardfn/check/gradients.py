@@ -60,7 +60,8 @@ def _repeated(case: Case, event: Gradient, bit: Mask) -> None:
     """A loss that each rank computes in full, from values of all ranks, so that it has the same bits on all ranks."""
     nodes, loss = case.trace.nodes, original(case, event.loss)
     roots = [nodes[r] for r in case.roots(loss, bit)]
-    if not roots or not case.alike(loss, bit) or case.blank.intersection(reached([loss], lambda at: nodes[at].parents)):
+    blank = {at for at, axes in case.blank.items() if axes & bit}
+    if not roots or not case.alike(loss, bit) or blank.intersection(reached([loss], lambda at: nodes[at].parents)):
         return
     names, site, number = case.named(bit), nodes[loss].site, case.size(bit)
     fix = f"shardfn.pmean({written(site) or 'loss'}, {names})"
@@ -157,8 +158,8 @@ def partial(case: Case, bad: Mask, variables: Mask, how: str) -> bool:
     variables &= (1 << len(case.trace.variables)) - 1
     for at in numbers_of(variables & case.asked or variables):
         variable = case.trace.variables[at]
-        mine = bad & variable.same & ~case.types.along[variable.node]
-        if mine and variable.node not in case.blank:
+        mine = bad & variable.same & ~case.types.along[variable.node] & ~case.blank.get(variable.node, 0)
+        if mine:
             before, first = case.partial.get(at, (0, how))
             case.partial[at] = (before | mine, first)
             recorded = True
@@ -251,7 +252,7 @@ def _places(case: Case, at: int, axes: Mask) -> dict[tuple[int, str], Mask]:
 
 def _tree_of(case: Case, members: list[int]) -> str:
     """Returns the path of the tree that holds these variables and no others; empty for one, or if there is none."""
-    paths = {at: v.path for at, v in enumerate(case.trace.variables) if v.node not in case.blank}
+    paths = {at: v.path for at, v in enumerate(case.trace.variables) if not case.blank.get(v.node)}
     first = paths[members[0]] if len(members) > 1 else ""
     roots = (first[: found.start()] for found in re.finditer(r"\[", first))
     return next((r for r in roots if members == [at for at in paths if paths[at].startswith(f"{r}[")]), "")

@@ -205,6 +205,7 @@ class Trace:
         variables: the variables by position of their bit.
         events: the events in order.
         outer: whether an outer caller differentiates.
+        closed: whether a tensor that is closed over has a gradient.
         prefix: whether some rank's record ends before the function does.
         flat: the nodes of flat shards that were passed, and the axes that cut them.
         cut: the nodes of parameters, as stages receive them, and the axes along which ranks have other elements.
@@ -216,6 +217,7 @@ class Trace:
     variables: list[Variable] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     outer: bool = False
+    closed: bool = False
     prefix: bool = False
     flat: dict[int, Mask] = field(default_factory=dict)
     cut: dict[int, Mask] = field(default_factory=dict)

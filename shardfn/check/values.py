@@ -18,7 +18,7 @@ from torch import Tensor
 from shardfn.check import callsites
 from shardfn.check.bits import bits, ordinary
 from shardfn.check.callsites import quietly
-from shardfn.check.trace import Mask, Node, Trace
+from shardfn.check.trace import Mask, Node, Trace, Variable
 from shardfn.compat import autograd
 
 UNKNOWN = -1  # memory that was written to without a record
@@ -98,9 +98,18 @@ class Values:
 
     def _found(self, x: Tensor) -> int:
         """Adds a node for a value whose origin was not recorded."""
-        site = self.site()
+        return self.closure(x, x.requires_grad and ordinary(x))
+
+    def closure(self, x: Tensor, differentiated: bool) -> int:
+        """Adds a node for a tensor that is closed over, and that something outside may differentiate."""
+        site, trace = self.site(), self.trace
         backward = autograd.inside_backward()
         at = self.add(Node("closed over", (), site, root="closure", backward=backward, like=like_of(x)))
+        if differentiated and not backward:
+            node, trace.closed = trace.nodes[at], True
+            node.variable = 1 << len(trace.variables)
+            path = f"a tensor of shape {list(x.shape)} that is closed over{f' at {site}' if site else ''}"
+            trace.variables.append(Variable(path, trace.everywhere, at))
         if callsites.caller() == "user":
             self.note(self.evidence, at, site, hash((1, *like_of(x)[0])), x)
         memory = self._memory(x)

@@ -78,6 +78,15 @@ def _axes_of(mesh: DeviceMesh, group: str) -> Iterable[str]:
     return ()
 
 
+def _transformed(function: Callable[..., Any]) -> list[Tensor]:
+    """Tensors of active torch.func transforms that a function closes over; a recorder below these cannot tell."""
+    closed: list[Any] = []
+    for cell in (getattr(function, "__closure__", None) or ()) if functorch.inside_transform() else ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            closed += optree.tree_leaves(cell.cell_contents)
+    return [x for x in closed if functorch.wrapped(x) and x.is_floating_point()]
+
+
 class Checked:
     """One checked call of a function.
 
@@ -106,6 +115,8 @@ class Checked:
         with _silently():
             for leaf, piece in zip(leaves, pieces, strict=True):
                 self._take(leaf, piece)
+            for x in _transformed(self.function):
+                self.recorder.values.closure(functorch.unwrapped(x), True)
 
     def _take(self, leaf: Leaf, piece: Any) -> None:
         mask = self.recorder.trace.mask
@@ -198,6 +209,8 @@ class Checked:
         """
         trace, results = self.recorder.trace, []
         trace.prefix = self.recorder.ended()
+        # A graph that the function has used for its own gradients is not differentiated again outside.
+        trace.outer = trace.outer or (trace.closed and not any(node.backward for node in trace.nodes))
         for leaf in leaves:
             x: Any = leaf.value.values if is_unit(leaf.value) else leaf.value
             if isinstance(x, (int, float, complex)) and isinstance(leaf.spec, P):

@@ -12,6 +12,7 @@ from tests.check.programs import (
     losses,
     neighbours,
     runs,
+    stages,
     tensor,
     training,
     transforms,
@@ -21,4 +22,4 @@ from tests.check.programs import (
 from tests.check.programs.setting import PROGRAMS, On, Right
 
 __all__ = ["PROGRAMS", "On", "Right"]
-FILES = (by_hand, losses, training, tensor, axes, transforms, body, values, ways, doubts, neighbours, runs)
+FILES = (by_hand, losses, training, tensor, axes, transforms, body, values, ways, doubts, neighbours, runs, stages)
