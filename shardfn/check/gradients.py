@@ -208,8 +208,8 @@ def parts(case: Case, kind: Kind = "gradient") -> None:
         for (met, through), along in _places(case, at, axes).items():
             site = case.trace.nodes[met].site if met >= 0 else None
             groups.setdefault((site, along, through), {})[at] = met
-    for (site, axes, through), met in groups.items():
-        members = list(met)
+    for (site, axes, through), places in groups.items():
+        members = list(places)
         first, whole = case.trace.variables[members[0]], _tree_of(case, members)
         names, how = case.trace.names(axes), case.partial[members[0]][1]
         others = ", ".join(case.trace.variables[m].path for m in members[1:4])
@@ -218,16 +218,14 @@ def parts(case: Case, kind: Kind = "gradient") -> None:
             said = f"{whole}, in all its tensors, is" if whole else f"{first.path} is"
         given = whole or first.path
         fix = f"shardfn.pvary({through or (site.spelled(given) if site else given)}, {named(names)})"
-        what = f"{through}, made of it, " * bool(through) + "it " * (not through)
-        where = (
-            f"{line(site)}, where {what}meets what varies, in {case.trace.nodes[met[members[0]]].op}" if site else ""
-        )
+        at = places[members[0]]
+        where = f"{line(site)}, where {through or 'it'} meets what varies, in {case.trace.nodes[at].op}" if site else ""
         asked = len(members) > 1 and all(case.asked >> m & 1 for m in members)  # whole, and need not be
         instead = "; or shard them, shardfn.shard(params, mesh, strategy)" if asked else ""
         if kind == "gradient" and how in loose:
             instead += "; or, where each rank takes steps of its own, write it outside of what is differentiated"
         case.add(
-            met[members[0]] if site else first.node, kind, axes, given, site, fix,
+            at if site else first.node, kind, axes, given, site, fix,
             f"{said} the same on all ranks along {named(names)}, but the gradient that goes into "
             f"{how} varies there: on each rank it is that rank's part alone. Write {fix}{where}: its transpose "
             f"adds up the parts{instead}{_mean_besides(case, members, axes)}",

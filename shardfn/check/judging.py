@@ -13,6 +13,7 @@ from shardfn.check.trace import (
     JOINING,
     Call,
     Claimed,
+    Counted,
     Given,
     Gradient,
     Mask,
@@ -48,6 +49,8 @@ def judged(trace: Trace, compared: Compared) -> list[Finding]:
             case Part():
                 bad = case.types.along[event.node] & ~event.allowed
                 gradients.partial(case, bad, trace.nodes[event.variable].variable, "the stage's sum")
+            case Counted():
+                reductions.local_count(case, event)
             case Used():
                 gradients.stepped(case, event)
             case Output():

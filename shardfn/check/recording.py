@@ -21,6 +21,7 @@ from shardfn.check.ops import facts_of
 from shardfn.check.trace import (
     Call,
     Claimed,
+    Counted,
     Effect,
     Gradient,
     Mask,
@@ -255,7 +256,7 @@ class Recorder(modes.Watching):
         self.values.keep(x, at)
 
     def called(
-        self, name: str, names: Iterable[str], x: Tensor, number: bool, said: Any, pieces: Iterable[str] = ()
+        self, name: str, names: Iterable[str], x: Tensor, number: float | None, said: Any, pieces: Iterable[str] = ()
     ) -> None:
         """Records a call of a collective by the function; `pieces` are the axes that cut its argument, a flat shard."""
         caller, backward = callsites.who_calls(), autograd.inside_backward()
@@ -263,7 +264,7 @@ class Recorder(modes.Watching):
             return  # the library's own calls are not judged
         plain = functorch.unwrapped(x)
         node = self.values.node_of(plain)
-        if name == "psum" and caller == "user" and not number and not backward:
+        if name == "psum" and caller == "user" and number is None and not backward:
             self.values.note(
                 self.values.watched, node, self.values.site(), 4, plain
             )  # it may vary by the library's numbers
@@ -288,6 +289,12 @@ class Recorder(modes.Watching):
         node = self.values.node_of(plain)
         self.values.note(self.values.watched, node, site, 1, plain)
         self.trace.events.append(Gradient(node, begin, end, gradients, self.values.site(), inner))
+
+    def counted(self, total: Tensor, count: Tensor | float) -> None:
+        """Records a micro-batch's total and the count by which `accumulate` divides it."""
+        node = self.values.node_of(functorch.unwrapped(total))
+        by = self.values.node_of(functorch.unwrapped(count)) if isinstance(count, Tensor) else -1
+        self.trace.events.append(Counted(node, by, None if isinstance(count, Tensor) else count))
 
     def used(self, pairs: Iterable[tuple[Tensor, Tensor, Iterable[str] | None]]) -> None:
         """Records the parameters and gradients of an optimizer's step, each with the axes that cut it if it is flat."""

@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator
 
 from shardfn.check.case import OWN_ROWS, Case, may_be, scaled_later
-from shardfn.check.findings import line, named
+from shardfn.check.findings import line, named, written
 from shardfn.check.fixes import PRODUCTS
-from shardfn.check.trace import Call, Mask, reached, union
-from shardfn.check.varying import SCALES, bits_of
+from shardfn.check.trace import Call, Counted, Gradient, Mask, reached, union
+from shardfn.check.varying import MEANS, SCALES, bits_of
 
 _SUMS_UP = ("sum", "mean", "expand", "select")
 _ADDS = {"add": "+", "add_": "+", "sub": "-", "sub_": "-"}
@@ -18,7 +18,7 @@ _ADDS = {"add": "+", "add_": "+", "sub": "-", "sub_": "-"}
 
 def miscounted(case: Case, call: Call) -> None:
     """Judges what `psum` and `pmean` are given, if that is no gradient."""
-    if not call.own or call.backward or call.number:
+    if not call.own or call.backward or call.number is not None:
         return
     if case.types.gradient[call.node]:  # of a loss that is made of one, at most
         if call.name == "psum" and case.is_number(call.node):
@@ -87,26 +87,77 @@ def _over_its_own_rows(case: Case, call: Call) -> None:
         return
 
 
+def local_count(case: Case, event: Counted) -> None:
+    """A total over the rows of a rank, or of all, that `accumulate` divides by a count of that rank's rows alone."""
+    nodes, types = case.trace.nodes, case.types
+    summed = nodes[types.total[event.total]].axes if types.total[event.total] >= 0 else 0
+    along = summed | rows(case, event.total)
+    bad = along & types.along[event.by] if event.by >= 0 else along * (event.number in types.rows[event.total])
+    if not bad:
+        return
+    names, site = case.named(bad), nodes[event.total].site
+    count = "count" if event.by < 0 else written(nodes[event.by].site) or "count"
+    total = written(site) or "total"
+    total = total if summed & bad else f"shardfn.psum({total}, {names})"
+    fix = f"({total}, shardfn.psum({count}, {names}))"
+    case.add(
+        event.total, "means", bad, "", site, fix,
+        f"accumulate divides a total{line(site)} by a count of this rank's rows alone along {names}, but gradients are "
+        f"added up over all ranks there. Write: {fix}",
+    )  # fmt: skip
+
+
 def micro_batches(case: Case) -> None:
-    """Means over different numbers of rows that `accumulate` adds up as if these were equal."""
-    nodes, types, calls = case.trace.nodes, case.types, dict[int, list[int]]()
+    """Means over micro-batches, which `accumulate` adds up."""
+    calls = dict[int, list[Gradient]]()
     for event in case.trace.gradients():
-        calls.setdefault(event.begin, []).append(event.loss)
-    for losses in calls.values():
-        means = [(types.mean[at], case.divisors(at)) for at in losses if types.mean[at] >= 0]
-        counts = [nodes[mean].count or nodes[mean].number or 0 for mean, _ in means]
-        divisors = [n * math.prod(by) for n, (_, by) in zip(counts, means, strict=True)]
-        if len(means) < len(losses) or 0 in counts or math.inf in divisors or len(set(counts)) == 1:
+        calls.setdefault(event.begin, []).append(event)
+    for begin, events in calls.items():
+        at = events[0].loss
+        own = all(_is_a_mean(case, event.loss, begin) for event in events) and len(events) > 1
+        if not (own and not _divided_by(case, events, len(events))) and not _unequal(case, events):
             continue
-        if math.isclose(max(divisors), min(divisors)):
-            continue
-        at = means[0][0]
+        site = case.trace.nodes[case.types.mean[at]].site
         case.add(
-            at, "means", 0, "", nodes[at].site, "a sum, divided by the size of the whole batch",
-            f"accumulate adds up losses that are means{line(nodes[at].site)} over different numbers of elements, from "
-            f"{min(counts):g} to {max(counts):g} on a rank: those of a small micro-batch count for more. Return a sum, "
-            f"divided by the size of the whole batch",
+            at, "means", 0, "", site, "return (total, count)",
+            f"accumulate adds up the losses of {len(events)} micro-batches, each of which is a mean{line(site)}: the "
+            f"result is the sum of these means, and rows of a small micro-batch count for more. To get the mean over "
+            f"the whole batch, return (total, count), a sum and the number of its terms, both summed over ranks: "
+            f"accumulate divides once",
         )  # fmt: skip
+
+
+def _unequal(case: Case, events: list[Gradient]) -> bool:
+    """Whether means are known to be over different numbers of elements, which nothing makes up for."""
+    nodes, means = case.trace.nodes, [case.types.mean[event.loss] for event in events]
+    counts = [nodes[mean].count or nodes[mean].number or 0 for mean in means]
+    products = [n * math.prod(case.divisors(event.loss)) for n, event in zip(counts, events, strict=True)]
+    known = min(means) >= 0 and 0 not in counts and math.inf not in products
+    return known and len(set(counts)) > 1 and not math.isclose(max(products), min(products))
+
+
+def _is_a_mean(case: Case, loss: int, begin: int) -> bool:
+    """Whether a loss is a mean over its micro-batch, not over a count that was known before."""
+    nodes, mean = case.trace.nodes, case.types.mean[loss]
+    if mean < begin or nodes[mean].number is not None:  # a number may be that of the whole batch
+        return False
+    if nodes[mean].op in MEANS:
+        return True
+    total, count = (case.types.total[p] for p in nodes[mean].parents[:2])
+    counted = {event.node: event for event in case.trace.events if isinstance(event, Call)}
+    by = nodes[count].parents[0] if count >= begin else -1
+    if by in counted and counted[by].number is not None:  # of this micro-batch, if it has as many terms
+        return counted[by].number in case.types.rows[total]
+    return by >= begin if count >= 0 else nodes[mean].parents[-1] >= begin
+
+
+def _divided_by(case: Case, events: list[Gradient], parts: int) -> bool:
+    """Whether the losses of micro-batches, or their gradients, are or may be divided by the number of micro-batches."""
+    by = [n for event in events for n in case.divisors(event.loss, 0)]
+    starts = [at for event in events for _, at in event.pairs]
+    return any(n == math.inf or n % parts == 0 for n in by) or scaled_later(
+        case, starts, events[0].end, lambda n, factor: n == parts or math.isclose(factor, parts)
+    )
 
 
 def _has_all_rows(case: Case, axes: Mask) -> bool:
@@ -322,7 +373,7 @@ def misplaced(case: Case, call: Call) -> None:
             f"elements. Where they are gradients, they are summed already",
         )  # fmt: skip
         return
-    if call.name in _SUMS and not call.number:
+    if call.name in _SUMS and call.number is None:
         _sum(case, call, along)
     if call.name in _ONCE and along & call.axes and not _own(case, call):
         twice = along & call.axes

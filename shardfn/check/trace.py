@@ -78,6 +78,7 @@ class Call(NamedTuple):
     """A collective that the function calls, before it runs.
 
     Attributes:
+        number: its argument, if that is a Python number.
         own: whether a line of the user's calls it, rather than this package.
         backward: whether the user's own backward pass calls it.
         pieces: the axes that cut its argument if that is a flat shard.
@@ -87,7 +88,7 @@ class Call(NamedTuple):
     axes: Mask
     node: int
     site: Site | None
-    number: bool
+    number: float | None
     said: Any
     own: bool
     backward: bool
@@ -191,7 +192,15 @@ class Ordered(NamedTuple):
     site: Site | None
 
 
-Event = Call | Gradient | Summed | Part | Used | Output | Claimed | Ordered
+class Counted(NamedTuple):
+    """A total that `accumulate` divides by a count: the node of a tensor, or a number and -1."""
+
+    total: int
+    by: int
+    number: float | None
+
+
+Event = Call | Gradient | Summed | Part | Used | Output | Claimed | Ordered | Counted
 
 
 @dataclass

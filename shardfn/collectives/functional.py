@@ -390,7 +390,8 @@ def _over(x: T, axis: AxisName, name: str, f: Callable[[Tensor, Axis], Call]) ->
         elif not isinstance(leaf, Tensor):
             raise TypeError(f"{asked(name)} takes tensors and numbers, or pytrees of them; got {type(leaf).__name__}")
         if recorder is not None:
-            recorder.called(name, as_names(axis), tensor, tensor is not leaf, axis, pieces.get(id(leaf), ()))
+            number = None if tensor is leaf else leaf
+            recorder.called(name, as_names(axis), tensor, number, axis, pieces.get(id(leaf), ()))
         op, *statics = f(tensor, bound)
         if bound.size > 1 or op in (ops.pmax, ops.pmin):
             return op(tensor, *statics)

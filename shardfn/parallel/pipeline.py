@@ -186,7 +186,7 @@ class _Job:
         variables = [x.detach().requires_grad_(need) for x, need in zip(tensors, self.needs, strict=True)]
         rows = zip(variables, self.moving, self.needs, strict=True)
         steps = [v for v, i, need in rows if i in self.collected and need]
-        with Step(steps, "replicas", ordered=False) as step:
+        with Step(steps, "replicas", ordered=False, accumulator=torch.float32) as step:
             work = _Work(self, variables, step)
             dtypes = self.team.run(work.run)
             collected = step.finish()
@@ -197,7 +197,8 @@ class _Job:
         gradients = []
         for variable, by_autograd in zip(variables, work.sums, strict=True):
             parts = [g for g in (by_autograd, collected.get(id(variable))) if g is not None]
-            gradients.append(functools.reduce(torch.add, parts) if parts else torch.zeros_like(variable))
+            gradient = functools.reduce(torch.add, parts) if parts else torch.zeros_like(variable)
+            gradients.append(gradient.to(variable.dtype))
         return (total,), tuple(gradients)
 
     def bwd(
@@ -328,8 +329,7 @@ class _Work:
             self.team.send([g for g in input_grads if g is not None], self.team.index - 1, "reductions", given)
         for i, variable in enumerate(self.variables):
             g = next(rest_grads) if variable.requires_grad else None
-            so_far = self.sums[i]
-            self.sums[i] = so_far if g is None else g if so_far is None else so_far + g
+            self.sums[i] = self.step.added(self.sums[i], g)
 
     def _refuse_closure(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Raises RuntimeError if a part reached a tensor that needs a gradient and was not passed to it."""

@@ -34,7 +34,7 @@ from shardfn.stages.refusals import refuse_closure, refuse_returned
 from shardfn.stages.replay import entered
 from shardfn.stages.ring import Slot
 from shardfn.stages.signature import GatherPlan
-from shardfn.transforms.step import GradientSum, Step, owned
+from shardfn.transforms.step import GradientSum, Step, owned, wider
 
 
 class Gathering(Scheduled):
@@ -197,15 +197,19 @@ class Tracing:
     def settle(self, step: Step) -> None:
         """Reduces the gradients that the step has deferred."""
         for total in [total for total in step.sums.values() if total.reductions is self]:
-            route, stage = total.reduction.route, total.reduction.layout.stage
+            route, stage, dtypes = total.reduction.route, total.reduction.layout.stage, total.reduction.dtypes
+            if total.out is not None:
+                total.out = total.out.to(dtypes.shard)
             if step.defer == "everything":
-                total.out = self.reduce(total.reduction, self.wholes.pop(total), stage)
+                whole = [None if g is None else g.to(dtypes.sum) for g in self.wholes.pop(total)]
+                total.out = self.reduce(total.reduction, whole, stage)
             elif step.defer == "replicas" and (route.split is not None or route.replica is not None):
                 total.out = self.reduce(total.reduction, [total.out], stage, "replicas", False)
 
     def add_whole(self, total: GradientSum, gradients: Sequence[Tensor | None]) -> None:
         """Adds whole gradients up on this rank, until the step reduces their sum."""
-        dtype, before = total.reduction.dtypes.sum, self.wholes.get(total, [None] * len(gradients))
+        dtype = wider(total.reduction.dtypes.sum, total.accumulator)
+        before = self.wholes.get(total, [None] * len(gradients))
         now = [None if g is None else g.to(dtype) for g in gradients]
         self.wholes[total] = [b if a is None else a if b is None else a + b for a, b in zip(before, now, strict=True)]
 

@@ -38,7 +38,7 @@ from shardfn.stages import compressed
 from shardfn.stages.scratch import Scratch
 from shardfn.tiers import placing
 from shardfn.tiers.offload import GradOffload
-from shardfn.transforms.step import Defer, GradientSum, Step
+from shardfn.transforms.step import Defer, GradientSum, Step, wider
 
 _HOST = torch.device("cpu")
 Memory = tuple[int, int]  # index of a stage's buffer, and which of its two scratch memories
@@ -376,7 +376,7 @@ class Reductions:
 
     def _add_whole(self, reduction: Reduction, gradients: Sequence[Tensor | None], total: GradientSum) -> None:
         """Adds whole gradients up on this rank, until the step reduces their sum."""
-        layout, dtype = reduction.layout, reduction.dtypes.sum
+        layout, dtype = reduction.layout, wider(reduction.dtypes.sum, total.accumulator)
         if total.whole is None:
             total.whole = torch.zeros(layout.padded, dtype=dtype, device=self.device)
         pairs = [(view, g) for view, g in zip(layout.views(total.whole), gradients, strict=True) if g is not None]
@@ -541,18 +541,21 @@ class Reductions:
         """Reduces the gradients that the step has deferred, and waits for all."""
         for total in [total for total in step.sums.values() if total.reductions is self]:
             reduction: Reduction = total.reduction
+            total.accumulator = None
             with attributed_to(reduction.layout.stage, backward=True):
                 if step.defer == "everything" and total.whole is not None:
-                    whole, total.whole, total.out = total.whole, None, None
+                    whole, total.whole, total.out = total.whole.to(reduction.dtypes.sum), None, None
                     if reduction.marked():
                         *_, tail = _spread(whole, reduction.layout)
                         tail.copy_(_marks(reduction.layout, whole.dtype, whole.device))
                     self._free(reduction.memory)
                     self._send(reduction, whole, total, False)
-                elif step.defer == "replicas" and total.out is not None:
-                    out, total.out = placing.brought(total.out, self.grad_offload.mesh()), None
-                    self._let_leave()
-                    self._sent(PendingReduction(reduction, out, total, False, scattered=True))
+                elif total.out is not None:
+                    deferred, dtype = step.defer == "replicas", reduction.dtypes.shard
+                    if deferred or total.out.dtype != dtype:
+                        out, total.out = placing.brought(total.out, self.grad_offload.mesh()).to(dtype), None
+                        self._let_leave()
+                        self._sent(PendingReduction(reduction, out, total, not deferred, scattered=True))
         self.drain()
 
     def _free(self, memory: Memory) -> None:

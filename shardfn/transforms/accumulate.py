@@ -55,28 +55,33 @@ def accumulate(
     micro: int | Literal["auto"] | None = None,
     has_aux: bool = False,
     defer: Defer = "replicas",
+    accumulator_dtype: torch.dtype = torch.float32,
 ) -> Accumulation:
-    """A function of parameters that returns the sum of `f` over micro-batches and its gradient, one of them at a time.
+    """A function of parameters that returns a loss over micro-batches and its gradient, one of them at a time.
 
-    Nothing is averaged: if `f` is a sum, divided by the size of the whole batch, the result is exactly the whole
-    batch's loss and gradient; not with batch norms, which see one micro-batch at a time. A mean, divided by the number
-    of micro-batches, is the whole batch's only if they have equally many rows.
+    If `f` returns a pair `(total, count)`, such as a sum over tokens and their number, the loss is the sum of the
+    totals over the sum of the counts, divided once, at the end. That is the loss of the whole batch, however its rows
+    and masked tokens are spread over micro-batches; not with batch norms, which see one micro-batch at a time. If `f`
+    returns a scalar, the loss is the sum of these, and nothing is averaged.
 
     With `micro="auto"` a batch is cut into as few parts as fit into memory. It is tried whole first. When any rank runs
     out of memory, all ranks abandon the attempt, and begin again with twice as many parts, from the same random
     numbers. The number that fits is remembered by function and batch size, and logged.
 
     Args:
-        f: `(params, batch) -> loss`, or `(params, *batch)` if a micro-batch is a tuple. With `"auto"` it may run more
-            than once, so it must change nothing but torch's own random state.
+        f: `(params, batch) -> (total, count)` or `-> loss`, or `(params, *batch)` if a micro-batch is a tuple. The
+            count is a number or a 0-d tensor without a gradient; sum both over ranks, by `psum`. With `"auto"` it may
+            run more than once, so it must change nothing but torch's own random state.
         microbatches: the micro-batches, as many on every rank; with `micro`, one batch: a pytree of tensors with the
             same number of rows in dim 0. Numbers of rows and lengths may differ between ranks.
         micro: the number of parts into which the batch is cut, on every rank; they differ by one row at most, and the
             last ones are empty on a rank with fewer rows. Or `"auto"`.
-        has_aux: `f` returns `(loss, aux)`; the new function returns `(sum, [aux, ...])` in place of the sum.
+        has_aux: `f` returns `(loss, aux)` or `((total, count), aux)`; the new function returns `(loss, [aux, ...])` in
+            place of the loss.
         defer: what gradients of flat shards defer to the last micro-batch: `"replicas"`, the sum over replicas;
             `"everything"`, the reduce-scatter too, which takes a buffer for the whole gradients of all stages;
             `"nothing"`.
+        accumulator_dtype: the dtype in which gradients of narrower dtypes are summed; the sum is returned in their own.
 
     Returns:
         `params -> (value, gradient)`, as `value_and_grad` gives. Its attribute `micro` is the number of parts it ran
@@ -95,18 +100,24 @@ def accumulate(
         (tensor(9.), tensor([3.]))
         >>> accumulate(loss, torch.tensor([[1.0], [2.0]]), micro=2)(torch.tensor([3.0]))
         (tensor(9.), tensor([3.]))
+        >>> mean = lambda p, x: ((p * x).sum(), len(x))
+        >>> accumulate(mean, [torch.tensor([1.0]), torch.tensor([2.0, 3.0])])(torch.tensor([3.0]))
+        (tensor(6.), tensor([2.]))
     """
+    if not isinstance(accumulator_dtype, torch.dtype) or not accumulator_dtype.is_floating_point:
+        raise TypeError(f"accumulate: accumulator_dtype must be a floating dtype, got {accumulator_dtype!r}")
     if defer not in get_args(Defer):
         raise ValueError(f"accumulate: defer={defer!r}; it is one of {', '.join(map(repr, get_args(Defer)))}")
     refuse_module("accumulate", f)
     name = name_of(f)
 
-    def losses(params: Any, batches: Iterable[Any]) -> Iterator[tuple[Tensor, Any]]:
+    def losses(params: Any, batches: Iterable[Any]) -> Iterator[tuple[Tensor, Any, Any]]:
         number = 0
         for number, batch in enumerate(batches, 1):
             accumulation.micro = number
             with refusing_writes():
-                yield scalar(f(params, *batch) if isinstance(batch, tuple) else f(params, batch), has_aux, name)
+                result = f(params, *batch) if isinstance(batch, tuple) else f(params, batch)
+                yield _total_and_count(result, has_aux, name)
         if number == 0:
             raise ValueError(f"accumulate: there are no micro-batches for {name}")
 
@@ -114,12 +125,13 @@ def accumulate(
         if _differentiated(params):
 
             def total(params: Any) -> tuple[Tensor, Any]:
-                values, auxes = zip(*losses(params, batches), strict=True)
-                return torch.stack(values).sum(), list(auxes)
+                values, auxes, counts = zip(*losses(params, batches), strict=True)
+                value, count = torch.stack(values).sum(), _summed(counts, name)
+                return value if count is None else value / count, list(auxes)
 
             (value, aux), gradient = value_and_grad(total, has_aux=True)(params)
             return (value, aux) if has_aux else value, gradient
-        return _one_by_one(lambda values: losses(values, batches), params, has_aux, defer)
+        return _one_by_one(lambda values: losses(values, batches), params, has_aux, defer, accumulator_dtype, name)
 
     def accumulated(params: Any) -> tuple[Any, Any]:
         if micro is None:
@@ -157,15 +169,50 @@ def _called(f: Callable[..., Any]) -> str:
     return f"{getattr(f, '__module__', '')}.{getattr(f, '__qualname__', type(f).__qualname__)}{line}"
 
 
-def _one_by_one(losses: Callable[[Any], Iterator[tuple[Tensor, Any]]], params: Any, has_aux: bool, defer: Defer) -> Any:
-    """The sum and its gradient, by one forward and backward per micro-batch."""
+def _total_and_count(result: Any, has_aux: bool, name: str) -> tuple[Tensor, Any, Any]:
+    """A micro-batch's loss or total, its aux, and its count or None."""
+    loss, *rest = result if has_aux and isinstance(result, tuple) and result else (result,)
+    count = None
+    if isinstance(loss, tuple) and len(loss) == 2:
+        loss, count = loss
+        wrong = not isinstance(count, (Tensor, int, float)) or isinstance(count, bool)
+        if isinstance(count, Tensor):
+            wrong = count.ndim > 0 or count.is_complex() or count.requires_grad
+        if wrong:
+            got = f"shape {tuple(count.shape)}, {count.dtype}" if isinstance(count, Tensor) else type(count).__name__
+            raise TypeError(
+                f"accumulate: the count of (total, count) must be a number or a 0-d tensor without a gradient, got "
+                f"{got}. If {name} returns (loss, aux), pass has_aux=True"
+            )
+    return (*scalar((loss, *rest) if rest else loss, has_aux, name), count)
+
+
+def _summed(counts: Sequence[Any], name: str) -> Any:
+    """The sum of the counts of all micro-batches; None if there are none."""
+    given = [count for count in counts if count is not None]
+    if given and len(given) < len(counts):
+        raise ValueError(f"accumulate: {name} must return (total, count) for every micro-batch or for none")
+    return sum(given[1:], given[0]) if given else None
+
+
+def _one_by_one(
+    losses: Callable[[Any], Iterator[tuple[Tensor, Any, Any]]],
+    params: Any,
+    has_aux: bool,
+    defer: Defer,
+    accumulator: torch.dtype,
+    name: str,
+) -> Any:
+    """The loss and its gradient, by one forward and backward per micro-batch."""
     wrapped, recorder = Variables(params), recording.current()
     begin = 0 if recorder is None else len(recorder.trace.nodes)
     variables = [value.detach().requires_grad_() for value in wrapped.values]
     sums: list[Tensor | None] = [None] * len(variables)
-    values, auxes = [], []
-    with torch.enable_grad(), Step(variables, defer) as step:
-        for value, aux in losses(wrapped.tree(variables)):
+    values, counts, auxes = [], [], []
+    with torch.enable_grad(), Step(variables, defer, accumulator=accumulator) as step:
+        for value, aux, count in losses(wrapped.tree(variables)):
+            if recorder is not None and count is not None:
+                recorder.counted(value, count)
             if step.engines:
                 reaches_others((value, aux), variables)
             if variables:
@@ -173,16 +220,21 @@ def _one_by_one(losses: Callable[[Any], Iterator[tuple[Tensor, Any]]], params: A
                     gradients: Sequence[Tensor | None] = [None] * len(variables)
                     if value.requires_grad:
                         gradients = torch.autograd.grad(value, variables, allow_unused=True)
-                sums = [b if a is None else a if b is None else a + b for a, b in zip(sums, gradients, strict=True)]
+                sums = [step.added(total, g) for total, g in zip(sums, gradients, strict=True)]
             values.append(value.detach())
+            counts.append(count)
             auxes.append(optree.tree_map(detached, aux))
             del value, aux
         collected = step.finish()
         follow(collected, variables, wrapped.layouts)
-    gradients = unshared(totals(sums, collected, variables, wrapped.layouts))
+    parts = [None if g is None else g.to(variable.dtype) for g, variable in zip(sums, variables, strict=True)]
+    sums_of_all = unshared(totals(parts, collected, variables, wrapped.layouts))
+    count = _summed(counts, name)
     if recorder is not None:
         for value in values:
-            recorder.differentiated(value, begin, zip(wrapped.values, gradients, strict=True))
-    gradient = wrapped.gradient(gradients)
+            recorder.differentiated(value, begin, zip(wrapped.values, sums_of_all, strict=True))
     total = torch.stack(values).sum()
+    if count is not None:
+        sums_of_all, total = [g / count for g in sums_of_all], total / count
+    gradient = wrapped.gradient(sums_of_all)
     return (total, auxes) if has_aux else total, gradient

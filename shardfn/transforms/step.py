@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from shardfn.compat import autograd
@@ -30,26 +31,32 @@ def numbered() -> int:
 _UNKNOWN = -2  # not the number of any backward pass
 
 
+def wider(dtype: torch.dtype, accumulator: torch.dtype | None) -> torch.dtype:
+    """The dtype in which gradients of a dtype are summed."""
+    return dtype if accumulator is None else torch.promote_types(dtype, accumulator)
+
+
 class GradientSum:
     """The gradient of one flat shard, as far as it has arrived.
 
     Attributes:
         reduction: how it is reduced.
         reductions: the object that reduces it.
-        out: the sum so far, `[piece]` in the shard's dtype, where the placement keeps gradients.
+        accumulator: see `Step`; None once the step settles.
+        out: the sum so far, `[piece]`, where the placement keeps gradients.
         whole: this rank's own sum, `[padded]`, if all reduction is deferred.
     """
 
-    __slots__ = ("out", "reduction", "reductions", "whole")
+    __slots__ = ("accumulator", "out", "reduction", "reductions", "whole")
 
-    def __init__(self, reduction: Any, reductions: Collector) -> None:
-        self.reduction, self.reductions = reduction, reductions
+    def __init__(self, reduction: Any, reductions: Collector, accumulator: torch.dtype | None) -> None:
+        self.reduction, self.reductions, self.accumulator = reduction, reductions, accumulator
         self.out: Tensor | None = None
         self.whole: Tensor | None = None
 
     def add(self, out: Tensor) -> None:
         """Adds `out`, which nothing else refers to."""
-        self.out = self.reductions.added(self.reduction, self.out, out)
+        self.out = self.reductions.added(self.reduction, self.out, out.to(wider(out.dtype, self.accumulator)))
 
 
 class OutsideGradient(BaseException):
@@ -81,6 +88,7 @@ class Step:
         sums: gradients by the id of their variable.
         defer: what is deferred until `finish`: `"replicas"`, the sums over replicas; `"everything"`, the reduce-scatter
             too; `"nothing"`.
+        accumulator: the dtype in which gradients of narrower dtypes are summed; None: in their own.
         ordered: whether backward passes come in the reverse order of the forward passes. Only then can a rank take part
             in the backward of stages that its own loss does not use.
         pushed: whether its gradients have tangents.
@@ -88,12 +96,17 @@ class Step:
     """
 
     def __init__(
-        self, variables: Sequence[Tensor], defer: Defer = "nothing", ordered: bool = True, unread: bool = False
+        self,
+        variables: Sequence[Tensor],
+        defer: Defer = "nothing",
+        ordered: bool = True,
+        unread: bool = False,
+        accumulator: torch.dtype | None = None,
     ) -> None:
         self.number, self.ordered = numbered(), ordered
         self.variables = {id(variable): variable for variable in variables}
         self.sums: dict[int, GradientSum] = {}
-        self.defer = defer
+        self.defer, self.accumulator = defer, accumulator
         self.live, self.pushed = False, pushes()
         self.unread = unread and self.pushed
         self.pass_: int | None = None
@@ -173,8 +186,15 @@ class Step:
         """The `GradientSum` of a variable."""
         total = self.sums.get(id(variable))
         if total is None:
-            total = self.sums[id(variable)] = GradientSum(reduction, reductions)
+            total = self.sums[id(variable)] = GradientSum(reduction, reductions, self.accumulator)
         return total
+
+    def added(self, total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+        """The sum of a gradient that autograd returned and of those before it."""
+        if gradient is None:
+            return total
+        gradient = gradient.to(wider(gradient.dtype, self.accumulator))
+        return gradient if total is None else total + gradient
 
 
 class Collector(Protocol):

@@ -170,7 +170,7 @@ def test_misuse_is_refused() -> None:
     with pytest.raises(ValueError, match="0-d"):
         sf.accumulate(lambda p, x: p * x, x)(torch.ones(2))
     with pytest.raises(TypeError, match="has_aux"):
-        sf.accumulate(lambda p, x: ((p * x).sum(), 1), x)(torch.ones(2))
+        sf.accumulate(lambda p, x: ((p * x).sum(), {}), x)(torch.ones(2))
     with pytest.raises(TypeError, match="has_aux"):
         sf.accumulate(lambda p, x: (p * x).sum(), x, has_aux=True)(torch.ones(2))
 

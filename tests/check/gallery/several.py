@@ -20,13 +20,14 @@ from tests.check.gallery.setting import (
     IN,
     LABELS,
     OUT,
+    REAL,
     ROWS,
-    SHARD,
     X,
     Y,
     error,
     graded,
     linear,
+    masked,
     normal,
     part,
     sgd,
@@ -443,17 +444,17 @@ def mean_of_what_a_stage_returns_that_runs_again(shard_map, mesh):
     return centred_behind(shard_map, mesh, loss_fn, placement, BOTH)
 
 
-@wrong("losses", "shard", "", AS_FIXED, lambda: {"layer": graded(lambda p: 2 * error(p), "w", "b")()}, SHARD)
+@wrong("losses", "shard", "", AS_FIXED, lambda: {"layer": graded(error, "w", "b")()}, {"shard": 4})
 def psum_forgotten_micro_batches_fsdp(shard_map, mesh):
     layer = sf.stage(lambda p, x: x @ p["w"] + p["b"])
 
     def loss_fn(params, x, y):
-        # fix: return sf.pmean((layer(params["layer"], x) - y).square().mean(), "shard")
-        return (layer(params["layer"], x) - y).square().mean()  # here
+        # fix: return sf.pmean((layer(params["layer"], x) - y).square().mean(), "shard") / 2
+        return (layer(params["layer"], x) - y).square().mean() / 2  # here
 
     @shard_map(in_specs=(..., P("shard"), P("shard")), out_specs=...)
     def gradients(params, x, y):
-        return sf.accumulate(loss_fn, list(zip(x.split(2), y.split(2), strict=True)))(params)[1]
+        return sf.accumulate(loss_fn, list(zip(x.split(1), y.split(1), strict=True)))(params)[1]
 
     params = sf.shard({"layer": weights("w", "b")}, mesh, sf.full_shard("shard"))
     return gradients(params, part(X, mesh, "shard"), part(Y, mesh, "shard"))
@@ -513,7 +514,7 @@ def parts_that_are_clipped_by_the_norm_of_all_ranks(shard_map, mesh):
     return gradients(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))
 
 
-@wrong("means", (), "", "a sum, divided by the size of the whole batch", trained(error, "w"))
+@wrong("means", (), "", "return (total, count)", trained(error, "w"))
 def micro_batches_of_other_sizes(shard_map, mesh):
     """The mean over 3 rows and the mean over 1, of which each counts for one half."""
 
@@ -525,6 +526,59 @@ def micro_batches_of_other_sizes(shard_map, mesh):
     @shard_map(in_specs=(P(), P("data"), P("data")), out_specs=(P(), P()))
     def step(params, x, y):
         loss, grads = sf.accumulate(loss_fn, list(zip(x.split(3), y.split(3), strict=True)))(params)
+        return sgd(params, grads), loss
+
+    return step(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))
+
+
+@wrong("means", (), "", "return (total, count)", trained(masked, "w"))
+def micro_batches_of_global_means(shard_map, mesh):
+    """The mean over all ranks' real rows, as README has it; of micro-batches it is a sum of means."""
+
+    def loss_fn(params, x, y, real):
+        each = (x @ sf.pvary(params["w"], "data") - y).square().mean(1)
+        # fix: return sf.psum((each * real).sum(), "data"), sf.psum(real.sum(), "data")
+        return sf.psum((each * real).sum(), "data") / sf.psum(real.sum(), "data")  # here
+
+    @shard_map(in_specs=(P(), P("data"), P("data"), P("data")), out_specs=(P(), P()))
+    def step(params, x, y, real):
+        loss, grads = sf.accumulate(loss_fn, (x, y, real), micro=2)(params)
+        return sgd(params, grads), loss
+
+    batch = (part(whole, mesh, "data") for whole in (X, Y, REAL))
+    return step(weights("w"), *batch)
+
+
+def averaged(p: Any) -> Tensor:
+    return squares(linear(p), Y) / ROWS
+
+
+@wrong("means", (), "", "return (total, count)", trained(averaged, "w"))
+def micro_batches_of_means_over_all_rows(shard_map, mesh):
+    def loss_fn(params, x, y):
+        total = squares(x @ sf.pvary(params["w"], "data"), y)
+        # fix: return sf.psum(total, "data"), sf.psum(len(x), "data")
+        return sf.psum(total, "data") / sf.psum(len(x), "data")  # here
+
+    @shard_map(in_specs=(P(), P("data"), P("data")), out_specs=(P(), P()))
+    def step(params, x, y):
+        loss, grads = sf.accumulate(loss_fn, (x, y), micro=4)(params)
+        return sgd(params, grads), loss
+
+    return step(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))
+
+
+@wrong("means", "data", "", AS_FIXED, trained(averaged, "w"))
+def micro_batches_over_the_count_of_this_rank(shard_map, mesh):
+    def loss_fn(params, x, y):
+        total = squares(x @ sf.pvary(params["w"], "data"), y)
+        count = len(x)
+        # fix: return (sf.psum(total, "data"), sf.psum(count, "data"))
+        return sf.psum(total, "data"), count  # here
+
+    @shard_map(in_specs=(P(), P("data"), P("data")), out_specs=(P(), P()))
+    def step(params, x, y):
+        loss, grads = sf.accumulate(loss_fn, (x, y), micro=2)(params)
         return sgd(params, grads), loss
 
     return step(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))
