@@ -122,6 +122,112 @@ def test_ranks_compare_batches_under_a_transform(world: World, micro: int) -> No
         torch.testing.assert_close(found, want)
 
 
+MASK = [[True, True, True, False, False, True], [False, False, False, False, True, False]]
+
+
+def averaged(sizes: dict[str, int]) -> Any:
+    """Means over masked rows that differ between ranks and micro-batches, beside the mean over all at once."""
+    mesh = sf.make_mesh(device="cpu", **sizes)
+    rank, everybody = mesh.get_rank(), tuple(sizes)
+    plain, rows, masks = params(), normal(2, 6, D, seed=50), torch.tensor(MASK)
+
+    def joint(ps: Any) -> Tensor:
+        return net(plainly, ps, rows[masks]).square().sum() / masks.sum()
+
+    want, value = torch.func.grad_and_value(joint)(plain)
+    found = {}
+    for name in ("hybrid_shard", "full_shard", "ddp"):
+        flat = sf.shard(plain, mesh, STRATEGIES[name])
+
+        def loss(ps: Any, x: Tensor, mask: Tensor) -> Any:
+            total = (net(sf.stage, ps, x).square() * mask[:, None]).sum()
+            return sf.psum(total, everybody), sf.psum(mask.sum(), everybody)
+
+        for defer in DEFERS:
+            mean = sf.accumulate(loss, (rows[rank], masks[rank]), micro=3, defer=defer)  # type: ignore[arg-type]
+            mapped = sf.shard_map(mean, mesh=mesh, in_specs=..., out_specs=(sf.P(), ...))
+            got, gradient = mapped(flat)
+            parts = [distance(sf.unshard(gradient), want), (got - value).abs().item()]
+            found[name, defer] = worst(parts)
+    return found
+
+
+@pytest.mark.world(2, "threads")
+def test_totals_are_divided_once_by_the_sum_of_counts(world: World) -> None:
+    for found in world.run(averaged, {"replica": 1, "shard": 2}):
+        assert worst(found.values()) < 1e-12, found
+
+
+def test_a_pair_alone_with_numbers_tensors_aux_and_outer_gradients() -> None:
+    x, w = normal(7, D, seed=3), normal(D, seed=4)
+
+    def mean(w: Tensor) -> Tensor:
+        return (x @ w).square().mean()
+
+    def pair(w: Tensor, x: Tensor) -> Any:
+        return (x @ w).square().sum(), len(x)
+
+    want, value = torch.func.grad_and_value(mean)(w)
+    as_tensor = lambda w, x: (pair(w, x)[0], torch.tensor(len(x)))  # noqa: E731
+    with_aux = lambda w, x: (pair(w, x), len(x))  # noqa: E731
+    for got in (sf.accumulate(pair, x.split([3, 4]))(w), sf.accumulate(as_tensor, x, micro=4)(w)):
+        torch.testing.assert_close(got, (value, want), rtol=1e-12, atol=0)
+    (loss, aux), gradient = sf.accumulate(with_aux, x.split([1, 6]), has_aux=True)(w)
+    torch.testing.assert_close((loss, gradient, aux), (value, want, [1, 6]), rtol=1e-12, atol=0)
+    through = sf.grad(lambda w: sf.accumulate(pair, x.split([2, 5]))(w)[1].square().sum())(w)
+    wanted = sf.grad(lambda w: sf.grad(mean)(w).square().sum())(w)
+    torch.testing.assert_close(through, wanted, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("count", [torch.ones(2), torch.ones((), requires_grad=True), "3", True, None])
+def test_a_count_that_is_none_is_refused(count: Any) -> None:
+    with pytest.raises(TypeError, match="count"):
+        sf.accumulate(lambda p, x: ((p * x).sum(), count), [torch.ones(2)])(torch.ones(2))
+
+
+def test_counts_for_some_micro_batches_only_are_refused() -> None:
+    loss = lambda p, x: ((p * x).sum(), 1) if len(x) > 1 else (p * x).sum()  # noqa: E731
+    with pytest.raises(ValueError, match="every micro-batch"):
+        sf.accumulate(loss, [torch.ones(2), torch.ones(1)])(torch.ones(2))
+
+
+ROWS = [1.0] + 32 * [2.0**-8]  # in bfloat16 a sum of these stays 1
+
+
+def sixteen() -> tuple[list[Any], list[float]]:
+    """Micro-batches, and twice their sum over four columns, which bfloat16 can hold."""
+    return [(torch.full((4,), x, dtype=torch.bfloat16),) for x in ROWS], [2 * sum(ROWS)] * 4
+
+
+def sixteen_bits(folder: str) -> Any:
+    """Gradients divided by a count of 1/2 in all, however shards and their gradients are kept."""
+    mesh, (x, want) = sf.make_mesh(replica=1, shard=2, device="cpu", scratch=folder), sixteen()
+    stage = sf.stage(lambda p, x: (p["w"] * x).sum())
+    found: dict[Any, Any] = {}
+    for tier, defer in [("device", defer) for defer in DEFERS] + [("host", "replicas"), ("disk", "replicas")]:
+        strategy = sf.hybrid_shard(shard="shard", replica="replica").on(grads=tier)
+        flat = sf.shard({"a": {"w": torch.zeros(4, dtype=torch.bfloat16)}}, mesh, strategy)
+        loss = lambda p, x: (stage(p["a"], x) / mesh.size(), 0.5 / len(ROWS))  # noqa: E731
+        gradient = sf.accumulate(loss, x, defer=defer)(flat)[1]  # type: ignore[arg-type]
+        found[tier, defer] = sf.unshard(gradient)["a"]["w"].tolist(), gradient["a"].values.dtype
+    plain = sf.accumulate(lambda p, x: 2 * (p * x).sum(), x)(torch.zeros(4, dtype=torch.bfloat16))[1]
+    return found | {"plain": (plain.tolist(), plain.dtype), "want": (want, torch.bfloat16)}
+
+
+@pytest.mark.world(2)
+def test_sixteen_bits_are_summed_in_float32(world: World, tmp_path: Any) -> None:
+    for found in world.run(sixteen_bits, str(tmp_path)):
+        assert all(values == found["want"] for values in found.values()), found
+
+
+def test_the_dtype_of_sums_can_be_chosen() -> None:
+    x, want = sixteen()
+    run = sf.accumulate(lambda p, x: 2 * (p * x).sum(), x, accumulator_dtype=torch.bfloat16)
+    assert run(torch.zeros(4, dtype=torch.bfloat16))[1].tolist() != want
+    with pytest.raises(TypeError, match="accumulator_dtype"):
+        sf.accumulate(lambda p, x: (p * x).sum(), x, accumulator_dtype=torch.int32)
+
+
 def test_whole_parameters_need_no_process_group() -> None:
     assert worst(alone()) < 1e-12
 
