@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import optree
@@ -128,6 +129,22 @@ def leaves_of(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         if not parents and (leaf := getattr(node, "variable", None)) is not None:  # asking other nodes is slow
             leaves.append(leaf)
     return leaves
+
+
+def held_leaves(results: Iterable[torch.Tensor], but: Iterable[torch.Tensor]) -> bool:
+    """Whether something refers to other leaves of these graphs; nobody can differentiate by one that was lost."""
+    return any(count > _count_if_lost() for count in _leaf_counts(results, {id(x) for x in but}))
+
+
+def _leaf_counts(results: Iterable[torch.Tensor], but: Collection[int]) -> list[int]:
+    leaves = [leaf for leaf in leaves_of(results) if id(leaf) not in but]
+    return [sys.getrefcount(leaf) for leaf in leaves]
+
+
+@functools.cache
+def _count_if_lost() -> int:
+    # Versions of Python count the references of frames in their own way, so a leaf that is lost tells.
+    return _leaf_counts([torch.ones(()).requires_grad_() * 1], ())[0]
 
 
 def result_of(node: Any, number: int) -> tuple[tuple[int, ...], torch.dtype]:

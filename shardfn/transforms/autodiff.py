@@ -174,7 +174,10 @@ def _by_autograd(
             with refusing_writes():
                 value, aux = loss(*variables)
             others = bool(recording_outside or step.engines) and reaches_others((value, aux), variables)
-            keep = recording_outside and (any(leaf.requires_grad for leaf in leaves) or others)
+            connected = any(leaf.requires_grad for leaf in leaves)
+            # Stages communicate otherwise where a graph is made: ranks must not decide that by references.
+            held = connected or (others and autograd.held_leaves(tensors_of((value, aux)), variables))
+            keep = recording_outside and (held or (others and bool(step.engines)))
             if keep and step.pushed:
                 raise OutsideGradient
             by_autograd: list[Tensor | None] = [None] * len(variables)
@@ -186,9 +189,12 @@ def _by_autograd(
             collected = step.finish()
             follow(collected, variables, layouts)
         gradients = unshared(totals(by_autograd, collected, variables, layouts))
-    if step.pushed:
+    if keep:
+        for variable in variables:
+            variable._shardfn_differentiated = True  # type: ignore[attr-defined]
+    if step.pushed or (keep and not held):
         gradients = [detached(g) for g in gradients]
-    return (value, aux, gradients) if keep else (detached(value), optree.tree_map(detached, aux), gradients)
+    return (value, aux, gradients) if keep and held else (detached(value), optree.tree_map(detached, aux), gradients)
 
 
 def follow_parts(recorder: recording.Recorder, flat: Tensor, layout: Layout) -> None:
@@ -297,18 +303,25 @@ def moves(leaf: Any, layout: Layout | None = None) -> bool:
 def reaches_others(results: Any, variables: Sequence[Tensor]) -> bool:
     """Whether the loss or aux also depends on other leaves of autograd, over which the function closes.
 
+    Variables of evaluations that have ended are none: nothing outside can have them.
+
     Raises:
         RuntimeError: it depends on a tensor inside a stage, which cannot be differentiated from outside.
     """
     if torch.compiler.is_compiling():
         return False
     own = {id(variable) for variable in variables}
-    tensors = [leaf for leaf in optree.tree_leaves(results) if isinstance(leaf, Tensor)]
-    others = [leaf for leaf in autograd.leaves_of(tensors) if id(leaf) not in own]
+    leaves = [leaf for leaf in autograd.leaves_of(tensors_of(results)) if id(leaf) not in own]
+    others = [leaf for leaf in leaves if not hasattr(leaf, "_shardfn_differentiated")]
     for leaf in others:
         if owner(leaf) is not None:
             raise escaped(str(owner(leaf)))
     return bool(others)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors among the leaves of a tree."""
+    return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def unshared(gradients: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -19,6 +19,7 @@ import shardfn as sf
 from shardfn import P
 from shardfn.testing import strategies as draws
 from shardfn.testing import world
+from tests.models import distance, normal
 from tests.reference import worst
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -566,3 +567,71 @@ def test_a_module_may_be_a_function_of_parameters() -> None:
     assert close(sf.grad(Scaled())({"w": X}, X), want)
     assert close(sf.grad(sf.stage(Scaled()))({"w": X}, X), want)
     assert close(sf.accumulate(Scaled(), [X])({"w": X})[1], want)
+
+
+def shrunk(p: Tensor) -> Tensor:
+    """A gradient inside of the loss, of a leaf that it makes."""
+    inner = sf.grad(lambda v: (p * v * v).sum())(torch.ones(3, dtype=torch.float64))
+    return inner.square().sum()
+
+
+def physical(p: Tensor) -> Tensor:
+    """As in physics-informed networks: the loss differentiates by points that it makes leaves itself."""
+    x = torch.linspace(0, 1, 5, dtype=torch.float64).requires_grad_()
+    (slope,) = torch.autograd.grad((p[:, None] * x**3).sum(), x, create_graph=True)
+    return (slope - p.sum()).square().sum()
+
+
+def penalized(stage: Any, p: Any, x: Tensor) -> Tensor:
+    """As the gradient penalty of Wasserstein GANs, of a stage."""
+    x = x.detach().clone().requires_grad_()
+    (slope,) = torch.autograd.grad(stage(p, x).sum(), x, create_graph=True)
+    return (slope.norm(dim=1) - 1).square().sum()
+
+
+@pytest.mark.parametrize("loss", [shrunk, physical])
+def test_leaves_that_only_the_loss_knew_keep_no_graph(loss: Any) -> None:
+    p = torch.arange(1.0, 4.0, dtype=torch.float64)
+    value, gradient = sf.value_and_grad(loss)(p)
+    _, (again,) = sf.value_and_grad(loss)(p), (sf.grad(loss)(p),)
+    assert not value.requires_grad
+    assert not gradient.requires_grad
+    h = 1e-6 * torch.eye(3, dtype=torch.float64)
+    wanted = torch.stack([(loss(p + e) - loss(p - e)).detach() / 2e-6 for e in h])
+    torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=0)
+    assert torch.equal(again, gradient)
+
+
+def test_a_leaf_that_is_kept_stays_connected() -> None:
+    kept = []
+
+    def loss(p: Tensor) -> Tensor:
+        x = torch.ones(3, dtype=torch.float64).requires_grad_()
+        kept.append(x)
+        return (p * x**2).sum()
+
+    value, gradient = sf.value_and_grad(loss)(torch.ones(3, dtype=torch.float64))
+    assert torch.autograd.grad(value, kept[0], retain_graph=True)[0].tolist() == [2.0] * 3
+    assert torch.autograd.grad(gradient.sum(), kept[0])[0].tolist() == [2.0] * 3
+
+
+def penalties() -> Any:
+    mesh = sf.make_mesh(d=-1, device="cpu")
+    w, x = normal(4, 4, seed=1), normal(4, 4, seed=2)
+    flat = sf.shard({"a": {"w": w}}, mesh, sf.full_shard("d"))
+
+    def layer(p: Any, x: Tensor) -> Tensor:
+        return torch.tanh(x @ p["w"])
+
+    stage = sf.stage(layer)
+    mine = x.chunk(mesh.size())[mesh.get_rank()]
+    value, gradient = sf.value_and_grad(lambda p: penalized(stage, p["a"], mine))(flat)
+    whole = {"w": w.clone().requires_grad_()}
+    (wanted,) = torch.autograd.grad(penalized(layer, whole, x), whole["w"])
+    return value.requires_grad, gradient["a"].values.requires_grad, distance(sf.unshard(gradient)["a"]["w"], wanted)
+
+
+def test_a_penalty_on_slopes_of_a_stage_keeps_no_graph() -> None:
+    for *graphs, off in world(2).run(penalties):
+        assert graphs == [False, False]
+        assert off < 1e-12
