@@ -273,8 +273,9 @@ def finite(tree: Any) -> bool:
     for unit in leaves.each:
         if unit.trainable and unit.values is not None and unit.values.numel():
             x = unit.values.detach()
-            kinds.setdefault((x.device, x.dtype), []).append(torch.view_as_real(x) if x.is_complex() else x)
-    bad = [(~torch.stack(roots(each, math.inf)).isfinite()).any().float() for each in kinds.values()]
+            x = torch.view_as_real(x) if x.is_complex() else x
+            kinds.setdefault((x.device, x.dtype), []).extend(_without_padding(unit, x))
+    bad = [(~torch.stack(roots(each, math.inf)).isfinite()).any().float() for each in kinds.values() if each]
     for grid in dict.fromkeys(unit.layout.grid for unit in leaves.each if unit.layout):
         mesh = mesh_of(grid, "a tree")
         total = torch.zeros((), device=device_of(mesh))
@@ -283,3 +284,16 @@ def finite(tree: Any) -> bool:
         with scope(mesh), torch.no_grad():
             bad = [functional.psum(total, tuple(name for name, _ in grid.sizes))]
     return not any(flag.item() for flag in bad) or bool(planned())  # the only wait of the host
+
+
+def _without_padding(unit: Unit, x: Tensor) -> list[Tensor]:
+    """A unit's values in ranges between which there is no padding, which may hold anything, such as 0/0."""
+    if unit.layout is None:
+        return [x]
+    ranges: list[list[int]] = []
+    for segment in unit.filled:
+        if ranges and ranges[-1][1] == segment.start:
+            ranges[-1][1] = segment.stop
+        else:
+            ranges.append([segment.start, segment.stop])
+    return [x[start:stop] for start, stop in ranges]
