@@ -15,6 +15,7 @@ from shardfn.optim.optimizer import Optimizer, Rule, of_rule
 from shardfn.optim.state_offload import on_whole
 from shardfn.optim.step_counts import Missed, count_spans, missed_after, own_count
 from shardfn.optim.wrappers import masked
+from shardfn.shards.parts import refuse_parts
 from shardfn.shards.pieces import Segment, Unit, Units, home, joined, pairs, refuse_complex, spread, units, zeros
 
 
@@ -150,11 +151,13 @@ def _optimizer(moments: Any, numbers: dict[str, Any], eps: float | None, donate:
     def init(params: Any) -> Any:
         leaves = units(params)
         refuse_complex(leaves, "adafactor")
+        refuse_parts("adafactor", leaves)
         return {"step": 0, "numbers": constants(numbers), "missed": {}, "square": moments.init(leaves)}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, now = begun(numbers, state)
         leaves = units(params)
+        refuse_parts("adafactor", leaves)
         rows = pairs(leaves, grads)
         gs = [grad for _, grad in rows]
         missed = missed_after(state["missed"], rows)

@@ -14,6 +14,7 @@ from shardfn.optim.norms import squares
 from shardfn.optim.optimizer import Optimizer, Rule, of_rule
 from shardfn.optim.state_offload import on_whole
 from shardfn.optim.step_counts import count_spans, missed_after
+from shardfn.shards.parts import refuse_parts
 from shardfn.shards.pieces import Unit, Units, joined, pairs, refuse_complex, units, zeros_like
 
 
@@ -65,13 +66,16 @@ def lamb(
         raise ValueError(f"lamb: clip={clip!r} is below least={least!r}; it is at least that")
 
     def init(params: Any) -> Any:
-        refuse_complex(units(params), "lamb")
+        leaves = units(params)
+        refuse_complex(leaves, "lamb")
+        refuse_parts("lamb", leaves)
         moments = {name: zeros_like(params) for name in ("mean", "square")}
         return {"step": 0, "numbers": constants(numbers), "missed": {}, **moments}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, now = begun(numbers, state)
         leaves = units(params)
+        refuse_parts("lamb", leaves)
         rows = pairs(leaves, grads)
         gs = [grad for _, grad in rows]
         counts = {"step": count, "missed": missed_after(state["missed"], rows)}

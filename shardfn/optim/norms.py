@@ -22,6 +22,7 @@ from shardfn.optim.differentiable import differentiable, refuse_overwriting, tie
 from shardfn.optim.hyperparameters import check, kind
 from shardfn.optim.optimizer import Transform
 from shardfn.quoting import listed
+from shardfn.shards.parts import refuse_parts
 from shardfn.shards.pieces import Unit, Units, dense, home, spread, units
 from shardfn.tiers.placing import held
 from shardfn.tiers.streaming import in_place
@@ -57,6 +58,7 @@ def norms(tree: Any) -> Norms:
         ``for path, norm in norms(grads).parameters.items(): print(path, norm)``
     """
     leaves = _counted(units(tree))
+    refuse_parts("norms", leaves)
     sums = squares(leaves)
     stage_of = {path: unit.name for unit in leaves.each for _, path, _ in spread(unit)}
     values = torch.stack([sums[name] for name in stage_of]).tolist() if stage_of else []
@@ -81,7 +83,9 @@ def global_norm(tree: Any) -> Tensor:
     Example:
         ``penalised = loss + 1e-4 * global_norm(params) ** 2``
     """
-    sums = list(squares(_counted(units(tree))).values())
+    leaves = _counted(units(tree))
+    refuse_parts("global_norm", leaves)
+    sums = list(squares(leaves).values())
     return torch.stack(sums).sum().sqrt() if sums else torch.zeros((), device="cpu")
 
 
@@ -109,6 +113,7 @@ def vdot(a: Any, b: Any) -> Tensor:
         both = listed([left.tree, right.tree], separator=" and ", room=1200)
         raise ValueError(f"vdot: the trees differ: their structures are {both}")
     left, right = _counted(left, right), _counted(right, left)
+    refuse_parts("vdot", left, right)
     ours, theirs = ([(seg.name, seg.layout, seg.values.shape) for seg in leaves.each] for leaves in (left, right))
     for (name, layout, shape), (other, another, size) in zip(ours, theirs, strict=True):
         if (layout, shape) != (another, size):
@@ -178,13 +183,15 @@ def clip_by_global_norm(limit: float, *, donate: bool = True) -> Transform:
     check("clip_by_global_norm", {"limit": limit, "donate": donate})
 
     def update(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        del params
+        refuse_parts("clip_by_global_norm", *([] if params is None else [units(params)]), units(grads))
         norm = global_norm(grads)
         factor = (limit / norm.clamp(min=limit)).where(norm.isfinite(), norm)
         return scaled("clip_by_global_norm", grads, factor, donate), state | {"limit": limit, "norm": norm.detach()}
 
     def init(params: Any) -> Any:
-        trained = [unit.values for unit in units(params).each if unit.trainable]
+        leaves = units(params)
+        refuse_parts("clip_by_global_norm", leaves)
+        trained = [unit.values for unit in leaves.each if unit.trainable]
         dtype = torch.float64 if torch.float64 in map(wide, trained) else torch.float32
         return {"limit": limit, "norm": torch.zeros((), dtype=dtype, device=trained[0].device if trained else None)}
 

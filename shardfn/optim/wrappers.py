@@ -20,6 +20,7 @@ from shardfn.optim.hyperparameters import check, whole
 from shardfn.optim.norms import roots
 from shardfn.optim.optimizer import Optimizer, Rule, must_be_optimizer
 from shardfn.quoting import listed
+from shardfn.shards.parts import refuse_parts
 from shardfn.shards.pieces import Unit, Units, copied, is_unit, joined, pairs, slot, spread, stretches, units
 
 
@@ -287,6 +288,7 @@ def finite(tree: Any) -> bool:
         ``assert finite(params), "training has diverged"``
     """
     leaves = units(tree)
+    refuse_parts("finite", leaves)
     kinds: dict[Any, list[Tensor]] = {}
     for unit in leaves.each:
         if unit.trainable and unit.values is not None and unit.values.numel():

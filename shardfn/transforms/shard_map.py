@@ -25,6 +25,7 @@ from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import current_mesh, scope
 from shardfn.mesh.spec import Leaf, P, check, check_own, is_dtensor, local_shape, match, places_itself
 from shardfn.quoting import listed
+from shardfn.shards.parts import note_parts, shards
 from shardfn.shards.replicated import checksum
 from shardfn.transforms.autodiff import name_of
 from shardfn.transforms.checking import Checked, asked, claim
@@ -114,6 +115,7 @@ def shard_map(
     function = f
     when = asked() or ("first" if check else "off")
     seen: set[Any] = set()
+    parts: Parts = {}
     axes = None if mesh is None else known_axes(mesh)
 
     @functools.wraps(function)
@@ -131,13 +133,13 @@ def shard_map(
                     return function(*args, **kwargs)  # without checks: they are Python, which a graph cannot hold
             inside = recording.outer()
             look = when == "always" or inside is not None
-            entered = _enter(function, args, kwargs, in_specs, on, inputs, seen, look, when)
+            entered = _enter(function, args, kwargs, in_specs, on, inputs, seen, look, when, parts)
             if inside is not None:
                 claim(inside, f"shard_map({name_of(function)})", "in_specs", entered.leaves, entered.pieces, on)
             elif when != "off" and entered.new and on.size() > 1 and not traced() and not planned():
-                return _check(function, entered, out_specs, on, seen, _differentiated((args, kwargs)))
+                return _check(function, entered, out_specs, on, seen, _differentiated((args, kwargs)), parts)
             result = _called(function, entered, on)
-            leaves = _leave(function, result, out_specs, on, seen, inside is not None)
+            leaves = _leave(function, result, out_specs, on, seen, inside is not None, parts)
             if inside is not None:
                 values = [leaf.value for leaf in leaves]
                 claim(inside, f"shard_map({name_of(function)})", "out_specs", leaves, values, on)
@@ -155,6 +157,10 @@ _GLOBAL = (
     'shard_map(inputs="global") checks and cuts whole values in Python, which a graph cannot hold: compile what is '
     "inside, shard_map(torch.compile(f), ...), or pass local values"
 )
+
+
+Parts = dict[Any, tuple[tuple[int, P], ...]]
+"""By the signature of arguments or of a result: which of its leaves are parts of sharded tensors, and their specs."""
 
 
 class _Entered(NamedTuple):
@@ -181,13 +187,15 @@ def _called(f: Function, entered: _Entered, mesh: DeviceMesh) -> Any:
         return f(*entered.args, **entered.kwargs)
 
 
-def _check(f: Function, entered: _Entered, out_specs: Any, mesh: DeviceMesh, seen: set[Any], outer: bool) -> Any:
+def _check(
+    f: Function, entered: _Entered, out_specs: Any, mesh: DeviceMesh, seen: set[Any], outer: bool, parts: Parts
+) -> Any:
     """Runs a call that is recorded, and judges it afterwards."""
     checked = Checked(f, mesh, outer)
     with checked.recorder:
         checked.take(entered.leaves, entered.pieces)
         result = _called(f, entered, mesh)
-        checked.finish(_leave(f, result, out_specs, mesh, seen, True))
+        checked.finish(_leave(f, result, out_specs, mesh, seen, True, parts))
     return result
 
 
@@ -201,11 +209,14 @@ def _enter(
     seen: set[Any],
     look: bool,
     when: str,
+    parts: Parts,
 ) -> _Entered:
     """The arguments as the function gets them; validated if their signature is new, or `look` is set."""
     leaves, signature = _signature("in", (args, kwargs), mesh)
     new = signature not in seen
     if not new and not look and inputs == "local" and not any(map(is_dtensor, leaves)):
+        if known := parts.get(signature):
+            note_parts((leaves[i], spec) for i, spec in known)
         return _Entered(args, kwargs, False, [], [])
     name = f"shard_map({name_of(f)})"
     compared = [f"the check {when!r}"]  # all ranks must check, as they meet at its end
@@ -223,6 +234,14 @@ def _enter(
             optree.tree_unflatten(optree.tree_structure(value, is_leaf=places_itself), locals_)
             for value, locals_ in zip(values, pieces, strict=True)
         ]
+    flat = [leaf for members in matched for leaf in members]
+    values_inside = [piece for locals_ in pieces for piece in locals_]
+    parts[signature] = _parts(leaves, flat, mesh)
+    note_parts(
+        (x, leaf.spec)
+        for leaf, x in zip(flat, values_inside, strict=True)
+        if isinstance(x, Tensor) and shards(leaf.spec, mesh)
+    )
     number = known_axes(mesh).number
     agreed = (number, *compared)
     # Only shapes under `...` are new, perhaps on this rank alone: no agreement, which other ranks would not join.
@@ -238,22 +257,38 @@ def _enter(
         tuple(local[: len(args)]),
         dict(zip(kwargs, local[len(args) :], strict=True)),
         new or look,
-        [leaf for members in matched for leaf in members],
-        [piece for locals_ in pieces for piece in locals_],
+        flat,
+        values_inside,
     )
 
 
-def _leave(f: Function, result: Any, out_specs: Any, mesh: DeviceMesh, seen: set[Any], look: bool) -> list[Leaf]:
+def _leave(
+    f: Function, result: Any, out_specs: Any, mesh: DeviceMesh, seen: set[Any], look: bool, parts: Parts
+) -> list[Leaf]:
     """Validates a result whose signature is new; returns its leaves with their specs if it did, or `look` is set."""
-    _, signature = _signature("out", result, mesh)
+    found, signature = _signature("out", result, mesh)
     if signature in seen and not look:
+        if known := parts.get(signature):
+            note_parts((found[i], spec) for i, spec in known)
         return []
     name = f"shard_map({name_of(f)})"
     leaves = match(out_specs, result, f"{name} out_specs", "result")
     for leaf in leaves:
         check(leaf, mesh, f"{name} out_specs")
+    parts[signature] = _parts(found, leaves, mesh)
+    note_parts((found[i], spec) for i, spec in parts[signature])
     seen.add(signature)
     return leaves
+
+
+def _parts(flat: list[Any], leaves: list[Leaf], mesh: DeviceMesh) -> tuple[tuple[int, P], ...]:
+    """The plain tensors of a flattened tree that a spec shards: the index of each, and its spec."""
+    specs = {id(leaf.value): leaf.spec for leaf in leaves if isinstance(leaf.value, Tensor)}
+    return tuple(
+        (i, spec)
+        for i, x in enumerate(flat)
+        if isinstance(x, Tensor) and isinstance(spec := specs.get(id(x)), P) and shards(spec, mesh)
+    )
 
 
 def _signature(side: str, tree: Any, mesh: DeviceMesh) -> tuple[list[Any], Any]:
