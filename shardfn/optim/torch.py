@@ -87,7 +87,7 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
         if not groups:
             return params, state | {"step": count}
         optimizer = make([{"params": members, **dict(key)} for key, members in groups.items()], **now)
-        for variable, _, unit_memory, stretch in work:
+        for variable, unit, unit_memory, stretch in work:
             if stretch.name in unit_memory:
                 slots = unit_memory[stretch.name]
                 optimizer.state[variable] = {slot: _opened(x, variable, unit, stretch) for slot, x in slots.items()}

@@ -237,11 +237,9 @@ def _enter(
     flat = [leaf for members in matched for leaf in members]
     values_inside = [piece for locals_ in pieces for piece in locals_]
     parts[signature] = _parts(leaves, flat, mesh)
-    note_parts(
-        (x, leaf.spec)
-        for leaf, x in zip(flat, values_inside, strict=True)
-        if isinstance(x, Tensor) and shards(leaf.spec, mesh)
-    )
+    for leaf, x in zip(flat, values_inside, strict=True):
+        if isinstance(x, Tensor) and isinstance(leaf.spec, P) and shards(leaf.spec, mesh):
+            note_parts([(x, leaf.spec)])
     number = known_axes(mesh).number
     agreed = (number, *compared)
     # Only shapes under `...` are new, perhaps on this rank alone: no agreement, which other ranks would not join.
