@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import optree
@@ -13,6 +14,7 @@ from torch import Tensor
 import shardfn as sf
 import shardfn.optim as so
 from shardfn import P, quant
+from shardfn.shards.layout import is_flat
 from shardfn.testing import World, world
 from tests.reference import worst
 
@@ -383,3 +385,51 @@ def gathered_in_eight_bits(how: str) -> Any:
 def test_padding_is_in_no_scale_of_a_quantized_gather(world: World, how: str) -> None:
     for dirty, clean in world.run(gathered_in_eight_bits, how):
         assert dirty == clean
+
+
+def of_order(case: str, order: float, dtype: torch.dtype) -> float:
+    sizes, strategy, specs = CASES[case]
+    mesh = sf.make_mesh(device="cpu", **sizes)
+    whole = tree(dtype=dtype)
+    leaves = optree.tree_leaves({**whole, "layers": [{n: x[n] for n in SHAPES} for x in whole["layers"]]})
+    want = torch.linalg.vector_norm(torch.cat([x.reshape(-1) for x in leaves]), order)
+    flat = sf.shard(whole, mesh, strategy, specs=specs)
+    for node in optree.tree_leaves(flat, is_leaf=is_flat):
+        with_bad_padding(node)
+    clip = so.clip_by_global_norm(want.item() / 4, order=order)
+    norm = so.global_norm(flat, order=order)
+    grads, state = clip.update(flat, flat, clip.init(flat))
+    after = so.global_norm(grads, order=order)
+    return worst([abs(norm - want).item(), abs(state["norm"] - want).item(), abs(after - want / 4).item()])
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("order", [1, 2, math.inf])
+@pytest.mark.parametrize("case", CASES)
+def test_norms_of_other_orders(world: World, case: str, order: float, dtype: torch.dtype) -> None:
+    for found in world.run(of_order, case, order, dtype):
+        assert found < 1e-12
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("order", [1, math.inf])
+def test_norms_of_other_orders_are_not_finite_if_a_number_is_not(world: World, order: float, bad: float) -> None:
+    def body() -> tuple[bool, bool]:
+        mesh = sf.make_mesh(shard=2, device="cpu")
+        grads = sf.shard({"w": torch.ones(64)}, mesh, sf.full_shard("shard"))
+        if mesh.get_rank() == 1:
+            grads["w"].values[3] = bad
+        clip = so.clip_by_global_norm(1.0, order=order)
+        grads, state = clip.update(grads, grads, clip.init(grads))
+        return bool(state["norm"].isfinite()), bool(grads["w"].values.isfinite().any())
+
+    assert world.run(body) == [(False, False)] * 2
+
+
+@pytest.mark.parametrize("order", [0, 3, -math.inf, math.nan, True, "inf"])
+def test_other_orders_are_refused(order: Any) -> None:
+    with pytest.raises(ValueError, match="clip_by_global_norm: order must be 1, 2 or"):
+        so.clip_by_global_norm(1.0, order=order)
+    with pytest.raises(ValueError, match="global_norm: order must be 1, 2 or"):
+        so.global_norm({"w": torch.ones(3)}, order=order)
