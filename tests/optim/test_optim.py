@@ -508,6 +508,21 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: stepped(so.sgd(lambda step: None)),
         "the schedule at step 1: lr=None is a NoneType",
     ),
+    "a rule for a schedule": (
+        lambda: so.adamw(lambda path, shape: 0.1),
+        "adamw: lr must be a number, a 0-d tensor or a function of the step, got a function of (path, shape). For "
+        "rates by parameter combine optimizers: masked(adamw(1e-3), rule, adamw(1e-4))",
+    ),
+    "a rule for torch's schedule": (
+        lambda: so.from_torch(torch.optim.SGD, lr=lambda path, shape: 0.1),
+        "from_torch: lr must be a number, a 0-d tensor or a function of the step, got a function of (path, shape)",
+    ),
+    "rates by path": (lambda: so.muon({"w": 0.1}), "muon: lr must be a number, a 0-d tensor or a function of the step"),
+    "a rule of the path": (
+        lambda: stepped(so.lamb(lambda path: 0.1 if path.endswith("w") else 0.2)),
+        "lr must be a number, a 0-d tensor or a function of the step, got the function <lambda>, which raised "
+        "AttributeError",
+    ),
     "nesterov alone": (lambda: so.sgd(0.1, nesterov=True), "needs a momentum"),
     "a limit below 0": (lambda: so.clip_by_global_norm(-1.0), "limit=-1.0"),
     "a decay above 1": (lambda: so.ema(so.sgd(0.1), 1.5), "decay=1.5"),
