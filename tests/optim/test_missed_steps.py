@@ -14,6 +14,7 @@ from torch import Tensor
 import shardfn as sf
 import shardfn.optim as so
 from shardfn import checkpoint
+from shardfn.curvature import hvp, preconditioned
 from shardfn.testing import world
 from tests.models import distance
 from tests.reference import worst
@@ -193,3 +194,29 @@ def test_factored_squares_of_what_has_no_gradient_stay() -> None:
     before: Tensor = state["chosen"]["square"]["b"].clone()
     params, state = optimizer.step(params, {**gradients(params, 1), "b": None}, state)
     assert state["chosen"]["square"]["b"].equal(before)
+
+
+def divisors() -> float:
+    """How far the divisor of Adam's mean is from that of each parameter's own count, by the trace of the identity."""
+    params = placed({"m": {"old": drawn(0), "new": drawn(1)}})
+    optimizer = so.adam(0.1)
+    state = optimizer.init(params)
+    params, state = optimizer.step(params, gradients(params, 0), state)
+    state = state | {"step": 5, "missed": {"m.new.w": 4, "m.new.b": 4}}
+
+    def loss(p: Any) -> Tensor:
+        return so.vdot(p, p) / 2
+
+    A = preconditioned(hvp(loss, params), state)
+    found = sf.unshard(A @ optree.tree_map(torch.ones_like, params))["m"]
+    squares = sf.unshard(state["square"])["m"]
+    want = {
+        name: {k: 1 / ((1 - 0.9**t) * ((x / (1 - 0.999**t)).sqrt() + 1e-8)) for k, x in squares[name].items()}
+        for name, t in (("old", 5), ("new", 1))
+    }
+    return distance(found, want)
+
+
+def test_a_hessian_is_preconditioned_by_each_parameters_own_count() -> None:
+    for ranks in (1, 2):
+        assert worst(world(ranks).run(divisors)) < 1e-10
