@@ -5,29 +5,46 @@ What needs whole tensors, such as a norm, refuses these. Elementwise work does n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardfn.mesh.axes import sizes
-from shardfn.mesh.spec import P
+from shardfn.mesh.spec import Leaf, P
 from shardfn.shards.pieces import Units
 
 PARTS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """The spec of each part that is alive."""
 
 
-def shards(spec: P, mesh: DeviceMesh) -> bool:
-    """Whether a spec shards a tensor over more than one rank."""
-    return any(sizes(mesh)[name] > 1 for name in spec.axes)
+Parts = tuple[tuple[int, P], ...]
+"""Which leaves of a flattened tree are parts, and their specs."""
 
 
-def note_parts(each: Iterable[tuple[Tensor, P]]) -> None:
-    """Notes that these tensors are parts, each by its spec."""
-    for x, spec in each:
-        PARTS[x] = spec
+def note_parts(flat: list[Any], leaves: list[Leaf], values: list[Any], mesh: DeviceMesh) -> Parts:
+    """Notes which plain tensors are parts; returns those of a flattened tree.
+
+    Args:
+        flat: the flattened tree.
+        leaves: its tensors and flat shards, with their specs.
+        values: what a function gets for them.
+        mesh: the mesh of the specs.
+    """
+    specs = {}
+    for leaf, value in zip(leaves, values, strict=True):
+        spec = leaf.spec
+        if isinstance(value, Tensor) and isinstance(spec, P) and any(sizes(mesh)[name] > 1 for name in spec.axes):
+            PARTS[value] = specs[id(leaf.value)] = spec
+    return tuple((i, specs[id(x)]) for i, x in enumerate(flat) if id(x) in specs)
+
+
+def note_again(parts: Parts | None, flat: list[Any]) -> None:
+    """Notes parts in a flattened tree like an earlier one."""
+    for i, spec in parts or ():
+        PARTS[flat[i]] = spec
 
 
 def note_gradients(leaves: Sequence[Tensor], aliases: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -35,7 +52,7 @@ def note_gradients(leaves: Sequence[Tensor], aliases: Sequence[Tensor], gradient
     for leaf, alias, gradient in zip(leaves, aliases, gradients, strict=True):
         spec = PARTS.get(alias) or PARTS.get(leaf)
         if spec is not None:
-            note_parts([(leaf, spec), (gradient, spec)])
+            PARTS[leaf] = PARTS[gradient] = spec
 
 
 def refuse_parts(name: str, *trees: Units) -> None:

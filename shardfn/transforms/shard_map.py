@@ -25,7 +25,7 @@ from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import current_mesh, scope
 from shardfn.mesh.spec import Leaf, P, check, check_own, is_dtensor, local_shape, match, places_itself
 from shardfn.quoting import listed
-from shardfn.shards.parts import note_parts, shards
+from shardfn.shards.parts import Parts, note_again, note_parts
 from shardfn.shards.replicated import checksum
 from shardfn.transforms.autodiff import name_of
 from shardfn.transforms.checking import Checked, asked, claim
@@ -115,7 +115,7 @@ def shard_map(
     function = f
     when = asked() or ("first" if check else "off")
     seen: set[Any] = set()
-    parts: Parts = {}
+    parts: dict[Any, Parts] = {}
     axes = None if mesh is None else known_axes(mesh)
 
     @functools.wraps(function)
@@ -159,10 +159,6 @@ _GLOBAL = (
 )
 
 
-Parts = dict[Any, tuple[tuple[int, P], ...]]
-"""By the signature of arguments or of a result: which of its leaves are parts of sharded tensors, and their specs."""
-
-
 class _Entered(NamedTuple):
     """The arguments as the function gets them.
 
@@ -188,7 +184,13 @@ def _called(f: Function, entered: _Entered, mesh: DeviceMesh) -> Any:
 
 
 def _check(
-    f: Function, entered: _Entered, out_specs: Any, mesh: DeviceMesh, seen: set[Any], outer: bool, parts: Parts
+    f: Function,
+    entered: _Entered,
+    out_specs: Any,
+    mesh: DeviceMesh,
+    seen: set[Any],
+    outer: bool,
+    parts: dict[Any, Parts],
 ) -> Any:
     """Runs a call that is recorded, and judges it afterwards."""
     checked = Checked(f, mesh, outer)
@@ -209,14 +211,13 @@ def _enter(
     seen: set[Any],
     look: bool,
     when: str,
-    parts: Parts,
+    parts: dict[Any, Parts],
 ) -> _Entered:
     """The arguments as the function gets them; validated if their signature is new, or `look` is set."""
     leaves, signature = _signature("in", (args, kwargs), mesh)
     new = signature not in seen
     if not new and not look and inputs == "local" and not any(map(is_dtensor, leaves)):
-        if known := parts.get(signature):
-            note_parts((leaves[i], spec) for i, spec in known)
+        note_again(parts.get(signature), leaves)
         return _Entered(args, kwargs, False, [], [])
     name = f"shard_map({name_of(f)})"
     compared = [f"the check {when!r}"]  # all ranks must check, as they meet at its end
@@ -236,10 +237,7 @@ def _enter(
         ]
     flat = [leaf for members in matched for leaf in members]
     values_inside = [piece for locals_ in pieces for piece in locals_]
-    parts[signature] = _parts(leaves, flat, mesh)
-    for leaf, x in zip(flat, values_inside, strict=True):
-        if isinstance(x, Tensor) and isinstance(leaf.spec, P) and shards(leaf.spec, mesh):
-            note_parts([(x, leaf.spec)])
+    parts[signature] = note_parts(leaves, flat, values_inside, mesh)
     number = known_axes(mesh).number
     agreed = (number, *compared)
     # Only shapes under `...` are new, perhaps on this rank alone: no agreement, which other ranks would not join.
@@ -261,32 +259,20 @@ def _enter(
 
 
 def _leave(
-    f: Function, result: Any, out_specs: Any, mesh: DeviceMesh, seen: set[Any], look: bool, parts: Parts
+    f: Function, result: Any, out_specs: Any, mesh: DeviceMesh, seen: set[Any], look: bool, parts: dict[Any, Parts]
 ) -> list[Leaf]:
     """Validates a result whose signature is new; returns its leaves with their specs if it did, or `look` is set."""
     found, signature = _signature("out", result, mesh)
     if signature in seen and not look:
-        if known := parts.get(signature):
-            note_parts((found[i], spec) for i, spec in known)
+        note_again(parts.get(signature), found)
         return []
     name = f"shard_map({name_of(f)})"
     leaves = match(out_specs, result, f"{name} out_specs", "result")
     for leaf in leaves:
         check(leaf, mesh, f"{name} out_specs")
-    parts[signature] = _parts(found, leaves, mesh)
-    note_parts((found[i], spec) for i, spec in parts[signature])
+    parts[signature] = note_parts(found, leaves, [leaf.value for leaf in leaves], mesh)
     seen.add(signature)
     return leaves
-
-
-def _parts(flat: list[Any], leaves: list[Leaf], mesh: DeviceMesh) -> tuple[tuple[int, P], ...]:
-    """The plain tensors of a flattened tree that a spec shards: the index of each, and its spec."""
-    specs = {id(leaf.value): leaf.spec for leaf in leaves if isinstance(leaf.value, Tensor)}
-    return tuple(
-        (i, spec)
-        for i, x in enumerate(flat)
-        if isinstance(x, Tensor) and isinstance(spec := specs.get(id(x)), P) and shards(spec, mesh)
-    )
 
 
 def _signature(side: str, tree: Any, mesh: DeviceMesh) -> tuple[list[Any], Any]:
