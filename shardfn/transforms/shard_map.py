@@ -115,7 +115,7 @@ def shard_map(
     function = f
     when = asked() or ("first" if check else "off")
     seen: set[Any] = set()
-    parts: dict[Any, Parts] = {}
+    parts: Known = {}
     axes = None if mesh is None else known_axes(mesh)
 
     @functools.wraps(function)
@@ -159,6 +159,9 @@ _GLOBAL = (
 )
 
 
+Known = dict[Any, Parts]  # by the signature of arguments, or of a result
+
+
 class _Entered(NamedTuple):
     """The arguments as the function gets them.
 
@@ -184,13 +187,7 @@ def _called(f: Function, entered: _Entered, mesh: DeviceMesh) -> Any:
 
 
 def _check(
-    f: Function,
-    entered: _Entered,
-    out_specs: Any,
-    mesh: DeviceMesh,
-    seen: set[Any],
-    outer: bool,
-    parts: dict[Any, Parts],
+    f: Function, entered: _Entered, out_specs: Any, mesh: DeviceMesh, seen: set[Any], outer: bool, parts: Known
 ) -> Any:
     """Runs a call that is recorded, and judges it afterwards."""
     checked = Checked(f, mesh, outer)
@@ -211,7 +208,7 @@ def _enter(
     seen: set[Any],
     look: bool,
     when: str,
-    parts: dict[Any, Parts],
+    parts: Known,
 ) -> _Entered:
     """The arguments as the function gets them; validated if their signature is new, or `look` is set."""
     leaves, signature = _signature("in", (args, kwargs), mesh)
@@ -249,17 +246,12 @@ def _enter(
         agree(compared, mesh, name, subject=_WHOLE if whole else ARGUMENTS, before=before)
         seen.add(agreed)
     seen.add(signature)
-    return _Entered(
-        tuple(local[: len(args)]),
-        dict(zip(kwargs, local[len(args) :], strict=True)),
-        new or look,
-        flat,
-        values_inside,
-    )
+    positional, by_name = tuple(local[: len(args)]), dict(zip(kwargs, local[len(args) :], strict=True))
+    return _Entered(positional, by_name, new or look, flat, values_inside)
 
 
 def _leave(
-    f: Function, result: Any, out_specs: Any, mesh: DeviceMesh, seen: set[Any], look: bool, parts: dict[Any, Parts]
+    f: Function, result: Any, out_specs: Any, mesh: DeviceMesh, seen: set[Any], look: bool, parts: Known
 ) -> list[Leaf]:
     """Validates a result whose signature is new; returns its leaves with their specs if it did, or `look` is set."""
     found, signature = _signature("out", result, mesh)

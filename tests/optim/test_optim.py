@@ -519,7 +519,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: so.from_torch(torch.optim.SGD, lr=WRONG_THINGS["rule"]),
         "from_torch: lr must be a number, a 0-d tensor or a function of the step, got a function of (path, shape)",
     ),
-    "rates by path": (lambda: so.muon(WRONG_THINGS["rates"]), "muon: lr must be a number, a 0-d tensor or a function of the step"),
+    "rates by path": (lambda: so.muon(WRONG_THINGS["rates"]), "muon: lr must be a number, a 0-d tensor or a function"),
     "a rule of the path": (
         lambda: stepped(so.lamb(lambda path: 0.1 if path.endswith("w") else 0.2)),
         "lr must be a number, a 0-d tensor or a function of the step, got the function <lambda>, which raised "
