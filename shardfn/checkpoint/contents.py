@@ -128,6 +128,7 @@ class Contents:
         plain: tensors that are whole on every rank.
         numbers: numbers and strings.
         by_rank: names in `plain` and `numbers` whose values may differ between ranks.
+        optional: names in `numbers` that files may lack, where those are 0.
         packed: parameters in few bits.
         keys: for each name the keys from the root of the tree.
         grids: the meshes.
@@ -138,6 +139,7 @@ class Contents:
     plain: dict[str, Tensor] = field(default_factory=dict)
     numbers: dict[str, Scalar] = field(default_factory=dict)
     by_rank: set[str] = field(default_factory=set)
+    optional: set[str] = field(default_factory=set)
     packed: dict[str, Packed] = field(default_factory=dict)
     keys: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     grids: list[Grid] = field(default_factory=list)

@@ -18,6 +18,7 @@ from shardfn.checkpoint.contents import Contents, LocalBox, contents, generators
 from shardfn.checkpoint.files import MODELS, FileReader, model_in
 from shardfn.checkpoint.folders import is_checkpoint, manifests, restored, source_of
 from shardfn.checkpoint.matching import Asked, Differences, Name, Rule, by_rules
+from shardfn.checkpoint.missed_steps import StepCounts, step_counts, with_missed
 from shardfn.checkpoint.reading import CheckpointReader, Reader
 from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
@@ -119,7 +120,7 @@ def filled(
         then: called with the reader before anything is overwritten; its result is returned, too.
         check: called with the flattened tree first.
     """
-    path, tree, held = on_each_rank(lambda: _prepared(source, like, donate))
+    path, tree, held, counts = on_each_rank(lambda: _prepared(source, like, donate))
     team = team_of(held.grids)
 
     def compared() -> tuple[Reader, Any, Differences, dict[str, Name], Any, tuple[Any, ...]]:
@@ -158,6 +159,7 @@ def filled(
         raise CheckpointError(f"{error}. {_unusable(names) if donate else '`like` is as it was'}") from error.__cause__
     numbers |= {name: held.plain[name].item() for name in held.plain.keys() & held.numbers.keys()}
     loaded = rebuilt(tree, {name: numbers[name] for name in held.numbers.keys() & names.keys()})
+    loaded = with_missed(loaded, counts, numbers, names)
     return loaded if then is None else (loaded, then_result)
 
 
@@ -221,8 +223,8 @@ def _unusable(names: dict[str, Name]) -> str:
     )
 
 
-def _prepared(source: Any, like: Any, donate: bool) -> tuple[Path, Any, Contents]:
-    """The path, the tree to fill, and its flattened contents."""
+def _prepared(source: Any, like: Any, donate: bool) -> tuple[Path, Any, Contents, list[StepCounts]]:
+    """The path, the tree to fill, its flattened contents, and the counts of steps in it."""
     if source is None:
         raise TypeError("the path is None, which `latest` returns if there is no complete checkpoint")
 
@@ -231,5 +233,8 @@ def _prepared(source: Any, like: Any, donate: bool) -> tuple[Path, Any, Contents
             return leaf.clone_state()
         return copying.clone(leaf.detach()) if isinstance(leaf, Tensor) else leaf
 
-    tree = like if donate else optree.tree_map(copied, like)
-    return Path(source), tree, contents(tree, shared=False)
+    tree, counts = step_counts(like if donate else optree.tree_map(copied, like))
+    held = contents(tree, shared=False)
+    for each in counts:
+        each.expect(held)
+    return Path(source), tree, held, counts

@@ -170,11 +170,11 @@ def compared(
                 continue
             theirs = f"{theirs}.rank{team.rank}"
         if theirs in source.tensors or theirs in source.numbers:
-            names[name] = Name(theirs, swap)
+            names[name] = Name(theirs, swap and name not in wanted.optional)
             _compare_one(differences, label, source, names[name], wanted, name)
         elif theirs in source.others:
             differences.shapes[label] = source.others[theirs], str(wanted.tensors.get(name, "a number or string"))
-        else:
+        elif name not in wanted.optional:
             differences.missing.append(label)
     if asked.converts:
         differences.kinds.clear()

@@ -1,7 +1,8 @@
 """Converts the state of Adam and AdamW to that of torch's optimizers, by parameter names, and back.
 
 Torch keeps `exp_avg`, `exp_avg_sq` and `step` for each parameter, and hyperparameters in groups of parameters; shardfn
-keeps one tree of means, one of squares, and one step count. Files have torch's form in both directions.
+keeps one tree of means, one of squares, one step count, and how many of the steps a parameter has missed. Files have
+torch's form in both directions.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, on_each_rank
 from shardfn.mesh import waiting
 from shardfn.mesh.spec import joined
+from shardfn.optim.step_counts import own_count
 from shardfn.quoting import listed, short_errors
 from shardfn.shards.boxes import Ints, whole
+from shardfn.shards.pieces import spread, units
 
 SLOTS = {"mean": "exp_avg", "square": "exp_avg_sq"}
 NUMBERS: dict[str, tuple[str, int | None]] = {  # our name -> torch's name, and the index where torch has a pair
@@ -66,8 +69,10 @@ def torch_optimizer(state: Any, make: Make = torch.optim.AdamW, **numbers: Any) 
     given = {**state["numbers"], **numbers}
     moments: dict[str, dict[str, Any]] = {}
     groups: dict[tuple[float, ...], list[str]] = {}
+    paths = _paths(state)
     for name, _, shape in parameters(state["mean"]):
-        moments[name] = {"step": torch.tensor(float(state["step"]), device="cpu")}
+        count = float(own_count(state["step"], state["missed"], paths[name]))
+        moments[name] = {"step": torch.tensor(count, device="cpu")}
         groups.setdefault(tuple(_number(given, n, state["step"], name, shape) for n in NUMBERS), []).append(name)
     for slot, theirs in SLOTS.items():
         for name, leaf, _ in parameters(state[slot]):
@@ -101,13 +106,13 @@ def load_torch_optimizer(
         donate: write into `state`'s tensors. If not, they are copied and stay unchanged.
 
     Returns:
-        The state, with torch's moments and step count; and with torch's numbers, for those that `state` has. Where the
-        optimizer has functions instead, these stay in use.
+        The state, with torch's moments and step counts; and with torch's numbers, for those that `state` has. Where the
+        optimizer has functions instead, these stay in use; the learning rate's gets the largest of the step counts.
 
     Raises:
-        CheckpointError: entries are missing, extra or of another shape; parameters have different step counts; groups
-            differ in a number of which `state` has only one; options are set that our optimizers lack. The same on
-            every rank, and before anything is overwritten.
+        CheckpointError: entries are missing, extra or of another shape; groups differ in a number of which `state` has
+            only one; options are set that our optimizers lack. The same on every rank, and before anything is
+            overwritten.
         TypeError: the state is another optimizer's, or the class is not supported.
 
     Example:
@@ -130,9 +135,13 @@ def load_torch_optimizer(
         return result
 
     def numbers(reader: Reader) -> dict[str, Any]:
-        there = [theirs for theirs, _ in _theirs(state, rules).values()]
-        count = _steps(reader, part, there)
-        return {"step": count, "numbers": _numbers(state["numbers"], _groups(reader, part, there), make)}
+        names, paths = _theirs(state, rules), _paths(state)
+        there = [theirs for theirs, _ in names.values()]
+        steps = _steps(reader, part, there)
+        count = max(steps.values(), default=0)
+        missed = {paths[name]: late for name, (theirs, _) in names.items() if (late := count - steps[theirs])}
+        kept = _numbers(state["numbers"], _groups(reader, part, there), make)
+        return {"step": count, "missed": missed, "numbers": kept}
 
     ignore = [r"param_groups\..*", r"state\..*\.step"]
     asked = Asked(part, naming, True, ignore, converts=True, advice=_NO_STATE)
@@ -150,7 +159,7 @@ _NO_STATE = (
 def _check(state: Any, make: Any) -> None:
     if make not in (torch.optim.Adam, torch.optim.AdamW):
         raise TypeError(f"of torch's optimizers it knows torch.optim.AdamW and torch.optim.Adam, not {make!r}")
-    if not isinstance(state, dict) or set(state) != {"step", "numbers", *SLOTS}:
+    if not isinstance(state, dict) or set(state) != {"step", "numbers", "missed", *SLOTS}:
         has = f"a dict of {listed(state)}" if isinstance(state, dict) else f"a {type(state).__name__}"
         raise TypeError(
             f"this takes the state of shardfn.optim.adam or adamw, not {has}; where one of them is the last of a "
@@ -161,6 +170,13 @@ def _check(state: Any, make: Any) -> None:
 def _theirs(state: Any, rules: list[Rule]) -> dict[str, Name]:
     """The name of each of our parameters in the files."""
     return renamed([name for name, *_ in parameters(state["mean"])], rules)
+
+
+def _paths(state: Any) -> dict[str, str]:
+    """The path by which the state counts a parameter's steps, for each of our names."""
+    trained = [unit for unit in units(state["mean"]).each if unit.values is not None]
+    paths = [path for unit in trained for _, path, _ in spread(unit)]
+    return dict(zip((name for name, *_ in parameters(state["mean"])), paths, strict=True))
 
 
 # --- to torch ---
@@ -190,21 +206,13 @@ def _group(make: Make, key: tuple[float, ...], names: list[str]) -> Group:
 # --- from torch ---
 
 
-def _steps(reader: Reader, part: str, theirs: list[str]) -> int:
-    """The step count, which all parameters must share."""
+def _steps(reader: Reader, part: str, theirs: list[str]) -> dict[str, int]:
+    """Each parameter's count of steps."""
     entries = {name: joined(part, "state", name, "step") for name in theirs}
     there = reader.source.tensors.keys() | reader.source.numbers.keys()
     if missing := [entry for entry in entries.values() if entry not in there]:
         raise CheckpointError(f"missing in the checkpoint: {listed(missing)}")
-    steps = {name: float(_value(reader, entry)) for name, entry in entries.items()}
-    counts = sorted(set(steps.values()))
-    if len(counts) > 1:
-        examples = [next(name for name in steps if steps[name] == count) for count in counts[:2]]
-        raise CheckpointError(
-            f"its parameters have made different numbers of steps, {examples[0]} {counts[0]:g} and {examples[1]} "
-            f"{counts[1]:g}, and a state here has one count for all"
-        )
-    return int(counts[0]) if counts else 0
+    return {name: int(_value(reader, entry)) for name, entry in entries.items()}
 
 
 def _groups(reader: Reader, part: str, theirs: list[str]) -> dict[str, Group]:

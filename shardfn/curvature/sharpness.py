@@ -12,6 +12,8 @@ from shardfn.curvature.operators import Operator, check_batches, each_of, hvp, m
 from shardfn.curvature.spectra import top_eig
 from shardfn.curvature.vectors import Space, Vector, draws_restored
 from shardfn.optim.hyperparameters import in_range, whole
+from shardfn.optim.step_counts import count_spans
+from shardfn.shards.pieces import joined
 from shardfn.transforms.autodiff import name_of
 from shardfn.transforms.shortage import RandomNumbers
 
@@ -118,7 +120,16 @@ def _of_adam(space: Space, state: dict[str, Any]) -> Vector:
             f"itself"
         )
     b1, b2, eps = (float(numbers[name]) for name in ("b1", "b2", "eps"))
-    return [(1 - b1**step) * ((x / (1 - b2**step)).sqrt() + eps) for x in space.read(state["square"])]
+
+    def divisor(x: torch.Tensor, t: Any) -> torch.Tensor:
+        return (1 - b1 ** float(t)) * ((x / (1 - b2 ** float(t))).sqrt() + eps)
+
+    D = []
+    for unit, x in zip(space.moving, space.read(state["square"]), strict=True):
+        spans = count_spans(unit, step, state.get("missed", {}))
+        parts = [divisor(x[start:stop], t) if t else torch.zeros_like(x[start:stop]) for t, start, stop in spans]
+        D.append(joined(parts, unit._replace(values=x), [(start, stop) for _, start, stop in spans]))
+    return D
 
 
 class CriticalRate(NamedTuple):

@@ -10,7 +10,7 @@ from shardfn.optim.kfac import Kfac, kfac
 from shardfn.optim.lamb import lamb
 from shardfn.optim.muon import muon
 from shardfn.optim.norms import Norms, clip_by_global_norm, clip_by_value, global_norm, norms, vdot
-from shardfn.optim.optimizer import Optimizer, Transform, chain, shard_state
+from shardfn.optim.optimizer import Optimizer, Transform, chain, map_trained, shard_state
 from shardfn.optim.precision import loss_scaled, master, stochastic_rounding
 from shardfn.optim.shampoo import kl_shampoo, shampoo, soap
 from shardfn.optim.torch import from_torch
@@ -46,6 +46,7 @@ __all__ = [
     "lion",
     "lion8bit",
     "loss_scaled",
+    "map_trained",
     "masked",
     "master",
     "multi_steps",

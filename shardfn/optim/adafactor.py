@@ -13,8 +13,10 @@ from shardfn.optim.hyperparameters import Schedule, begun, check, constants, mad
 from shardfn.optim.norms import squares, totals, wide
 from shardfn.optim.optimizer import Optimizer, Rule, of_rule
 from shardfn.optim.state_offload import on_whole
+from shardfn.optim.step_counts import Missed, count_spans, missed_after, own_count
 from shardfn.optim.wrappers import masked
-from shardfn.shards.pieces import Segment, Unit, Units, home, pairs, refuse_complex, spread, units, zeros
+from shardfn.shards.parts import refuse_parts
+from shardfn.shards.pieces import Segment, Unit, Units, home, joined, pairs, refuse_complex, spread, units, zeros
 
 
 @made_of_numbers
@@ -70,9 +72,16 @@ class _Whole:
     def init(self, leaves: Units) -> Any:
         return leaves.like(zeros(unit.values) if unit.trainable else None for unit in leaves.each)
 
-    def updated(self, leaves: Units, state: Any, grads: list[Tensor | None], weight: float) -> Any:
-        old = leaves.beside(state)
-        return leaves.like(v if g is None else v.lerp(g.square(), weight) for v, g in zip(old, grads, strict=True))
+    def updated(self, leaves: Units, state: Any, grads: list[Tensor | None], weights: _Powers) -> Any:
+        def one(unit: Unit, old: Tensor, grad: Tensor) -> Tensor:
+            spans = weights.spans(unit)
+            if len(spans) == 1:
+                return old.lerp(grad.square(), spans[0][0])
+            parts = [old[start:stop].lerp(grad[start:stop].square(), weight) for weight, start, stop in spans]
+            return joined(parts, unit._replace(values=old), [(start, stop) for _, start, stop in spans])
+
+        rows = zip(leaves.each, leaves.beside(state), grads, strict=True)
+        return leaves.like(old if grad is None else one(unit, old, grad) for unit, old, grad in rows)
 
     def of(self, leaves: Units, state: Any, i: int, least: float) -> Tensor:
         del least
@@ -91,7 +100,7 @@ class _Factored:
             for _, path, whole in spread(unit)
         }
 
-    def updated(self, leaves: Units, state: Any, grads: list[Tensor | None], weight: float) -> Any:
+    def updated(self, leaves: Units, state: Any, grads: list[Tensor | None], weights: _Powers) -> Any:
         local = {
             segment.path: _sums(segment, grad.reshape(-1)[segment.start : segment.stop].to(wide(grad)).square())
             for unit, grad in zip(leaves.each, grads, strict=True)
@@ -100,8 +109,14 @@ class _Factored:
         }
         shapes = {path: whole for unit in leaves.each for _, path, whole in spread(unit)}
         sums = totals(leaves, local, _length, [grad for grad in grads if grad is not None])
-        weight = weight.to(next(iter(state.values())).dtype) if isinstance(weight, Tensor) and state else weight
-        return {path: old.lerp(sums[path] / _counts(shapes[path], old), weight) for path, old in state.items()}
+        pairs = zip(leaves.each, grads, strict=True)
+        moving = {path for unit, grad in pairs if grad is not None for _, path, _ in spread(unit)}
+        new = {}
+        for path in [path for path in state if path in moving]:
+            old, weight = state[path], weights.of(path)
+            weight = weight.to(old.dtype) if isinstance(weight, Tensor) else weight
+            new[path] = old.lerp(sums[path] / _counts(shapes[path], old), weight)
+        return state | new
 
     def of(self, leaves: Units, state: Any, i: int, least: float) -> Tensor:
         unit = leaves.each[i]
@@ -110,22 +125,46 @@ class _Factored:
         return filled(ones, unit, (_estimate(s, means[s.path], least).to(ones.dtype) for s in unit.filled), ties)
 
 
+class _Powers:
+    """A power of the count of steps, of each parameter's own."""
+
+    def __init__(self, count: Any, missed: Missed, exponent: float) -> None:
+        self.count, self.missed, self.exponent = count, missed, exponent
+        self.usual = _real(count) ** exponent
+
+    def of(self, path: str) -> Any:
+        """The power for a parameter."""
+        late = path in self.missed
+        return _real(own_count(self.count, self.missed, path)) ** self.exponent if late else self.usual
+
+    def spans(self, unit: Unit) -> list[tuple[Any, int, int]]:
+        """Ranges of a unit with the same power: `(power, start, stop)`."""
+        if not self.missed:
+            return [(self.usual, 0, unit.values.numel())]
+        spans = count_spans(unit, self.count, self.missed)
+        return [(_real(count) ** self.exponent, start, stop) for count, start, stop in spans]
+
+
 def _optimizer(moments: Any, numbers: dict[str, Any], eps: float | None, donate: bool) -> Optimizer:
     """Adafactor with one of the two ways to keep second moments: `_Whole` or `_Factored`."""
 
     def init(params: Any) -> Any:
         leaves = units(params)
         refuse_complex(leaves, "adafactor")
-        return {"step": 0, "numbers": constants(numbers), "square": moments.init(leaves)}
+        refuse_parts("adafactor", leaves)
+        return {"step": 0, "numbers": constants(numbers), "missed": {}, "square": moments.init(leaves)}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, now = begun(numbers, state)
         leaves = units(params)
-        gs = [grad for _, grad in pairs(leaves, grads)]
+        refuse_parts("adafactor", leaves)
+        rows = pairs(leaves, grads)
+        gs = [grad for _, grad in rows]
+        missed = missed_after(state["missed"], rows)
         if donate:
             refuse_overwriting("adafactor", params, grads, state)
         with torch.set_grad_enabled(not donate and torch.is_grad_enabled()):
-            square = moments.updated(leaves, state["square"], gs, _real(count) ** now["decay"])
+            square = moments.updated(leaves, state["square"], gs, _Powers(count, missed, now["decay"]))
             updates: list[Tensor | None] = []
             for i, grad in enumerate(gs):
                 if grad is not None:
@@ -136,27 +175,34 @@ def _optimizer(moments: Any, numbers: dict[str, Any], eps: float | None, donate:
                 unit._replace(values=unit.values if x is None else x, trainable=x is not None)
                 for unit, x in zip(leaves.each, updates, strict=True)
             ]
+            bounds = _Powers(count, missed, -0.5)
             sizes = squares(leaves), squares(Units(moving, leaves.tree))
             values = [unit.values for unit in leaves.each]
             for i, (unit, update) in enumerate(zip(leaves.each, updates, strict=True)):
                 if update is not None:
-                    new = _moved(unit, update, sizes, now, count)
+                    new = _moved(unit, update, sizes, now, bounds)
                     values[i] = unit.values.copy_(new) if donate else new
-        return params if donate else leaves.like(values), state | {"step": count, "square": square}
+        return params if donate else leaves.like(values), state | {"step": count, "missed": missed, "square": square}
 
     return Optimizer(init, on_whole(step))
 
 
-def _moved(unit: Unit, update: Tensor, sizes: Any, now: dict[str, Any], count: Any) -> Tensor:
+def _moved(unit: Unit, update: Tensor, sizes: Any, now: dict[str, Any], bounds: _Powers) -> Tensor:
     """A unit's values after the step; each parameter is scaled by its own norms."""
     (of_params, ties), (of_updates, update_ties) = (lent(sums, unit) for sums in sizes)
     rates, lr_ties = numbered(now["lr"], unit)
     flat, parts = unit.values.reshape(-1), []
-    counted, most = isinstance(count, Tensor), _real(count) ** -0.5
     for segment in unit.filled:
+        most = bounds.of(segment.path)
         n, p = math.prod(segment.whole), flat[segment.start : segment.stop]
         lr = rates[segment.path]
-        bounded = lr.clamp(max=most) if isinstance(lr, Tensor) else most.clamp(max=lr) if counted else min(lr, most)
+        bounded = (
+            lr.clamp(max=most)
+            if isinstance(lr, Tensor)
+            else most.clamp(max=lr)
+            if isinstance(most, Tensor)
+            else min(lr, most)
+        )
         rate = (of_params[segment.path] / n).sqrt().clamp(min=now["least"]) * bounded
         rate = rate / ((of_updates[segment.path] / n).sqrt() / now["clip"]).clamp(min=1.0)
         keep = 1 - lr * of_rule(now["weight_decay"], segment)

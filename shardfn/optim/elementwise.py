@@ -47,6 +47,7 @@ def _adam_in_place(kernel: Any, pure: Callable[..., tuple[Tensor, tuple[Tensor, 
     def run(ps: list[Tensor], gs: list[Tensor], slots: Any, step: Any, n: dict[str, Any]) -> None:
         if _too_exact(n["lr"], ps[0]):
             return _one_by_one(pure, torch.float64, ps, gs, slots, step, n)
+        step = _own_count(step, n)
         # `full` writes the number on the device; copying it from the host's memory would make the host wait.
         if isinstance(step, Tensor):
             steps = [step.to(torch.float32)] * len(ps)
@@ -56,6 +57,11 @@ def _adam_in_place(kernel: Any, pure: Callable[..., tuple[Tensor, tuple[Tensor, 
         kernel(ps, gs, *slots, [], steps, lr=_rate(n["lr"], ps[0]), amsgrad=False, maximize=False, **kw)
 
     return run
+
+
+def _own_count(step: Any, n: dict[str, Any]) -> Any:
+    """How many steps the parameters have made that have these numbers."""
+    return step - n["missed"] if "missed" in n else step
 
 
 def _rate(lr: Number, p: Tensor) -> Number:
@@ -83,6 +89,7 @@ def _one_by_one(
 def _adam_pure(decoupled: bool) -> Callable[..., tuple[Tensor, tuple[Tensor, ...]]]:
     def run(p: Tensor, g: Tensor, slots: Any, step: Any, n: dict[str, Any]) -> tuple[Tensor, tuple[Tensor, ...]]:
         lr, b1, b2 = n["lr"], n["b1"], n["b2"]
+        step = _own_count(step, n)
         step = step.double() if isinstance(step, Tensor) else step
         if decoupled:
             p = p * (1 - lr * n["weight_decay"])
@@ -148,9 +155,9 @@ def _kept(name: str, dtype: torch.dtype | None) -> Rounded | None:
 
 
 _ADAM_PURE, _ADAMW_PURE = _adam_pure(decoupled=False), _adam_pure(decoupled=True)
-ADAM = Elementwise(("mean", "square"), _adam_in_place(torch._fused_adam_, _ADAM_PURE), _ADAM_PURE)
+ADAM = Elementwise(("mean", "square"), _adam_in_place(torch._fused_adam_, _ADAM_PURE), _ADAM_PURE, counts=True)
 _ADAMW = _adam_in_place(torch._fused_adamw_, _ADAMW_PURE)
-ADAMW = Elementwise(("mean", "square"), _ADAMW, _ADAMW_PURE, AdamW(_ADAMW))
+ADAMW = Elementwise(("mean", "square"), _ADAMW, _ADAMW_PURE, AdamW(_ADAMW), counts=True)
 LION = Elementwise(("mean",), _lion_in_place, _lion_pure)
 SOPHIA = Elementwise(("mean", "diagonal"), _sophia_in_place, _sophia_pure)
 ESTIMATE = Elementwise(

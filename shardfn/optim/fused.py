@@ -50,14 +50,14 @@ class AdamW:
             columns: parameters, gradients, codes and scales of the means, codes and scales of the squares.
             part: their blocks.
             step: the number of the step.
-            n: the numbers of the rule.
+            n: the numbers of the rule, and how many of the steps these parameters have missed, if any.
             ready: whether no other rank has a part of the blocks.
         """
         from shardfn.optim import kernels  # imports Triton, which only CUDA devices need
 
         p, *_ = columns
         out = [] if ready else [p.new_zeros(len(p), dtype=torch.float32) for _ in SLOTS]
-        rate = n["lr"]
+        rate, step = n["lr"], step - n.get("missed", 0)
         with torch.accelerator.device_index(p.device.index):
             if isinstance(rate, Tensor) and rate.device.type != "cpu":  # a copy from the CPU would make the host wait
                 rate = rate.to(p.device, torch.float32)

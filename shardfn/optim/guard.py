@@ -418,10 +418,8 @@ def state_differs(want: Any, state: Any) -> Exception | None:
     for path, w, s in _side_by_side(want, state):
         name = path or "the state"
         if is_unit(w) and is_unit(s) and not (belongs(s, w) and s.layout == w.layout):
-            return ValueError(
-                f"this state is of other parameters: {name} is of {s.layout}, and the parameter is {w.layout}: make "
-                f"one by init(params), or load it from a checkpoint like that one"
-            )
+            message = other_parameters(s.layout, w.layout) or _differ(s.layout, w.layout)
+            return ValueError(f"this state is of other parameters: {name} {message}")
         if is_unit(w) and is_unit(s):
             w, s = w.values, s.values
         if isinstance(w, Tensor) and isinstance(s, Tensor) and w.shape != s.shape:
@@ -439,6 +437,19 @@ def state_differs(want: Any, state: Any) -> Exception | None:
             how = _structures(name, w, s, "init(params)", "it")
             return ValueError(f"this state is of another optimizer, or of other parameters: {how}")
     return None
+
+
+def other_parameters(layout: Layout, expected: Layout | None) -> str:
+    """How a state's layout differs from that of the parameters; empty if it does not."""
+    if layout is expected or layout == expected or expected is None:
+        return ""
+    pairs = zip(layout.entries, expected.entries, strict=False)
+    return _differ(*next(((a.path, b.path) for a, b in pairs if a.path != b.path), (layout, expected)))
+
+
+def _differ(theirs: Any, ours: Any) -> str:
+    advice = "make one by init(params), or load it from a checkpoint like that one"
+    return f"is of {theirs}, and the parameter is {ours}: {advice}"
 
 
 def _like(w: Any, s: Any) -> bool:

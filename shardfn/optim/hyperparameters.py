@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from numbers import Real
 from typing import Any
 
@@ -58,7 +58,10 @@ def check(name: str, numbers: dict[str, Any], rules: Container[str] = ("weight_d
             if not isinstance(value, bool):
                 raise TypeError(f"{name}: {key}={_short(value)} is {kind(value)}; it is True or False")
         elif callable(value) and not isinstance(value, (type, nn.Module)) and (key == "lr" or key in rules):
-            continue
+            if key == "lr" and not _takes_step(value):
+                raise _not_a_schedule(f"{name}: ", f"a function of {inspect.signature(value)}")
+        elif key == "lr" and isinstance(value, Mapping):
+            raise _not_a_schedule(f"{name}: ", kind(value))
         elif not isinstance(value, Tensor):
             in_range(name, key, value)
         elif key != "lr":
@@ -66,6 +69,24 @@ def check(name: str, numbers: dict[str, Any], rules: Container[str] = ("weight_d
         elif value.ndim or not value.is_floating_point():
             shape = tuple(value.shape)
             raise ValueError(f"{name}: lr is a tensor of shape {shape}, {value.dtype}; it is one floating number")
+
+
+def _takes_step(function: Callable[..., Any]) -> bool:
+    """Whether a function can be called with the step number alone."""
+    try:
+        inspect.signature(function).bind(1)
+    except TypeError:
+        return False
+    except ValueError:  # a function written in C may have no signature
+        return True
+    return True
+
+
+def _not_a_schedule(where: str, got: str) -> TypeError:
+    return TypeError(
+        f"{where}lr must be a number, a 0-d tensor or a function of the step, got {got}. For rates by parameter "
+        f"combine optimizers: masked(adamw(1e-3), rule, adamw(1e-4))"
+    )
 
 
 def in_range(name: str, key: str, value: Any) -> None:
@@ -116,7 +137,12 @@ def at_step(value: Any, step: Any) -> Any:
     """
     if not callable(value):
         return value
-    rate = value(step.double() if isinstance(step, Tensor) else step)
+    try:
+        rate = value(step.double() if isinstance(step, Tensor) else step)
+    except (TypeError, AttributeError) as error:
+        if isinstance(step, Tensor):  # which a schedule of the step's number may not take
+            raise
+        raise _not_a_schedule("", f"{kind(value)}, which raised {type(error).__name__}: {error}") from error
     if isinstance(rate, Tensor):
         return rate
     if isinstance(step, Tensor):  # the number belongs to this step, and a captured step would keep it

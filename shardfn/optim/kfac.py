@@ -38,6 +38,7 @@ from shardfn.optim.state_offload import brought, on_whole, placed
 from shardfn.optim.wrappers import split
 from shardfn.quoting import listed
 from shardfn.shards.layout import is_flat
+from shardfn.shards.parts import refuse_parts
 from shardfn.shards.pieces import Units, pairs, refuse_complex, units, zeros_like
 from shardfn.transforms.fitting import together
 
@@ -164,6 +165,7 @@ def kfac(
     def init(params: Any) -> Any:
         leaves = units(params)
         refuse_complex(leaves, "kfac")
+        refuse_parts("kfac", leaves)
         each = [unit for unit in leaves.each if unit.trainable]
         if flat := [block.path for unit in each for block in blocks(unit) if len(block.whole) < 2]:
             raise ValueError(f"kfac: which= chose {listed(flat)}, of fewer than two dimensions: matrices have factors")
@@ -190,6 +192,7 @@ def kfac(
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, now = begun(numbers, state)
         leaves = units(params)
+        refuse_parts("kfac", leaves)
         refuse_derivative("kfac", count, params, grads, state)
         if not state["estimates"]:
             raise RuntimeError(

@@ -13,7 +13,9 @@ from shardfn.optim.hyperparameters import Schedule, begun, check, constants, mad
 from shardfn.optim.norms import squares
 from shardfn.optim.optimizer import Optimizer, Rule, of_rule
 from shardfn.optim.state_offload import on_whole
-from shardfn.shards.pieces import Unit, Units, pairs, refuse_complex, units, zeros_like
+from shardfn.optim.step_counts import count_spans, missed_after
+from shardfn.shards.parts import refuse_parts
+from shardfn.shards.pieces import Unit, Units, joined, pairs, refuse_complex, units, zeros_like
 
 
 @made_of_numbers
@@ -64,19 +66,24 @@ def lamb(
         raise ValueError(f"lamb: clip={clip!r} is below least={least!r}; it is at least that")
 
     def init(params: Any) -> Any:
-        refuse_complex(units(params), "lamb")
+        leaves = units(params)
+        refuse_complex(leaves, "lamb")
+        refuse_parts("lamb", leaves)
         moments = {name: zeros_like(params) for name in ("mean", "square")}
-        return {"step": 0, "numbers": constants(numbers), **moments}
+        return {"step": 0, "numbers": constants(numbers), "missed": {}, **moments}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, now = begun(numbers, state)
         leaves = units(params)
-        gs = [grad for _, grad in pairs(leaves, grads)]
+        refuse_parts("lamb", leaves)
+        rows = pairs(leaves, grads)
+        gs = [grad for _, grad in rows]
+        counts = {"step": count, "missed": missed_after(state["missed"], rows)}
         if donate:
             refuse_overwriting("lamb", params, grads, state)
             if not (dispatch.in_graph() or functorch.inside_transform()):  # which have no rules for lists
-                _overwrite(leaves, gs, [leaves.beside(state[name]) for name in ("mean", "square")], now, count)
-                return params, state | {"step": count}
+                _overwrite(leaves, gs, [leaves.beside(state[name]) for name in ("mean", "square")], now, counts)
+                return params, state | counts
         with torch.set_grad_enabled(not donate and torch.is_grad_enabled()):
             slots = {name: leaves.beside(state[name]) for name in ("mean", "square")}
             moving = [unit._replace(trainable=g is not None) for unit, g in zip(leaves.each, gs, strict=True)]
@@ -85,7 +92,7 @@ def lamb(
                     for name, target, decay in (("mean", g, "b1"), ("square", g * g, "b2")):
                         slots[name][i] = lerped([slots[name][i]], [target], 1 - now[decay], donate)[0]
                     own = slots["mean"][i], slots["square"][i]
-                    moving[i] = moving[i]._replace(values=_direction(leaves.each[i], *own, now, count))
+                    moving[i] = moving[i]._replace(values=_direction(leaves.each[i], *own, now, counts))
             quotients = _quotients(squares(leaves), squares(Units(moving, leaves.tree)), now["least"], now.get("clip"))
             values = [unit.values for unit in leaves.each]
             for i, move in enumerate(moving):
@@ -93,13 +100,15 @@ def lamb(
                     new = _moved(leaves.each[i], move.values, quotients, now["lr"])
                     values[i] = values[i].copy_(new) if donate else new
         kept = state if donate else state | {name: leaves.like(slot) for name, slot in slots.items()}
-        return params if donate else leaves.like(values), kept | {"step": count}
+        return params if donate else leaves.like(values), kept | counts
 
     return Optimizer(init, on_whole(step))
 
 
 @torch.no_grad()
-def _overwrite(leaves: Units, gs: list[Tensor | None], slots: list[list[Any]], now: dict[str, Any], count: Any) -> None:
+def _overwrite(
+    leaves: Units, gs: list[Tensor | None], slots: list[list[Any]], now: dict[str, Any], counts: dict[str, Any]
+) -> None:
     """Overwrites parameters and moments: the same step by few kernels, however many parameters a stage has."""
     moving: list[Unit] = []
     ps, ms, paths = list[Tensor](), list[Tensor](), list[str]()
@@ -110,7 +119,7 @@ def _overwrite(leaves: Units, gs: list[Tensor | None], slots: list[list[Any]], n
             continue
         mean.lerp_(g, 1 - now["b1"])
         square.lerp_(g * g, 1 - now["b2"])
-        flat, moves = unit.values.reshape(-1), _adams(mean, square, now, count).reshape(-1)
+        flat, moves = unit.values.reshape(-1), _adams(unit, mean, square, now, counts).reshape(-1)
         own, its = ([x[s.start : s.stop] for s in unit.filled] for x in (flat, moves))
         decays = [of_rule(now["weight_decay"], s) for s in unit.filled]
         for decay in sorted({*decays} - {0}):
@@ -128,17 +137,25 @@ def _overwrite(leaves: Units, gs: list[Tensor | None], slots: list[list[Any]], n
         into.copy_(new)
 
 
-def _adams(mean: Tensor, square: Tensor, now: dict[str, Any], count: Any) -> Tensor:
-    """Adam's step for a rate of 1, the other way."""
+def _adams(unit: Unit, mean: Tensor, square: Tensor, now: dict[str, Any], counts: dict[str, Any]) -> Tensor:
+    """Adam's step of a unit for a rate of 1, the other way."""
+    spans = count_spans(unit, counts["step"], counts["missed"])
+    if len(spans) == 1:
+        return _adams_after(mean, square, now, spans[0][0])
+    parts = [_adams_after(mean[start:stop], square[start:stop], now, count) for count, start, stop in spans]
+    return joined(parts, unit._replace(values=mean), [(start, stop) for _, start, stop in spans])
+
+
+def _adams_after(mean: Tensor, square: Tensor, now: dict[str, Any], count: Any) -> Tensor:
     count = count.double() if isinstance(count, Tensor) else count
     # The root of zero has no derivative; where a square is zero, so is the mean, and nothing moves.
     root = torch.where(square > 0, square, 1).sqrt() * (square > 0) / (1 - now["b2"] ** count) ** 0.5
     return (mean / (1 - now["b1"] ** count) / (root + now["eps"])).to(mean.dtype)
 
 
-def _direction(unit: Unit, mean: Tensor, square: Tensor, now: dict[str, Any], count: Any) -> Tensor:
+def _direction(unit: Unit, mean: Tensor, square: Tensor, now: dict[str, Any], counts: dict[str, Any]) -> Tensor:
     """Adam's step, and the weight decay."""
-    adams = _adams(mean, square, now, count)
+    adams = _adams(unit, mean, square, now, counts)
     flat, moves = unit.values.reshape(-1), adams.reshape(-1)
     parts = [moves[s.start : s.stop] + of_rule(now["weight_decay"], s) * flat[s.start : s.stop] for s in unit.filled]
     return filled(adams, unit, parts, [adams])

@@ -13,6 +13,7 @@ from shardfn.optim.optimizer import Optimizer, Rule
 from shardfn.optim.owners import moved, on_everyone, on_owner
 from shardfn.optim.state_offload import on_whole
 from shardfn.shards.boxes import Ints
+from shardfn.shards.parts import refuse_parts
 from shardfn.shards.pieces import pairs, refuse_complex, units, zeros_like
 
 
@@ -65,8 +66,10 @@ def muon(
         raise TypeError(f"muon: dtype={dtype!r}; it is a floating dtype, or None for the gradient's")
 
     def init(params: Any) -> Any:
-        refuse_complex(units(params), "muon")
-        for unit in units(params).each:
+        leaves = units(params)
+        refuse_complex(leaves, "muon")
+        refuse_parts("muon", leaves)
+        for unit in leaves.each:
             entries = [unit.layout.entries[i] for i in unit.entries] if unit.layout else unit.segments
             for e in entries:
                 if unit.trainable and len(e.shape) != 2:
@@ -79,6 +82,7 @@ def muon(
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, now = begun(numbers, state)
         leaves = units(params)
+        refuse_parts("muon", leaves)
         momenta = leaves.beside(state["momentum"])
         present = {i: grad for i, (_, grad) in enumerate(pairs(leaves, grads)) if grad is not None}
         moving, gs = list(present), list(present.values())

@@ -6,7 +6,9 @@ ranks that hold the same parameter whole. There is one reduction for each set of
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +24,7 @@ from shardfn.optim.differentiable import differentiable, refuse_overwriting, tie
 from shardfn.optim.hyperparameters import check, kind
 from shardfn.optim.optimizer import Transform
 from shardfn.quoting import listed
+from shardfn.shards.parts import refuse_parts
 from shardfn.shards.pieces import Unit, Units, dense, home, spread, units
 from shardfn.tiers.placing import held
 from shardfn.tiers.streaming import in_place
@@ -57,6 +60,7 @@ def norms(tree: Any) -> Norms:
         ``for path, norm in norms(grads).parameters.items(): print(path, norm)``
     """
     leaves = _counted(units(tree))
+    refuse_parts("norms", leaves)
     sums = squares(leaves)
     stage_of = {path: unit.name for unit in leaves.each for _, path, _ in spread(unit)}
     values = torch.stack([sums[name] for name in stage_of]).tolist() if stage_of else []
@@ -67,22 +71,64 @@ def norms(tree: Any) -> Norms:
     return Norms(sum(values) ** 0.5, *by_name)
 
 
-def global_norm(tree: Any) -> Tensor:
-    """The Euclidean norm of a whole tree, in which each element counts once. All ranks call it together.
+def global_norm(tree: Any, *, order: float = 2.0) -> Tensor:
+    """The norm of a whole tree, in which each element counts once. All ranks call it together.
 
     Args:
         tree: parameters, gradients or a tree of the same structure, of any floating-point or complex dtype. Integers,
             frozen parameters and None are left out.
+        order: 2 for the Euclidean norm, 1 for the sum of magnitudes, `math.inf` for the largest magnitude.
 
     Returns:
         A 0-d tensor, the same on every rank: float64 if any tensor of the tree is double, else float32.
-        Differentiable.
+        Differentiable, but for the largest magnitude on several ranks.
+
+    Raises:
+        ValueError: another order, or a plain tensor that a spec of `shard_map` shards.
 
     Example:
         ``penalised = loss + 1e-4 * global_norm(params) ** 2``
     """
-    sums = list(squares(_counted(units(tree))).values())
-    return torch.stack(sums).sum().sqrt() if sums else torch.zeros((), device="cpu")
+    leaves = _counted(units(tree))
+    refuse_parts("global_norm", leaves)
+    _refuse_order("global_norm", order)
+    return _norm(leaves, order)
+
+
+def _refuse_order(name: str, order: float) -> None:
+    if isinstance(order, bool) or order not in (1, 2, math.inf):
+        raise ValueError(f"{name}: order must be 1, 2 or math.inf, got {order!r}. Pass one of these")
+
+
+def _norm(leaves: Units, order: float) -> Tensor:
+    if order == math.inf:
+        return _largest(leaves)
+    sums = list(squares(leaves, order).values())
+    total = torch.stack(sums).sum() if sums else torch.zeros((), device="cpu")
+    return total.sqrt() if order == 2 else total
+
+
+def _largest(leaves: Units) -> Tensor:
+    """The largest magnitude on all ranks; infinite if a number is not finite."""
+    largest: dict[Any, Tensor] = {}
+    for unit in leaves.each:
+        with held(unit.values) if on_disk(unit.values) else contextlib.nullcontext(unit.values) as values:
+            tops = _norms(_parts_of(unit, values), math.inf)
+        zero = torch.zeros(1, dtype=wide(unit.values), device=home(unit))
+        top = torch.cat([zero, *(x.to(zero) for x in tops.values())]).nan_to_num(nan=math.inf, posinf=math.inf).amax()
+        grid = unit.layout and unit.layout.grid
+        largest[grid] = torch.maximum(*_alike(largest[grid], top)) if grid in largest else top
+    for grid, top in largest.items():
+        if grid is not None:
+            with scope_of(grid, "a tree"):
+                largest[grid] = functional.pmax(top, tuple(name for name, _ in grid.sizes))
+    return functools.reduce(lambda a, b: torch.maximum(*_alike(a, b)), largest.values(), torch.zeros((), device="cpu"))
+
+
+def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Two numbers in the wider of their dtypes, where the second is."""
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    return a.to(b.device, dtype), b.to(dtype)
 
 
 def vdot(a: Any, b: Any) -> Tensor:
@@ -109,6 +155,7 @@ def vdot(a: Any, b: Any) -> Tensor:
         both = listed([left.tree, right.tree], separator=" and ", room=1200)
         raise ValueError(f"vdot: the trees differ: their structures are {both}")
     left, right = _counted(left, right), _counted(right, left)
+    refuse_parts("vdot", left, right)
     ours, theirs = ([(seg.name, seg.layout, seg.values.shape) for seg in leaves.each] for leaves in (left, right))
     for (name, layout, shape), (other, another, size) in zip(ours, theirs, strict=True):
         if (layout, shape) != (another, size):
@@ -149,7 +196,7 @@ def dots(many: Sequence[Units], other: Units) -> Tensor:
     return torch.view_as_complex(total.view(-1, 2)) if numbers == 2 else total
 
 
-def clip_by_global_norm(limit: float, *, donate: bool = True) -> Transform:
+def clip_by_global_norm(limit: float, *, order: float = 2.0, donate: bool = True) -> Transform:
     r"""Scales gradients so that their global norm is at most `limit`; overwrites them unless `donate=False`.
 
     :math:`g \leftarrow g \min(1, c / \lVert g \rVert)`. The norm before clipping is in the state, under `"norm"`, a
@@ -157,13 +204,14 @@ def clip_by_global_norm(limit: float, *, donate: bool = True) -> Transform:
 
     Args:
         limit: :math:`c`, above 0.
+        order: of the norm, as for `global_norm`.
         donate: whether to overwrite gradients; if not, the update can be differentiated.
 
     Returns:
         A `Transform`.
 
     Raises:
-        TypeError, ValueError: the limit is not a number, or not above 0.
+        TypeError, ValueError: the limit is not a number, or not above 0; another order than 1, 2 or infinity.
 
     Sources: Pascanu et al., On the difficulty of training recurrent neural networks (2013), algorithm 1.
 
@@ -176,15 +224,18 @@ def clip_by_global_norm(limit: float, *, donate: bool = True) -> Transform:
             f"gives: chain(clip_by_global_norm(1.0), adamw(3e-4)), or grads, state = clip.update(params, grads, state)"
         )
     check("clip_by_global_norm", {"limit": limit, "donate": donate})
+    _refuse_order("clip_by_global_norm", order)
 
     def update(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        del params
-        norm = global_norm(grads)
+        refuse_parts("clip_by_global_norm", *([] if params is None else [units(params)]), units(grads))
+        norm = _norm(_counted(units(grads)), order)
         factor = (limit / norm.clamp(min=limit)).where(norm.isfinite(), norm)
         return scaled("clip_by_global_norm", grads, factor, donate), state | {"limit": limit, "norm": norm.detach()}
 
     def init(params: Any) -> Any:
-        trained = [unit.values for unit in units(params).each if unit.trainable]
+        leaves = units(params)
+        refuse_parts("clip_by_global_norm", leaves)
+        trained = [unit.values for unit in leaves.each if unit.trainable]
         dtype = torch.float64 if torch.float64 in map(wide, trained) else torch.float32
         return {"limit": limit, "norm": torch.zeros((), dtype=dtype, device=trained[0].device if trained else None)}
 
@@ -255,18 +306,18 @@ def _changed(
     return leaves.like(replaced(u) if u.trainable and u.values is not None else u.values for u in leaves.each)
 
 
-def squares(leaves: Units) -> dict[str, Tensor]:
-    """The sum of squares of each parameter over all ranks, by path: 0-d, float32 or wider."""
+def squares(leaves: Units, order: float = 2.0) -> dict[str, Tensor]:
+    """The sum of squares, or magnitudes, of each parameter over all ranks, by path: 0-d, float32 or wider."""
     sums: dict[str, Tensor] = {}
     parts: dict[str, Tensor] = {}
     for unit in leaves.each:
         if unit.trainable and on_disk(unit.values) and not differentiable(unit.values):
             # A tensor on disk is in memory only here, one at a time.
             with held(unit.values.detach()) as values:
-                sums |= _norms(_parts_of(unit, values))
+                sums |= _norms(_parts_of(unit, values), order)
         elif unit.trainable:
             parts |= _parts_of(unit, unit.values)
-    sums |= _norms(parts)
+    sums |= _norms(parts, order)
     sources = [unit.values for unit in leaves.each if unit.trainable]
     return {path: total[0] for path, total in totals(leaves, sums, lambda whole: 1, sources).items()}
 
@@ -275,16 +326,20 @@ def _parts_of(unit: Unit, values: Tensor) -> dict[str, Tensor]:
     return {segment.path: values.reshape(-1)[segment.start : segment.stop] for segment in unit.segments}
 
 
-def _norms(parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The squared norm of each tensor, `[1]`, in float32 or wider."""
+def _norms(parts: dict[str, Tensor], order: float = 2.0) -> dict[str, Tensor]:
+    """The norm of each tensor, the squared one for order 2, `[1]`, in float32 or wider."""
     groups: dict[Any, list[str]] = {}
     # Of complex numbers torch computes no norm in another dtype.
-    parts = {path: torch.view_as_real(x) if x.is_complex() else x for path, x in parts.items()}
+    real = torch.view_as_real if order == 2 else torch.abs
+    parts = {path: real(x) if x.is_complex() else x for path, x in parts.items() if x.numel() or order == 2}
     for path, part in parts.items():
         groups.setdefault((part.dtype, part.device), []).append(path)
     squared: dict[str, Tensor] = {}
     for paths in groups.values():
-        norms = roots([parts[path] for path in paths], 2.0, wide(parts[paths[0]]))
+        norms = roots([parts[path] for path in paths], order, wide(parts[paths[0]]))
+        if order != 2:
+            squared |= {path: x.reshape(1) for path, x in zip(paths, norms, strict=True)}
+            continue
         lists = not functorch.inside_transform()  # vmap has no rule for lists
         squares = torch._foreach_mul(norms, norms) if lists else [norm.square() for norm in norms]
         squared |= {path: x.reshape(1) for path, x in zip(paths, squares, strict=True)}

@@ -19,7 +19,7 @@ from shardfn.optim.sharded_state import divides_init, divides_step
 from shardfn.quant.packed import is_packed
 from shardfn.quoting import listed, short_errors
 from shardfn.shards.layout import Layout
-from shardfn.shards.pieces import Segment, is_unit, units
+from shardfn.shards.pieces import Segment, is_unit, pairs, units
 
 Rule = Callable[[str, tuple[int, ...]], Any]
 """A value for each parameter: a function of its path, such as `blocks.0.attn.q`, and its whole shape."""
@@ -36,13 +36,13 @@ class Optimizer:
     Args:
         init: `params -> state`: any pytree of tensors, numbers and flat shards.
         step: `(params, grads, state) -> (params, state)`. Gradients are a pytree like the parameters, with the same
-            shapes; parameters whose gradient is None, and frozen ones, are left out.
+            shapes; parameters whose gradient is None, and frozen ones, are left out, as `map_trained` does.
 
     Raises:
         ValueError, TypeError: by `step`, if the three trees do not belong together, before anything has changed.
 
     Example:
-        ``Optimizer(lambda params: (), lambda params, grads, state: (tree_map(torch.sub, params, grads), state))``
+        ``Optimizer(lambda params: (), lambda params, grads, state: (map_trained(torch.sub, params, grads), state))``
     """
 
     init: Callable[[Any], Any]
@@ -95,6 +95,37 @@ class Transform:
         init, update = guarded_update(self.init, self.update)
         object.__setattr__(self, "init", init)
         object.__setattr__(self, "update", update)
+
+
+def map_trained(rule: Callable[..., Any], params: Any, grads: Any, *slots: Any) -> Any:
+    """Applies a rule to each parameter that has a gradient; the others, and what is remembered of them, stay.
+
+    Args:
+        rule: `(param, grad, *slots) -> (param, *slots)`, or `(param, grad) -> param` without slots, for tensors that
+            are this rank's elements of one or several parameters. It must treat every element alike.
+        params: the parameters.
+        grads: their gradients.
+        *slots: trees like the parameters.
+
+    Returns:
+        The new parameters; with slots a tuple of these and the new slots.
+
+    Raises:
+        ValueError: a gradient of another shape or layout.
+
+    Example:
+        ``params, m = map_trained(lambda p, g, m: (p - 0.1 * (m + g), m + g), params, grads, m)``
+    """
+    leaves = units(params)
+    columns = [[unit.values for unit in leaves.each], *map(leaves.beside, slots)]
+    for i, (unit, grad) in enumerate(pairs(leaves, grads)):
+        if grad is not None:
+            own = [column[i] for column in columns[1:]]
+            new = rule(unit.values, grad, *own)
+            for column, x in zip(columns, new if slots else (new,), strict=True):
+                column[i] = x
+    trees = tuple(map(leaves.like, columns))
+    return trees if slots else trees[0]
 
 
 def _refuse_other_names(update: Callable[..., Any]) -> None:

@@ -22,6 +22,7 @@ from shardfn.optim.owners import Block, all_remembered, as_owner, eigh, exact, m
 from shardfn.optim.state_offload import on_whole
 from shardfn.optim.wrappers import masked
 from shardfn.shards.boxes import Ints
+from shardfn.shards.parts import refuse_parts
 from shardfn.shards.pieces import Unit, Units, pairs, refuse_complex, spread, units
 
 Direction = Callable[[Tensor, dict[str, Any], int, dict[str, float]], Tensor]
@@ -263,8 +264,10 @@ def _optimizer(
     check(name, {"donate": donate})
 
     def init(params: Any) -> Any:
-        refuse_complex(units(params), name)
-        each = _trained(units(params))
+        leaves = units(params)
+        refuse_complex(leaves, name)
+        refuse_parts(name, leaves)
+        each = _trained(leaves)
         kept = all_remembered(each, lambda block: _kept(block, squares), cost, most)
         counts = {path: 0 for unit in each for _, path, _ in spread(unit)}
         return {"step": 0, "numbers": constants(numbers), "counts": counts, "blocks": kept}
@@ -272,6 +275,7 @@ def _optimizer(
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, now = begun(numbers, state)
         leaves = units(params)
+        refuse_parts(name, leaves)
         refuse_derivative(name, count, params, grads, state)
         each = _trained(leaves)
         gs = [grad for unit, grad in pairs(leaves, grads) if unit.trainable]

@@ -23,9 +23,10 @@ from shardfn.optim.norms import wide
 from shardfn.optim.optimizer import Optimizer, Rule, of_rule
 from shardfn.optim.state_dtype import Coded, Kept, Opened, Stored
 from shardfn.optim.state_offload import on_whole
+from shardfn.optim.step_counts import Missed, missed_after, missed_key
 from shardfn.quoting import listed
 from shardfn.shards.blocks import BLOCK, CHUNK, Runs
-from shardfn.shards.pieces import Unit, Units, dense, joined, pairs, refuse_complex, runs, units, zeros_like
+from shardfn.shards.pieces import Segment, Unit, Units, dense, joined, pairs, refuse_complex, runs, units, zeros_like
 from shardfn.shards.random import int_seed
 from shardfn.tiers import streaming
 from shardfn.tiers.streaming import Window, stream, streams, windows_of
@@ -42,12 +43,15 @@ class Elementwise:
         in_place: `(params, grads, slots, step, numbers)`, lists of tensors, which it overwrites.
         pure: `(param, grad, slots, step, numbers) -> (param, slots)`.
         fused: a kernel that does all of it on slots in 8 bits; None if there is none.
+        counts: whether the rule depends on the step count; then its numbers may have `"missed"`, how many of the steps
+            a parameter has not made.
     """
 
     slots: tuple[str, ...]
     in_place: Callable[..., None]
     pure: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
     fused: AdamW | None = None
+    counts: bool = False
 
 
 @dataclass
@@ -60,11 +64,20 @@ class _Step:
     count: Any
     now: dict[str, Any]
     salt: Any
+    missed: Missed
 
     @property
     def fused(self) -> AdamW | None:
-        """The rule's own kernel, if slots are in 8 bits, and the step count is a number."""
-        return self.rule.fused if isinstance(self.kept, Coded) and not isinstance(self.count, Tensor) else None
+        """The rule's own kernel, if slots are in 8 bits, and step counts are numbers."""
+        counted = any(isinstance(x, Tensor) for x in (self.count, *self.missed.values()))
+        return self.rule.fused if isinstance(self.kept, Coded) and not counted else None
+
+    def numbers(self, key: tuple[tuple[str, Any], ...], now: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The numbers for a range of elements; `now` are those that all ranges share, if they are others."""
+        numbers = (now or self.now) | dict(key)
+        if isinstance(path := numbers.get("missed"), str):
+            numbers["missed"] = self.missed[path]
+        return numbers
 
     def closed(self, opened: Sequence[Opened], *, together: bool) -> list[list[Stored]]:
         """Encodes the numbers of slots."""
@@ -84,7 +97,7 @@ def optimizer(
     drawing = {} if kept is None or kept.dtypes != (torch.bfloat16,) else {"seed": int_seed(seed)}
 
     def init(params: Any) -> Any:
-        state = {"step": 0, "numbers": constants(numbers)} | drawing
+        state = {"step": 0, "numbers": constants(numbers)} | drawing | ({"missed": {}} if rule.counts else {})
         if kept is None:
             return state | {slot: zeros_like(params) for slot in rule.slots}
         leaves = units(params)
@@ -95,22 +108,24 @@ def optimizer(
         count, now = begun(numbers, state)
         leaves = units(params)
         slots = [leaves.beside(state[s]) if kept is None else kept.stored(leaves, state, s) for s in rule.slots]
-        rows = enumerate(pairs(leaves, grads))
-        work = [_Work(i, unit, grad, [slot[i] for slot in slots]) for i, (unit, grad) in rows]
-        jobs = [(item, _spans(item.unit, varying)) for item in work if item.grad is not None]
-        this = _Step(rule, kept, leaves, count, now, (state.get("seed", 0), count))
+        rows = pairs(leaves, grads)
+        missed = missed_after(state["missed"], rows) if rule.counts else {}
+        new_counts = {"step": count} | ({"missed": missed} if rule.counts else {})
+        work = [_Work(i, unit, grad, [slot[i] for slot in slots]) for i, (unit, grad) in enumerate(rows)]
+        jobs = [(item, _spans(item.unit, varying, missed)) for item in work if item.grad is not None]
+        this = _Step(rule, kept, leaves, count, now, (state.get("seed", 0), count), missed)
         if donate:
             refuse_overwriting(name, params, grads, state)
             if dispatch.in_graph():  # whose compiler fuses the rule's operations, and does them in place
                 _copied_back(this, jobs)
             else:
                 (_overwrite if kept is None else _overwrite_kept)(this, jobs)
-            return params, state | {"step": count}
+            return params, state | new_counts
         (_replace_all if kept is None else _replace_kept)(this, jobs)
         new_params = leaves.like(item.values for item in work)
         new = {slot: [item.slots[i] for item in work] for i, slot in enumerate(rule.slots)}
         trees = {slot: leaves.like(x) for slot, x in new.items()} if kept is None else kept.entries(leaves, new)
-        return new_params, state | {"step": count} | trees
+        return new_params, state | new_counts | trees
 
     return Optimizer(init, step if donate else on_whole(step))
 
@@ -135,13 +150,18 @@ class _Work:
 Span = tuple[tuple[tuple[str, Any], ...], int, int]
 
 
-def _spans(unit: Unit, varying: dict[str, Rule]) -> list[Span]:
+def _spans(unit: Unit, varying: dict[str, Rule], missed: Missed) -> list[Span]:
     """Ranges of elements with the same numbers: `(numbers, start, stop)`."""
-    if not varying:
+    if not varying and not missed:
         return [((), 0, unit.values.numel())]
-    spans = runs(unit, lambda segment: tuple((name, of_rule(rule, segment)) for name, rule in varying.items()))
+
+    def key_of(segment: Segment) -> tuple[tuple[str, Any], ...]:
+        key = tuple((name, of_rule(rule, segment)) for name, rule in varying.items())
+        return (*key, ("missed", missed_key(missed, segment.path))) if missed else key
+
+    spans = runs(unit, key_of)
     for key, *_ in spans:
-        check_rule(unit.name, key)
+        check_rule(unit.name, key[: len(varying)])
     return spans
 
 
@@ -168,7 +188,7 @@ def _overwrite(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:
                 for into, x in zip((ps, gs, *slots), _in_order(row, moved), strict=True):
                     into.append(x)
         for (key, *_), (ps, gs, slots) in groups.items():
-            this.rule.in_place(ps, gs, slots, this.count, this.now | dict(key))
+            this.rule.in_place(ps, gs, slots, this.count, this.numbers(key))
             # Fused kernels do not increment versions, by which autograd and caches notice that a tensor has changed.
             torch.autograd.graph.increment_version([*ps, *(x for slot in slots for x in slot)])
         for x, new in moved:
@@ -180,7 +200,7 @@ def _windows(this: _Step, work: list[tuple[_Work, list[Span]]]) -> Iterator[Wind
     for item, spans in work:
         columns = [_real(x) for x in item.columns]
         for key, start, stop in spans:
-            numbers = this.now | dict(key)
+            numbers = this.numbers(key)
 
             def move(row: list[Tensor], numbers: dict[str, Any] = numbers) -> None:
                 p, g, *slots = row
@@ -249,7 +269,7 @@ def _replace(this: _Step, item: _Work, spans: list[Span]) -> None:
             name: x[start:stop].view(-1, *(1,) * (p.ndim - 1)) if isinstance(x, Tensor) and x.ndim else x
             for name, x in now.items()
         }
-        new, after = this.rule.pure(p, g, tuple(slots), this.count, numbers | dict(key))
+        new, after = this.rule.pure(p, g, tuple(slots), this.count, this.numbers(key, numbers))
         if item.unit.values.is_complex():
             new, after = torch.view_as_complex(new), tuple(map(torch.view_as_complex, after))
         moved.append((new, after))
@@ -277,7 +297,7 @@ def _overwrite_kept(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:
             # Slots follow the order of elements, but a parameter's memory may have another order.
             ordered.append((item, spans, item.values.contiguous().view(-1), item.grad.contiguous().view(-1)))
         stream(
-            _kept_window(this, kept, item, (p, g), part, this.now | dict(key), waiting)
+            _kept_window(this, kept, item, (p, g), part, this.numbers(key), waiting)
             for item, spans, p, g in ordered
             for key, start, stop in spans
             for part in kept.chunks(item.unit, start, stop, _at_once(this, item, p, g))

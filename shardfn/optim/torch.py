@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardfn.mesh.planned import planned
 from shardfn.optim.differentiable import refuse_overwriting
+from shardfn.optim.guard import other_parameters
 from shardfn.optim.hyperparameters import at_step, check, constants, kind, whole
 from shardfn.optim.optimizer import Optimizer
 from shardfn.optim.state_offload import NOWHERE, on_whole
@@ -62,8 +63,7 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
         for unit in leaves.each:
             if unit.layout and unit.trainable:
                 _refuse_placed(name, unit, unit.layout, block, draws)
-        memory: list[dict[str, Any]] = [{} for _ in leaves.each]
-        return {"step": 0, "numbers": constants(options), "memory": memory}
+        return {"step": 0, "numbers": constants(options), "memory": {unit.name: {} for unit in leaves.each}}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, leaves = state["step"] + 1, units(params)
@@ -72,10 +72,10 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
             now["lr"] = at_step(options["lr"], count)
         groups: dict[Any, list[Tensor]] = {}
         work: list[tuple[Tensor, Unit, dict[str, Any], _Stretch]] = []
-        memory = [*map(dict, state["memory"])]
+        memory = {name: dict(known) for name, known in state["memory"].items()}
         moved: list[tuple[Tensor, Tensor]] = []
         refuse_overwriting(name, params, grads, state, instead="take an optimizer of shardfn with donate=False")
-        for i, (unit, grad) in enumerate(pairs(leaves, grads)):
+        for unit, grad in pairs(leaves, grads):
             if grad is None:
                 continue
             for stretch in _stretches(unit, rules, block):
@@ -83,14 +83,14 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
                 if not (stretch.empty or dense(_cut(unit.values, stretch.start, stretch.stop))):
                     moved.append((unit.values, variable))
                 groups.setdefault(stretch.options, []).append(variable)
-                work.append((variable, unit, memory[i], stretch))
+                work.append((variable, unit, memory[unit.name], stretch))
         if not groups:
             return params, state | {"step": count}
         optimizer = make([{"params": members, **dict(key)} for key, members in groups.items()], **now)
-        for variable, _, unit_memory, stretch in work:
+        for variable, unit, unit_memory, stretch in work:
             if stretch.name in unit_memory:
                 slots = unit_memory[stretch.name]
-                optimizer.state[variable] = {name: _opened(x, variable, stretch) for name, x in slots.items()}
+                optimizer.state[variable] = {slot: _opened(x, variable, unit, stretch) for slot, x in slots.items()}
         with _numbers_on_host():
             optimizer.step()
         # Fused kernels do not increment versions, by which autograd and caches notice that a tensor has changed.
@@ -121,7 +121,7 @@ def comes_later(state: Any) -> bool:
 
 
 def _without_memory(node: Any) -> bool:
-    return type(node) is dict and set(node) == {"step", "numbers", "memory"} and not any(node["memory"])
+    return type(node) is dict and set(node) == {"step", "numbers", "memory"} and not any(node["memory"].values())
 
 
 def _variable(values: Tensor, grad: Tensor, stretch: _Stretch) -> Tensor:
@@ -144,10 +144,12 @@ def _variable(values: Tensor, grad: Tensor, stretch: _Stretch) -> Tensor:
     return variable
 
 
-def _opened(x: Any, variable: Tensor, stretch: _Stretch) -> Any:
+def _opened(x: Any, variable: Tensor, unit: Unit, stretch: _Stretch) -> Any:
     """What is remembered of a range, as an optimizer takes it."""
     if not is_unit(x):
         return x
+    if message := other_parameters(x.layout, unit.layout):
+        raise ValueError(f"step: this state is of other parameters: its memory of {unit.name} {message}")
     return x.values.new_zeros(variable.shape) if stretch.empty else x.values
 
 

@@ -20,7 +20,8 @@ from shardfn.optim.hyperparameters import check, whole
 from shardfn.optim.norms import roots
 from shardfn.optim.optimizer import Optimizer, Rule, must_be_optimizer
 from shardfn.quoting import listed
-from shardfn.shards.pieces import Unit, Units, copied, is_unit, joined, pairs, spread, stretches, units, zeros_like
+from shardfn.shards.parts import refuse_parts
+from shardfn.shards.pieces import Unit, Units, copied, is_unit, joined, pairs, slot, spread, stretches, units
 
 
 def masked(optimizer: Optimizer, rule: Which, otherwise: Optimizer | None = None) -> Optimizer:
@@ -124,7 +125,8 @@ def ema(optimizer: Optimizer, decay: float, *, donate: bool = True) -> Optimizer
     :math:`a \leftarrow d a + (1 - d) p`, an exponential average that starts at the initial parameters. It is under
     `"average"`, a tree like the parameters, which can be used in the same stages.
 
-    State: one number a parameter more.
+    State: one number a parameter more, in its dtype. A bfloat16 average stays where it is unless the parameter is
+    farther away than :math:`|a| / (512 (1 - d))`: ``master(ema(...))`` keeps float32 averages of 16-bit parameters.
 
     Args:
         optimizer: any optimizer.
@@ -170,7 +172,7 @@ def ema(optimizer: Optimizer, decay: float, *, donate: bool = True) -> Optimizer
     return Optimizer(init, step)
 
 
-def accumulate(optimizer: Optimizer, every: int) -> Optimizer:
+def accumulate(optimizer: Optimizer, every: int, *, accumulator_dtype: torch.dtype | None = None) -> Optimizer:
     """The optimizer at every `every`-th step, with the sum of the gradients; parameters are unchanged in between.
 
     A parameter whose gradient is None in all of these steps is left out.
@@ -181,31 +183,48 @@ def accumulate(optimizer: Optimizer, every: int) -> Optimizer:
     State: one number a parameter more.
 
     Args:
-        optimizer: any optimizer.
+        optimizer: any optimizer, which gets the sum in the dtype of its parameters.
         every: steps, 1 or more.
+        accumulator_dtype: dtype of the sums of real parameters; None for float32 where parameters have 16 bits, which
+            lose small terms, and else for the parameter's dtype.
 
     Returns:
         An `Optimizer`.
 
     Raises:
-        TypeError, ValueError: `optimizer` is not an optimizer; `every` is not an integer of 1 or more.
+        TypeError, ValueError: `optimizer` is not an optimizer; `every` is not an integer of 1 or more;
+            `accumulator_dtype` is not a real floating-point dtype.
 
     Example:
         ``multi_steps(adamw(3e-4), 8)``
     """
     must_be_optimizer("accumulate", optimizer)
     whole("accumulate", "every", every, 1)
+    if accumulator_dtype is not None and not getattr(accumulator_dtype, "is_floating_point", False):
+        raise TypeError(
+            f"accumulate: accumulator_dtype must be a real floating-point dtype, or None, got {accumulator_dtype!r}. "
+            f"Pass torch.float32, say"
+        )
+
+    def sum_of(unit: Unit) -> Tensor:
+        own = unit.values.dtype
+        dtype = own if own.is_complex else accumulator_dtype or torch.promote_types(own, torch.float32)
+        return slot(unit, dtype=None if dtype == own else dtype)
 
     def init(params: Any) -> Any:
         return {"optimizer": optimizer.init(params), "count": 0} | nothing(params)
 
     def nothing(params: Any) -> dict[str, Any]:
-        paths = [path for unit in units(params).each if unit.trainable for path in _paths(unit)]
-        return {"sum": zeros_like(params), "given": dict.fromkeys(paths, 0)}
+        leaves = units(params)
+        paths = [path for unit in leaves.each if unit.trainable for path in _paths(unit)]
+        sums = leaves.like(sum_of(unit) if unit.trainable else None for unit in leaves.each)
+        return {"sum": sums, "given": dict.fromkeys(paths, 0)}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         leaves = units(params)
-        sums, now = leaves.beside(state["sum"]), pairs(leaves, grads)
+        sums = leaves.beside(state["sum"])
+        each = [unit if s is None else unit._replace(values=s) for unit, s in zip(leaves.each, sums, strict=True)]
+        now = pairs(leaves._replace(each=each), grads)  # in the dtype of the sums
         total = [s if g is None or s is None else s + g for s, (_, g) in zip(sums, now, strict=True)]
         given = state["given"] | {path: 1 for unit, g in now if g is not None for path in _paths(unit)}
         count = state["count"] + 1
@@ -269,12 +288,14 @@ def finite(tree: Any) -> bool:
         ``assert finite(params), "training has diverged"``
     """
     leaves = units(tree)
+    refuse_parts("finite", leaves)
     kinds: dict[Any, list[Tensor]] = {}
     for unit in leaves.each:
         if unit.trainable and unit.values is not None and unit.values.numel():
             x = unit.values.detach()
-            kinds.setdefault((x.device, x.dtype), []).append(torch.view_as_real(x) if x.is_complex() else x)
-    bad = [(~torch.stack(roots(each, math.inf)).isfinite()).any().float() for each in kinds.values()]
+            x = torch.view_as_real(x) if x.is_complex() else x
+            kinds.setdefault((x.device, x.dtype), []).extend(_without_padding(unit, x))
+    bad = [(~torch.stack(roots(each, math.inf)).isfinite()).any().float() for each in kinds.values() if each]
     for grid in dict.fromkeys(unit.layout.grid for unit in leaves.each if unit.layout):
         mesh = mesh_of(grid, "a tree")
         total = torch.zeros((), device=device_of(mesh))
@@ -283,3 +304,16 @@ def finite(tree: Any) -> bool:
         with scope(mesh), torch.no_grad():
             bad = [functional.psum(total, tuple(name for name, _ in grid.sizes))]
     return not any(flag.item() for flag in bad) or bool(planned())  # the only wait of the host
+
+
+def _without_padding(unit: Unit, x: Tensor) -> list[Tensor]:
+    """A unit's values in ranges between which there is no padding, which may hold anything, such as 0/0."""
+    if unit.layout is None:
+        return [x]
+    ranges: list[list[int]] = []
+    for segment in unit.filled:
+        if ranges and ranges[-1][1] == segment.start:
+            ranges[-1][1] = segment.stop
+        else:
+            ranges.append([segment.start, segment.stop])
+    return [x[start:stop] for start, stop in ranges]

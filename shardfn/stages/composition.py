@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn.check import recording
 from shardfn.collectives import functional
 from shardfn.collectives.ledger import attributed_to, unscheduled
-from shardfn.compat import dynamo, functorch
+from shardfn.compat import dynamo, functorch, process_groups
 from shardfn.mesh.axes import known_axes
 from shardfn.mesh.scope import current_mesh, elsewhere, scope
 from shardfn.quant.packed import Packed
@@ -58,7 +58,9 @@ def _parameters(shard: Tensor, layout: Layout, options: Options) -> list[Tensor]
             torch.empty(layout.padded, dtype=lower, device=shard.device, requires_grad=shard.requires_grad)
         )
     wire, placement = wire_of(layout, shard.dtype, options.gather), layout.placement
-    values = shard if wire is None else wire.rounded(shard, lower)
+    values = shard
+    if wire is not None:
+        values = wire.rounded(shard, lower, layout.holes[layout.index(process_groups.global_rank())])
     if layout.size > 1:
         _refuse_bases(values, layout)
     if lower != values.dtype:  # gradients are summed in the wider of the requested dtypes

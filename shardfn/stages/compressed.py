@@ -5,7 +5,7 @@ A tag follows the bytes of each piece. It identifies the buffer to which the pie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -81,14 +81,27 @@ class Wire:
         for start in range(0, len(pieces), step):
             yield start, self.read(pieces[start : start + step], dtype)
 
-    def rounded(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """`x [numel]`, encoded and decoded, in its own dtype; the derivative is that of `x` itself."""
+    def rounded(self, x: Tensor, dtype: torch.dtype, holes: Sequence[tuple[int, int]]) -> Tensor:
+        """`x [numel]` with holes, encoded and decoded, in its own dtype; the derivative is that of `x` itself."""
+        for start, length in holes:
+            x = torch.cat((x[:start], torch.zeros_like(x[start : start + length]), x[start + length :]))
         arrived = self.format.decode(self.format.encode(x), self.numel, dtype).to(x.dtype)
         return arrived.detach() + (x - x.detach())
 
     def tags(self, pieces: Tensor) -> Tensor:
         """Views of the tags in `[..., length]`."""
         return pieces[..., self.length - self.room :]
+
+
+def zero_padding(x: Tensor, holes: Sequence[tuple[int, int]]) -> Tensor:
+    """A piece `[n]` without its graph, whose holes are overwritten with zeros.
+
+    An optimizer may have left anything in what no parameter uses, such as 0/0, which a block's scale must not see.
+    """
+    x = x.clone() if x.is_inference() else x.data  # autograd must not take zeros in padding for a change
+    if holes:
+        torch._foreach_zero_([x[start : start + length] for start, length in holes])
+    return x
 
 
 def scratch_bytes(numel: int, comm: Communicator, format: Format) -> int:

@@ -32,6 +32,7 @@ from shardfn.collectives.into_buffers import (
 from shardfn.collectives.late_checks import check
 from shardfn.compat import devices, functorch, process_groups
 from shardfn.debugging import debugging
+from shardfn.stages.compressed import zero_padding
 from shardfn.stages.gather_stream import Copied, GatherStream
 from shardfn.stages.signature import Gather, GatherPlan
 from shardfn.tiers.offload import DiskPrefetch
@@ -211,7 +212,8 @@ class Slot:
         if wire is None or values.dtype == torch.uint8:  # pieces left by an earlier gather are already encoded
             part.own.copy_(values, non_blocking=True)
         else:
-            wire.write(values.to(part.own.device, non_blocking=True), part.own)
+            holes = gather.layout.holes[gather.layout.index(process_groups.global_rank())]
+            wire.write(zero_padding(values.to(part.own.device, non_blocking=True), holes), part.own)
         if axis is None:
             if wire is not None:
                 part.decode(gather)

@@ -21,6 +21,7 @@ from shardfn.compat import autograd, dynamo, functorch
 from shardfn.mesh.scope import current_axes, scope_of
 from shardfn.shards.layout import FlatShard, Layout, is_flat, local_parameters
 from shardfn.shards.partition import with_leaves
+from shardfn.shards.parts import PARTS, note_gradients
 from shardfn.transforms.modules import module_told
 from shardfn.transforms.step import OutsideGradient, Step, escaped, owner
 
@@ -194,6 +195,8 @@ def _by_autograd(
             variable._shardfn_differentiated = True  # type: ignore[attr-defined]
     if step.pushed or (keep and not held):
         gradients = [detached(g) for g in gradients]
+    if PARTS:
+        note_gradients(leaves, variables, gradients)
     return (value, aux, gradients) if keep and held else (detached(value), optree.tree_map(detached, aux), gradients)
 
 

@@ -25,6 +25,7 @@ from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import current_mesh, scope
 from shardfn.mesh.spec import Leaf, P, check, check_own, is_dtensor, local_shape, match, places_itself
 from shardfn.quoting import listed
+from shardfn.shards.parts import Parts, note_again, note_parts
 from shardfn.shards.replicated import checksum
 from shardfn.transforms.autodiff import name_of
 from shardfn.transforms.checking import Checked, asked, claim
@@ -114,6 +115,7 @@ def shard_map(
     function = f
     when = asked() or ("first" if check else "off")
     seen: set[Any] = set()
+    parts: Known = {}
     axes = None if mesh is None else known_axes(mesh)
 
     @functools.wraps(function)
@@ -131,13 +133,13 @@ def shard_map(
                     return function(*args, **kwargs)  # without checks: they are Python, which a graph cannot hold
             inside = recording.outer()
             look = when == "always" or inside is not None
-            entered = _enter(function, args, kwargs, in_specs, on, inputs, seen, look, when)
+            entered = _enter(function, args, kwargs, in_specs, on, inputs, seen, look, when, parts)
             if inside is not None:
                 claim(inside, f"shard_map({name_of(function)})", "in_specs", entered.leaves, entered.pieces, on)
             elif when != "off" and entered.new and on.size() > 1 and not traced() and not planned():
-                return _check(function, entered, out_specs, on, seen, _differentiated((args, kwargs)))
+                return _check(function, entered, out_specs, on, seen, _differentiated((args, kwargs)), parts)
             result = _called(function, entered, on)
-            leaves = _leave(function, result, out_specs, on, seen, inside is not None)
+            leaves = _leave(function, result, out_specs, on, seen, inside is not None, parts)
             if inside is not None:
                 values = [leaf.value for leaf in leaves]
                 claim(inside, f"shard_map({name_of(function)})", "out_specs", leaves, values, on)
@@ -155,6 +157,9 @@ _GLOBAL = (
     'shard_map(inputs="global") checks and cuts whole values in Python, which a graph cannot hold: compile what is '
     "inside, shard_map(torch.compile(f), ...), or pass local values"
 )
+
+
+Known = dict[Any, Parts]  # by the signature of arguments, or of a result
 
 
 class _Entered(NamedTuple):
@@ -181,13 +186,15 @@ def _called(f: Function, entered: _Entered, mesh: DeviceMesh) -> Any:
         return f(*entered.args, **entered.kwargs)
 
 
-def _check(f: Function, entered: _Entered, out_specs: Any, mesh: DeviceMesh, seen: set[Any], outer: bool) -> Any:
+def _check(
+    f: Function, entered: _Entered, out_specs: Any, mesh: DeviceMesh, seen: set[Any], outer: bool, parts: Known
+) -> Any:
     """Runs a call that is recorded, and judges it afterwards."""
     checked = Checked(f, mesh, outer)
     with checked.recorder:
         checked.take(entered.leaves, entered.pieces)
         result = _called(f, entered, mesh)
-        checked.finish(_leave(f, result, out_specs, mesh, seen, True))
+        checked.finish(_leave(f, result, out_specs, mesh, seen, True, parts))
     return result
 
 
@@ -201,11 +208,13 @@ def _enter(
     seen: set[Any],
     look: bool,
     when: str,
+    parts: Known,
 ) -> _Entered:
     """The arguments as the function gets them; validated if their signature is new, or `look` is set."""
     leaves, signature = _signature("in", (args, kwargs), mesh)
     new = signature not in seen
     if not new and not look and inputs == "local" and not any(map(is_dtensor, leaves)):
+        note_again(parts.get(signature), leaves)
         return _Entered(args, kwargs, False, [], [])
     name = f"shard_map({name_of(f)})"
     compared = [f"the check {when!r}"]  # all ranks must check, as they meet at its end
@@ -223,6 +232,9 @@ def _enter(
             optree.tree_unflatten(optree.tree_structure(value, is_leaf=places_itself), locals_)
             for value, locals_ in zip(values, pieces, strict=True)
         ]
+    flat = [leaf for members in matched for leaf in members]
+    values_inside = [piece for locals_ in pieces for piece in locals_]
+    parts[signature] = note_parts(leaves, flat, values_inside, mesh)
     number = known_axes(mesh).number
     agreed = (number, *compared)
     # Only shapes under `...` are new, perhaps on this rank alone: no agreement, which other ranks would not join.
@@ -234,24 +246,23 @@ def _enter(
         agree(compared, mesh, name, subject=_WHOLE if whole else ARGUMENTS, before=before)
         seen.add(agreed)
     seen.add(signature)
-    return _Entered(
-        tuple(local[: len(args)]),
-        dict(zip(kwargs, local[len(args) :], strict=True)),
-        new or look,
-        [leaf for members in matched for leaf in members],
-        [piece for locals_ in pieces for piece in locals_],
-    )
+    positional, by_name = tuple(local[: len(args)]), dict(zip(kwargs, local[len(args) :], strict=True))
+    return _Entered(positional, by_name, new or look, flat, values_inside)
 
 
-def _leave(f: Function, result: Any, out_specs: Any, mesh: DeviceMesh, seen: set[Any], look: bool) -> list[Leaf]:
+def _leave(
+    f: Function, result: Any, out_specs: Any, mesh: DeviceMesh, seen: set[Any], look: bool, parts: Known
+) -> list[Leaf]:
     """Validates a result whose signature is new; returns its leaves with their specs if it did, or `look` is set."""
-    _, signature = _signature("out", result, mesh)
+    found, signature = _signature("out", result, mesh)
     if signature in seen and not look:
+        note_again(parts.get(signature), found)
         return []
     name = f"shard_map({name_of(f)})"
     leaves = match(out_specs, result, f"{name} out_specs", "result")
     for leaf in leaves:
         check(leaf, mesh, f"{name} out_specs")
+    parts[signature] = note_parts(found, leaves, [leaf.value for leaf in leaves], mesh)
     seen.add(signature)
     return leaves
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import optree
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import shardfn as sf
 import shardfn.optim as so
 from shardfn import P, quant
-from shardfn.testing import World
+from shardfn.shards.layout import is_flat
+from shardfn.testing import World, world
 from tests.reference import worst
 
 SHAPES = {"w": (8, 6), "v": (6, 4), "b": (4,), "s": ()}
@@ -28,6 +31,13 @@ def tree(seed: int = 0, dtype: torch.dtype = torch.float64) -> Any:
 
 
 DTYPES = [torch.float64, torch.complex128]
+
+
+def with_bad_padding(flat: Any, value: float = torch.nan) -> None:
+    """Overwrites whatever this rank holds that belongs to no parameter."""
+    layout = flat.layout
+    for start, length in layout.holes[layout.index(dist.get_rank())]:
+        flat.values[start : start + length] = value
 
 
 SPECS = sf.by_path([(r".*\.w", P(None, "tensor")), (r".*\.v.*", P("tensor")), (".*", P())])
@@ -322,3 +332,104 @@ def test_a_loss_scale_stays_where_float32_holds_its_inverse() -> None:
         assert state["scale"] == scale
         p, state = optimizer.step(p, {"w": torch.zeros(3)}, state)
         assert p["w"].eq(1).all()
+
+
+def only_parameters(dtype: torch.dtype) -> list[Any]:
+    """Whether steps are made, and trees finite, where all that is not finite is padding."""
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+
+    def made(x: float) -> Any:
+        whole = {"a": {"w": torch.full((5, 3), x, dtype=dtype), "v": torch.full((2,), x, dtype=dtype)}}
+        return sf.shard(whole, mesh, sf.full_shard("shard"))
+
+    results: list[Any] = []
+    for optimizer in (so.skip_nonfinite(so.sgd(0.25)), so.loss_scaled(so.sgd(0.25), scale=1.0)):
+        params, grads = made(2.0), made(1.0)
+        with_bad_padding(grads["a"])
+        params, state = optimizer.step(params, grads, optimizer.init(params))
+        results += [state["skipped"], so.finite(params), sf.unshard(params)["a"]["w"][4, 2].item()]
+    return results
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_finite_ignores_padding(ranks: int, dtype: torch.dtype) -> None:
+    assert world(ranks).run(only_parameters, dtype) == [[0, True, 1.75] * 2] * ranks
+
+
+def gathered_in_eight_bits(how: str) -> Any:
+    """A stage's gradients where padding is not finite, and where padding is zero."""
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    stage = sf.stage(lambda p, x: (x @ p["w"]).square().sum() + p["b"].sum(), gather=quant.int8(64))
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return sf.psum(stage(p["a"], x), "shard")
+
+    found = []
+    for padding in (torch.nan, 0.0):
+        whole = {"a": {"w": torch.arange(15.0).view(5, 3), "b": torch.ones(3)}}
+        params = sf.shard(whole, mesh, sf.full_shard("shard"))
+        with_bad_padding(params["a"], padding)
+        kinds = {
+            "engine": sf.value_and_grad(loss),
+            "forward": lambda p, x: (loss(p, x), p),
+            "functorch": lambda p, x: torch.func.grad_and_value(loss)(p, x)[::-1],
+        }
+        step = sf.shard_map(kinds[how], mesh=mesh, in_specs=(..., P("shard")), out_specs=(P(), ...), check=False)
+        value, grads = step(params, torch.ones(2, 5))
+        found.append([value.item(), *(x.sum().item() for x in sf.unshard(grads)["a"].values())])
+    return found
+
+
+@pytest.mark.parametrize("how", ["engine", "forward", "functorch"])
+def test_padding_is_in_no_scale_of_a_quantized_gather(world: World, how: str) -> None:
+    for dirty, clean in world.run(gathered_in_eight_bits, how):
+        assert dirty == clean
+
+
+def of_order(case: str, order: float, dtype: torch.dtype) -> float:
+    sizes, strategy, specs = CASES[case]
+    mesh = sf.make_mesh(device="cpu", **sizes)
+    whole = tree(dtype=dtype)
+    leaves = optree.tree_leaves({**whole, "layers": [{n: x[n] for n in SHAPES} for x in whole["layers"]]})
+    want = torch.linalg.vector_norm(torch.cat([x.reshape(-1) for x in leaves]), order)
+    flat = sf.shard(whole, mesh, strategy, specs=specs)
+    for node in optree.tree_leaves(flat, is_leaf=is_flat):
+        with_bad_padding(node)
+    clip = so.clip_by_global_norm(want.item() / 4, order=order)
+    norm = so.global_norm(flat, order=order)
+    grads, state = clip.update(flat, flat, clip.init(flat))
+    after = so.global_norm(grads, order=order)
+    return worst([abs(norm - want).item(), abs(state["norm"] - want).item(), abs(after - want / 4).item()])
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("order", [1, 2, math.inf])
+@pytest.mark.parametrize("case", CASES)
+def test_norms_of_other_orders(world: World, case: str, order: float, dtype: torch.dtype) -> None:
+    for found in world.run(of_order, case, order, dtype):
+        assert found < 1e-12
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("order", [1, math.inf])
+def test_norms_of_other_orders_are_not_finite_if_a_number_is_not(world: World, order: float, bad: float) -> None:
+    def body() -> tuple[bool, bool]:
+        mesh = sf.make_mesh(shard=2, device="cpu")
+        grads = sf.shard({"w": torch.ones(64)}, mesh, sf.full_shard("shard"))
+        if mesh.get_rank() == 1:
+            grads["w"].values[3] = bad
+        clip = so.clip_by_global_norm(1.0, order=order)
+        grads, state = clip.update(grads, grads, clip.init(grads))
+        return bool(state["norm"].isfinite()), bool(grads["w"].values.isfinite().any())
+
+    assert world.run(body) == [(False, False)] * 2
+
+
+@pytest.mark.parametrize("order", [0, 3, -math.inf, math.nan, True, "inf"])
+def test_other_orders_are_refused(order: Any) -> None:
+    with pytest.raises(ValueError, match="clip_by_global_norm: order must be 1, 2 or"):
+        so.clip_by_global_norm(1.0, order=order)
+    with pytest.raises(ValueError, match="global_norm: order must be 1, 2 or"):
+        so.global_norm({"w": torch.ones(3)}, order=order)

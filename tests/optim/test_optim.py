@@ -431,6 +431,8 @@ WRONG_THINGS: dict[str, Any] = {
     "torch's": torch.optim.SGD([torch.ones(1)], 0.1),
     "number": 3,
     "tree": {"w": torch.ones(2)},
+    "rates": {"w": 0.1},
+    "rule": lambda path, shape: 0.1,
 }
 
 
@@ -507,6 +509,21 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a schedule that says nothing": (
         lambda: stepped(so.sgd(lambda step: None)),
         "the schedule at step 1: lr=None is a NoneType",
+    ),
+    "a rule for a schedule": (
+        lambda: so.adamw(WRONG_THINGS["rule"]),
+        "adamw: lr must be a number, a 0-d tensor or a function of the step, got a function of (path, shape). For "
+        "rates by parameter combine optimizers: masked(adamw(1e-3), rule, adamw(1e-4))",
+    ),
+    "a rule for torch's schedule": (
+        lambda: so.from_torch(torch.optim.SGD, lr=WRONG_THINGS["rule"]),
+        "from_torch: lr must be a number, a 0-d tensor or a function of the step, got a function of (path, shape)",
+    ),
+    "rates by path": (lambda: so.muon(WRONG_THINGS["rates"]), "muon: lr must be a number, a 0-d tensor or a function"),
+    "a rule of the path": (
+        lambda: stepped(so.lamb(lambda path: 0.1 if path.endswith("w") else 0.2)),
+        "lr must be a number, a 0-d tensor or a function of the step, got the function <lambda>, which raised "
+        "AttributeError",
     ),
     "nesterov alone": (lambda: so.sgd(0.1, nesterov=True), "needs a momentum"),
     "a limit below 0": (lambda: so.clip_by_global_norm(-1.0), "limit=-1.0"),
