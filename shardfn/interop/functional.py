@@ -303,7 +303,9 @@ class Functional:
                 replaced("forward", self._around),
                 self._fresh(),
                 self._unasked(),
-                loose_in_place(self._adapting, loose, adapted, values, run.changing, self._looks(loose)) as changed,
+                loose_in_place(
+                    self._adapting, loose, adapted, values, run.changing, run.lent, self._looks(loose)
+                ) as changed,
                 along_tensor(self._region, self.module, (*args, *kwargs.values()), self._loose, params) as followed,
             ):
                 if method == "generate" and _all_ranks_run(params):

@@ -109,8 +109,9 @@ def taken_apart(
     for part in all_parts.values():
         for holder, attribute, _ in (*part.own, *part.shared):
             holder[attribute] = stand_ins.get(id(holder[attribute]), holder[attribute])
-    if stand_ins:
-        module.register_load_state_dict_pre_hook(_refuse_values)
+    for m in module.modules() if stand_ins else ():
+        if m is module or any(p is not None for p in m._parameters.values()):
+            m.register_load_state_dict_pre_hook(_refuse_values)
     tree = {key: value for key, value in tree.items() if not isinstance(value, dict) or value}
     return Anatomy(tree, canonical, tuple(frozen), buffers, same, parts, rest, place)
 

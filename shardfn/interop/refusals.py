@@ -12,7 +12,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import optree
 import torch
@@ -257,6 +257,14 @@ def refuse_written(part: Part, leaves: Sequence[Any], now: tuple[Sequence[Any], 
             f"stage gets a copy, since it may run again in backward, and what it writes would be lost: let its forward "
             f"return it, or choose stages= so that whoever made it and whoever writes into it are in one stage"
         )
+
+
+def refuse_deleted(part: Part, error: KeyError) -> NoReturn:
+    """Raises RuntimeError for a module of which a parameter was deleted in forward."""
+    raise RuntimeError(
+        f"{part.path} ({type(part.module).__name__}) has lost its parameter {error} in forward. Call it with other "
+        f"values by torch.func.functional_call(module, values, args)"
+    ) from error
 
 
 def refuse_rebound(part: Part, pairs: Sequence[tuple[Slot, Any]]) -> None:

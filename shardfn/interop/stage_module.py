@@ -27,6 +27,7 @@ class Run:
 
     Attributes:
         records: if it began while gradients are recorded, the code of the frame where it did.
+        lent: ids of the loose values in their places.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Run:
     ) -> None:
         self.params, self.changing, self.adapters, self.records = params, changing, adapters, records
         self.trace: list[str] = []
+        self.lent: set[int] = set()
 
 
 class Shell(NamedTuple):
@@ -84,6 +86,8 @@ class Unit:
     ) -> None:
         self.shell, self.part, self.region, self.forms, self.options = shell, part, region, Forms(), options
         self.adapting, self.attributes = Adapting(part), Attributes(part.module.modules())
+        self.slots = [*part.own, *part.shared]
+        self.placeholders = [slot.holder[slot.at] for slot in self.slots]
         self.fresh, self.unasked = uncached(part.module), unasked(part.module)
         self.forward = self.eager = instead.get(part.module, part.module.forward)
         self.instead = {m: forward for m, forward in instead.items() if m is not part.module}
@@ -126,10 +130,13 @@ class Unit:
         buffers = {key: holder[at] for holder, at, key in self.part.buffers}
         changing = tuple(key for key in buffers if key in call.changing)
         own, shared, *adapters = arguments(call.params, self.part, call.adapters)
+        swapped = self._swapped(call.lent)
         given = tuple([cast(x, self.input_dtype) for x in leaves]) if self.input_dtype else leaves
         before = self.attributes.now()
         wanted = output_capturing.wanted()
-        results, outer, changed = self.stage(own, shared, buffers, changing, given, form, wanted, before, *adapters)
+        results, outer, changed = self.stage(
+            own, shared, swapped, buffers, changing, given, form, wanted, before, *adapters
+        )
         results = [cast(x, self.output_dtype) for x in results] if self.output_dtype else results
         for key, value in changed.items():
             for holder, at, _ in self.shell.places[key]:
@@ -139,6 +146,20 @@ class Unit:
         out, recorded = self.forms.unflatten(results, outer)
         output_capturing.hand_on(recorded)
         return out
+
+    def _swapped(self, lent: Collection[int]) -> dict[int, Any]:
+        """Values that `torch.func.functional_call`, or an assignment, has put in the places of parameters."""
+        try:
+            now = [slot.holder[slot.at] for slot in self.slots]
+        except KeyError as error:
+            refusals.refuse_deleted(self.part, error)
+        found = enumerate(zip(now, self.placeholders, strict=True))
+        swapped = {i: x for i, (x, own) in found if x is not own and id(x) not in lent}
+        if swapped:  # a list of the module's own follows its parameters
+            values = {self.slots[i].key: x for i, x in swapped.items()}
+            elsewhere = (i for i, slot in enumerate(self.slots) if id(slot.holder) not in self.adapting.homes)
+            swapped |= {i: values[key] for i in elsewhere if (key := self.slots[i].key) in values}
+        return swapped
 
     def skip(self, *args: Any, **kwargs: Any) -> Tensor:
         """Implements `shardfn.skip` for the module."""
@@ -155,6 +176,7 @@ class Unit:
         self,
         own: Mapping[str, Tensor],
         shared: Mapping[str, Tensor],
+        swapped: Mapping[int, Tensor],
         buffers: Mapping[str, Tensor],
         changing: Sequence[str],
         leaves: Sequence[Any],
@@ -165,8 +187,9 @@ class Unit:
     ) -> Any:
         args, kwargs = self.forms.unflatten(leaves, form)
         part = self.part
-        slots = [*part.own, *part.shared]
+        slots = self.slots
         values = [own[slot.key] for slot in part.own] + [shared[slot.key] for slot in part.shared]
+        values = [swapped.get(i, x) for i, x in enumerate(values)] if swapped else values
         outer_unit, self.shell.running.unit = self.shell.running.unit, self
         try:
             with (
