@@ -29,7 +29,13 @@ from shardfn.interop.in_place import (
 from shardfn.interop.module_state import Attributes, undone
 from shardfn.interop.partition import Anatomy, Boundaries, taken_apart
 from shardfn.interop.placeholder import Part, Placeholder, Slot
-from shardfn.interop.refusals import drawn_layers, refuse_apart, refuse_checkpointing, refuse_mixed_loose
+from shardfn.interop.refusals import (
+    drawn_layers,
+    refuse_apart,
+    refuse_checkpointing,
+    refuse_mixed_loose,
+    refuse_router_loss,
+)
 from shardfn.interop.stage_module import Run, Shell, Unit, casting
 from shardfn.interop.tensor_checks import Region
 from shardfn.interop.tensor_parallel import TensorParallel
@@ -320,6 +326,7 @@ class Functional:
                     followed.check(out)
         finally:
             self._running.now = before
+        refuse_router_loss(self.module, out, kwargs)
         self._looked.add(self.module.training)
         self.buffers.update({name: changed[key] for name, key in self._same.items() if key in self._kept})
         del announced  # it is in force as long as it is alive

@@ -249,6 +249,16 @@ def refuse_again(path: str) -> None:
         )
 
 
+def refuse_router_loss(module: nn.Module, out: Any, given: Mapping[str, Any]) -> None:
+    """Raises ValueError if a model adds its router's loss to a sum over tokens, of which each part would add it."""
+    count, loss = given.get("num_items_in_batch"), getattr(out, "loss", None)
+    if count is not None and loss is not None and isinstance(getattr(out, "aux_loss", None), Tensor):
+        raise ValueError(
+            f"{type(module).__name__}: num_items_in_batch must come without output_router_logits, got both: each rank "
+            f"and micro-batch would add the whole router loss. Leave labels out, and add parallel.balance_loss"
+        )
+
+
 def refuse_written(part: Part, leaves: Sequence[Any], now: tuple[Sequence[Any], int], form: int) -> None:
     """Raises RuntimeError if a module has written into a list, dict or dataclass among its arguments."""
     if now[1] != form or any(a is not b for a, b in zip(leaves, now[0], strict=True)):
