@@ -7,6 +7,7 @@ All private parts of `transformers` that this package uses are used here: the ru
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -101,6 +102,33 @@ def loaded_by(module: Any, used: Iterable[int]) -> None:
     """Records on a module the rules that loaded it, as `from_pretrained` does; `reverted` reverses them."""
     rules = conversions(module)
     module._weight_conversions = [rules[number] for number in used]
+
+
+def generation_settings(module: Any, path: Path) -> str:
+    """The settings by which the model at a path generates text, as JSON; "" if there are none."""
+    folder, library = path if path.is_dir() else path.parent, sys.modules.get("transformers")
+    if library is None or not (of_transformers(module) and module.can_generate()):
+        return ""
+    own, older = "generation_config.json", "config.json"  # older models have the settings in their configuration
+    if (folder / own).is_file():
+        found = library.GenerationConfig.from_pretrained(folder)
+    elif (folder / older).is_file():
+        found = library.GenerationConfig.from_pretrained(folder, config_file_name=older, _from_model_config=True)
+    else:
+        return ""
+    settings: str = found.to_json_string()
+    return settings
+
+
+def generate_by(module: Any, settings: str) -> None:
+    """Gives a module such settings, as `from_pretrained` does, apart from those that were set on it before."""
+    kind, own = type(module.generation_config), module.generation_config.to_dict()
+    try:
+        initial = kind.from_model_config(module.config).to_dict()
+    except NotImplementedError:
+        initial = kind().to_dict()
+    changed = {name: value for name, value in own.items() if value != initial.get(name)}
+    module.generation_config = kind.from_dict({**json.loads(settings), **changed})
 
 
 def not_missed(module: Any, missing: Collection[str], extra: Collection[str]) -> tuple[set[str], set[str]]:

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import optree
@@ -75,6 +76,7 @@ def load(
     files have in 4 bits of bitsandbytes are decoded, one at a time; or kept bit for bit, if `model.tree` has a `Packed`
     of this format, or with `as_stored=True`.
 
+    A model of `transformers` gets the folder's `generation_config`, apart from settings that were changed on it before.
     Buffers that belong to the `state_dict`, such as the running statistics of batch norms, are written into
     `model.buffers`.
 
@@ -132,6 +134,8 @@ def load(
             team.each(what, functools.partial(_read, params, model, plan))
     if note.used is not None:
         conversions.loaded_by(model.module, note.used)
+    if note.generation:
+        conversions.generate_by(model.module, note.generation)
     return params
 
 
@@ -173,6 +177,7 @@ class _Note(NamedTuple):
         buffers: names of the buffers to write.
         used: rules of `transformers` that were applied.
         packed: formats of parameters that stay in few bits.
+        generation: settings of `transformers` for generating text, which the module gets.
         said: the warning of a load that is not strict.
         fingerprint: of the values and the files.
     """
@@ -180,6 +185,7 @@ class _Note(NamedTuple):
     buffers: tuple[str, ...]
     used: tuple[int, ...] | None
     packed: dict[str, Format]
+    generation: str
     said: str
     fingerprint: tuple[int, int, int]
 
@@ -251,7 +257,8 @@ def _planned(
     used = set(tensors) - set(by_module_name.extra)
     crc = fingerprint(tensors, used, values=not in_files(folder)), fingerprint(here, here)
     message = "" if strict else _warning(new, kept_here, differences.extra)
-    note = _Note(tuple(buffers), by_module_name.used, stored_formats, message, (*crc, identity))
+    generation = conversions.generation_settings(model.module, Path(folder)) if in_files(folder) else ""
+    note = _Note(tuple(buffers), by_module_name.used, stored_formats, generation, message, (*crc, identity))
     forget()
     return _Plan(values, others, note, forget)
 

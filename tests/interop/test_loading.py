@@ -748,6 +748,56 @@ def test_a_tokenizer_and_trained_buffers_are_saved(world: World, tmp_path: Path)
     assert (tmp_path / "words" / "list.txt").read_text() == "a b"
 
 
+def settings_for_text(root: Path) -> dict[str, Any]:
+    """How models generate after `load`, and in the files that `save_pretrained` writes then."""
+    import transformers
+
+    mesh, plan, found, rank = data_mesh(dist.get_world_size()), STRATEGIES["full_shard"], {}, dist.get_rank()
+    own = root / "base" if rank == 0 else None  # files that one rank has
+
+    def base() -> None:
+        model = zoo.build("llama")
+        model.generation_config = transformers.GenerationConfig(eos_token_id=[2, 5], do_sample=True, temperature=0.6)
+        model.save_pretrained(root / "base")
+        zoo.build("llama").save_pretrained(root / "older")
+        (root / "older" / "generation_config.json").unlink()
+        config = json.loads((root / "older" / "config.json").read_text())
+        (root / "older" / "config.json").write_text(json.dumps({**config, "num_beams": 4}))
+
+    on_first(base)
+    for name, folder, source, changed in (
+        ("folder", root / "base", None, {}),
+        ("file", root / "base" / "model.safetensors", None, {}),
+        ("one rank", own, 0, {}),
+        ("changed before", own, 0, {"pad_token_id": 3}),
+        ("in the configuration", root / "older", None, {}),
+    ):
+        with interop.meta():
+            module = zoo.build("llama")
+        for key, value in changed.items():
+            setattr(module.generation_config, key, value)
+        model = model_of(module)
+        params = interop.load(folder, model, mesh, plan, source=source)
+        interop.save_pretrained(root / "out", model, params)
+        written = json.loads((root / "out" / "generation_config.json").read_text())
+        settings = ("eos_token_id", "do_sample", "temperature", "pad_token_id", "num_beams")
+        found[name] = tuple(written.get(key) for key in settings)
+        here = tuple(getattr(module.generation_config, key) for key in settings)
+        assert here == found[name], name
+        dist.barrier()
+    return found
+
+
+@pytest.mark.world(2, "processes")
+def test_settings_for_generating_text_go_from_files_to_files(world: World, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    given = ([2, 5], True, 0.6, None, None)
+    for found in world.run(settings_for_text, tmp_path):
+        assert found.pop("in the configuration")[-1] == 4
+        assert found.pop("changed before") == (*given[:3], 3, None)
+        assert all(value == given for value in found.values())
+
+
 # --- memory ---
 
 WIDE = 1536
