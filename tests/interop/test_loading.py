@@ -756,10 +756,10 @@ def settings_for_text(root: Path) -> dict[str, Any]:
     own = root / "base" if rank == 0 else None  # files that one rank has
 
     def base() -> None:
-        model = zoo.build("llama")
+        model: Any = zoo.build("llama")
         model.generation_config = transformers.GenerationConfig(eos_token_id=[2, 5], do_sample=True, temperature=0.6)
         model.save_pretrained(root / "base")
-        zoo.build("llama").save_pretrained(root / "older")
+        model.save_pretrained(root / "older")
         (root / "older" / "generation_config.json").unlink()
         config = json.loads((root / "older" / "config.json").read_text())
         (root / "older" / "config.json").write_text(json.dumps({**config, "num_beams": 4}))
