@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfn.compat import functorch
+from shardfn.compat.autograd import storage_of
 from shardfn.interop import output_capturing, refusals
 from shardfn.interop.in_place import Adapting, arguments, buffers_in_place, replaced, unasked, uncached
 from shardfn.interop.module_state import Attributes, Before
@@ -70,6 +71,11 @@ def casting(
         return to(output_dtype, forward(*args, **kwargs))
 
     return cast_around
+
+
+def storage(x: Tensor) -> int | None:
+    """A number equal for tensors that share memory; None for those without a storage."""
+    return storage_of(functorch.unwrapped(x)) if x.layout is torch.strided else None
 
 
 class Unit:
@@ -208,6 +214,7 @@ class Unit:
                     self.region.prove(part, slots, self.eager, args, kwargs)
                 out = (self.forward if followed is None else self.eager)(*args, **kwargs)
                 refusals.refuse_rebound(part, pairs)
+                lent = {storage(value) for _, value in pairs if isinstance(value, Tensor)}
         except RuntimeError as error:
             groups = {"parameters": values, "arguments": leaves, "buffers": buffers}
             refusals.refuse_mixed(error, part, groups, {**self.options, "input_dtype": self.input_dtype})
@@ -217,6 +224,8 @@ class Unit:
         if self.forms.writable(form):
             refusals.refuse_written(part, leaves, self.forms.flatten((args, kwargs)), form)
         results, outer = self.forms.flatten((out, recorded))
+        # Position tables and query tokens return a parameter, whose memory is lent for this run only.
+        results = tuple([x.clone() if isinstance(x, Tensor) and storage(x) in lent else x for x in results])
         if followed is not None:
             followed.check(results)
         return results, outer, changed
