@@ -28,13 +28,15 @@ from shardfn.interop.in_place import (
 )
 from shardfn.interop.module_state import Attributes, undone
 from shardfn.interop.partition import Anatomy, Boundaries, taken_apart
-from shardfn.interop.placeholder import Part, Placeholder, Slot
+from shardfn.interop.placeholder import HOOKED, Part, Placeholder, Slot
 from shardfn.interop.refusals import (
     drawn_layers,
     refuse_apart,
     refuse_checkpointing,
+    refuse_inside_function,
     refuse_mixed_loose,
     refuse_router_loss,
+    refuse_written_outside,
 )
 from shardfn.interop.stage_module import Run, Shell, Unit, casting
 from shardfn.interop.tensor_checks import Region
@@ -84,8 +86,9 @@ def functional(
             Default: `_no_split_modules` of all models inside; if there are none, the items of each `ModuleList` and
             `Sequential`. Of the rest the largest modules become stages too.
         min_num_params: instead of `stages`: the smallest modules that hold as many parameters.
-        loose: which parameters belong to no single stage, by patterns for their paths: those that a module reads from
-            another, as `F.linear(x, self.embed.weight)`. They are gathered at the start of a call, and kept.
+        loose: which parameters belong to no single stage, by patterns for their paths: they are gathered at the start
+            of a call, and kept. For those that a module reads from another, as `F.linear(x, self.embed.weight)`, this
+            saves a further gather of the whole stage.
         mutable: which buffers the module changes in forward, by patterns; those of batch norms are known.
         small: modules with fewer parameters than this are loose, unless they were chosen.
         sync_batch_norm: the axes over which a batch is cut: batch norms use the statistics of all of it.
@@ -261,7 +264,7 @@ class Functional:
 
         Raises:
             ValueError: the parameters differ from those of `tree`; or buffers would change and were not passed.
-            RuntimeError: a parameter is read outside of its stage, or a buffer that is not `mutable` is written to.
+            RuntimeError: a parameter, or a buffer that is not `mutable`, is written to.
             TypeError: a cache of keys and values is used while gradients are recorded.
         """
         dynamo.refuse_compiling(f"a call of {type(self.module).__name__}")
@@ -298,7 +301,7 @@ class Functional:
         own = self._own_buffers(self._place.device)
         values = {**own, **{key: b for key, b in given.items() if key not in self._kept}}
         records = Functional._called.__code__ if torch.is_grad_enabled() else None
-        run = Run(params, frozenset(changing | self._kept), adapters, records)
+        run = Run(params, frozenset(changing | self._kept), adapters, records, self._revealed)
         parts = arguments(params, self._loose, adapters)
         loose, *adapted = self._reveal(*parts) if self._loose.own or self._loose.shared else ({},)
         announced = self._announced(params, adapters)
@@ -324,6 +327,7 @@ class Functional:
                     raise
                 if followed is not None:
                     followed.check(out)
+                refuse_written_outside(run.revealed.values())
         finally:
             self._running.now = before
         refuse_router_loss(self.module, out, kwargs)
@@ -520,6 +524,22 @@ class Functional:
         """The buffers given to a call, by key; of several names for one, the first counts."""
         names = sorted(buffers, key=lambda name: self._same[name] == name)
         return {self._same[name]: b if (b := buffers[name]).device == device else b.to(device) for name in names}
+
+    def _revealed(self, run: Run, read: Placeholder) -> Any:
+        """The value of a stage's parameter that other code reads, from a copy of the stage's that the call keeps."""
+        unit = self._units.get(read.owner)
+        hooked = read.path.endswith(HOOKED) and any(m._forward_pre_hooks for m in self.module.modules())
+        if unit is None or read.owner in run.adapters or unit.region is not None or hooked:
+            return read
+        if run.records is not None and not torch.is_grad_enabled():
+            refuse_inside_function(unit.part, run.records)
+        key: Any = read.owner, torch.is_grad_enabled(), object() if functorch.inside_transform() else None
+        if key not in run.revealed:
+            run.revealed[key], *_ = self._reveal(*arguments(run.params, unit.part, {}))
+        values = run.revealed[key]
+        value = values[read.path if read.path in unit.part.shared_keys() else read.path.removeprefix(f"{read.owner}.")]
+        vars(value).update(read.given)
+        return value
 
     def _announced(self, params: Any, adapters: Mapping[str, Any]) -> Any:
         """Announces the stages in the order of the last call; a stage out of order is gathered when it is called."""

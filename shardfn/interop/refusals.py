@@ -11,7 +11,7 @@ import hashlib
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import optree
@@ -275,6 +275,16 @@ def refuse_deleted(part: Part, error: KeyError) -> NoReturn:
         f"{part.path} ({type(part.module).__name__}) has lost its parameter {error} in forward. Call it with other "
         f"values by torch.func.functional_call(module, values, args)"
     ) from error
+
+
+def refuse_written_outside(copies: Iterable[Mapping[str, Tensor]]) -> None:
+    """Raises RuntimeError if the module has written into a copy of a stage's parameters, which starts at version 0."""
+    for name, x in ((name, x) for values in copies for name, x in values.items()):
+        if not x.is_inference() and x._version:
+            raise RuntimeError(
+                f"the module writes into its parameter {name}, which would be lost: what is read outside of its stage "
+                f"is a copy. Let forward compute with a new tensor, and change parameters outside of the model"
+            )
 
 
 def refuse_rebound(part: Part, pairs: Sequence[tuple[Slot, Any]]) -> None:

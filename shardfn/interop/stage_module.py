@@ -16,7 +16,7 @@ from shardfn.compat.autograd import storage_of
 from shardfn.interop import output_capturing, refusals
 from shardfn.interop.in_place import Adapting, arguments, buffers_in_place, replaced, unasked, uncached
 from shardfn.interop.module_state import Attributes, Before
-from shardfn.interop.placeholder import Part, Running, Slot
+from shardfn.interop.placeholder import Part, Placeholder, Running, Slot, revealed
 from shardfn.interop.pytrees import Forms
 from shardfn.interop.tensor_checks import Region
 from shardfn.stages.signature import cast
@@ -29,14 +29,23 @@ class Run:
     Attributes:
         records: if it began while gradients are recorded, the code of the frame where it did.
         lent: ids of the loose values in their places.
+        reveal: gathers the value of a placeholder of a stage that other code reads; returns the placeholder if it
+            cannot.
     """
 
     def __init__(
-        self, params: Any, changing: frozenset[str], adapters: Mapping[str, Any], records: CodeType | None
+        self,
+        params: Any,
+        changing: frozenset[str],
+        adapters: Mapping[str, Any],
+        records: CodeType | None,
+        reveal: Callable[[Run, Placeholder], Any],
     ) -> None:
         self.params, self.changing, self.adapters, self.records = params, changing, adapters, records
         self.trace: list[str] = []
         self.lent: set[int] = set()
+        self.reveal = functools.partial(reveal, self)
+        self.revealed: dict[Any, dict[str, Tensor]] = {}
 
 
 class Shell(NamedTuple):
@@ -125,6 +134,7 @@ class Unit:
                 f"`functional` returned, model(params, ...)"
             )
         leaves, form = self.forms.flatten((args, kwargs))
+        leaves = tuple([revealed(x) for x in leaves])
         if torch.is_grad_enabled():
             refusals.refuse_caches(self.part, leaves)
         elif call.records is not None:
@@ -160,7 +170,7 @@ class Unit:
         except KeyError as error:
             refusals.refuse_deleted(self.part, error)
         found = enumerate(zip(now, self.placeholders, strict=True))
-        swapped = {i: x for i, (x, own) in found if x is not own and id(x) not in lent}
+        swapped = {i: revealed(x) for i, (x, own) in found if x is not own and id(x) not in lent}
         if swapped:  # a list of the module's own follows its parameters
             values = {self.slots[i].key: x for i, x in swapped.items()}
             elsewhere = (i for i, slot in enumerate(self.slots) if id(slot.holder) not in self.adapting.homes)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfn as sf
+from shardfn import lora
 from shardfn.interop import functional
 from shardfn.testing import World
 from tests.interop import zoo
@@ -100,6 +103,47 @@ class Closure(OtherMethod):
         return found
 
 
+class Reads(nn.Module):
+    """Reads the parameters of its layers, with and without a gradient, and as an argument of another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([linear(), linear()])
+        self.bilinear = nn.Bilinear(WIDTH, WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers: Any = self.layers
+        first, second = layers
+        with torch.no_grad():
+            size = first.weight.norm() + second.weight.data.norm()
+        x = F.linear(second(x), first.weight, first.bias / size) * first.weight.detach().sum()
+        found: Tensor = self.bilinear(x, second.bias.expand_as(x)) + torch.cat((first.weight, second.weight)).sum()
+        return found
+
+
+class Writes(Reads):
+    """Writes into a parameter of a layer, in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.layers[0].weight
+        with torch.no_grad():
+            if self.way == "data":
+                weight.data.clamp_(max=0.1)
+            elif self.way == "detached":
+                weight.detach().mul_(2.0)
+            elif self.way == "assigned":
+                weight.data = weight * 2.0
+            elif self.way == "initialised":
+                nn.init.zeros_(weight)
+        if self.way == "hook":
+            weight.register_hook(lambda g: g * 2.0)
+        return super().forward(x)
+
+
 class Centered(nn.Module):
     """Subtracts the mean over the rows of all ranks: a collective inside of a layer."""
 
@@ -149,9 +193,13 @@ CASES: dict[str, tuple[Make, Make, dict[str, Any]]] = {
         ("a view, computed again", lambda: Adds(Positions), {"remat": True}),
         ("expanded, and itself", lambda: Adds(Queries), {}),
         ("rows of a weight", lambda: Adds(Rows), {}),
-        ("another method", OtherMethod, INNER),
+        ("another method", OtherMethod, {}),
+        ("another method, loose", OtherMethod, INNER),
+        ("read", Reads, {}),
+        ("read, computed again", Reads, {"remat": True}),
         ("a closure", Closure, INNER),
-        ("relative embeddings", Relative, RELATIVE),
+        ("relative embeddings", Relative, {}),
+        ("relative embeddings, loose", Relative, RELATIVE),
     )
 } | {
     "a collective": (lambda: Centers(True), Centers, {}),
@@ -185,21 +233,32 @@ def test_layers_that_share_their_values_are_right_as_they_are_or_loose(world: Wo
         assert {case: value for case, value in found.items() if not value < 1e-12} == {}
 
 
+WAYS = ("data", "detached", "assigned", "initialised", "hook")
+
+
 def refusals() -> dict[str, str]:
     mesh, found = meshed(), {}
     x = torch.ones(2, 5, WIDTH, dtype=torch.float64)
-    for name in ("another method", "a closure", "relative embeddings"):
-        model = functional(seeded(CASES[name][0]), small=1)
+    makes: dict[str, Make] = {"a closure": Closure, **{way: partial(Writes, way) for way in WAYS}}
+    for name, make in makes.items():
+        model = functional(seeded(make), small=1)
         params = model.shard(mesh, sf.full_shard("shard"))
-        found[name] = told(
-            lambda model=model, params=params: mapped(sf.grad(lambda p: model(p, x).sum()), mesh)(params)
-        )
+        step = mapped(sf.grad(lambda p, model=model: model(p, x).sum()), mesh)
+        found[name] = told(partial(step, params))
+    model = functional(seeded(Reads), small=1)
+    params = model.shard(mesh, sf.full_shard("shard"))
+    adapters = lora.init(model, ["layers.0"], rank=2)
+    found["adapters"] = told(lambda: mapped(lambda p: model(p, x, adapters=adapters), mesh)(params))
     return found
 
 
 @pytest.mark.world(2, "processes")
-def test_layers_that_use_values_of_others_are_told_of_loose(world: World) -> None:
+def test_what_would_be_lost_of_values_of_other_layers_is_an_error(world: World) -> None:
     for found in world.run(refusals):
-        assert "Add it to loose=['inner.w.weight']" in found["another method"]
-        assert "name the parameters in functional(loose=)" in found["a closure"]
-        assert "loose=['model.encoder.rel_embeddings.weight']" in found["relative embeddings"]
+        assert "name the parameters in functional(loose=)" in found.pop("a closure")
+        for way in ("data", "detached", "initialised"):
+            assert "the module writes into its parameter weight, which would be lost" in found.pop(way), way
+        for way in ("assigned", "hook"):
+            assert "layers.0.weight is read outside of stage 'layers.0'" in found.pop(way), way
+        assert "layers.0.weight is read outside of stage" in found.pop("adapters")
+        assert not found

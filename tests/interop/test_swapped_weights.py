@@ -85,6 +85,18 @@ class Assigned(Hyper):
         return found
 
 
+class OfAnother(Hyper):
+    """With the weight of another layer."""
+
+    def __init__(self) -> None:
+        super().__init__(linear())
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = functional_call(self.target, {"weight": self.other.weight}, (x,)) + self.other(x)
+        return found
+
+
 class Noise(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -110,6 +122,8 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "tied": (lambda: Hyper(Tied()), {"stages": {"Tied"}}),
     "tied stages": (lambda: Hyper(Tied()), {}),
     "assigned": (lambda: Assigned(linear()), {}),
+    "of another": (OfAnother, {}),
+    "noise": (Noise, {}),
     "loose noise": (Noise, {"loose": [r"layer\..*"]}),
     "noise on one that is loose": (Noise, {"loose": ["layer.weight", "layer.bias"]}),
 }  # fmt: skip
@@ -151,11 +165,6 @@ def deleted(m: Any, x: Tensor) -> Tensor:
     return found
 
 
-def of_another(m: Any, x: Tensor) -> Tensor:
-    found: Tensor = functional_call(m.target, {"weight": m.other.weight}, (x,))
-    return found
-
-
 def by_data(m: Any, x: Tensor) -> Tensor:
     m.target.weight.data = torch.eye(WIDTH, dtype=x.dtype)
     found: Tensor = m.target(x)
@@ -183,7 +192,7 @@ def left_there(m: Any, x: Tensor) -> Tensor:
 class Does(Hyper):
     def __init__(self, does: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__(linear())
-        self.does, self.other = does, linear()
+        self.does = does
 
     def forward(self, x: Tensor) -> Tensor:
         return self.does(self, x)
@@ -191,7 +200,6 @@ class Does(Hyper):
 
 ERRORS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "deleted": (deleted, "RuntimeError: target (Linear) has lost its parameter 'weight' in forward"),
-    "of another": (of_another, "other.weight is read outside of stage 'other'"),
     "by .data": (by_data, "target.weight is read outside of stage 'target'"),
     "loaded": (loaded, "load_state_dict: the parameters of this Linear were taken out of it"),
     "assigned by loading": (assigned_and_left, "load_state_dict: the parameters of this Linear were taken out of it"),
