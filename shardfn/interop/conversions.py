@@ -7,6 +7,7 @@ All private parts of `transformers` that this package uses are used here: the ru
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -14,10 +15,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import nn
 
 from shardfn.checkpoint.team import CheckpointError
+from shardfn.compat import pytrees
 from shardfn.compat.replacing import replaced
 from shardfn.interop.lazy_tensors import Assembled, Computed, lazy
 
@@ -40,6 +43,24 @@ def of_transformers(module: nn.Module) -> bool:
     """Whether a module is a model of `transformers`."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(module, modeling.PreTrainedModel)
+
+
+@functools.cache
+def register_batches() -> None:
+    """Makes the batches that tokenizers and processors return pytrees of their tensors."""
+    from transformers import BatchEncoding, BatchFeature
+
+    for kind in (BatchEncoding, BatchFeature):
+        pytrees.register(
+            kind,
+            lambda batch: (tuple(batch.data.values()), tuple(batch.data), tuple(batch.data)),
+            functools.partial(_batch, kind),
+            optree.MappingEntry,
+        )
+
+
+def _batch(kind: Any, names: Sequence[str], values: Iterable[Any]) -> Any:
+    return kind(dict(zip(names, values, strict=True)))
 
 
 def converted(module: Any, stored: Mapping[str, Assembled], names: Iterable[str]) -> Converted:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.compat import dispatch, dynamo, functorch
 from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, keeps_statistics, synchronised
+from shardfn.interop.conversions import of_transformers, register_batches
 from shardfn.interop.in_place import (
     Adapting,
     along_tensor,
@@ -127,6 +128,8 @@ def functional(
     stage(loose_parameters, **stage_options)  # raises for wrong options before the module is changed
     if isinstance(module, nn.Module):
         _changing(module, dict(module.named_buffers(remove_duplicate=False)), rules[1])
+        if of_transformers(module):
+            register_batches()
     plan = None if tensor is None else planned(module, tensor, tensor_axis)
     refuse = (lambda chosen: None) if plan is None else plan.refuse_outside
     anatomy = taken_apart(module, stages, min_num_params, small, rules[0], stage_options.get("gather_dtype"), refuse)
@@ -191,6 +194,7 @@ class Functional:
         self._changing = {self._same[name]: m for name, m in _changing(module, anatomy.buffers, mutable).items()}
         self._checkpointing = [(path, m) for path, m in module.named_modules() if hasattr(m, "gradient_checkpointing")]
         self._drawn, self._skeleton = drawn_layers(module), _skeleton(module)
+        self._placeholders = [p for p in module.parameters() if isinstance(p, Placeholder)]
         stretched = {path for path, m in module.named_modules() if _stretches(m)}
         own = {self._same[name] for name in anatomy.buffers if name.rpartition(".")[0] in stretched}
         self._kept = own - set(self._changing)
@@ -472,6 +476,13 @@ class Functional:
                     f"nothing of them: load weights into the tree, by interop.load or shard(), and change the module "
                     f"before it is taken apart"
                 )
+        here = {id(p) for m in self.module.modules() for p in m._parameters.values()}
+        lost = next((p for p in self._placeholders if id(p) not in here), None)
+        if lost is not None:
+            raise RuntimeError(
+                f"{lost.path} was deleted from the module after functional(), while the parameters still have it: "
+                f"change the module before it is taken apart"
+            )
         self._skeleton = _skeleton(self.module)
 
     def _looks(self, loose: Mapping[str, Tensor]) -> bool:

@@ -242,7 +242,7 @@ def boundaries(
         for name, child in m.named_children():
             choose(joined(path, name), child, chooses)
 
-    choose("", module, _policy(module, stages, min_num_params))
+    choose("", module, _policy(module, stages, min_num_params, eligible))
     above = {"", *(path[:i] for path in chosen for i, letter in enumerate(path) if letter == ".")}
     choose("", module, lambda path, m: path not in above and _numel(m) >= small)
     # A module has several paths if its parents share it: keep each once, and none that is also inside another.
@@ -258,13 +258,16 @@ def _numel(m: nn.Module) -> int:
 
 
 def _policy(
-    module: nn.Module, stages: Boundaries | None, min_num_params: int | None
+    module: nn.Module,
+    stages: Boundaries | None,
+    min_num_params: int | None,
+    eligible: Callable[[str, nn.Module], bool],
 ) -> Callable[[str, nn.Module], bool]:
     if min_num_params is not None:
         enough: int = min_num_params
         return lambda path, m: _numel(m) >= enough and all(_numel(child) < enough for child in m.children())
     if stages is not None:
-        return _named(module, stages)
+        return _named(module, stages, eligible)
     names = {name for m in module.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
     if any(type(m).__name__ in names for m in module.modules()):
         return lambda path, m: type(m).__name__ in names
@@ -273,7 +276,9 @@ def _policy(
     return lambda path, m: id(m) in repeated
 
 
-def _named(module: nn.Module, stages: Any) -> Callable[[str, nn.Module], bool]:
+def _named(
+    module: nn.Module, stages: Any, eligible: Callable[[str, nn.Module], bool]
+) -> Callable[[str, nn.Module], bool]:
     if callable(stages) and not isinstance(stages, type):
         return lambda path, m: bool(stages(path, m))
     wanted = [stages] if isinstance(stages, (str, type)) else list(stages)
@@ -294,4 +299,10 @@ def _named(module: nn.Module, stages: Any) -> Callable[[str, nn.Module], bool]:
         if not any(matches(item, path, m) for path, m in modules):
             classes = listed(dict.fromkeys(type(m).__name__ for _, m in modules if any(True for _ in m.parameters())))
             raise ValueError(f"functional: stages: nothing is or matches {item!r}; the module has {classes}")
+        if not any(eligible(path, m) for path, m in modules if matches(item, path, m)):
+            path, m = next((path, m) for path, m in modules if matches(item, path, m))
+            raise ValueError(
+                f"functional: stages: {item!r} must match layers, got {path or 'the whole module'} "
+                f"({type(m).__name__}): a stage is a module inside, with parameters that are not loose and a forward"
+            )
     return lambda path, m: any(matches(item, path, m) for item in wanted)

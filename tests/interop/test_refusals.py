@@ -90,6 +90,8 @@ MODULES: dict[str, tuple[Callable[[], Any], dict[str, Any], tuple[str, ...]]] = 
     "loose": (Net, {"loose": "blocks.9"}, ("ValueError", "loose: nothing matches 'blocks.9'")),
     "mutable": (Net, {"mutable": "mean"}, ("ValueError", "mutable: nothing matches 'mean'")),
     "stages": (Net, {"stages": "Layer"}, ("ValueError", "nothing is or matches 'Layer'", "Block")),
+    "stages, the root": (Net, {"stages": "Net"}, ("ValueError", "'Net' must match layers, got the whole module (Net)")),
+    "stages, a list": (Net, {"stages": ["Block", "blocks"]}, ("ValueError", "'blocks' must match layers, got blocks")),
     "stages of a kind": (Net, {"stages": [3]}, ("TypeError", "names of classes")),
     "both": (Net, {"stages": "Block", "min_num_params": 3}, ("ValueError", "pass one")),
     "remat": (Net, {"remat": "yes"}, ("TypeError", "remat='yes'")),
