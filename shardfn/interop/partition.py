@@ -236,7 +236,7 @@ def boundaries(
         """Chooses the outermost among a module and those inside."""
         if path in chosen:
             return
-        if eligible(path, m) and chooses(path, m):
+        if eligible(path, m) and chooses(path, m) and (stages is not None or not _takes_lists(m)):
             chosen[path] = m
             return
         for name, child in m.named_children():
@@ -251,6 +251,15 @@ def boundaries(
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
     apart = {path for path, m in chosen.items() if once[id(m)] == path and id(m) not in inside}
     return {path: chosen[path] for path in names if path in apart}
+
+
+def _takes_lists(m: nn.Module) -> bool:
+    """Whether forward says that it takes a list, to which it may append, as the last blocks of torchvision's pyramids.
+
+    A stage gets a copy of it, so the modules inside become stages instead.
+    """
+    kinds = {name: str(kind) for name, kind in getattr(type(m).forward, "__annotations__", {}).items()}
+    return any(re.match(r"(typing\.)?[lL]ist\b", kind) for name, kind in kinds.items() if name != "return")
 
 
 def _numel(m: nn.Module) -> int:

@@ -262,3 +262,38 @@ def test_what_would_be_lost_of_values_of_other_layers_is_an_error(world: World) 
             assert "layers.0.weight is read outside of stage 'layers.0'" in found.pop(way), way
         assert "layers.0.weight is read outside of stage" in found.pop("adapters")
         assert not found
+
+
+class LastLevels(nn.Module):
+    """Appends to the list that it is given, as the last blocks of a feature pyramid do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def forward(self, results: list[Tensor], scale: float) -> list[Tensor]:
+        results.append(self.first(results[-1]) * scale)
+        results.append(self.second(torch.tanh(results[-1])))
+        return results
+
+
+class Pyramid(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.last = nn.ModuleList([linear(), linear()]), LastLevels()
+
+    def forward(self, x: Tensor) -> Tensor:
+        results = [x]
+        for layer in self.layers:
+            results.append(torch.tanh(layer(results[-1])))
+        self.last(results, 2.0)
+        return torch.stack(results)
+
+
+def test_modules_that_take_lists_are_no_stages_unless_they_are_chosen() -> None:
+    x = torch.ones(2, WIDTH, dtype=torch.float64)
+    model, alone = functional(seeded(Pyramid), small=1), seeded(Pyramid)
+    assert model.stages == ("layers.0", "layers.1", "last.first", "last.second")
+    assert model(model.tree, x).equal(alone(x))
+    chosen = functional(seeded(Pyramid), stages=LastLevels, small=1)
+    assert "writes into a list" in told(lambda: chosen(chosen.tree, x))
