@@ -6,6 +6,7 @@ All private parts of `transformers` that this package uses are used here: the ru
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
@@ -123,6 +124,16 @@ def loaded_by(module: Any, used: Iterable[int]) -> None:
     """Records on a module the rules that loaded it, as `from_pretrained` does; `reverted` reverses them."""
     rules = conversions(module)
     module._weight_conversions = [rules[number] for number in used]
+
+
+def vocabularies(module: nn.Module) -> list[nn.Module]:
+    """The embeddings and output layers of all models of `transformers` in a module."""
+    found: list[Any] = []
+    for m in filter(of_transformers, module.modules()):
+        for name in ("get_input_embeddings", "get_output_embeddings"):
+            with contextlib.suppress(NotImplementedError, AttributeError):  # of models without tokens
+                found.append(getattr(m, name)())
+    return [m for m in found if m is not None]
 
 
 def generation_settings(module: Any, path: Path) -> str:

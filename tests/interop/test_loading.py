@@ -748,6 +748,48 @@ def test_a_tokenizer_and_trained_buffers_are_saved(world: World, tmp_path: Path)
     assert (tmp_path / "words" / "list.txt").read_text() == "a b"
 
 
+def larger_vocabulary(root: Path) -> dict[str, Any]:
+    """Rows of a vocabulary that grew: those of the files, and those after them."""
+    mesh, plan, rank = data_mesh(dist.get_world_size()), STRATEGIES["full_shard"], dist.get_rank()
+    found: dict[str, Any] = {}
+    module: Any = zoo.build("llama")
+    names, rows = ("model.embed_tokens.weight", "lm_head.weight"), zoo.VOCABULARY
+    on_first(lambda: zoo.build("llama").save_pretrained(root / "base"))  # type: ignore[operator]
+
+    def grown(real: bool) -> Any:
+        with contextlib.nullcontext() if real else interop.meta():
+            larger: Any = zoo.build("llama")
+            larger.resize_token_embeddings(rows + 3, mean_resizing=False)
+        return larger
+
+    for case, folder, source in (("all", root / "base", None), ("one", root / "base" if rank == 0 else None, 0)):
+        for real in (False, True):
+            torch.manual_seed(1)
+            larger = grown(real)
+            after = {name: larger.get_parameter(name).detach().clone()[rows:] for name in names} if real else {}
+            model = model_of(larger)
+            loaded = model.state_dict(interop.load(folder, model, mesh, plan, source=source, strict=False))
+            base = module.state_dict()
+            first = all(loaded[name][:rows].equal(base[name]) for name in names)
+            kept = all(loaded[name][rows:].equal(x) for name, x in after.items())
+            found[f"{case}, {real}"] = first and kept and all(bool(loaded[name][rows:].any()) for name in names)
+            others = [name for name in base if name not in names]
+            found[f"{case}, {real}, others"] = all(loaded[name].equal(base[name]) for name in others)
+    found["strict"] = refused(lambda: interop.load(root / "base", model_of(grown(False)), mesh, plan))
+    with interop.meta():
+        wide = zoo.made("Llama", "ForCausalLM", **{**zoo._TEXT, "intermediate_size": 80})
+    found["wide"] = refused(lambda: interop.load(root / "base", model_of(wide), mesh, plan, strict=False))
+    return found
+
+
+@pytest.mark.world(2, "processes")
+def test_a_vocabulary_that_grew_keeps_the_rows_of_its_files(world: World, tmp_path: Path) -> None:
+    for found in world.within(100).run(larger_vocabulary, tmp_path):
+        assert "of another shape" in found.pop("strict")
+        assert "of another shape" in found.pop("wide")
+        assert [case for case, right in found.items() if not right] == []
+
+
 def settings_for_text(root: Path) -> dict[str, Any]:
     """How models generate after `load`, and in the files that `save_pretrained` writes then."""
     import transformers
