@@ -748,6 +748,37 @@ def test_a_tokenizer_and_trained_buffers_are_saved(world: World, tmp_path: Path)
     assert (tmp_path / "words" / "list.txt").read_text() == "a b"
 
 
+def of_diffusers(root: Path) -> list[bool]:
+    """Folders with the file names of diffusers: one file, and several with an index."""
+    mesh, found = data_mesh(dist.get_world_size()), []
+    state = {name: x.clone() for name, x in normed().state_dict().items()}
+
+    def write() -> None:
+        for folder in ("one", "several"):
+            (root / folder).mkdir()
+        safetensors.save_file(state, root / "one" / "diffusion_pytorch_model.safetensors")
+        index: dict[str, str] = {}
+        for number, name in enumerate(state):
+            file = f"diffusion_pytorch_model-{number + 1:05}-of-{len(state):05}.safetensors"
+            safetensors.save_file({name: state[name]}, root / "several" / file)
+            index[name] = file
+        (root / "several" / "diffusion_pytorch_model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": index})
+        )
+
+    on_first(write)
+    for folder in ("one", "several"):
+        model = model_of(normed())
+        loaded = model.state_dict(interop.load(root / folder, model, mesh, STRATEGIES["full_shard"]))
+        found.append(all(x.equal(state[name]) for name, x in loaded.items()))
+    return found
+
+
+@pytest.mark.world(2, "processes")
+def test_folders_of_diffusers_are_loaded(world: World, tmp_path: Path) -> None:
+    assert world.run(of_diffusers, tmp_path) == [[True, True]] * 2
+
+
 def larger_vocabulary(root: Path) -> dict[str, Any]:
     """Rows of a vocabulary that grew: those of the files, and those after them."""
     mesh, plan, rank = data_mesh(dist.get_world_size()), STRATEGIES["full_shard"], dist.get_rank()
