@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from shardfn.checkpoint import folders
-from shardfn.checkpoint.contents import Kind, memory
+from shardfn.checkpoint.contents import Kind
 from shardfn.checkpoint.disk import sync, write_at, write_whole
 from shardfn.checkpoint.team import CheckpointError
+from shardfn.checkpoint.tensor_bytes import memory
 from shardfn.quoting import listed
 from shardfn.shards.boxes import Box, Ints, runs
 

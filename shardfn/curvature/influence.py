@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardfn.checkpoint import CheckpointError
-from shardfn.checkpoint.contents import memory
 from shardfn.checkpoint.disk import sync, write_whole
+from shardfn.checkpoint.tensor_bytes import memory
 from shardfn.collectives.agree import agree, failing_together
 from shardfn.compat import process_groups
 from shardfn.curvature.operators import check_batches, count_of, each_of, must_take

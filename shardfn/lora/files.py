@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import re
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
@@ -18,8 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.checkpoint import folders
+from shardfn.checkpoint.contents import contents
 from shardfn.checkpoint.disk import sync, write_whole
 from shardfn.checkpoint.files import FileReader
+from shardfn.checkpoint.huggingface import refuse_different
 from shardfn.checkpoint.team import CheckpointError, on_each_rank, team_of
 from shardfn.interop.functional import Functional, expect_functional
 from shardfn.lora import targets
@@ -73,8 +74,7 @@ def save_pretrained(folder: str | os.PathLike[str], model: Functional, adapters:
     grids = [flat.layout.grid for flat in flat_shards(adapters)]
     team, what = team_of(grids), f"save_pretrained {path}"
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    if len(set(team.gathered((str(path), zlib.crc32(text.encode())), what))) > 1:
-        raise CheckpointError(f"{what}: ranks were given different paths or adapters")
+    refuse_different(team, what, contents(adapters, shared=False), (str(path), text))
     first = sorted(grids[0].ranks)[:1] if grids else None
     whole = unshard(adapters, ranks=first, to="cpu") if first else adapters
     team.first(what, lambda: _write(path, _tensors(model, whole), text))
