@@ -26,6 +26,7 @@ from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
 from shardfn.checkpoint.tensor_bytes import pieces
 from shardfn.collectives import functional
 from shardfn.compat import process_groups
+from shardfn.local_paths import local_path
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import device_of
 from shardfn.mesh.scope import mesh_of, scope
@@ -87,7 +88,7 @@ def export(
 
     def started() -> tuple[Path, Contents]:
         refuse_options("export", "largest", largest, dtype)
-        return Path(path), contents(params, shared=False)
+        return local_path(path, "checkpoint.export: path"), contents(params, shared=False)
 
     folder, tree = on_each_rank(started)
     team, what = team_of(tree.grids), f"export {folder}"

@@ -25,6 +25,7 @@ from shardfn.checkpoint.tensor_bytes import pieces
 from shardfn.interop import coded, conversions
 from shardfn.interop.functional import Functional, expect_functional
 from shardfn.interop.lazy_tensors import Assembled, Part, lazy
+from shardfn.local_paths import local_path
 from shardfn.mesh import waiting
 from shardfn.mesh.spec import leaves_by_path
 from shardfn.quant import bitsandbytes
@@ -94,7 +95,7 @@ def save_pretrained(
             raise TypeError(
                 f"save_pretrained: tokenizer={tokenizer!r} has no save_pretrained(folder): pass the tokenizer itself"
             )
-        return Path(folder), _checked(model, params, buffers)
+        return local_path(folder, "interop.save_pretrained: folder"), _checked(model, params, buffers)
 
     path, given = on_each_rank(started)
     team, what = team_of(flat.layout.grid for flat in flat_shards(params)), f"save_pretrained {path}"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardfn.checkpoint.folders import seen
+from shardfn.local_paths import local_path
 from shardfn.run.checkpoints import identity_of
 from shardfn.run.folder import Best, Resume, best_of
 from shardfn.run.interrupts import seconds_of
@@ -120,7 +121,7 @@ def _check_folder(save: Any) -> None:
         raise TypeError(f"sf.run.loop: save is a {type(save).__name__}, not a folder")
     if not os.fspath(save):
         raise ValueError("sf.run.loop: save=''; it is a folder for the run's checkpoints, or None")
-    status = seen(Path(save))
+    status = seen(local_path(save, "sf.run.loop: save"))
     if status is None and os.path.islink(save):
         raise ValueError(
             f"sf.run.loop: save={os.fspath(save)!r} is a link to {Path(save).readlink()}, which is not there"

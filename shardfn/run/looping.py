@@ -90,7 +90,8 @@ def loop(
             has its own random numbers. A run that resumes at a step with an evaluation begins with it.
         report: `(step, metrics) -> None`, or several, called on the first rank with each step's metrics and figures:
             `seconds`, `tokens_per_second`, `memory_gib`, and with `flops` also `tflops` and `mfu`. Default:
-            `sf.run.progress()`; `[]` for none.
+            `sf.run.progress()`; `[]` for none. Its methods, if it has them: `begin(step, steps)`, `end()`,
+            `resumed(path, step)`, and `saved(path, step)` for each checkpoint that is complete, as to upload it.
         seed: of the random numbers of steps.
         limit: seconds, or a timedelta, from the start of the process until it must have ended. Default: with `save`,
             the end of the job in SLURM_JOB_END_TIME, if set.
@@ -133,9 +134,14 @@ def loop(
         try:
             state, start, path = _start(run, state)
             run.reports.begin(start, wanted.steps, path)
+            if run.saver is not None:
+                run.saver.whole = run.reports.saved
+                if path is None:
+                    run.reports.saved(run.saver.path(0), 0)
             state, reached, why = _train(run, state, start)
             if run.saver is not None:
                 run.saver.finish()
+                _raise_wrong(run, state, run.exchange.now(run.word(reached)))  # a report of the last checkpoint
             ended(wanted.save, why)
             best_step = _best(run, reached)
             interrupts.leaves(REASONS.index(why))

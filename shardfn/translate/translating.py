@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardfn.local_paths import local_path
 from shardfn.quoting import listed
 from shardfn.translate import accelerate, composer, deepspeed, fsdp, lightning, transformers
 from shardfn.translate.calls import calls
@@ -51,7 +52,7 @@ def translate(path: str | os.PathLike[str]) -> Translation:
     Example:
         ``print(translate("ds_config.json").program)``
     """
-    file, draft = Path(path), Draft()
+    file, draft = local_path(path, "translate: path"), Draft()
     try:
         if file.suffix == ".py":
             calls_read, imported = calls(text_of(file), {*READ, *fsdp.BESIDE})
