@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from array import array
@@ -26,10 +27,11 @@ from shardfn.run.interrupts import Interrupts, ended, refuse
 from shardfn.run.nonfinite import explain, not_numbers, wrong_metrics
 from shardfn.run.randomness import grids, place, seed_all
 from shardfn.run.reports import Report, Reports
-from shardfn.run.stepping import Kinds, Stepping, kinds_of
+from shardfn.run.stepping import UNCHANGED, Kinds, Stepping, Unchanged, kinds_of, same_rows_refused
 
 State = TypeVar("State")
 Batch = TypeVar("Batch")
+_log = logging.getLogger("shardfn")
 
 
 @short_errors
@@ -103,8 +105,8 @@ def loop(
 
     Raises:
         TypeError, ValueError: on every rank: arguments are wrong on one rank, or differ between ranks; batches end
-            early or are not those of the run in `save`; a step returns something else than a state of the same kind and
-            metrics.
+            early, are not those of the run in `save`, or, as the checker finds in the first step, the same on all ranks;
+            a step returns something else than a state of the same kind and metrics.
         CheckpointError: a checkpoint could not be written, or is of another state.
         FloatingPointError: on every rank: the loss is not finite. With `save`, the steps since the last checkpoint are
             run again, to name the first stage that made such a number, in forward or backward, and its rank.
@@ -269,7 +271,11 @@ def _run_step(run: LoopState, state: Any, n: int, first: bool) -> Any:
     """Launches step `n`, which counts from 0, and reads the metrics of an earlier one."""
     if first and not comes_later(state):
         run.kinds = kinds_of(state)
-    state, metrics, batch = run.stepping.one(n, run.rows, state)
+    before = run.unchanged.before(state)
+    with same_rows_refused() if first else contextlib.nullcontext():
+        state, metrics, batch = run.stepping.one(n, run.rows, state)
+    if run.unchanged.after(before, state) and run.team.rank == 0:
+        _log.warning("sf.run.loop: step returns the state that it was given, so nothing trains. %s", UNCHANGED)
     if first:
         kinds = kinds_of(state)
         run.kinds = run.kinds or kinds
@@ -429,6 +435,7 @@ class LoopState:
         kinds: structure, dtypes and shapes of the state, the same after each step; None before the first.
         evaluation: seconds that the slowest evaluation took.
         rows: the batches.
+        unchanged: finds a step that returns the state that it was given.
     """
 
     team: Team
@@ -447,6 +454,7 @@ class LoopState:
     kinds: Kinds | None = None
     evaluation: float = 0.0
     rows: Iterator[Any] = field(default_factory=lambda: iter(()))
+    unchanged: Unchanged = field(default_factory=Unchanged)
 
     def word(self, reached: int) -> Word:
         """What this rank reports to the others after `reached` steps."""
