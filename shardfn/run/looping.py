@@ -105,8 +105,8 @@ def loop(
 
     Raises:
         TypeError, ValueError: on every rank: arguments are wrong on one rank, or differ between ranks; batches end
-            early, are not those of the run in `save`, or, as the checker finds in the first step, the same on all ranks;
-            a step returns something else than a state of the same kind and metrics.
+            early, are not those of the run in `save`, or, as the checker finds in the first step, are the same on all
+            ranks; a step returns something else than a state of the same kind and metrics.
         CheckpointError: a checkpoint could not be written, or is of another state.
         FloatingPointError: on every rank: the loss is not finite. With `save`, the steps since the last checkpoint are
             run again, to name the first stage that made such a number, in forward or backward, and its rank.
