@@ -221,7 +221,7 @@ def tensors_in(file: Path) -> Iterator[tuple[str, Tensor | Unknown]]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
-        raise ImportError("reading safetensors needs the package: pip install 'shardfn[huggingface]'") from error
+        raise ImportError("reading safetensors needs the package: pip install '.[huggingface]'") from error
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  # it is not iterable itself

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = _parser().parse_args(argv)
         if find_spec("rich") is None:
-            raise CheckpointError("the command line needs rich, which is in the extra cli: pip install 'shardfn[cli]'")
+            raise CheckpointError("the command line needs rich, which is in the extra cli: pip install '.[cli]'")
         status: int = args.run(args)
         sys.stdout.flush()
         return status

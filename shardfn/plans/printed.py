@@ -74,7 +74,7 @@ def need_matplotlib(what: str) -> None:
     """Raises the error that names the extra, if matplotlib is missing."""
     if find_spec("matplotlib") is None:
         raise ModuleNotFoundError(
-            f"{what}: pictures need matplotlib, which is in the extra examples: pip install 'shardfn[examples]'",
+            f"{what}: pictures need matplotlib, which is in the extra examples: pip install '.[examples]'",
             name="matplotlib",
         )
 

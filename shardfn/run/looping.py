@@ -63,7 +63,7 @@ def loop(
 
     SIGTERM and SIGUSR1 stop the run: whichever rank got the signal, all stop after the same step, save, and return. A
     second signal ends the process at once, unless it comes within two seconds. A run also stops before `limit`, leaving
-    as much time for a checkpoint as the slowest one took. The program should then end, with a status other than 0, as
+    one and a half times as long for a checkpoint as the slowest one took, or two and a half if one is being written. The program should then end, with a status other than 0, as
     in `sys.exit(75)`, so that whatever started it knows that the run is not over.
 
     Metrics are read two steps late, so the host never waits for the device in a steady step. Before each checkpoint all

@@ -131,7 +131,7 @@ class tensorboard:
         if find_spec("tensorboard") is None:
             raise ModuleNotFoundError(
                 "sf.run.tensorboard needs tensorboard, which is in the extra tensorboard: "
-                "pip install 'shardfn[tensorboard]'"
+                "pip install '.[tensorboard]'"
             )
         self.folder = local_path(folder, "tensorboard: folder")
         self._writer: Any = None

@@ -214,7 +214,7 @@ def _yaml(path: Path, text: str) -> Any:
         import yaml
     except ImportError:
         raise TranslateError(
-            f"{path}: reading YAML needs pyyaml, which is in the extra translate: pip install 'shardfn[translate]'"
+            f"{path}: reading YAML needs pyyaml, which is in the extra translate: pip install '.[translate]'"
         ) from None
 
     class Once(yaml.SafeLoader):  # type: ignore[misc]

@@ -144,7 +144,7 @@ def test_without_tensorboard_the_extra_is_named(monkeypatch: pytest.MonkeyPatch,
     said = told(lambda: sf.run.tensorboard(tmp_path))
     assert said == (
         "ModuleNotFoundError: sf.run.tensorboard needs tensorboard, which is in the extra tensorboard: "
-        "pip install 'shardfn[tensorboard]'"
+        "pip install '.[tensorboard]'"
     )
 
 
