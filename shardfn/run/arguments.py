@@ -30,6 +30,8 @@ class Asked:
 
     Attributes:
         steps: number of the last step.
+        start: steps that the state has taken before, in a run without a checkpoint.
+        numbered: whether the step takes its number.
         save: the folder of the run's checkpoints.
         every: steps between two checkpoints.
         keep: how many of the newest checkpoints stay.
@@ -45,6 +47,8 @@ class Asked:
     """
 
     steps: int
+    start: int
+    numbered: bool
     save: Path | None
     every: int | None
     keep: int | None
@@ -60,7 +64,9 @@ class Asked:
 
     def facts(self) -> dict[str, str]:
         """The arguments that must be the same on all ranks, as text by name."""
-        facts = {name: repr(getattr(self, name)) for name in ("steps", "every", "keep", "best", "resume", "seed")}
+        facts = {
+            name: repr(getattr(self, name)) for name in ("steps", "start", "every", "keep", "best", "resume", "seed")
+        }
         facts["save"] = str(self.save)
         facts["evaluate"] = repr({name: interval for name, (_, interval) in self.evaluate.items()})
         return facts | {"batches.identity": self.identity}
@@ -77,8 +83,14 @@ def asked(step: Any, batches: Any, given: dict[str, Any]) -> Asked:
             f"sf.run.loop: step is a {type(step).__name__}, not a function (state, batch) -> (state, metrics)"
         )
     refuse_module("sf.run.loop", step)
-    _takes(step, 2, "step", "(state, batch) -> (state, metrics)")
-    steps = _count("steps", given["steps"], "the number of the last step")
+    numbered = _takes_number(step)
+    if not numbered:
+        _takes(step, 2, "step", "(state, batch) -> (state, metrics)")
+    steps, start = _count("steps", given["steps"], "the number of the last step"), given["start"]
+    if type(start) is not int or not 0 <= start <= steps:
+        raise ValueError(
+            f"sf.run.loop: start={start!r}; it is how many of the {steps} steps the state has taken before"
+        )
     save = given["save"]
     if save is not None:
         _check_folder(save)
@@ -101,6 +113,8 @@ def asked(step: Any, batches: Any, given: dict[str, Any]) -> Asked:
     _check_batches(batches, save is not None)
     return Asked(
         steps=steps,
+        start=start,
+        numbered=numbered,
         save=None if save is None else Path(save).absolute(),  # the program may change its working directory later
         every=every,
         keep=keep,
@@ -159,6 +173,17 @@ def _takes(function: Any, arguments: int, name: str, form: str) -> None:
         raise TypeError(
             f"sf.run.loop: {name} is called as {form.rstrip(',')}, and {name}{signature} does not take that: {error}"
         ) from None
+
+
+def _takes_number(step: Any) -> bool:
+    """Whether a step needs a third argument."""
+    try:
+        signature = inspect.signature(step)
+        signature.bind(None, None, None)
+    except (TypeError, ValueError):
+        return False
+    needed = [each for each in signature.parameters.values() if each.default is each.empty and each.kind <= 1]
+    return len(needed) == 3
 
 
 def _check_batches(batches: Any, resumes: bool) -> None:

@@ -41,6 +41,7 @@ def loop(
     batches: Callable[[int], Iterable[Batch]] | Iterable[Batch],
     *,
     steps: int,
+    start: int = 0,
     save: str | os.PathLike[str] | None = None,
     every: int | None = None,
     keep: int | None = None,
@@ -63,14 +64,16 @@ def loop(
 
     SIGTERM and SIGUSR1 stop the run: whichever rank got the signal, all stop after the same step, save, and return. A
     second signal ends the process at once, unless it comes within two seconds. A run also stops before `limit`, leaving
-    one and a half times as long for a checkpoint as the slowest one took, or two and a half if one is being written. The program should then end, with a status other than 0, as
-    in `sys.exit(75)`, so that whatever started it knows that the run is not over.
+    one and a half times as long for a checkpoint as the slowest one took, or two and a half if one is being written.
+    The program should then end, with a status other than 0, as in `sys.exit(75)`, so that whatever started it knows
+    that the run is not over.
 
     Metrics are read two steps late, so the host never waits for the device in a steady step. Before each checkpoint all
     are read, and the state is searched: one with nan is never written.
 
     Args:
-        step: `(state, batch) -> (state, metrics)`. It may consume the state that it is given, as optimizers do. Metrics
+        step: `(state, batch) -> (state, metrics)`, or `(state, batch, n)`, where n is the step's number, which counts
+            from 1 as in reports. It may consume the state that it is given, as optimizers do. Metrics
             are numbers or tensors of one element, by name; those of the first rank are shown. `loss`, or every metric
             if there is no `loss`, must be finite. `tokens`, if given, is the number of tokens in the step on all ranks.
         state: any pytree; with `save`, one that `checkpoint.save` takes.
@@ -78,6 +81,7 @@ def loop(
             along which ranks read different rows (default: those along which the state is placed), and an `identity`, a
             dict of plain values that must be the same when the run resumes. Without `save`, an iterable will do.
         steps: number of the last step.
+        start: how many steps the state has taken before, in a run that does not resume from a checkpoint in `save`.
         save: a folder for the run's checkpoints: at its beginning, every `every` steps, and at its end.
         every: steps between two checkpoints, which are written in the background.
         keep: how many of the newest stay; None for all. Only checkpoints made by runs there, as `step-00000500`, are
@@ -117,7 +121,7 @@ def loop(
         ``state, run = sf.run.loop(step, state, batches, steps=10_000, save="runs/1", every=500, keep=3)``
     """
     team = team_of(grids(state), "run")
-    given = {"steps": steps, "save": save, "every": every, "keep": keep, "best": best, "resume": resume,
+    given = {"steps": steps, "start": start, "save": save, "every": every, "keep": keep, "best": best, "resume": resume,
              "evaluate": evaluate, "report": report, "seed": seed, "limit": limit, "flops": flops,
              "peak": peak}  # fmt: skip
     where, places, wanted = _asked(team, step, state, batches, given)
@@ -125,7 +129,7 @@ def loop(
         team=team,
         asked=wanted,
         failing=Failing(team),
-        stepping=Stepping(step, batches, wanted.seed, where, wanted.steps),
+        stepping=Stepping(step, batches, wanted.seed, where, wanted.steps, wanted.numbered),
         exchange=Exchange(team),
         reports=Reports(wanted.reports if team.rank == 0 else ()),
         figures=Figures(wanted.flops, wanted.peak, team.size, places),
@@ -134,18 +138,18 @@ def loop(
     with Interrupts(wanted.limit, wanted.save) as interrupts:
         run.interrupts = interrupts
         try:
-            state, start, path = _start(run, state)
-            run.reports.begin(start, wanted.steps, path)
+            state, first, path = _start(run, state)
+            run.reports.begin(first, wanted.steps, path)
             if run.saver is not None:
                 run.saver.whole = run.reports.saved
                 if path is None:
-                    run.reports.saved(run.saver.path(0), 0)
-            state, reached, why = _train(run, state, start)
+                    run.reports.saved(run.saver.path(first), first)
+            state, reached, why = _train(run, state, first)
             if run.saver is not None:
                 run.saver.finish()
                 _raise_wrong(run, state, run.exchange.now(run.word(reached)))  # a report of the last checkpoint
             ended(wanted.save, why)
-            best_step = _best(run, reached)
+            kept = _best(run, reached)
             interrupts.leaves(REASONS.index(why))
             run.close()
         except BaseException:
@@ -158,7 +162,7 @@ def loop(
             run.reports.end()
             if run.saver is not None:
                 run.saver.lock.release()
-    return state, Run(start, reached, why, run.history, best_step)
+    return state, Run(first, reached, why, run.history, kept)
 
 
 def _new_saver(asked: Asked) -> Saver | None:
@@ -188,7 +192,7 @@ def _start(run: LoopState, state: Any) -> tuple[Any, int, Path | None]:
     """
     saver = run.saver
     if saver is None:
-        return state, 0, None
+        return state, run.asked.start, None
     run.team.first(f"lock {saver.folder}", saver.lock.take)
     choice = chosen(run.team, saver.folder, run.asked.resume)
     path = choice.path
@@ -199,9 +203,9 @@ def _start(run: LoopState, state: Any) -> tuple[Any, int, Path | None]:
                 "that no checkpoint of this run could be loaded: take one step first, and pass the state that it gives"
             )
         _refuse_nan(run, state, 0)
-        saver.save(state, 0, run.history)
+        saver.save(state, run.asked.start, run.history)
         saver.finish()
-        return state, 0, None
+        return state, run.asked.start, None
     if not run.asked.resume:
         raise ValueError(
             f"sf.run.loop: resume=False, and {path} is of a run already: pass another folder, delete it, or go on "
@@ -223,12 +227,13 @@ def _start(run: LoopState, state: Any) -> tuple[Any, int, Path | None]:
     return state, step, path
 
 
-def _best(run: LoopState, step: int) -> int | None:
-    """The step of the best checkpoint."""
+def _best(run: LoopState, step: int) -> Path | None:
+    """The path of the best checkpoint."""
     saver = run.saver
     if saver is None or saver.keeping.best is None:
         return None
-    return saver.keeping.best.of(saver.values(run.team, step, [], run.history))
+    best = saver.keeping.best.of(saver.values(run.team, step, [], run.history))
+    return None if best is None else saver.path(best)
 
 
 def _train(run: LoopState, state: Any, start: int) -> tuple[Any, int, str]:
@@ -404,14 +409,14 @@ class Run:
             program should end, with a status other than 0, and the same call in the next program resumes.
         metrics: name -> step -> value, of the steps taken by this call; steps count from 1. Those from `evaluate` are
             named `eval/...`.
-        best: with `best`, the step of the best checkpoint among those that stay; None if none has been compared.
+        best: with `best`, the path of the best checkpoint among those that stay; None if none has been compared.
     """
 
     start: int
     step: int
     ended: str
     metrics: Mapping[str, Mapping[int, float]] = field(repr=False)
-    best: int | None = None
+    best: Path | None = None
 
 
 @dataclass

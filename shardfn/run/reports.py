@@ -130,8 +130,7 @@ class tensorboard:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         if find_spec("tensorboard") is None:
             raise ModuleNotFoundError(
-                "sf.run.tensorboard needs tensorboard, which is in the extra tensorboard: "
-                "pip install '.[tensorboard]'"
+                "sf.run.tensorboard needs tensorboard, which is in the extra tensorboard: pip install '.[tensorboard]'"
             )
         self.folder = local_path(folder, "tensorboard: folder")
         self._writer: Any = None

@@ -30,6 +30,7 @@ class Stepping:
         seed: of random numbers.
         place: of this rank, among those with different rows.
         steps: number of the last step.
+        numbered: whether the function takes the step's number.
     """
 
     function: Any
@@ -37,6 +38,7 @@ class Stepping:
     seed: int
     place: int
     steps: int
+    numbered: bool = False
 
     def rows(self, start: int) -> Rows:
         """Opens the batches from a step on, with random numbers that begin the same for every `start`.
@@ -77,7 +79,7 @@ class Stepping:
             ) from None
         seed_all(self.seed, n, self.place)
         try:
-            result = self.function(state, batch)
+            result = self.function(state, batch, n + 1) if self.numbered else self.function(state, batch)
         except StopIteration as error:
             raise RuntimeError(f"sf.run.loop: step {n} raised StopIteration") from error
         if not isinstance(result, tuple) or len(result) != 2:

@@ -149,10 +149,10 @@ def test_a_known_model_is_planned_with_its_views(tmp_path: Path) -> None:
 def test_the_sizes_of_a_list_are_in_one_unit(tmp_path: Path) -> None:
     small = ("--model", "gpt-124m", "--ranks", "2", "--sequence", "64")
     out = ran(*small, "--fit", "16GiB", cwd=tmp_path)
-    assert "fit into 17.2 GB, of which 2.1 GB are left free; on h100, h100" in out
+    assert "fit into 17.18 GB (16 GiB), of which 2.1 GB are left free; on h100, h100" in out
     assert "GiB" not in out
     out = ran(*small, "--fit", "10MiB", "--reserve", "1MiB", cwd=tmp_path, status=1)
-    assert "fits into 10.5 MB, of which 1.0 MB are left free; nearest: " in out
+    assert "fits into 10.49 MB, of which 1.0 MB are left free; nearest: " in out
 
 
 def test_a_step_of_ones_own_is_planned(tmp_path: Path) -> None:
@@ -204,6 +204,7 @@ def test_a_configuration_is_planned(tmp_path: Path) -> None:
         (("--model", "llama-8b", "--ranks", "8", "--schedule", "--html", "a.html"), "--schedule, --html: of one plan"),
         (("x:y", "--mesh", "shard=2", "--remat", "on"), "--remat: not for a step of your own"),
         (("--model", "gpt-124m", "--mesh", "shard=8", "--fit", "80Gib"), "'80Gib' is no size of memory"),
+        (("--model", "gpt-124m", "--mesh", "shard=8", "--fit", "80"), "'80' has no unit: write 80GiB, or 80GB"),
     ],
 )
 def test_wrong_arguments_are_one_line(
