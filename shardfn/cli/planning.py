@@ -19,7 +19,7 @@ from shardfn.local_paths import local_path
 from shardfn.mesh.make import make_mesh
 from shardfn.plans import presets
 from shardfn.plans.drawing import duration
-from shardfn.plans.fits import RESERVE, memory_told, size_of
+from shardfn.plans.fits import RESERVE, size_of
 from shardfn.plans.machines import Chip, Links
 from shardfn.plans.plan import Plan
 from shardfn.plans.planning import plan, planning
@@ -197,7 +197,7 @@ def _listed(args: argparse.Namespace, links: Links, chip: Chip) -> int:
             print(f"\r{each.setting}"[:100].ljust(100), end="", file=sys.stderr)
 
     memory, reserve = size_of(args.fit or chip.memory), size_of(args.reserve)
-    room = f"{memory_told(memory)}, of which {size(reserve)} are left free"
+    room = f"{size(memory)}, of which {size(reserve)} are left free"
     found = search(
         shape(args.model), args.ranks, memory, _setting(args, {"shard": args.ranks}), links, chip,
         reserve=reserve, told=told,

@@ -21,6 +21,7 @@ from shardfn.shards.random import int_seed
 from shardfn.transforms.modules import refuse_module
 
 Evaluate = Callable[[Any], Mapping[str, Any]]
+Stop = Callable[[Mapping[str, Mapping[int, float]]], bool]
 Evaluation = Evaluate | tuple[Evaluate, int]
 
 
@@ -38,6 +39,7 @@ class Asked:
         best: the metric that decides which checkpoint is best and stays too.
         resume: whether to go on from the newest checkpoint, or from the newest undamaged one.
         evaluate: by the prefix of its metrics, the evaluation function and its interval in steps.
+        stop: says after an evaluation, by all metrics, whether the run ends.
         reports: called with each step's metrics.
         seed: of the random numbers.
         limit: seconds from the start of the process.
@@ -55,6 +57,7 @@ class Asked:
     best: Best | None
     resume: Resume
     evaluate: dict[str, tuple[Evaluate, int]]
+    stop: Stop | None
     reports: tuple[Report, ...]
     seed: int
     limit: float | None
@@ -107,7 +110,9 @@ def asked(step: Any, batches: Any, given: dict[str, Any]) -> Asked:
             f'"previous", for the newest of which every byte is right'
         )
     evaluate = _evaluations(given["evaluate"], every or steps)
-    best = best_of(given["best"], evaluate)
+    best, stop = best_of(given["best"], evaluate), given["stop"]
+    if stop is not None and (not callable(stop) or not evaluate):
+        raise TypeError(f"sf.run.loop: stop must be a function of the metrics, with evaluate=, got {stop!r}")
     if best is not None and keep is None:
         raise ValueError(f"sf.run.loop: best={given['best']!r} is about what stays, and without keep= all do")
     _check_batches(batches, save is not None)
@@ -121,6 +126,7 @@ def asked(step: Any, batches: Any, given: dict[str, Any]) -> Asked:
         best=best,
         resume=given["resume"],
         evaluate=evaluate,
+        stop=stop,
         reports=_reports(given["report"]),
         seed=int_seed(given["seed"]),
         limit=seconds_of(given["limit"], save is not None),

@@ -19,7 +19,7 @@ from shardfn.checkpoint.team import Team, team_of
 from shardfn.optim.torch import comes_later
 from shardfn.quoting import listed, short_errors
 from shardfn.run.agreeing import REASONS, Exchange, Failing, Word, common, compare
-from shardfn.run.arguments import Asked, Evaluation, asked
+from shardfn.run.arguments import Asked, Evaluation, Stop, asked
 from shardfn.run.async_metrics import STEPS, Figures, Late, checked
 from shardfn.run.checkpoints import Origin, Saver, loaded
 from shardfn.run.folder import Keeping, Resume, chosen, compared, put_aside
@@ -48,6 +48,7 @@ def loop(
     best: str | tuple[str, str] | None = None,
     resume: Resume = True,
     evaluate: Evaluation | Mapping[str, Evaluation] | None = None,
+    stop: Stop | None = None,
     report: Report | Sequence[Report] | None = None,
     seed: int = 0,
     limit: float | timedelta | None = None,
@@ -94,6 +95,8 @@ def loop(
         evaluate: `(state) -> metrics`, reported as `eval/...` after each checkpoint and at the end; or
             `(function, steps)` with its own interval; or a dict of these by name. It must not change the state, and
             has its own random numbers. A run that resumes at a step with an evaluation begins with it.
+        stop: called on the first rank after each evaluation with the metrics so far, by name and step, as those of
+            `Run`: the run saves and ends, a step or two later, once it returns true, as when a loss no longer falls.
         report: `(step, metrics) -> None`, or several, called on the first rank with each step's metrics and figures:
             `seconds`, `tokens_per_second`, `memory_gib`, and with `flops` also `tflops` and `mfu`. Default:
             `sf.run.progress()`; `[]` for none. Its methods, if it has them: `begin(step, steps)`, `end()`,
@@ -122,7 +125,7 @@ def loop(
     """
     team = team_of(grids(state), "run")
     given = {"steps": steps, "start": start, "save": save, "every": every, "keep": keep, "best": best, "resume": resume,
-             "evaluate": evaluate, "report": report, "seed": seed, "limit": limit, "flops": flops,
+             "evaluate": evaluate, "stop": stop, "report": report, "seed": seed, "limit": limit, "flops": flops,
              "peak": peak}  # fmt: skip
     where, places, wanted = _asked(team, step, state, batches, given)
     run = LoopState(
@@ -341,6 +344,9 @@ def _evaluate(run: LoopState, state: Any, step: int) -> None:
                 break
             compared(run.asked.best, name, metrics)
             run.tell(step, {f"{name}/{key}": float(value) for key, value in metrics.items()}, {})
+    if names and run.asked.stop is not None:
+        with run.failing.here():
+            run.stopped |= run.team.rank == 0 and bool(run.asked.stop(run.history))
     if names:
         run.evaluation = max(run.evaluation, time.monotonic() - began)
     run.figures.restart()
@@ -405,8 +411,9 @@ class Run:
     Attributes:
         start: the step that it resumed from; 0 of a new run.
         step: number of steps taken in all.
-        ended: `"finished"` after the last step; `"preempted"` by a signal or `"time"` before the limit. Then the
-            program should end, with a status other than 0, and the same call in the next program resumes.
+        ended: `"finished"` after the last step; `"stopped"` by `stop`; `"preempted"` by a signal or `"time"` before the
+            limit. After the last two the program should end, with a status other than 0, and the same call in
+            the next program resumes.
         metrics: name -> step -> value, of the steps taken by this call; steps count from 1. Those from `evaluate` are
             named `eval/...`.
         best: with `best`, the path of the best checkpoint among those that stay; None if none has been compared.
@@ -441,6 +448,7 @@ class LoopState:
         evaluation: seconds that the slowest evaluation took.
         rows: the batches.
         unchanged: finds a step that returns the state that it was given.
+        stopped: whether `stop` has said so on this rank.
     """
 
     team: Team
@@ -460,11 +468,12 @@ class LoopState:
     evaluation: float = 0.0
     rows: Iterator[Any] = field(default_factory=lambda: iter(()))
     unchanged: Unchanged = field(default_factory=Unchanged)
+    stopped: bool = False
 
     def word(self, reached: int) -> Word:
         """What this rank reports to the others after `reached` steps."""
         return Word(
-            stop=self.interrupts.reason(self._needs(reached)),
+            stop=3 if self.stopped else self.interrupts.reason(self._needs(reached)),
             failed=0 if self.error is None else 1 + self.team.rank,
             bad=0 if self.bad is None else Word.far(self.bad[0]),
         )

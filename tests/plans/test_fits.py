@@ -65,8 +65,8 @@ def test_a_reserve_above_the_memory_is_named_and_not_the_plan() -> None:
     fit = plan(parameters=1).fits("1GiB")
     assert not fit
     assert fit.reason == (
-        "it does not fit: 2.147 GB of the device are to be left free, and it has 1.074 GB (1 GiB): pass a smaller reserve; "
-        "the plan needs 1.074 GB"
+        "it does not fit: 2.147 GB of the device are to be left free, and it has 1.074 GB (1 GiB): pass a smaller "
+        "reserve; the plan needs 1.074 GB"
     )
     assert "it does not fit: it needs 1.074 GB of" in plan(parameters=1).fits("2GiB").reason  # nothing is left for it
 

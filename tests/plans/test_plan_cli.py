@@ -143,16 +143,16 @@ def test_a_known_model_is_planned_with_its_views(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "t.json").read_text())
     out = ran("--model", "gpt-124m", "--mesh", "shard=8", "--sequence", "128", "--fit", "1GiB", cwd=tmp_path, status=1)
     assert "it does not fit: " in out
-    assert "GiB" not in out
+    assert "1.074 GB (1 GiB)" in out  # the one size that was given in the other unit
 
 
 def test_the_sizes_of_a_list_are_in_one_unit(tmp_path: Path) -> None:
     small = ("--model", "gpt-124m", "--ranks", "2", "--sequence", "64")
     out = ran(*small, "--fit", "16GiB", cwd=tmp_path)
-    assert "fit into 17.18 GB (16 GiB), of which 2.1 GB are left free; on h100, h100" in out
+    assert "fit into 17.2 GB, of which 2.1 GB are left free; on h100, h100" in out
     assert "GiB" not in out
     out = ran(*small, "--fit", "10MiB", "--reserve", "1MiB", cwd=tmp_path, status=1)
-    assert "fits into 10.49 MB, of which 1.0 MB are left free; nearest: " in out
+    assert "fits into 10.5 MB, of which 1.0 MB are left free; nearest: " in out
 
 
 def test_a_step_of_ones_own_is_planned(tmp_path: Path) -> None:
