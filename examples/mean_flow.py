@@ -79,7 +79,7 @@ def init(config: Config) -> Params:
 
 def waves(x: Tensor, width: int) -> Tensor:
     """Times `[b]` as waves `[b, c]`."""
-    rates = torch.exp(torch.linspace(0, 6, width // 2, dtype=x.dtype, device=x.device))
+    rates = torch.exp(torch.linspace(0, 3, width // 2, dtype=x.dtype, device=x.device))
     angles = x[:, None] * rates
     return torch.cat([angles.sin(), angles.cos()], -1)
 
@@ -118,8 +118,11 @@ def velocity(params: Params, z: Tensor, r: Tensor, t: Tensor, label: Tensor, con
 # --- the loss ---
 
 
-def mean_flow(params: Params, rows: tuple[Tensor, ...], config: Config) -> Tensor:
-    """The sum of squares of this rank's rows: u is drawn to v - (t - r) du/dt, through which no gradient flows."""
+def mean_flow(params: Params, rows: tuple[Tensor, ...], config: Config) -> tuple[Tensor, Tensor]:
+    """The loss and the squared error of this rank's rows, summed.
+
+    u is drawn to v - (t - r) du/dt, through which no gradient flows; rows with a large error weigh less.
+    """
     x, label, noise, r, t = rows
     share = t[:, None, None]
     z, v = (1 - share) * x + share * noise, noise - x
@@ -129,7 +132,8 @@ def mean_flow(params: Params, rows: tuple[Tensor, ...], config: Config) -> Tenso
         (v, torch.zeros_like(r), torch.ones_like(t)),
     )
     target = (v - (t - r)[:, None, None] * slope).detach()
-    return (u - target).square().mean((1, 2)).sum()
+    errors = (u - target).square().mean((1, 2))
+    return (errors / (errors.detach() + 1e-2)).sum(), errors.detach().sum()
 
 
 def drawn(seed: int, step: int, images: Tensor, config: Config) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,7 +165,7 @@ class Run:
     """The results of a training run."""
 
     params: Params
-    losses: list[float]  # one for each step
+    errors: list[float]  # one for each step
 
 
 def train(config: Config, mesh: DeviceMesh, strategy: sf.Strategy, steps: int, seed: int, report: Reports = ()) -> Run:
@@ -171,19 +175,21 @@ def train(config: Config, mesh: DeviceMesh, strategy: sf.Strategy, steps: int, s
     batches = sf.run.batches((patches_of(images, config), labels), mesh, DATA, config.batch, seed)
     optimizer = adamw(config.rate, config.warmup, steps, config.decay, config.clip)
 
-    def loss(params: Params, rows: tuple[Tensor, ...]) -> Tensor:
-        return sf.psum(mean_flow(params, rows, config), DATA) / sf.psum(len(rows[0]), DATA)
+    def loss(params: Params, rows: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        total, error = sf.psum(mean_flow(params, rows, config), DATA)
+        count = sf.psum(len(rows[0]), DATA)
+        return total / count, error / count
 
     @sf.shard_map(mesh=mesh, in_specs=(..., P(DATA)), out_specs=(..., P()))
     def step(state: Params, rows: tuple[Tensor, Tensor]) -> tuple[Params, dict[str, Tensor]]:
         given = (*rows, *drawn(seed, state["step"], rows[0], config))
-        value, grads = sf.value_and_grad(loss)(state["model"], given)
+        (value, error), grads = sf.value_and_grad(loss, has_aux=True)(state["model"], given)
         params, remembered = optimizer.step(state["model"], grads, state["optimizer"])
-        return {"model": params, "optimizer": remembered, "step": state["step"] + 1}, {"loss": value}
+        return {"model": params, "optimizer": remembered, "step": state["step"] + 1}, {"loss": value, "error": error}
 
     state = {"model": params, "optimizer": optimizer.init(params), "step": 0}
     state, run = sf.run.loop(step, state, batches, steps=steps, report=report)
-    return Run(state["model"], curve(run))
+    return Run(state["model"], curve(run, "error"))
 
 
 def sample(params: Params, labels: Tensor, seed: int, config: Config) -> Tensor:
@@ -204,7 +210,7 @@ def main() -> None:
     labels = torch.arange(CLASSES, device=mesh.device_type).repeat(4)
     drawn_digits = sample(run.params, labels, args.seed, config).cpu()
     if mesh.get_rank() == 0:
-        picture({"training batch": run.losses}, "loss", args.out / "loss.png")
+        picture({"training batch": run.errors}, "squared error", args.out / "error.png")
         show(drawn_digits, args.out / "digits.png")
         print(f"digits, each drawn in one step: {args.out / 'digits.png'}")
 

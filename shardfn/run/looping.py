@@ -36,7 +36,8 @@ _log = logging.getLogger("shardfn")
 
 @short_errors
 def loop(
-    step: Callable[[State, Batch], tuple[State, Mapping[str, Any]]],
+    step: Callable[[State, Batch], tuple[State, Mapping[str, Any]]]
+    | Callable[[State, Batch, int], tuple[State, Mapping[str, Any]]],
     state: State,
     batches: Callable[[int], Iterable[Batch]] | Iterable[Batch],
     *,

@@ -229,7 +229,8 @@ def stopped(folder: str) -> Any:
     _, run = sf.run.loop(
         step, state, lambda start: range(start, 99), steps=20, evaluate=(lambda s: {"x": next(values)}, 2), **options
     )
-    wrong = told(lambda: sf.run.loop(step, state, lambda start: range(9), steps=2, stop=True, report=[]))
+    never: Any = False
+    wrong = told(lambda: sf.run.loop(step, state, lambda start: range(9), steps=2, stop=never, report=[]))
     _, other = sf.run.loop(step, state, lambda start: range(9), steps=2, save=f"{folder}-other", report=[])
     return run.ended, run.step, sf.checkpoint.latest(folder).name, wrong, other.ended  # type: ignore[union-attr]
 
