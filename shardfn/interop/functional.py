@@ -366,6 +366,8 @@ class Functional:
     def state_dict(self, params: Any) -> dict[str, Tensor]:
         """Gathers whole parameters under all of the module's names, including aliases, on every rank.
 
+        Of copies that differ, as between islands of local SGD, each rank gets its own.
+
         Args:
             params: parameters or gradients of the structure of `tree`.
         """

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.compat import devices
+from shardfn.local_paths import local_path
 from shardfn.mesh.axes import device_of, grid_of, per_mesh, row
 from shardfn.mesh.grid import Grid, show
 from shardfn.mesh.groups import connected, group_over
@@ -77,6 +78,8 @@ def make_mesh(
         raise TypeError(
             f"make_mesh: scratch={short(repr(scratch))}; it is the path of a folder, not the size of an axis"
         )
+    if scratch is not None:
+        local_path(scratch, "make_mesh: scratch")
     if scratch is not None and not os.fspath(scratch):
         raise ValueError("make_mesh: scratch=''; it is the path of a folder, or None")
     device = device or planned() or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -229,7 +229,8 @@ def _loss(draft: Draft) -> Iterator[_Line]:
     elif _many(draft) and count != "micro_batches":
         yield f"micro_batches = {count}", ("accumulate",)
     if total and micro:
-        error = 'raise ValueError("train_batch_size is not what this mesh makes")'
+        said = next((key.rpartition(".")[2] for key in draft.of("train_batch")), "train_batch_size")
+        error = f'raise ValueError("{said} is not what this mesh makes")'
         yield f"if {total} != {product}:\n    {error}", ("train_batch", "micro_batch")
     tokens, scaled, autocast = draft.get("tokens"), bool(draft.get("scaled")), draft.get("autocast")
     what = "each token counts once" if tokens == "all" else "the mean over ranks and micro-batches"

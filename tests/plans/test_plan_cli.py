@@ -143,7 +143,7 @@ def test_a_known_model_is_planned_with_its_views(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "t.json").read_text())
     out = ran("--model", "gpt-124m", "--mesh", "shard=8", "--sequence", "128", "--fit", "1GiB", cwd=tmp_path, status=1)
     assert "it does not fit: " in out
-    assert "GiB" not in out
+    assert "1.074 GB (1 GiB)" in out  # the one size that was given in the other unit
 
 
 def test_the_sizes_of_a_list_are_in_one_unit(tmp_path: Path) -> None:
@@ -204,6 +204,7 @@ def test_a_configuration_is_planned(tmp_path: Path) -> None:
         (("--model", "llama-8b", "--ranks", "8", "--schedule", "--html", "a.html"), "--schedule, --html: of one plan"),
         (("x:y", "--mesh", "shard=2", "--remat", "on"), "--remat: not for a step of your own"),
         (("--model", "gpt-124m", "--mesh", "shard=8", "--fit", "80Gib"), "'80Gib' is no size of memory"),
+        (("--model", "gpt-124m", "--mesh", "shard=8", "--fit", "80"), "'80' has no unit: write 80GiB, or 80GB"),
     ],
 )
 def test_wrong_arguments_are_one_line(
