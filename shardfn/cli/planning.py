@@ -52,6 +52,10 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dtype", help="of computing and gathering; default: %(default)s")
     command.add_argument("--kept", metavar="DTYPE", help="of parameters, gradients and state; default: %(default)s")
     command.add_argument("--optimizer", choices=tuple(OPTIMIZERS), help="default: %(default)s")
+    command.add_argument(
+        "--lora", type=count, metavar="RANK", help="train adapters on all linear layers; default: none"
+    )
+    command.add_argument("--base", choices=("full", "nf4", "int8"), help="beneath adapters; default: %(default)s")
     for kind in ("params", "grads", "state"):
         command.add_argument(f"--{kind}-on", choices=get_args(Tier), help="default: %(default)s")
     command.set_defaults(**_OF_MODELS)

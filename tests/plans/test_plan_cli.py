@@ -216,3 +216,22 @@ def test_wrong_arguments_are_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_adapters_and_a_quantized_base_of_a_configuration(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    transformers.LlamaConfig(vocab_size=256, max_position_embeddings=32, **sizes).save_pretrained(tmp_path / "llama")
+    common = ("llama", "--mesh", "shard=2", "--json", "plan.json")
+    plans = {}
+    for options in ((), ("--lora", "4"), ("--lora", "4", "--base", "int8"), ("--lora", "4", "--base", "nf4")):
+        ran(*common, *options, cwd=tmp_path)
+        plans[options] = Plan.load(tmp_path / "plan.json")
+    full, adapters, eight, four = plans.values()
+    params = [plan.peak.kinds["parameters"] for plan in (full, adapters, eight, four)]
+    assert params[3] < params[2] < params[0] < params[1]  # adapters come on top
+    matrices = 2 * (4 * 64 * 64 + 3 * 64 * 128)
+    assert params[1] - params[2] == pytest.approx(matrices * 3 / 2, rel=0.05)  # a byte for four, on two ranks
+    weights = 2 * 4 * (4 * (64 + 64) + 3 * (64 + 128))  # in two layers, of rank 4
+    assert adapters.peak.kinds["optimizer"] == pytest.approx(2 * 4 * weights, rel=0.02)
+    assert "lora=" in ran(*common, "--base", "nf4", cwd=tmp_path, status=2)
