@@ -21,7 +21,7 @@ from shardfn.mesh.axes import device_of, grid_of, per_mesh, row
 from shardfn.mesh.grid import Grid, show
 from shardfn.mesh.groups import connected, group_over
 from shardfn.mesh.planned import planned
-from shardfn.mesh.start import check_device, claim_device, patience, start_distributed
+from shardfn.mesh.start import check_device, claim_device, idle_devices, patience, start_distributed
 from shardfn.quoting import advised, short, short_errors
 
 _log = logging.getLogger("shardfn")
@@ -115,6 +115,11 @@ def make_mesh(
     spans = across(hosts, filled)
     if spans and dist.get_rank() == 0:
         _log.warning("make_mesh(%s): %s", show(filled), spans)
+    if dist.get_rank() == 0 and not planned() and (idle := idle_devices(device, hosts)):
+        _log.warning(
+            "make_mesh(%s): %d of this host's devices are idle: start a rank for each, torchrun --nproc-per-node gpu",
+            show(filled), idle,
+        )  # fmt: skip
     from torch.distributed.device_mesh import init_device_mesh
 
     whole = init_device_mesh(device, (world,), mesh_dim_names=("world",)).mesh
