@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -163,10 +164,16 @@ CALLS = {
 
 
 _HOW = always("one implementation")
+_BY_ORDER = "so.clip_by_global_norm(order=)"
+_ORDERS = {
+    **each("2 2.0", always("so.clip_by_global_norm")),
+    **each("1 1.0", sets(_BY_ORDER, clip_order=1)),
+    "inf": sets(_BY_ORDER, clip_order=math.inf),
+}
 _NORM: Table = {
     "parameters": always("all gradients"),
     "max_norm": sets("so.clip_by_global_norm", name="max_grad_norm", clip=number),
-    "norm_type": missing("so.clip_by_global_norm is of the norm 2", "2"),
+    "norm_type": By(_ORDERS, missing("so.clip_by_global_norm takes the orders 1, 2 and inf")),
     "error_if_nonfinite": yours("sf.run.loop raises where the loss is not finite"),
     "foreach": _HOW,
 }

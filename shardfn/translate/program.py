@@ -180,7 +180,9 @@ def _optimizer(draft: Draft) -> Iterator[_Line]:
         yield line, ("optimizer", "optimizer_params", "state_dtype")
     for fact, call in (("clip", "clip_by_global_norm"), ("clip_value", "clip_by_value")):
         if draft.get(fact) is not None:
-            yield f"optimizer = so.chain(so.{call}({draft.get(fact)}), optimizer)", (fact,)
+            order = draft.get("clip_order") if fact == "clip" else None
+            more = {None: "", 1: ", order=1"}.get(order, ", order=float('inf')")
+            yield f"optimizer = so.chain(so.{call}({draft.get(fact)}{more}), optimizer)", (fact, "clip_order")
     if draft.get("skip_nonfinite"):
         yield "optimizer = so.skip_nonfinite(optimizer)", ("skip_nonfinite",)
     if draft.get("scaled"):

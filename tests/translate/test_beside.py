@@ -169,3 +169,15 @@ def test_the_batch_that_a_mesh_does_not_make_is_named_as_in_the_file(tmp_path: P
         "precision: fp32\nmax_duration: 6ba\nglobal_train_batch_size: 32\ndevice_train_microbatch_size: 4\n"
     )
     assert 'ValueError("global_train_batch_size is not what this mesh makes")' in translate(file).program
+
+
+@pytest.mark.parametrize(
+    ("order", "line"),
+    [("2.0", "(1.0)"), ("1", "(1.0, order=1)"), ("torch.inf", "(1.0, order=float('inf'))"), ("3", None)],
+)
+def test_orders_of_clipping(order: str, line: str | None, tmp_path: Path) -> None:
+    clips = f"torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type={order})\n"
+    found, statuses = translated(tmp_path, HEAD + "fully_shard(model)\n" + clips)
+    assert found.complete is (line is not None)
+    assert line is not None or statuses["clip_grad_norm_.norm_type"] == "missing"
+    assert line is None or f"so.clip_by_global_norm{line}" in found.program
