@@ -6,8 +6,6 @@ import os
 import re
 from pathlib import Path
 
-from shardfn.quoting import short
-
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+::?)+/")  # pathlib makes one slash of two
 
 
@@ -23,7 +21,7 @@ def local_path(path: str | os.PathLike[str], argument: str) -> Path:
     """
     if _URL.match(str(path)):
         raise ValueError(
-            f"{argument} must be a local path, got {short(repr(str(path)))}. Copy the files from or to a local folder, "
+            f"{argument} must be a local path, got {str(path)!r:.200}. Copy the files from or to a local folder, "
             f"or mount the store as one"
         )
     return Path(path)
