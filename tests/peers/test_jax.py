@@ -56,7 +56,7 @@ def _operation(draw: random.Random, varying: set[str], shape: list[int]) -> list
     axes = {*axis}
     if name in FUNCTIONS:
         return [name]
-    if name in ("pvary", "local_slice") and axes & varying or name not in ("pvary", "local_slice") and axes - varying:
+    if axes & varying if name in ("pvary", "local_slice") else axes - varying:
         return None
     size, dim, other = 2 ** len(axes), draw.randrange(2), draw.randrange(2)
     if name in ("reduce_scatter", "local_slice", "all_to_all") and shape[dim] % size:
