@@ -235,9 +235,9 @@ def a_damaged_file_is_refused(folder: Path) -> None:
 
 
 def a_folder_without_metadata_is_no_checkpoint(folder: Path) -> None:
-    saved(folder / "one")
+    state_dict_saver.save({"model": params()}, checkpoint_id=folder / "one", no_dist=True)
     (folder / "one" / ".metadata").unlink()
-    refusal(folder / "one", lambda: {"model": placed(0)})
+    assert "is not a checkpoint" in refusal(folder / "one", lambda: {"model": placed(0)})
 
 
 # --- asynchronous saving, and old checkpoints ---
