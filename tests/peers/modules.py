@@ -122,8 +122,8 @@ def normed() -> nn.Module:
 
 def frozen() -> nn.Module:
     module = residuals()
-    module[0].requires_grad_(False)
-    module[1].up.bias.requires_grad_(False)  # type: ignore[union-attr]
+    module.get_submodule("0").requires_grad_(False)
+    module.get_parameter("1.up.bias").requires_grad_(False)
     return module
 
 

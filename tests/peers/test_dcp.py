@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import shutil
 from collections.abc import Callable
@@ -13,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import shardfn as sf
@@ -201,19 +204,21 @@ def entries_can_be_ignored(folder: Path) -> None:
     assert distance(read(folder / "one", ignore="step"), params()) == 0
 
 
+def model_of(tree: Any) -> Any:
+    return {"model": placed(tree=tree)}
+
+
 def another_shape_or_dtype_is_refused(folder: Path) -> None:
     saved(folder / "one")
-    for change in (lambda x: torch.zeros(2), lambda x: x.float()):
-        tree = params()
-        tree["head"]["scale"] = change(tree["head"]["scale"])
-        assert "head.scale" in refusal(folder / "one", lambda tree=tree: {"model": placed(tree=tree)})
+    for scale in (torch.zeros(2).double(), torch.zeros(1)):
+        tree = params() | {"head": {"scale": scale}}
+        assert "head.scale" in refusal(folder / "one", functools.partial(model_of, tree))
 
 
 def another_shape_is_refused_even_if_not_strict(folder: Path) -> None:
     saved(folder / "one")
-    tree = params()
-    tree["head"]["scale"] = torch.zeros(2).double()
-    assert "head.scale" in refusal(folder / "one", lambda: {"model": placed(tree=tree)}, strict=False)
+    tree = params() | {"head": {"scale": torch.zeros(2).double()}}
+    assert "head.scale" in refusal(folder / "one", functools.partial(model_of, tree), strict=False)
 
 
 def a_part_of_a_checkpoint(folder: Path) -> None:
@@ -292,8 +297,10 @@ def torch_writes_what_is_read_as_shards(folder: Path) -> None:
 def torch_lists_the_same_names_and_shapes(folder: Path) -> None:
     saved(folder / "ours", 2)
     state_dict_saver.save({"model": params()}, checkpoint_id=folder / "theirs", no_dist=True)
-    listed = [FileSystemReader(folder / name).read_metadata().state_dict_metadata for name in ("ours", "theirs")]
-    ours, theirs = ({name: (x.size, x.properties.dtype) for name, x in one.items()} for one in listed)
+    listed: list[Any] = [FileSystemReader(folder / name).read_metadata() for name in ("ours", "theirs")]
+    ours, theirs = (
+        {name: (x.size, x.properties.dtype) for name, x in one.state_dict_metadata.items()} for one in listed
+    )
     assert ours == theirs
 
 

@@ -141,9 +141,9 @@ def several_forwards_before_a_backward() -> None:
 
 def accumulation(defer: str | None = None, strategy: Any = None) -> None:
     mesh, mine, model, params, plain = one_set(strategy=strategy)
-    options = {} if defer is None else {"defer": defer}
+    options: Any = {} if defer is None else {"defer": defer}
 
-    def part(ps: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    def part(ps: Any, x: Tensor) -> Any:
         return sf.psum(model(ps, x).square().sum(), DATA), sf.psum(x.numel(), DATA)
 
     got = mapped(lambda ps, x: sf.accumulate(part, x.split([1, 3]), **options)(ps), mesh)(params, mine(rows()))
@@ -254,7 +254,7 @@ def low_precision_is_that_of_gathered_parameters_and_inputs() -> None:
     mesh, mine = setting()
     module = Seen().double()
     module.weight.data += 2.0**-9
-    low = dict.fromkeys(("gather_dtype", "input_dtype"), torch.bfloat16)
+    low: Any = dict.fromkeys(("gather_dtype", "input_dtype"), torch.bfloat16)
     model = interop.functional(module, stages=lambda path, m: True, **low, output_dtype=torch.float32)
     params = model.shard(mesh, sf.full_shard(DATA))
     x = torch.arange(ROWS).double()[:, None] + torch.ones(WIDTH).double()
@@ -284,8 +284,8 @@ def gradients_are_reduced_in_the_dtype_that_is_asked_for() -> None:
 def parameters_of_several_dtypes_in_one_unit() -> None:
     mesh, mine = setting()
     module = filled(residuals())
-    module[2].float()
-    module[2].register_forward_pre_hook(lambda m, args: (args[0].float(),))
+    module.get_submodule("2").float()
+    module.get_submodule("2").register_forward_pre_hook(lambda m, args: (args[0].float(),))
     model = interop.functional(copy.deepcopy(module), stages=lambda path, m: path == "", small=8)
     params = model.shard(mesh, sf.full_shard(DATA))
     out = mapped(sf.grad(lambda ps, x: sf.psum(model(ps, x).square().sum(), DATA)), mesh, out=...)(params, mine(rows()))
@@ -352,7 +352,8 @@ BESIDE: dict[str, tuple[dict[str, Any], dict[str, Any], int, float]] = {  # with
 def beside(name: str) -> float:
     """How far a gradient is from FSDP2's."""
     theirs, ours, micro, _ = BESIDE[name]
-    module, x = filled(residuals()), rows().chunk(2)[dist.get_rank()]
+    module: Any = filled(residuals())
+    x = rows().chunk(2)[dist.get_rank()]
     model = interop.functional(copy.deepcopy(module), small=8, **ours)
     for layer in (*module.children(), module):
         fully_shard(layer, mesh=init_device_mesh("cpu", (2,)), **theirs)

@@ -74,9 +74,9 @@ def _operation(draw: random.Random, varying: set[str], shape: list[int]) -> list
     if name == "all_to_all":
         shape[other] *= size
     permutation = draw.sample([*enumerate(draw.sample(range(2), 2))], draw.choice([1, 2, 2]))
-    more = {"all_gather": [dim], "reduce_scatter": [dim], "local_slice": [dim], "all_to_all": [dim, other],
-            "ppermute": [permutation]}  # fmt: skip
-    return [name, axis, *more.get(name, [])]
+    more: dict[str, list[Any]] = {"all_to_all": [dim, other], "ppermute": [permutation]}
+    one = [dim] if name in ("all_gather", "reduce_scatter", "local_slice") else []
+    return [name, axis, *more.get(name, one)]
 
 
 def inputs(seed: int) -> dict[str, Tensor]:

@@ -101,6 +101,15 @@ def lamb(p: Tensor, gs: list[Tensor], decay: float = 0.1, most: float = math.inf
     return p
 
 
+def sophia(p: Tensor, gs: list[Tensor]) -> Tensor:
+    """Where the Hessian's diagonal is not known yet, so that moves are bounded by the rate."""
+    m = torch.zeros_like(p)
+    for g in gs:
+        m = 0.965 * m + 0.035 * g
+        p = p - LR * (m / 1e-12).clamp(-1, 1)
+    return p
+
+
 def adafactor(p: Tensor, gs: list[Tensor]) -> Tensor:
     v = torch.zeros_like(p)
     rows, columns = (torch.zeros(p.shape[i]).double() for i in (0, -1))
@@ -208,6 +217,7 @@ UPDATES: dict[str, tuple[Callable[[], so.Optimizer], Callable[[Any, list[Any]], 
     "lamb": (lambda: so.lamb(LR, weight_decay=0.1), each(lamb)),
     "lamb with a bound": (lambda: so.lamb(LR, clip=0.4), each(lamb, decay=0.0, most=0.4)),
     "adafactor": (lambda: so.adafactor(LR), each(adafactor)),
+    "sophia without an estimate": (lambda: so.sophia(LR), each(sophia)),
     "adagrad": (lambda: so.from_torch(torch.optim.Adagrad, lr=LR), each(adagrad)),
     "rmsprop": (lambda: so.from_torch(torch.optim.RMSprop, lr=LR), each(rmsprop)),
     "adamax": (lambda: so.from_torch(torch.optim.Adamax, lr=LR), each(adamax)),
@@ -294,6 +304,28 @@ def a_learning_rate_in_the_state_can_be_changed() -> None:
     assert distance(sf.unshard(ps), want) < 1e-12
 
 
+def sophia_divides_by_the_estimate() -> None:
+    mesh, strategy = mesh_and_strategy()
+    ps, optimizer = sf.shard(params(), mesh, strategy), so.sophia(LR, b1=0.9, b2=0.5, gamma=0.1)
+    diagonal = optree.tree_map(lambda x: x.abs() + 1, gradients()[4])
+    state = optimizer.estimate(ps, sf.shard(diagonal, mesh, strategy), optimizer.init(ps))
+    ps, state = optimizer.step(ps, sf.shard(gradients()[0], mesh, strategy), state)
+    want = optree.tree_map(
+        lambda p, g, h: p - LR * (0.1 * g / (0.1 * 0.5 * h)).clamp(-1, 1), params(), gradients()[0], diagonal
+    )
+    assert distance(sf.unshard(ps), want) < 1e-12
+
+
+def shampoo_and_soap_are_the_same_on_any_mesh() -> None:
+    for make in (so.shampoo, so.kl_shampoo, so.soap):
+        alone = params()
+        optimizer = make(LR, every=2)
+        state = optimizer.init(alone)
+        for g in gradients():
+            alone, state = optimizer.step(alone, g, state)
+        assert distance(stepped(make(LR, every=2), gradients())[0], alone) < 1e-11, make
+
+
 def a_gradient_of_none_changes_nothing() -> None:
     mesh, strategy = mesh_and_strategy()
     ps, optimizer = sf.shard(params(), mesh, strategy), so.adamw(LR, weight_decay=0.1)
@@ -362,7 +394,8 @@ def a_state_of_other_parameters_is_refused() -> None:
 
 BEHAVIORS = [
     an_average_is_kept, a_step_with_a_nonfinite_gradient_changes_nothing, a_learning_rate_in_the_state_can_be_changed,
-    a_gradient_of_none_changes_nothing, steps_without_donation_leave_their_arguments,
+    sophia_divides_by_the_estimate, shampoo_and_soap_are_the_same_on_any_mesh, a_gradient_of_none_changes_nothing,
+    steps_without_donation_leave_their_arguments,
     a_meta_gradient_passes_through_a_step, a_global_norm_counts_every_element_once,
     parameters_and_state_keep_their_dtypes, complex_parameters_are_pairs_of_real_ones,
     a_state_of_other_parameters_is_refused,
