@@ -159,11 +159,13 @@ def test_a_batch_is_cut_until_it_fits(name: str) -> None:
         assert off < 1e-12
 
 
+@pytest.mark.sampled(0)
 def test_no_room_for_a_row_is_an_error_on_every_rank() -> None:
     for error in world(4).errors(fitted, {2: 0}):
         assert "one row at a time" in str(error)
 
 
+@pytest.mark.sampled(0)
 def test_another_error_is_not_tried_again() -> None:
     errors = world(4).errors(fitted, {2: 0}, ValueError)
     assert "0 rows" not in str(errors[2])

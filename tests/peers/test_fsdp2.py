@@ -43,6 +43,7 @@ from tests.peers.modules import (
     uneven,
 )  # fmt: skip
 from tests.peers.training import Optimizers, trained
+from tests.reference import worst
 
 
 def decayed_by_shape(ps: Any) -> torch.optim.Optimizer:
@@ -368,4 +369,4 @@ def beside(name: str) -> float:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", BESIDE)
 def test_a_gradient_is_that_of_fsdp2(name: str) -> None:
-    assert max(world(2).run(beside, name)) < BESIDE[name][-1]
+    assert worst(world(2).run(beside, name)) < BESIDE[name][-1]
