@@ -8,7 +8,8 @@ flat shard. With `--from`, the parameters come from the files of a pretrained mo
 it keeps, and the text is tokenized by the tokenizer in that folder. Otherwise a small model of the family `--model`
 starts from random parameters, which each rank initializes one stage at a time, and each byte is a token. The loss is
 the model's own, with `num_items_in_batch`: the mean over the tokens of all ranks, even if they have different numbers
-of tokens. At the end, `--out`/model is a folder for `from_pretrained`, and a model loaded from it generates text.
+of tokens. A mixture of experts adds its router's loss, of the tokens of all ranks. At the end, `--out`/model is a
+folder for `from_pretrained`, and a model loaded from it generates text.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from examples.run import (
     picture,
     stretches,
 )
-from shardfn import P, interop
+from shardfn import P, interop, parallel
 
 DATA = ("replica", "shard")  # the batch is sharded over both: r x s ranks
 IGNORED = -100  # the label of tokens that are not predicted
@@ -51,8 +52,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "qwen2": GATED,
     "mistral": GATED,
-    "mixtral": {**GATED, "intermediate_size": 176, "num_local_experts": 4, "num_experts_per_tok": 2},
-}
+    "mixtral": {**GATED, "intermediate_size": 176, "num_local_experts": 4, "num_experts_per_tok": 2,
+                "output_router_logits": True},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -120,10 +122,24 @@ def tokenized(tokenizer: Any, rows: Tensor, context: int) -> dict[str, Any]:
 
 
 def loss_fn(params: Params, model: interop.Functional, batch: dict[str, Any]) -> Tensor:
-    """Mean cross-entropy, in nats, over all predicted tokens of all ranks."""
-    count = sf.psum((batch["labels"][:, 1:] != IGNORED).sum(), DATA)  # []: the first token of a row is not predicted
-    out = model(params, **batch, num_items_in_batch=count, use_cache=False)  # logits [b, t, v], of which loss is []
-    return sf.psum(out.loss, DATA)
+    """Mean cross-entropy, in nats, over all predicted tokens of all ranks, and the router's loss of a mixture."""
+    module: Any = model.module
+    config, labels = module.config, batch["labels"]
+    count = sf.psum((labels[:, 1:] != IGNORED).sum(), DATA)  # []: the first token of a row is not predicted
+    out = model(params, batch["input_ids"], use_cache=False)  # logits [b, t, v]
+    total = module.loss_function(out.logits, labels, config.vocab_size, num_items_in_batch=count)
+    loss = sf.psum(total, DATA)
+    if getattr(out, "router_logits", None) is None:
+        return loss
+    kept = (labels != IGNORED).flatten()  # the router's loss leaves padding out
+    return loss + config.router_aux_loss_coef * router_loss(out.router_logits, kept, config.num_experts_per_tok)
+
+
+def router_loss(router_logits: tuple[Tensor, ...], kept: Tensor, chosen: int) -> Tensor:
+    """The loss of `transformers` that balances experts, over the tokens of all ranks: no sum over tokens."""
+    logits = torch.stack(router_logits)[:, kept]  # [layers, tokens, experts]
+    weights, experts = logits.softmax(-1).topk(chosen)
+    return chosen * parallel.balance_loss(parallel.Routing(experts, weights, logits), DATA)
 
 
 # --- the run ---

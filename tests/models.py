@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import shardfn as sf
-from shardfn.checkpoint.contents import as_bytes
+from shardfn.checkpoint.tensor_bytes import as_bytes
 from tests.reference import worst
 
 DATA = ("replica", "shard")

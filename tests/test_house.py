@@ -11,8 +11,8 @@ from benchmarks.structure import circles, code_lines, floors, house
 ROOT = Path(__file__).resolve().parents[1]
 # From below: each imports only what stands before it.
 ORDER = [
-    "quoting", "compat", "debugging", "mesh", "quant", "check", "collectives", "tiers", "simulated", "shards",
-    "testing", "transforms", "optim", "checkpoint", "stages", "plans", "curvature",
+    "quoting", "local_paths", "compat", "debugging", "mesh", "quant", "check", "collectives", "tiers", "simulated",
+    "shards", "testing", "transforms", "optim", "checkpoint", "stages", "plans", "curvature",
     "parallel", "interop", "lora", "run", "translate", "shapes", "cli",
 ]  # fmt: skip
 

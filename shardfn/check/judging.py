@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from shardfn.check import gradients, inputs, reductions
 from shardfn.check.callsites import Site
-from shardfn.check.case import Case, Compared
+from shardfn.check.case import Case
 from shardfn.check.findings import PROBABLY, Finding, Kind, line, named, target
 from shardfn.check.fixes import reduction
 from shardfn.check.trace import (
@@ -19,7 +19,6 @@ from shardfn.check.trace import (
     Mask,
     Output,
     Part,
-    Trace,
     Used,
     given_by,
     reached,
@@ -29,10 +28,10 @@ from shardfn.check.values import Evidence, Values
 from shardfn.check.varying import bits_of, numbers_of
 
 
-def judged(trace: Trace, compared: Compared) -> list[Finding]:
+def judged(case: Case) -> list[Finding]:
     """Returns the findings of a call, first cause first."""
-    case = Case(trace, compared)
-    for argument in compared.arguments:
+    trace = case.trace
+    for argument in case.compared.arguments:
         inputs.replica(case, argument)
     inputs.same_rows(case)
     unnamed: dict[str, Mask] = {}
@@ -54,7 +53,7 @@ def judged(trace: Trace, compared: Compared) -> list[Finding]:
             case Used():
                 gradients.stepped(case, event)
             case Output():
-                _returned(case, event, compared.outputs.get(event.path, 0))
+                _returned(case, event, case.compared.outputs.get(event.path, 0))
             case Claimed():
                 _claimed(case, event, unnamed)
     reductions.micro_batches(case)

@@ -13,6 +13,7 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.checkpoint.tensor_bytes import most_of
 from shardfn.compat import process_groups
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.spec import is_dtensor, joined, keys_of
@@ -24,12 +25,9 @@ from shardfn.shards.boxes import Box, Ints, steps, whole
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.pieces import Piece, is_unit, split_keys
 from shardfn.tiers import copying
-from shardfn.tiers.copying import arrivals
-from shardfn.tiers.tensors import on_disk
 
 Scalar = bool | int | float | complex | str | tuple[Any, ...] | list[Any] | None
 SCALARS = (bool, int, float, complex, str)
-BUFFER = 2**25  # bytes that are written or read at a time
 FEW = 2**16  # a part smaller than so many bytes per copy is written by one rank alone
 
 
@@ -37,13 +35,14 @@ class ByRank:
     """Marks a value that differs between ranks: a tensor, number or string, or a pytree of them.
 
     A value that happens to be equal on all ranks is saved once, and can be loaded on any number of ranks; others only
-    on as many as saved them. Generators are always treated like this.
+    on as many as saved them. Generators are always treated like this. Of flat shards, each copy along the axes over
+    which they are replicated is saved whole: islands of local SGD, on any number of ranks in each.
 
     Args:
         value: this rank's.
 
     Example:
-        ``save(path, {"params": params, "rows read": ByRank(count)})``
+        ``save(path, {"params": ByRank(params), "rows read": ByRank(count)})``
     """
 
     __slots__ = ("value",)
@@ -118,6 +117,23 @@ class LocalBox:
             copying.copy_(self.values[both.within(self.box)], values[both.within(box)])
 
 
+@dataclass(frozen=True)
+class Copy:
+    """This rank's copy of a parameter of a flat shard.
+
+    Attributes:
+        index: of the copy, along the axes over which the parameter is replicated.
+        count: number of copies.
+        place: the axes over which it is cut, with the mesh, and this rank's index along them.
+        parts: the elements that this rank holds.
+    """
+
+    index: int
+    count: int
+    place: tuple[str, int]
+    parts: list[Tensor] = field(default_factory=list)
+
+
 @dataclass
 class Contents:
     """A flattened tree.
@@ -127,8 +143,9 @@ class Contents:
         boxes: parts of cut tensors that this rank holds or, for writing, its share of them.
         plain: tensors that are whole on every rank.
         numbers: numbers and strings.
-        by_rank: names in `plain` and `numbers` whose values may differ between ranks.
+        by_rank: names whose values may differ between ranks.
         optional: names in `numbers` that files may lack, where those are 0.
+        copies: this rank's copy of each parameter of a flat shard.
         packed: parameters in few bits.
         keys: for each name the keys from the root of the tree.
         grids: the meshes.
@@ -140,6 +157,7 @@ class Contents:
     numbers: dict[str, Scalar] = field(default_factory=dict)
     by_rank: set[str] = field(default_factory=set)
     optional: set[str] = field(default_factory=set)
+    copies: dict[str, Copy] = field(default_factory=dict)
     packed: dict[str, Packed] = field(default_factory=dict)
     keys: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     grids: list[Grid] = field(default_factory=list)
@@ -167,10 +185,10 @@ def contents(state: Any, *, shared: bool) -> Contents:
             )
         node, number = (leaf.node, leaf.number) if type(leaf) is Single else (leaf, None)
         if is_unit(node) and not (isinstance(node.values, Tensor) and lack(node.values)):
-            _add_flat(result, tokens, node, shared, number)
+            _add_flat(result, tokens, node, shared, by_rank, number)
             continue
         if type(leaf) is Blocks and isinstance(leaf.values, Tensor) and not lack(leaf.values):
-            _add_blocks(result, tokens, leaf, shared)
+            _add_blocks(result, tokens, leaf, shared, by_rank)
             continue
         meant = ""
         if is_packed(leaf):
@@ -225,37 +243,6 @@ def generators(state: Any) -> dict[str, torch.Generator]:
     return {_name(tokens): leaf for tokens, leaf, _ in _leaves(state, (), False) if isinstance(leaf, torch.Generator)}
 
 
-def crc(tensor: Tensor) -> int:
-    """The CRC-32 of a tensor's bytes."""
-    checksum = 0
-    for part in arrivals(part for _, part in pieces(tensor, most_of(tensor))):
-        checksum = zlib.crc32(memory(part), checksum)
-    return checksum
-
-
-def most_of(x: Tensor) -> int:
-    """How many bytes of a tensor to write or read at a time."""
-    return copying.PORTION if on_disk(x) else BUFFER
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """A tensor's elements as a 1-D uint8 tensor on the CPU, a view where possible."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return plain.view(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
-def memory(tensor: Tensor) -> memoryview:
-    """A tensor's bytes as a memoryview; it shares the memory of a contiguous CPU tensor."""
-    array: Any = as_bytes(tensor).numpy()
-    return memoryview(array)
-
-
-def pieces(values: Tensor, most: int) -> Iterator[tuple[Box, Tensor]]:
-    """Yields boxes of at most `most` bytes, at least one, and their values, in row-major order."""
-    for box in steps(whole(values.shape), most // values.element_size()):
-        yield box, values[box.within(whole(values.shape))]
-
-
 def _name(tokens: Iterable[Any]) -> str:
     return joined(*tokens) or "value"
 
@@ -295,43 +282,64 @@ def _add_name(result: Contents, name: str, tokens: tuple[Any, ...]) -> None:
     result.keys[name] = tokens
 
 
+def _add_copy(result: Contents, name: str, layout: Layout, number: int, by_rank: bool) -> Copy:
+    grid, rank, cut, same = layout.grid, process_groups.global_rank(), layout.cut_axes(number), layout.same_axes(number)
+    line = f"{cut} of {grid}, ranks {zlib.crc32(repr(grid.ranks).encode())}", grid.index(rank, cut)
+    result.copies[name] = copy = Copy(grid.index(rank, same), grid.size(same), line)
+    if by_rank and copy.count > 1:
+        result.by_rank.add(name)
+    return copy
+
+
 def _add_flat(
-    result: Contents, tokens: tuple[Any, ...], node: FlatShard | Piece, shared: bool, single: int | None = None
+    result: Contents,
+    tokens: tuple[Any, ...],
+    node: FlatShard | Piece,
+    shared: bool,
+    by_rank: bool,
+    single: int | None = None,
 ) -> None:
     layout: Layout = node.layout
     first = 0 if is_flat(node) else node.start  # type: ignore[union-attr]
     result.grids.append(layout.grid)
     if node.values is None:
         return
-    names, values = {}, node.values.detach()
+    names, values, rank = {}, node.values.detach(), process_groups.global_rank()
     for number, keys in (_keys(tokens, node) if single is None else {single: tokens}).items():
         name = names[number] = _name(keys)
         _add_name(result, name, keys)
         packed = layout.packed_at(number)
         result.tensors[name] = Kind(values.dtype, layout.whole_shape(number), packed.meant if packed else "")
+        _add_copy(result, name, layout, number, by_rank)
         if packed is not None:
             result.packed[name] = packed
-    for number, box, at in _cut(layout, process_groups.global_rank(), shared, values.element_size(), most_of(values)):
+    for number, low, high, at in layout.cuts_of(rank):
+        if number in names:
+            result.copies[names[number]].parts.append(values[at - first : at - first + high - low])
+    for number, box, at in _cut(layout, rank, shared and not by_rank, values.element_size(), most_of(values)):
         if number in names:
             part = values[at - first : at - first + box.numel].view(box.sizes)
             result.boxes.append(LocalBox(names[number], box, part))
 
 
-def _add_blocks(result: Contents, tokens: tuple[Any, ...], node: Blocks, shared: bool) -> None:
+def _add_blocks(result: Contents, tokens: tuple[Any, ...], node: Blocks, shared: bool, by_rank: bool) -> None:
     layout, rank = node.layout, process_groups.global_rank()
     result.grids.append(layout.grid)
     keys = _keys(tokens, node)
     shapes = {number: blocks.whole_shape(layout, number) for number in keys}
-    for number, path in keys.items():
-        _add_name(result, _name(path), path)
-        result.tensors[_name(path)] = Kind(node.values.dtype, shapes[number])
+    copies: dict[int, Copy] = {}
+    for number, tokens_of in keys.items():
+        _add_name(result, _name(tokens_of), tokens_of)
+        result.tensors[_name(tokens_of)] = Kind(node.values.dtype, shapes[number])
+        copies[number] = _add_copy(result, _name(tokens_of), layout, number, by_rank)
+    values = node.values.detach()
     for number, offsets, start, stop in blocks.parts(node, rank, shared):
-        axes = layout.same_axes(number)
-        writer = zlib.crc32(layout.entries[number].path.encode()) % layout.grid.size(axes)
-        if (start < stop or shapes[number][-1] == 0) and (not shared or layout.grid.index(rank, axes) == writer):
-            sizes = (*(1 for _ in offsets[:-1]), stop - start)
-            box = Box(offsets, sizes)
-            result.boxes.append(LocalBox(_name(keys[number]), box, node.values.detach()[start:stop].view(sizes)))
+        copy = copies[number]
+        copy.parts.append(values[start:stop])
+        writer = copy.index if by_rank else zlib.crc32(layout.entries[number].path.encode()) % copy.count
+        if (start < stop or shapes[number][-1] == 0) and (not shared or copy.index == writer):
+            box = Box(offsets, (*(1 for _ in offsets[:-1]), stop - start))
+            result.boxes.append(LocalBox(_name(keys[number]), box, values[start:stop].view(box.sizes)))
 
 
 def _keys(tokens: tuple[Any, ...], node: FlatShard | Piece | Blocks) -> dict[int, tuple[Any, ...]]:

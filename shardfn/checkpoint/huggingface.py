@@ -16,14 +16,17 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn.checkpoint.contents import Contents, Kind, contents, pieces
+from shardfn.checkpoint import replicas
+from shardfn.checkpoint.contents import Contents, Kind, contents
 from shardfn.checkpoint.loading import filled
 from shardfn.checkpoint.matching import Asked, Rule, by_rules, refuse_flat, renamed, turned
 from shardfn.checkpoint.safetensors import Elements, Plan, begin, clear, fill, planned, publish
 from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
+from shardfn.checkpoint.tensor_bytes import pieces
 from shardfn.collectives import functional
 from shardfn.compat import process_groups
+from shardfn.local_paths import local_path
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import device_of
 from shardfn.mesh.scope import mesh_of, scope
@@ -85,7 +88,7 @@ def export(
 
     def started() -> tuple[Path, Contents]:
         refuse_options("export", "largest", largest, dtype)
-        return Path(path), contents(params, shared=False)
+        return local_path(path, "checkpoint.export: path"), contents(params, shared=False)
 
     folder, tree = on_each_rank(started)
     team, what = team_of(tree.grids), f"export {folder}"
@@ -96,8 +99,7 @@ def export(
         return targets, planned({target.name: target.kind for target in targets.values()}, largest, metadata or {})
 
     targets, plan = team.each(what, planning)
-    if len(set(team.gathered((str(folder), zlib.crc32(repr(plan.headers).encode())), what))) > 1:
-        raise CheckpointError(f"{what}: ranks were given different paths, trees or rules")
+    refuse_different(team, what, tree, (str(folder), repr(plan.headers)))
     try:
         team.first(what, lambda: begin(folder, plan))
         team.each(what, lambda: fill(folder, plan, turns(params, targets, team), functools.partial(_placed, targets)))
@@ -150,6 +152,17 @@ def import_(
     asked = Asked("", by_rules(names), strict, ignore, converts=True)
     filled(f"import_ {path}", path, like, asked, True, check=lambda held: _only_tensors(like, held))
     return like
+
+
+def refuse_different(team: Team, what: str, held: Contents, asked: tuple[str, str]) -> None:
+    """Raises CheckpointError on every rank if ranks ask for different things, or hold different copies of a value."""
+    own = replicas.digests(held, plain=True)
+    mine = zlib.crc32(repr(asked).encode()), replicas.summary(own)
+    asks, places = zip(*team.gathered(mine, what), strict=True)
+    if len(set(asks)) > 1:
+        raise CheckpointError(f"{what}: ranks were given different paths, trees or rules")
+    if wrong := replicas.differing(own, places, team):
+        raise CheckpointError(f"{what}: {replicas.advice(wrong, 'keep each by checkpoint.save of ByRank(value)')}")
 
 
 def refuse_options(who: str, name: str, largest: Any, dtype: Any) -> None:

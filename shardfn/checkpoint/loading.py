@@ -22,6 +22,7 @@ from shardfn.checkpoint.missed_steps import StepCounts, step_counts, with_missed
 from shardfn.checkpoint.reading import CheckpointReader, Reader
 from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
+from shardfn.local_paths import local_path
 from shardfn.mesh import waiting
 from shardfn.quoting import listed, short_errors
 from shardfn.shards.boxes import whole
@@ -207,7 +208,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     Example:
         ``if (path := latest("runs/1")) is not None: tree = load(path, tree)``
     """
-    by_path = manifests(Path(root))
+    by_path = manifests(local_path(root, "checkpoint.latest: root"))
     for manifest in by_path.values():
         if isinstance(manifest, str):
             _log.warning("latest(%s) leaves out a checkpoint that is not whole: %s", root, manifest)
@@ -237,4 +238,4 @@ def _prepared(source: Any, like: Any, donate: bool) -> tuple[Path, Any, Contents
     held = contents(tree, shared=False)
     for each in counts:
         each.expect(held)
-    return Path(source), tree, held, counts
+    return local_path(source, "checkpoint.load: path"), tree, held, counts

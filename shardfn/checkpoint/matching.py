@@ -164,11 +164,13 @@ def compared(
         expected.add(theirs)
         ranks = source.by_rank.get(theirs)
         if ranks is not None:
-            if ranks != team.size or name not in wanted.by_rank:
-                ours = f"that of {team.size} ranks" if name in wanted.by_rank else "the same on all ranks"
+            copy = wanted.copies.get(name)
+            index, count = (team.rank, team.size) if copy is None else (copy.index, copy.count)
+            if ranks != count or name not in wanted.by_rank:
+                ours = f"that of {count} ranks" if name in wanted.by_rank else "the same on all ranks"
                 differences.shapes[label] = f"that of {ranks} ranks, each its own", ours
                 continue
-            theirs = f"{theirs}.rank{team.rank}"
+            theirs = f"{theirs}.rank{index}"
         if theirs in source.tensors or theirs in source.numbers:
             names[name] = Name(theirs, swap and name not in wanted.optional)
             _compare_one(differences, label, source, names[name], wanted, name)

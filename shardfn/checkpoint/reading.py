@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.checkpoint.contents import BUFFER, Kind, LocalBox, memory
+from shardfn.checkpoint.contents import Kind, LocalBox
 from shardfn.checkpoint.disk import Flaw, checked, opened, read_at, unpickled
 from shardfn.checkpoint.manifest import Chunk, Entries, Source
 from shardfn.checkpoint.team import CheckpointError
+from shardfn.checkpoint.tensor_bytes import BUFFER, memory
 from shardfn.quoting import listed
 from shardfn.shards.boxes import Box, boxes, runs, span
 from shardfn.tiers.tensors import on_disk

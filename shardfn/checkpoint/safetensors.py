@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from shardfn.checkpoint import folders
-from shardfn.checkpoint.contents import Kind, memory
+from shardfn.checkpoint.contents import Kind
 from shardfn.checkpoint.disk import sync, write_at, write_whole
 from shardfn.checkpoint.team import CheckpointError
+from shardfn.checkpoint.tensor_bytes import memory
 from shardfn.quoting import listed
 from shardfn.shards.boxes import Box, Ints, runs
 
@@ -220,7 +221,7 @@ def tensors_in(file: Path) -> Iterator[tuple[str, Tensor | Unknown]]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
-        raise ImportError("reading safetensors needs the package: pip install 'shardfn[huggingface]'") from error
+        raise ImportError("reading safetensors needs the package: pip install '.[huggingface]'") from error
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  # it is not iterable itself

@@ -18,6 +18,7 @@ from shardfn.checkpoint import folders
 from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
 from shardfn.checkpoint.writing import Save, Surplus
 from shardfn.compat import devices
+from shardfn.local_paths import local_path
 from shardfn.mesh import waiting
 from shardfn.quoting import short_errors
 
@@ -53,7 +54,7 @@ def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, o
         ``save(f"runs/1/step-{step:05}", {"params": params, "state": state, "step": step}, keep=3)``
     """
     finish()
-    on_each_rank(lambda: Save(Path(path), state, overwrite, keeping(keep))).write()
+    on_each_rank(lambda: Save(local_path(path, "checkpoint.save: path"), state, overwrite, keeping(keep))).write()
 
 
 class Pending:
@@ -150,7 +151,7 @@ def save_async(
     for pending in _pending if busy == "refuse" else ():
         if any(pending.asks.gathered(not pending.done())):  # all ranks refuse if one is still writing
             raise CheckpointError(f"{Path(path)}: {pending.path} is still being written")
-    return begin(lambda: Save(Path(path), state, overwrite, keeping(keep)))
+    return begin(lambda: Save(local_path(path, "checkpoint.save_async: path"), state, overwrite, keeping(keep)))
 
 
 def begin(make: Callable[[], Save]) -> Pending:

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from shardfn.checkpoint import folders, safetensors
-from shardfn.checkpoint.contents import BUFFER, FEW, Scalar, as_bytes
+from shardfn.checkpoint.contents import FEW, Scalar
 from shardfn.checkpoint.disk import write_at
 from shardfn.checkpoint.folders import checkpoints, found_at, intact, is_checkpoint, restored, source_of
 from shardfn.checkpoint.manifest import MANIFEST, METADATA, Manifest, Source, read_manifest, torchs
 from shardfn.checkpoint.reading import CheckpointReader, Report, meter, silent
 from shardfn.checkpoint.team import CheckpointError
+from shardfn.checkpoint.tensor_bytes import BUFFER, as_bytes
 from shardfn.checkpoint.writing import Writer
 from shardfn.shards.boxes import steps, whole
 

@@ -25,7 +25,6 @@ from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, on_each_rank
 from shardfn.mesh import waiting
 from shardfn.mesh.spec import joined
-from shardfn.optim.step_counts import own_count
 from shardfn.quoting import listed, short_errors
 from shardfn.shards.boxes import Ints, whole
 from shardfn.shards.pieces import spread, units
@@ -71,7 +70,7 @@ def torch_optimizer(state: Any, make: Make = torch.optim.AdamW, **numbers: Any) 
     groups: dict[tuple[float, ...], list[str]] = {}
     paths = _paths(state)
     for name, _, shape in parameters(state["mean"]):
-        count = float(own_count(state["step"], state["missed"], paths[name]))
+        count = float(state["step"] - state["missed"].get(paths[name], 0))
         moments[name] = {"step": torch.tensor(count, device="cpu")}
         groups.setdefault(tuple(_number(given, n, state["step"], name, shape) for n in NUMBERS), []).append(name)
     for slot, theirs in SLOTS.items():

@@ -14,6 +14,7 @@ from shardfn.checkpoint.folders import found_at
 from shardfn.checkpoint.manifest import MANIFEST, METADATA, Chunk, Manifest, read_manifest, torchs
 from shardfn.checkpoint.reading import OTHER, Buffer, Report, blocks, elements, located, meter, silent
 from shardfn.checkpoint.team import CheckpointError
+from shardfn.local_paths import local_path
 from shardfn.quoting import short_errors
 from shardfn.shards.boxes import whole
 
@@ -69,7 +70,7 @@ def verify(path: str | os.PathLike[str], report: Report = silent) -> Verdict:
     Raises:
         CheckpointError: this is not a checkpoint.
     """
-    path = Path(path)
+    path = local_path(path, "checkpoint.verify: path")
     folder = found_at(path)
     if not (folder / MANIFEST).exists():
         return _verify_torchs(path, folder, report)

@@ -20,13 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.checkpoint import folders
-from shardfn.checkpoint.contents import Scalar, as_bytes, contents, crc, most_of, pieces
+from shardfn.checkpoint import folders, replicas
+from shardfn.checkpoint.contents import Scalar, contents
 from shardfn.checkpoint.disk import Item
 from shardfn.checkpoint.manifest import Chunk, Manifest
+from shardfn.checkpoint.replicas import Place as CopyPlace
 from shardfn.checkpoint.team import CheckpointError, team_of
+from shardfn.checkpoint.tensor_bytes import as_bytes, crc, most_of, pieces
 from shardfn.collectives.late_checks import late_checks
-from shardfn.quoting import findings, listed
+from shardfn.quoting import findings
 from shardfn.shards.boxes import Box
 from shardfn.tiers import copying
 from shardfn.tiers.copying import arrivals
@@ -141,6 +143,7 @@ class Save:
         self.surplus, self.ours = surplus, ours
         self.folder = folders.aside(self.path, "writing")
         self.team = team_of(self.contents.grids)
+        self.digests = replicas.digests(self.contents)  # here, as training may go on when `write` runs
         self.stopped = threading.Event()
         self.failed: Exception | None = None  # raised on all ranks when they next meet
         try:
@@ -176,8 +179,11 @@ class Save:
             self._check_stopped()
             self.team.first(what, lambda: self._end(written, alone))
 
-    def _begin(self) -> tuple[bool, int, dict[str, tuple[Any, int]]]:
-        """Whether the path is taken, a digest of what ranks must have in common, and digests of what may differ."""
+    def _begin(self) -> tuple[bool, int, dict[str, tuple[Any, int]], dict[CopyPlace, int]]:
+        """Whether the path is taken, a digest of what ranks must have in common, and digests of what may differ.
+
+        The last are of whole tensors by name, and of this rank's copies of flat shards by place.
+        """
         held, taken = self.contents, False
         if self.failed is not None:
             raise self.failed
@@ -192,7 +198,8 @@ class Save:
         plain: dict[str, tuple[Any, int]] = {name: (tuple(x.shape), crc(x)) for name, x in held.plain.items()}
         own_numbers = {name: held.numbers[name] for name in held.by_rank if name in held.numbers}
         plain |= {name: ((), zlib.crc32(f"{type(x).__name__} {x!r}".encode())) for name, x in own_numbers.items()}
-        return taken, zlib.crc32(repr(sorted(self._in_common().items())).encode()), plain
+        digest = zlib.crc32(repr(sorted(self._in_common().items())).encode())
+        return taken, digest, plain, replicas.summary(self.digests)
 
     def _in_common(self) -> dict[str, str]:
         """What must be the same on all ranks, by name."""
@@ -202,7 +209,7 @@ class Save:
         facts |= {name: f"by rank {facts[name].split(' ')[0]}" for name in held.by_rank}
         return {"the path": str(self.path), **facts}
 
-    def _agreed(self, summaries: list[tuple[bool, int, dict[str, tuple[Any, int]]]]) -> list[str]:
+    def _agreed(self, summaries: list[tuple[bool, int, dict[str, tuple[Any, int]], dict[CopyPlace, int]]]) -> list[str]:
         """Names whose values differ between ranks and may, so each rank saves its own. Raises the same on all ranks."""
         if summaries[0][0]:
             what = (
@@ -211,16 +218,14 @@ class Save:
                 else "pass overwrite=True, or another path"
             )
             raise FileExistsError(f"{self.path} exists{', and ' if self.overwrite else ': '}{what}")
-        if len({digest for _, digest, _ in summaries}) > 1:
+        if len({digest for _, digest, *_ in summaries}) > 1:
             self._differ(self.team.gathered(self._in_common()))
         plain = summaries[0][2]
-        differing = [name for name in plain if any(theirs[name] != plain[name] for *_, theirs in summaries)]
+        differing = [name for name in plain if any(theirs[name] != plain[name] for *_, theirs, _ in summaries)]
+        differing += replicas.differing(self.digests, [places for *_, places in summaries], self.team)
         wrong = [name for name in differing if name not in self.contents.by_rank]
         if wrong:
-            raise ValueError(
-                f"save {self.path}: {listed(wrong)} {'have' if len(wrong) > 1 else 'has'} other numbers on some "
-                f"ranks than on others; what each rank has its own of goes into ByRank(...)"
-            )
+            raise ValueError(f"save {self.path}: {replicas.advice(wrong, 'save ByRank(value), which keeps each')}")
         return differing
 
     def _differ(self, facts: list[dict[str, str]]) -> None:
@@ -235,6 +240,11 @@ class Save:
             f"save {self.path}: ranks differ: {findings(lines)}. What each rank has its own of goes into ByRank(...)"
         )
 
+    def _copies(self, name: str) -> int:
+        """How many values there are of an entry that differs between ranks."""
+        copy = self.contents.copies.get(name)
+        return self.team.size if copy is None else copy.count
+
     def _own(self, alone: list[str]) -> Manifest:
         """Writes this rank's file; returns its manifest."""
         held, team = self.contents, self.team
@@ -243,7 +253,13 @@ class Save:
         with contextlib.closing(Writer(self.folder, team.rank)) as writer:
             for part, values in zip(held.boxes, arrivals(part.values for part in held.boxes), strict=True):
                 self._check_stopped()
-                writer.tensor(part.name, values, part.box)
+                copy = held.copies[part.name]
+                if part.name in alone:
+                    saved_name = _of_rank(part.name, copy.index)
+                    writer.written.tensors[saved_name] = held.tensors[part.name]
+                    writer.tensor(saved_name, values, part.box)
+                elif part.name not in held.by_rank or copy.index == 0:  # of equal copies that may differ, the first
+                    writer.tensor(part.name, values, part.box)
             load = [0] * team.size
             for name, x in held.plain.items():
                 turn = load.index(min(load))
@@ -264,7 +280,7 @@ class Save:
         held, size = self.contents, self.team.size
         manifest = Manifest(
             tensors={name: kind for name, kind in held.tensors.items() if name not in alone},
-            by_rank=dict.fromkeys(sorted(alone), size),
+            by_rank={name: self._copies(name) for name in sorted(alone)},
             about=folders.about(self.path.parent, size),
         )
         for part in written:
@@ -272,7 +288,7 @@ class Save:
         keys = {name: key for name, key in held.keys.items() if name not in alone}
         for name in alone:
             *outer, last = held.keys[name]
-            keys |= {_of_rank(name, rank): (*outer, _of_rank(str(last), rank)) for rank in range(size)}
+            keys |= {_of_rank(name, i): (*outer, _of_rank(str(last), i)) for i in range(self._copies(name))}
         for name in manifest.tensors:
             if flaw := manifest.flaw(name):
                 raise CheckpointError(f"{name}: {flaw}: was the tree made on this mesh?")
@@ -285,9 +301,9 @@ class Save:
             _log.warning("%s is saved, and older ones could not be looked at: %s", self.path, error)
 
 
-def _of_rank(name: str, rank: int) -> str:
-    """The name of a rank's own value of an entry."""
-    return f"{name}.rank{rank}"
+def _of_rank(name: str, index: int) -> str:
+    """The name of one rank's value of an entry, or of one copy of a flat shard's parameter."""
+    return f"{name}.rank{index}"
 
 
 # --- copies of tensors that training may change meanwhile ---

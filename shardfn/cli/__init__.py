@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NoReturn
 
 from shardfn.checkpoint import tools, verifying
@@ -19,7 +18,7 @@ from shardfn.checkpoint.reading import Report
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.checkpoint.tools import Written
 from shardfn.cli import planning
-from shardfn.cli.printing import count, plain, print_json, print_table, size
+from shardfn.cli.printing import count, local, plain, print_json, print_table, size
 from shardfn.translate import TranslateError, translate
 
 SAME, DIFFERENT, WRONG = 0, 1, 2
@@ -38,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = _parser().parse_args(argv)
         if find_spec("rich") is None:
-            raise CheckpointError("the command line needs rich, which is in the extra cli: pip install 'shardfn[cli]'")
+            raise CheckpointError("the command line needs rich, which is in the extra cli: pip install '.[cli]'")
         status: int = args.run(args)
         sys.stdout.flush()
         return status
@@ -79,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         "YAML of Accelerate or Composer, JSON of DeepSpeed, or Python with a strategy of Lightning, Composer or torch, "
         "or with the arguments of Transformers' Trainer"
     )
-    command.add_argument("file", type=Path, metavar="FILE", help=about)
+    command.add_argument("file", type=local, metavar="FILE", help=about)
     command.add_argument("--json", action="store_true", help="print JSON")
     about = "what a training step computes, sends and holds on many ranks, and whether it fits, without running it"
     codes = "Exit status: 0 planned, 1 it does not fit, or nothing does, 2 could not be planned."
@@ -102,33 +101,33 @@ def _checkpoint(parser: argparse.ArgumentParser) -> None:
         sub.add_argument("--entries", metavar="REGEX", type=_pattern, help="only those whose whole name matches")
 
     sub = command("inspect", _inspect, "list what is in a checkpoint, or the checkpoints in a folder")
-    sub.add_argument("path", type=Path, metavar="PATH")
+    sub.add_argument("path", type=local, metavar="PATH")
     only(sub)
     sub.add_argument("--json", action="store_true", help="print JSON")
 
     codes = "Exit status: 0 whole, 1 damaged, 2 could not be done."
     sub = command("verify", _verify, "read every byte, compare with the checksums, and name all damage", codes)
-    sub.add_argument("paths", type=Path, metavar="PATH", nargs="+")
+    sub.add_argument("paths", type=local, metavar="PATH", nargs="+")
     sub.add_argument("--json", action="store_true", help="print JSON, a list with an object for each path")
 
     sub = command("consolidate", _consolidate, "write whole tensors to one file", "SRC is also one of torch's own.")
-    sub.add_argument("src", type=Path, metavar="SRC")
+    sub.add_argument("src", type=local, metavar="SRC")
     about = "NAME.safetensors: tensors, part by part; or NAME.pt: nested dicts of all, which must fit into memory"
-    sub.add_argument("dst", type=Path, metavar="DST", help=about)
+    sub.add_argument("dst", type=local, metavar="DST", help=about)
     only(sub)
     sub.add_argument("--strip", metavar="PREFIX", default="", help="what names that begin with it lose, as `model.`")
     sub.add_argument("--overwrite", action="store_true", help="replace DST")
 
     about = "write the same checkpoint as another number of ranks would"
     sub = command("reshard", _reshard, about, "SRC is also one of torch's own, DST always one of shardfn.")
-    sub.add_argument("src", type=Path, metavar="SRC")
-    sub.add_argument("dst", type=Path, metavar="DST")
+    sub.add_argument("src", type=local, metavar="SRC")
+    sub.add_argument("dst", type=local, metavar="DST")
     sub.add_argument("--ranks", type=count, metavar="N", required=True)
 
     codes = "Exit status: 0 the same, 1 different, 2 could not be done."
     sub = command("diff", _diff, "compare two checkpoints, written by any number of ranks", codes)
-    sub.add_argument("a", type=Path, metavar="A")
-    sub.add_argument("b", type=Path, metavar="B")
+    sub.add_argument("a", type=local, metavar="A")
+    sub.add_argument("b", type=local, metavar="B")
     about = "absolute differences up to which numbers are the same; default: %(default)s"
     sub.add_argument("--tolerance", type=_tolerance, metavar="T", default=0.0, help=about)
     sub.add_argument("--json", action="store_true", help="print JSON")

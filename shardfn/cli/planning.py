@@ -14,7 +14,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
-from shardfn.cli.printing import count, plain, print_table, size
+from shardfn.cli.printing import count, local, plain, print_table, size
+from shardfn.local_paths import local_path
 from shardfn.mesh.make import make_mesh
 from shardfn.plans import presets
 from shardfn.plans.drawing import duration
@@ -51,6 +52,10 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dtype", help="of computing and gathering; default: %(default)s")
     command.add_argument("--kept", metavar="DTYPE", help="of parameters, gradients and state; default: %(default)s")
     command.add_argument("--optimizer", choices=tuple(OPTIMIZERS), help="default: %(default)s")
+    command.add_argument(
+        "--lora", type=count, metavar="RANK", help="train adapters on all linear layers; default: none"
+    )
+    command.add_argument("--base", choices=("full", "nf4", "int8"), help="beneath adapters; default: %(default)s")
     for kind in ("params", "grads", "state"):
         command.add_argument(f"--{kind}-on", choices=get_args(Tier), help="default: %(default)s")
     command.set_defaults(**_OF_MODELS)
@@ -71,9 +76,9 @@ def arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--per-node", type=count, default=8, metavar="N", help="ranks on a node; default: 8")
     command.add_argument("--schedule", action="store_true", help="print every work in order, with its times and bytes")
-    command.add_argument("--json", type=Path, metavar="FILE", help="write the plan, or the list, as JSON")
-    command.add_argument("--html", type=Path, metavar="FILE", help="write a page with its timeline and its memory")
-    command.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for chrome://tracing or Perfetto")
+    command.add_argument("--json", type=local, metavar="FILE", help="write the plan, or the list, as JSON")
+    command.add_argument("--html", type=local, metavar="FILE", help="write a page with its timeline and its memory")
+    command.add_argument("--trace", type=local, metavar="FILE", help="write a trace for chrome://tracing or Perfetto")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -138,6 +143,7 @@ def _made(args: argparse.Namespace) -> tuple[Plan, int | None]:
         known = shape(args.model)
         each = args.batch * (args.sequence or known.context)
         return planned(known, setting, args.rank), each // args.mesh.get("tensor", 1)
+    local_path(args.what, "plan: STEP")
     if ":" in args.what and not Path(args.what).exists():
         return _own(args), None
     if not Path(args.what).exists():
@@ -235,8 +241,10 @@ def _row(each: Found) -> dict[str, Any]:
     }
 
 
-def _memory(text: str) -> str | int:
-    return int(text) if text.isdecimal() else text
+def _memory(text: str) -> str:
+    if re.fullmatch(r"[\d.]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} has no unit: write {text}GiB, or {text}GB")
+    return text
 
 
 def _mesh(text: str) -> dict[str, int]:

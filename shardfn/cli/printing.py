@@ -1,4 +1,4 @@
-"""What all commands print: tables, JSON, and numbers of bytes; and numbers that they take."""
+"""What all commands print: tables, JSON, and numbers of bytes; and numbers and paths that they take."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from shardfn.local_paths import local_path
 
 
 def print_table(names: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[int] = ()) -> None:
@@ -54,6 +56,14 @@ def size(count: int) -> str:
     from rich.filesize import decimal
 
     return decimal(count)
+
+
+def local(text: str) -> Path:
+    """Returns a path, as an argument."""
+    try:
+        return local_path(text, "PATH")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def count(text: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -133,7 +132,7 @@ def leaves_of(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def held_leaves(results: Iterable[torch.Tensor], but: Iterable[torch.Tensor]) -> bool:
     """Whether something refers to other leaves of these graphs; nobody can differentiate by one that was lost."""
-    return any(count > _count_if_lost() for count in _leaf_counts(results, {id(x) for x in but}))
+    return any(count > _LOST for count in _leaf_counts(results, {id(x) for x in but}))
 
 
 def _leaf_counts(results: Iterable[torch.Tensor], but: Collection[int]) -> list[int]:
@@ -141,10 +140,9 @@ def _leaf_counts(results: Iterable[torch.Tensor], but: Collection[int]) -> list[
     return [sys.getrefcount(leaf) for leaf in leaves]
 
 
-@functools.cache
-def _count_if_lost() -> int:
-    # Versions of Python count the references of frames in their own way, so a leaf that is lost tells.
-    return _leaf_counts([torch.ones(()).requires_grad_() * 1], ())[0]
+# Versions of Python count the references of frames in their own way, so a leaf that is lost tells.
+with torch.inference_mode(False), torch.enable_grad():
+    _LOST = _leaf_counts([torch.ones((), device="cpu").requires_grad_() * 1], ())[0]
 
 
 def result_of(node: Any, number: int) -> tuple[tuple[int, ...], torch.dtype]:

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardfn.checkpoint import CheckpointError
-from shardfn.checkpoint.contents import memory
 from shardfn.checkpoint.disk import sync, write_whole
+from shardfn.checkpoint.tensor_bytes import memory
 from shardfn.collectives.agree import agree, failing_together
 from shardfn.compat import process_groups
 from shardfn.curvature.operators import check_batches, count_of, each_of, must_take
@@ -37,6 +37,7 @@ from shardfn.curvature.row_gradients import Used, parts, single, whole
 from shardfn.curvature.row_moments import Kind, Place, factors, largest, over_all, places, turned
 from shardfn.curvature.row_uses import Key, Receiver
 from shardfn.curvature.vectors import Space, draws_restored
+from shardfn.local_paths import local_path
 from shardfn.optim.hyperparameters import kind
 from shardfn.optim.owners import Block, on_owner, work
 from shardfn.quoting import listed
@@ -233,7 +234,7 @@ def store_gradients(
         ``scores = store_gradients("runs/rows", losses, params, batches).scores([grad(measure)(params)], damping=1e-3)``
     """
     name = f"store_gradients of {name_of(losses)}"
-    space, path = Space(params, name), Path(folder)
+    space, path = Space(params, name), local_path(folder, f"{name}: folder")
     space.agree(name, size=size, seed=seed, folder=str(path), batches=batches is not None)
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ValueError(f"{name}: size={size!r}; it is an integer of 1 or more")

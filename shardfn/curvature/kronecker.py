@@ -29,6 +29,7 @@ from shardfn.curvature.row_axes import refuse_cut
 from shardfn.curvature.row_moments import KINDS, Kind, Place, Sums, Total, places, turned
 from shardfn.curvature.row_uses import Key
 from shardfn.curvature.vectors import Space, Vector, draws_restored
+from shardfn.local_paths import local_path
 from shardfn.optim.norms import wide
 from shardfn.optim.owners import Block, as_owner, eigh, on_owner, remembered, work
 from shardfn.quoting import listed
@@ -138,7 +139,7 @@ def ekfac(
         ``step = ekfac(losses, params, batches).solve(gradient, damping=1e-3)``
     """
     name = f"ekfac of {name_of(losses.model if isinstance(losses, Drawn) else losses)}"
-    space, path = Space(params, name), None if folder is None else Path(folder)
+    space, path = Space(params, name), None if folder is None else local_path(folder, f"{name}: folder")
     each = places(space)
     there, labels = begun(path), f"drawn with seed {losses.seed}" if isinstance(losses, Drawn) else "given"
     asked: dict[str, Any] = {

@@ -104,7 +104,7 @@ def _library(caller: str) -> Any:
     try:
         import dp_accounting.pld  # takes a second, with scipy
     except ImportError as error:
-        raise ImportError(f"{caller} needs the package dp-accounting: pip install 'shardfn[privacy]'") from error
+        raise ImportError(f"{caller} needs the package dp-accounting: pip install '.[privacy]'") from error
     return dp_accounting
 
 

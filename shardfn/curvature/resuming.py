@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,13 +16,14 @@ from shardfn.curvature.per_example import Losses, batch_of, checked, examples
 from shardfn.curvature.row_axes import row_place
 from shardfn.curvature.row_moments import largest, over_all
 from shardfn.curvature.vectors import Space, draws_restored
+from shardfn.local_paths import local_path
 
 KEYS = ("values", "norm", "rows", "losses", "sizes", "gradients", "rounding")
 
 
 def begun(folder: str | os.PathLike[str] | None) -> bool:
     """Whether there is something at a path: an empty folder is as good as none."""
-    path = None if folder is None else Path(folder)
+    path = None if folder is None else local_path(folder, "folder")
     return path is not None and path.exists() and not (path.is_dir() and not any(path.iterdir()))
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shardfn.collectives.functional import psum, pvary
 from shardfn.mesh.grid import AxisName
@@ -24,46 +25,91 @@ def keeps_statistics(m: nn.Module) -> bool:
     return isinstance(m, nn.modules.batchnorm._NormBase)
 
 
-def synchronised(m: Any, axis: AxisName) -> Callable[[Tensor], Tensor]:
+def synchronised(m: Any, axis: AxisName) -> Callable[..., Tensor]:
     """A forward for a batch norm that uses mean and variance over all ranks along `axis`, which hold different rows.
 
-    It makes two all-reduces of one number per channel, in forward and in backward; the second sums squared distances
-    from the mean, as on one process, which does not cancel where the mean is large.
-
-    Source: Ioffe and Szegedy, Batch Normalization (2015), with the batch cut over ranks.
+    The module's own forward runs, in which `F.batch_norm` is replaced, so that a subclass keeps what it does besides.
     """
-    return functools.partial(_forward, m, in_one_dtype(m), axis)
+    synced = getattr(m.forward, "__func__", None) is nn.SyncBatchNorm.forward  # needs an accelerator, and communicates
+    own = in_one_dtype(m, nn.BatchNorm1d.forward.__get__(m) if synced else m.forward)
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        with Together(m, axis) as together:
+            out = own(*args, **kwargs)
+        if (m.training or m.running_mean is None) and not together.found:
+            raise TypeError(
+                f"sync_batch_norm: {type(m).__name__} must normalize by torch.nn.functional.batch_norm, got a forward "
+                f"without it. Let its forward call that, or leave sync_batch_norm out, by which ranks keep their own "
+                f"statistics"
+            )
+        return out
+
+    return forward
 
 
-def in_one_dtype(m: Any) -> Callable[[Tensor], Tensor]:
+def in_one_dtype(m: Any, own: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
     """A forward with weights cast to the dtype of the statistics, as torch requires after `gather_dtype`."""
-    own: Callable[[Tensor], Tensor] = m.forward
+    run = m.forward if own is None else own
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
         weights, statistics = m._parameters, m.running_mean
         if statistics is None or m.weight is None or m.weight.dtype == statistics.dtype:
-            return own(x)
+            return run(*args, **kwargs)
         before = dict(weights)
         weights.update((name, value.to(statistics.dtype)) for name, value in before.items() if value is not None)
         try:
-            return own(x)
+            return run(*args, **kwargs)
         finally:
             weights.update(before)
 
     return forward
 
 
-def _forward(m: Any, alone: Callable[[Tensor], Tensor], axis: AxisName, x: Tensor) -> Tensor:
-    if not m.training and m.running_mean is not None:
-        return alone(x)
-    m._check_input_dim(x)
+class Together(TorchFunctionMode):
+    """A context in which `F.batch_norm` takes its statistics over all ranks along an axis.
+
+    It makes two all-reduces of one number per channel, in forward and in backward; the second sums squared distances
+    from the mean, as on one process, which does not cancel where the mean is large.
+
+    Source: Ioffe and Szegedy, Batch Normalization (2015), with the batch cut over ranks.
+
+    Attributes:
+        found: whether it was called.
+    """
+
+    def __init__(self, m: nn.Module, axis: AxisName) -> None:
+        super().__init__()
+        self.m, self.axis, self.found = m, axis, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.batch_norm:
+            return func(*args, **(kwargs or {}))
+        self.found = True
+        return _normalised(self.axis, *args, **(kwargs or {}))
+
+
+def _normalised(
+    axis: AxisName,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """As `F.batch_norm`."""
+    if not training:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, eps=eps)
     bound_axis(axis, "sync_batch_norm")  # raises here, where the name was given, for an axis that the mesh lacks
+    x = input
     dims = [d for d in range(x.ndim) if d != 1]
     channel = [1, -1] + [1] * (x.ndim - 2)
     x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
     values = x.numel() // x.shape[1]
     count = psum(values, axis)
-    if values < 2 and m.training and int(count) < 2:
+    if values < 2 and int(count) < 2:
         raise ValueError(
             f"a batch norm that trains got one value for each channel on all ranks along {axis!r} together, which has "
             f"no variance: the input has shape {tuple(x.shape)}"
@@ -71,15 +117,13 @@ def _forward(m: Any, alone: Callable[[Tensor], Tensor], axis: AxisName, x: Tenso
     mean = psum(x_wide.sum(dims), axis) / count
     centred = x_wide - pvary(mean, axis).view(channel)
     var = psum(centred.square().sum(dims), axis) / count
-    if m.training and m.track_running_stats and m.running_mean is not None:
-        m.num_batches_tracked.add_(1)
-        factor = 1.0 / m.num_batches_tracked.to(x_wide.dtype) if m.momentum is None else m.momentum
+    if running_mean is not None and running_var is not None:
         with torch.no_grad():
-            m.running_mean.add_((mean.detach() - m.running_mean) * factor)
-            m.running_var.add_((var.detach() * count / (count - 1) - m.running_var) * factor)
-    out = centred * torch.rsqrt(pvary(var, axis) + m.eps).view(channel)
-    if m.weight is not None:
-        out = out * m.weight.view(channel)
-    if m.bias is not None:
-        out = out + m.bias.view(channel)
+            running_mean.add_((mean.detach() - running_mean) * momentum)
+            running_var.add_((var.detach() * count / (count - 1) - running_var) * momentum)
+    out = centred * torch.rsqrt(pvary(var, axis) + eps).view(channel)
+    if weight is not None:
+        out = out * weight.view(channel)
+    if bias is not None:
+        out = out + bias.view(channel)
     return out.to(x.dtype)

@@ -6,17 +6,22 @@ All private parts of `transformers` that this package uses are used here: the ru
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import nn
 
 from shardfn.checkpoint.team import CheckpointError
+from shardfn.compat import pytrees
 from shardfn.compat.replacing import replaced
 from shardfn.interop.lazy_tensors import Assembled, Computed, lazy
 
@@ -39,6 +44,24 @@ def of_transformers(module: nn.Module) -> bool:
     """Whether a module is a model of `transformers`."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(module, modeling.PreTrainedModel)
+
+
+@functools.cache
+def register_batches() -> None:
+    """Makes the batches that tokenizers and processors return pytrees of their tensors."""
+    from transformers import BatchEncoding, BatchFeature
+
+    for kind in (BatchEncoding, BatchFeature):
+        pytrees.register(
+            kind,
+            lambda batch: (tuple(batch.data.values()), tuple(batch.data), tuple(batch.data)),
+            functools.partial(_batch, kind),
+            optree.MappingEntry,
+        )
+
+
+def _batch(kind: Any, names: Sequence[str], values: Iterable[Any]) -> Any:
+    return kind(dict(zip(names, values, strict=True)))
 
 
 def converted(module: Any, stored: Mapping[str, Assembled], names: Iterable[str]) -> Converted:
@@ -101,6 +124,43 @@ def loaded_by(module: Any, used: Iterable[int]) -> None:
     """Records on a module the rules that loaded it, as `from_pretrained` does; `reverted` reverses them."""
     rules = conversions(module)
     module._weight_conversions = [rules[number] for number in used]
+
+
+def vocabularies(module: nn.Module) -> list[nn.Module]:
+    """The embeddings and output layers of all models of `transformers` in a module."""
+    found: list[Any] = []
+    for m in filter(of_transformers, module.modules()):
+        for name in ("get_input_embeddings", "get_output_embeddings"):
+            with contextlib.suppress(NotImplementedError, AttributeError):  # of models without tokens
+                found.append(getattr(m, name)())
+    return [m for m in found if m is not None]
+
+
+def generation_settings(module: Any, path: Path) -> str:
+    """The settings by which the model at a path generates text, as JSON; "" if there are none."""
+    folder, library = path if path.is_dir() else path.parent, sys.modules.get("transformers")
+    if library is None or not (of_transformers(module) and module.can_generate()):
+        return ""
+    own, older = "generation_config.json", "config.json"  # older models have the settings in their configuration
+    if (folder / own).is_file():
+        found = library.GenerationConfig.from_pretrained(folder)
+    elif (folder / older).is_file():
+        found = library.GenerationConfig.from_pretrained(folder, config_file_name=older, _from_model_config=True)
+    else:
+        return ""
+    settings: str = found.to_json_string()
+    return settings
+
+
+def generate_by(module: Any, settings: str) -> None:
+    """Gives a module such settings, as `from_pretrained` does, apart from those that were set on it before."""
+    kind, own = type(module.generation_config), module.generation_config.to_dict()
+    try:
+        initial = kind.from_model_config(module.config).to_dict()
+    except NotImplementedError:
+        initial = kind().to_dict()
+    changed = {name: value for name, value in own.items() if value != initial.get(name)}
+    module.generation_config = kind.from_dict({**json.loads(settings), **changed})
 
 
 def not_missed(module: Any, missing: Collection[str], extra: Collection[str]) -> tuple[set[str], set[str]]:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.compat import dispatch, dynamo, functorch
 from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, keeps_statistics, synchronised
+from shardfn.interop.conversions import of_transformers, register_batches
 from shardfn.interop.in_place import (
     Adapting,
     along_tensor,
@@ -28,8 +29,16 @@ from shardfn.interop.in_place import (
 )
 from shardfn.interop.module_state import Attributes, undone
 from shardfn.interop.partition import Anatomy, Boundaries, taken_apart
-from shardfn.interop.placeholder import Part, Placeholder, Slot
-from shardfn.interop.refusals import drawn_layers, refuse_apart, refuse_checkpointing, refuse_mixed_loose
+from shardfn.interop.placeholder import HOOKED, Part, Placeholder, Slot
+from shardfn.interop.refusals import (
+    drawn_layers,
+    refuse_apart,
+    refuse_checkpointing,
+    refuse_inside_function,
+    refuse_mixed_loose,
+    refuse_router_loss,
+    refuse_written_outside,
+)
 from shardfn.interop.stage_module import Run, Shell, Unit, casting
 from shardfn.interop.tensor_checks import Region
 from shardfn.interop.tensor_parallel import TensorParallel
@@ -78,8 +87,9 @@ def functional(
             Default: `_no_split_modules` of all models inside; if there are none, the items of each `ModuleList` and
             `Sequential`. Of the rest the largest modules become stages too.
         min_num_params: instead of `stages`: the smallest modules that hold as many parameters.
-        loose: which parameters belong to no single stage, by patterns for their paths: those that a module reads from
-            another, as `F.linear(x, self.embed.weight)`. They are gathered at the start of a call, and kept.
+        loose: which parameters belong to no single stage, by patterns for their paths: they are gathered at the start
+            of a call, and kept. For those that a module reads from another, as `F.linear(x, self.embed.weight)`, this
+            saves a further gather of the whole stage.
         mutable: which buffers the module changes in forward, by patterns; those of batch norms are known.
         small: modules with fewer parameters than this are loose, unless they were chosen.
         sync_batch_norm: the axes over which a batch is cut: batch norms use the statistics of all of it.
@@ -118,6 +128,8 @@ def functional(
     stage(loose_parameters, **stage_options)  # raises for wrong options before the module is changed
     if isinstance(module, nn.Module):
         _changing(module, dict(module.named_buffers(remove_duplicate=False)), rules[1])
+        if of_transformers(module):
+            register_batches()
     plan = None if tensor is None else planned(module, tensor, tensor_axis)
     refuse = (lambda chosen: None) if plan is None else plan.refuse_outside
     anatomy = taken_apart(module, stages, min_num_params, small, rules[0], stage_options.get("gather_dtype"), refuse)
@@ -182,6 +194,7 @@ class Functional:
         self._changing = {self._same[name]: m for name, m in _changing(module, anatomy.buffers, mutable).items()}
         self._checkpointing = [(path, m) for path, m in module.named_modules() if hasattr(m, "gradient_checkpointing")]
         self._drawn, self._skeleton = drawn_layers(module), _skeleton(module)
+        self._placeholders = [p for p in module.parameters() if isinstance(p, Placeholder)]
         stretched = {path for path, m in module.named_modules() if _stretches(m)}
         own = {self._same[name] for name in anatomy.buffers if name.rpartition(".")[0] in stretched}
         self._kept = own - set(self._changing)
@@ -255,7 +268,7 @@ class Functional:
 
         Raises:
             ValueError: the parameters differ from those of `tree`; or buffers would change and were not passed.
-            RuntimeError: a parameter is read outside of its stage, or a buffer that is not `mutable` is written to.
+            RuntimeError: a parameter, or a buffer that is not `mutable`, is written to.
             TypeError: a cache of keys and values is used while gradients are recorded.
         """
         dynamo.refuse_compiling(f"a call of {type(self.module).__name__}")
@@ -292,7 +305,7 @@ class Functional:
         own = self._own_buffers(self._place.device)
         values = {**own, **{key: b for key, b in given.items() if key not in self._kept}}
         records = Functional._called.__code__ if torch.is_grad_enabled() else None
-        run = Run(params, frozenset(changing | self._kept), adapters, records)
+        run = Run(params, frozenset(changing | self._kept), adapters, records, self._revealed)
         parts = arguments(params, self._loose, adapters)
         loose, *adapted = self._reveal(*parts) if self._loose.own or self._loose.shared else ({},)
         announced = self._announced(params, adapters)
@@ -303,7 +316,9 @@ class Functional:
                 replaced("forward", self._around),
                 self._fresh(),
                 self._unasked(),
-                loose_in_place(self._adapting, loose, adapted, values, run.changing, self._looks(loose)) as changed,
+                loose_in_place(
+                    self._adapting, loose, adapted, values, run.changing, run.lent, self._looks(loose)
+                ) as changed,
                 along_tensor(self._region, self.module, (*args, *kwargs.values()), self._loose, params) as followed,
             ):
                 if method == "generate" and _all_ranks_run(params):
@@ -316,8 +331,10 @@ class Functional:
                     raise
                 if followed is not None:
                     followed.check(out)
+                refuse_written_outside(run.revealed.values())
         finally:
             self._running.now = before
+        refuse_router_loss(self.module, out, kwargs)
         self._looked.add(self.module.training)
         self.buffers.update({name: changed[key] for name, key in self._same.items() if key in self._kept})
         del announced  # it is in force as long as it is alive
@@ -348,6 +365,8 @@ class Functional:
     @waiting.during("model.state_dict")
     def state_dict(self, params: Any) -> dict[str, Tensor]:
         """Gathers whole parameters under all of the module's names, including aliases, on every rank.
+
+        Of copies that differ, as between islands of local SGD, each rank gets its own.
 
         Args:
             params: parameters or gradients of the structure of `tree`.
@@ -459,6 +478,13 @@ class Functional:
                     f"nothing of them: load weights into the tree, by interop.load or shard(), and change the module "
                     f"before it is taken apart"
                 )
+        here = {id(p) for m in self.module.modules() for p in m._parameters.values()}
+        lost = next((p for p in self._placeholders if id(p) not in here), None)
+        if lost is not None:
+            raise RuntimeError(
+                f"{lost.path} was deleted from the module after functional(), while the parameters still have it: "
+                f"change the module before it is taken apart"
+            )
         self._skeleton = _skeleton(self.module)
 
     def _looks(self, loose: Mapping[str, Tensor]) -> bool:
@@ -511,6 +537,22 @@ class Functional:
         """The buffers given to a call, by key; of several names for one, the first counts."""
         names = sorted(buffers, key=lambda name: self._same[name] == name)
         return {self._same[name]: b if (b := buffers[name]).device == device else b.to(device) for name in names}
+
+    def _revealed(self, run: Run, read: Placeholder) -> Any:
+        """The value of a stage's parameter that other code reads, from a copy of the stage's that the call keeps."""
+        unit = self._units.get(read.owner)
+        hooked = read.path.endswith(HOOKED) and any(m._forward_pre_hooks for m in self.module.modules())
+        if unit is None or read.owner in run.adapters or unit.region is not None or hooked:
+            return read
+        if run.records is not None and not torch.is_grad_enabled():
+            refuse_inside_function(unit.part, run.records)
+        key: Any = read.owner, torch.is_grad_enabled(), object() if functorch.inside_transform() else None
+        if key not in run.revealed:
+            run.revealed[key], *_ = self._reveal(*arguments(run.params, unit.part, {}))
+        values = run.revealed[key]
+        value = values[read.path if read.path in unit.part.shared_keys() else read.path.removeprefix(f"{read.owner}.")]
+        vars(value).update(read.given)
+        return value
 
     def _announced(self, params: Any, adapters: Mapping[str, Any]) -> Any:
         """Announces the stages in the order of the last call; a stage out of order is gathered when it is called."""

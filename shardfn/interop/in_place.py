@@ -57,11 +57,13 @@ def loose_in_place(
     adapters: Sequence[Any],
     buffers: Mapping[str, Tensor],
     changing: frozenset[str],
+    lent: set[int],
     look: bool,
 ) -> Iterator[dict[str, Tensor]]:
     """A context with loose parameters and all buffers in their places; yields the buffers that changed.
 
     With `look`, the bytes of parameters are compared as well, which shows writes that bypass autograd, through `.data`.
+    The ids of the values in the places are added to `lent`.
 
     Raises:
         RuntimeError: a parameter was written to.
@@ -76,6 +78,7 @@ def loose_in_place(
         adapting.placed(slots, [values[slot.key] for slot in slots], adapters) as pairs,
         buffers_in_place(loose, buffers, changing) as changed,
     ):
+        lent.update(id(value) for _, value in pairs)
         yield changed
         written = (slot for slot, value in pairs if left_in(loose, slot) is not value)
         stray = next((key for key, x in versions.items() if values[key]._version != x), None)

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import optree
@@ -25,7 +26,7 @@ from shardfn.interop import coded, conversions
 from shardfn.interop.coded import Coded
 from shardfn.interop.deferred_init import beginning
 from shardfn.interop.functional import Functional, expect_functional
-from shardfn.interop.lazy_tensors import Assembled, Computed, lazy
+from shardfn.interop.lazy_tensors import Assembled, Computed, Part, lazy
 from shardfn.interop.reading import Source, fingerprint, in_files, tensors_of
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import axis_of, device_of, grid_of, sizes
@@ -75,6 +76,7 @@ def load(
     files have in 4 bits of bitsandbytes are decoded, one at a time; or kept bit for bit, if `model.tree` has a `Packed`
     of this format, or with `as_stored=True`.
 
+    A model of `transformers` gets the folder's `generation_config`, apart from settings that were changed on it before.
     Buffers that belong to the `state_dict`, such as the running statistics of batch norms, are written into
     `model.buffers`.
 
@@ -93,8 +95,8 @@ def load(
         specs: as for `shardfn.shard`; default: `model.specs`.
         strict: whether the files must hold exactly what the model has. If not, extra tensors are ignored; missing ones
             keep the module's values or, if they are on the device meta, are initialised by their classes
-            (`reset_parameters`, `_init_weights`); and the logger `shardfn` warns of both. Other shapes are still
-            errors.
+            (`reset_parameters`, `_init_weights`), as are further rows of embeddings and output layers; and the logger
+            `shardfn` warns of them. Other shapes are still errors.
         ignore: regular expressions, or one; extra tensors whose whole name matches one are not an error.
         seed: any int, the same on every rank; each initialised parameter draws from a generator seeded by it and its
             name, so that it has the same values on any mesh.
@@ -132,6 +134,8 @@ def load(
             team.each(what, functools.partial(_read, params, model, plan))
     if note.used is not None:
         conversions.loaded_by(model.module, note.used)
+    if note.generation:
+        conversions.generate_by(model.module, note.generation)
     return params
 
 
@@ -173,6 +177,7 @@ class _Note(NamedTuple):
         buffers: names of the buffers to write.
         used: rules of `transformers` that were applied.
         packed: formats of parameters that stay in few bits.
+        generation: settings of `transformers` for generating text, which the module gets.
         said: the warning of a load that is not strict.
         fingerprint: of the values and the files.
     """
@@ -180,6 +185,7 @@ class _Note(NamedTuple):
     buffers: tuple[str, ...]
     used: tuple[int, ...] | None
     packed: dict[str, Format]
+    generation: str
     said: str
     fingerprint: tuple[int, int, int]
 
@@ -231,6 +237,7 @@ def _planned(
     differences = _compared(values, others, wanted)
     extra = [*by_module_name.extra, *strange]
     differences.extra = [name for name in extra if not any(rule.fullmatch(name) for rule in ignore)]
+    grown = [] if strict else _vocabularies(model, differences, values, wanted)
     empty = [name for name, b in model.buffers.items() if b.is_meta and names[name] not in values]
     new = [name for name in differences.missing if wanted[name].is_meta and name not in empty]
     stored_formats = coded.kept(values) if as_stored else {}
@@ -243,15 +250,20 @@ def _planned(
         message = _complaint(told, unknown, empty, "" if values else part_with(told.missing, tensors))
         raise CheckpointError(f"{message}. {advice}" if advice else message)
     coded.refuse_twice(values, {name: x.format for name, x in packed.items()})
-    values |= _initialised(model, {name: Kind(wanted[name].dtype, tuple(wanted[name].shape)) for name in new}, seed)
+    begins = [*new, *(name for name in grown if wanted[name].is_meta)]
+    initial = _initialised(model, {name: Kind(wanted[name].dtype, tuple(wanted[name].shape)) for name in begins}, seed)
+    initial |= {name: lazy(wanted[name].detach(), "") for name in grown if name not in initial}
+    values |= {name: _with_rows(values[name], x) if name in grown else x for name, x in initial.items()}
     values, others = _encoded(values, others, packed)
     kept_here = [name for name in differences.missing if name not in new]
     here = {name: packed[name].values if name in packed else wanted[name].detach() for name in kept_here}
     values |= {name: lazy(x, name) for name, x in here.items()}
     used = set(tensors) - set(by_module_name.extra)
-    crc = fingerprint(tensors, used, values=not in_files(folder)), fingerprint(here, here)
-    message = "" if strict else _warning(new, kept_here, differences.extra)
-    note = _Note(tuple(buffers), by_module_name.used, stored_formats, message, (*crc, identity))
+    local = here | {name: wanted[name].detach() for name in grown if not wanted[name].is_meta}
+    crc = fingerprint(tensors, used, values=not in_files(folder)), fingerprint(local, local)
+    message = "" if strict else _warning(new, kept_here, differences.extra, grown)
+    generation = conversions.generation_settings(model.module, Path(folder)) if in_files(folder) else ""
+    note = _Note(tuple(buffers), by_module_name.used, stored_formats, generation, message, (*crc, identity))
     forget()
     return _Plan(values, others, note, forget)
 
@@ -322,12 +334,45 @@ def _initialised(model: Functional, new: Mapping[str, Kind], seed: int) -> dict[
     }
 
 
-def _warning(new: Sequence[str], kept: Sequence[str], extra: Sequence[str]) -> str:
+def _vocabularies(
+    model: Functional, differences: Differences, values: Mapping[str, Assembled], wanted: Mapping[str, Any]
+) -> list[str]:
+    """The embeddings and output layers that have more rows than in the files, which are no difference then."""
+    owners = conversions.vocabularies(model.module) if differences.shapes else []
+    own = {id(p) for m in owners for p in m._parameters.values()}
+    names = {model.names[path] for path, p in model.module.named_parameters() if id(p) in own}
+    grown = [
+        name
+        for name in differences.shapes
+        if name in names
+        and not isinstance(wanted[name], Packed)
+        and values[name].shape[1:] == tuple(wanted[name].shape[1:])
+        and values[name].shape[0] < wanted[name].shape[0]
+    ]
+    for name in grown:
+        del differences.shapes[name]
+    return grown
+
+
+def _with_rows(first: Assembled, initial: Assembled) -> Assembled:
+    """The rows of a file, and those of an initial value after them."""
+    rows, shape = first.shape[0], initial.shape
+
+    def make() -> Assembled:
+        rest = Box((rows, *[0] * (len(shape) - 1)), (shape[0] - rows, *shape[1:]))
+        after = [Part(box, x, "") for box, x in initial.cut(rest)]
+        return Assembled(shape, initial.dtype, [*first.parts, *after])
+
+    return Computed(shape, initial.dtype, make, rounded=False)
+
+
+def _warning(new: Sequence[str], kept: Sequence[str], extra: Sequence[str], grown: Sequence[str]) -> str:
     """The warning of a load that is not strict."""
     groups = (
         (new, "begin as their classes let them begin, and are to be trained before the model is used"),
         (kept, "are missing in the checkpoint, and stay as the module has them"),
         (extra, "are in the checkpoint, but not in the model"),
+        (grown, "have more rows than in the checkpoint, and the new ones are to be trained"),
     )
     return "; ".join(f"{listed(names, 8)} {text}" for names, text in groups if names)
 

@@ -109,8 +109,9 @@ def taken_apart(
     for part in all_parts.values():
         for holder, attribute, _ in (*part.own, *part.shared):
             holder[attribute] = stand_ins.get(id(holder[attribute]), holder[attribute])
-    if stand_ins:
-        module.register_load_state_dict_pre_hook(_refuse_values)
+    for m in module.modules() if stand_ins else ():
+        if m is module or any(p is not None for p in m._parameters.values()):
+            m.register_load_state_dict_pre_hook(_refuse_values)
     tree = {key: value for key, value in tree.items() if not isinstance(value, dict) or value}
     return Anatomy(tree, canonical, tuple(frozen), buffers, same, parts, rest, place)
 
@@ -235,13 +236,13 @@ def boundaries(
         """Chooses the outermost among a module and those inside."""
         if path in chosen:
             return
-        if eligible(path, m) and chooses(path, m):
+        if eligible(path, m) and chooses(path, m) and (stages is not None or not _takes_lists(m)):
             chosen[path] = m
             return
         for name, child in m.named_children():
             choose(joined(path, name), child, chooses)
 
-    choose("", module, _policy(module, stages, min_num_params))
+    choose("", module, _policy(module, stages, min_num_params, eligible))
     above = {"", *(path[:i] for path in chosen for i, letter in enumerate(path) if letter == ".")}
     choose("", module, lambda path, m: path not in above and _numel(m) >= small)
     # A module has several paths if its parents share it: keep each once, and none that is also inside another.
@@ -252,18 +253,30 @@ def boundaries(
     return {path: chosen[path] for path in names if path in apart}
 
 
+def _takes_lists(m: nn.Module) -> bool:
+    """Whether forward says that it takes a list, to which it may append, as the last blocks of torchvision's pyramids.
+
+    A stage gets a copy of it, so the modules inside become stages instead.
+    """
+    kinds = {name: str(kind) for name, kind in getattr(type(m).forward, "__annotations__", {}).items()}
+    return any(re.match(r"(typing\.)?[lL]ist\b", kind) for name, kind in kinds.items() if name != "return")
+
+
 def _numel(m: nn.Module) -> int:
     return sum(p.numel() for p in m.parameters())
 
 
 def _policy(
-    module: nn.Module, stages: Boundaries | None, min_num_params: int | None
+    module: nn.Module,
+    stages: Boundaries | None,
+    min_num_params: int | None,
+    eligible: Callable[[str, nn.Module], bool],
 ) -> Callable[[str, nn.Module], bool]:
     if min_num_params is not None:
         enough: int = min_num_params
         return lambda path, m: _numel(m) >= enough and all(_numel(child) < enough for child in m.children())
     if stages is not None:
-        return _named(module, stages)
+        return _named(module, stages, eligible)
     names = {name for m in module.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
     if any(type(m).__name__ in names for m in module.modules()):
         return lambda path, m: type(m).__name__ in names
@@ -272,7 +285,9 @@ def _policy(
     return lambda path, m: id(m) in repeated
 
 
-def _named(module: nn.Module, stages: Any) -> Callable[[str, nn.Module], bool]:
+def _named(
+    module: nn.Module, stages: Any, eligible: Callable[[str, nn.Module], bool]
+) -> Callable[[str, nn.Module], bool]:
     if callable(stages) and not isinstance(stages, type):
         return lambda path, m: bool(stages(path, m))
     wanted = [stages] if isinstance(stages, (str, type)) else list(stages)
@@ -293,4 +308,10 @@ def _named(module: nn.Module, stages: Any) -> Callable[[str, nn.Module], bool]:
         if not any(matches(item, path, m) for path, m in modules):
             classes = listed(dict.fromkeys(type(m).__name__ for _, m in modules if any(True for _ in m.parameters())))
             raise ValueError(f"functional: stages: nothing is or matches {item!r}; the module has {classes}")
+        if not any(eligible(path, m) for path, m in modules if matches(item, path, m)):
+            path, m = next((path, m) for path, m in modules if matches(item, path, m))
+            raise ValueError(
+                f"functional: stages: {item!r} must match layers, got {path or 'the whole module'} "
+                f"({type(m).__name__}): a stage is a module inside, with parameters that are not loose and a forward"
+            )
     return lambda path, m: any(matches(item, path, m) for item in wanted)

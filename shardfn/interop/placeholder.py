@@ -25,6 +25,13 @@ _KNOWN = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES} | {
 }  # fmt: skip
 
 
+_ATTACHING = {"__set__", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "custom_function_call"}
+"""Operations that would be those of a copy only."""
+
+HOOKED = "_g", "_v", "_u", "_orig"
+"""Ends of the parameters from which a hook of torch.nn.utils makes a weight before forward, outside of a stage."""
+
+
 class Running(threading.local):
     """The call of a shell that this thread is in, and the stage that it runs."""
 
@@ -37,6 +44,10 @@ class Place:
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
         self.device, self.dtype, self.running = device, dtype, Running()
+
+    def reveals(self) -> bool:
+        """Whether values of stages may be read now: in a call of the shell, in code outside of its stages."""
+        return self.running.now is not None and self.running.unit is None
 
     def __deepcopy__(self, memo: Any) -> Place:
         return self
@@ -61,7 +72,8 @@ class Placeholder(nn.Parameter):
             if func == _DEVICE:
                 return self.place.device
             if func == Tensor.detach or func == _DATA:
-                return self  # state_dict() calls it, for names and shapes
+                value = revealed(self)
+                return self if value is self else value.detach()  # state_dict() asks, for names and shapes
             with torch._C.DisableTorchFunctionSubclass():
                 if func == _DTYPE:
                     own = func(self)
@@ -79,6 +91,10 @@ class Placeholder(nn.Parameter):
                 f"torch.utils.checkpoint inside of it does: leave the checkpointing out of the module, and pass "
                 f"remat=True to functional"
             )
+        if operation not in _ATTACHING and self.place.reveals():
+            args, kwargs = optree.tree_map(revealed, (args, kwargs or {}))
+            if not any(isinstance(x, Placeholder) for x in optree.tree_leaves((args, kwargs))):
+                return func(*args, **kwargs)
         if self.place.running.now is None:
             raise RuntimeError(
                 f"{self.path} was taken out of this module, which has no value for {operation}: call the function that "
@@ -86,7 +102,7 @@ class Placeholder(nn.Parameter):
                 f"are in params, and model.state_dict(params) or interop.save_pretrained give them these names"
             )
         where = f"stage {self.owner!r}" if self.owner else "the model's call"
-        normed = self.path.endswith(("_g", "_v", "_u", "_orig"))
+        normed = self.path.endswith(HOOKED)
         hook = " (a hook of torch.nn.utils? torch.nn.utils.parametrizations has none)" if normed else ""
         raise RuntimeError(
             f"{self.path} is read outside of {where}, by {operation}{hook}: its values are among the "
@@ -118,6 +134,11 @@ class Placeholder(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(f"{self.path} was taken out of its module: save the parameters, not the module")
+
+
+def revealed(x: Any) -> Any:
+    """The value of a placeholder that is read outside of its stage, if the call can gather it; others as they are."""
+    return x.place.running.now.reveal(x) if isinstance(x, Placeholder) and x.place.reveals() else x
 
 
 def _asked(args: Any, kwargs: Any) -> bool:

@@ -17,6 +17,7 @@ from shardfn.checkpoint.manifest import METADATA
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.interop.functional import Functional
 from shardfn.interop.placeholder import Placeholder
+from shardfn.local_paths import local_path
 from shardfn.mesh.spec import is_dtensor
 from shardfn.quoting import listed
 from shardfn.shards.replicated import checksum
@@ -64,7 +65,8 @@ def tensors_of(source: Any, share: tuple[int, int] = (0, 1)) -> Tensors:
         TypeError: the source has another type, or values that are not dense tensors.
     """
     if in_files(source):
-        path, model_path = Path(source), model_in(Path(source))
+        path = local_path(source, "interop.load: source")
+        model_path = model_in(path)
         if model_path is None:
             if path.is_dir():
                 raise CheckpointError(_without_model(path))

@@ -11,8 +11,8 @@ import hashlib
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import optree
 import torch
@@ -249,6 +249,16 @@ def refuse_again(path: str) -> None:
         )
 
 
+def refuse_router_loss(module: nn.Module, out: Any, given: Mapping[str, Any]) -> None:
+    """Raises ValueError if a model adds its router's loss to a sum over tokens, of which each part would add it."""
+    count, loss = given.get("num_items_in_batch"), getattr(out, "loss", None)
+    if count is not None and loss is not None and isinstance(getattr(out, "aux_loss", None), Tensor):
+        raise ValueError(
+            f"{type(module).__name__}: num_items_in_batch must come without output_router_logits, got both: each rank "
+            f"and micro-batch would add the whole router loss. Leave labels out, and add parallel.balance_loss"
+        )
+
+
 def refuse_written(part: Part, leaves: Sequence[Any], now: tuple[Sequence[Any], int], form: int) -> None:
     """Raises RuntimeError if a module has written into a list, dict or dataclass among its arguments."""
     if now[1] != form or any(a is not b for a, b in zip(leaves, now[0], strict=True)):
@@ -257,6 +267,24 @@ def refuse_written(part: Part, leaves: Sequence[Any], now: tuple[Sequence[Any], 
             f"stage gets a copy, since it may run again in backward, and what it writes would be lost: let its forward "
             f"return it, or choose stages= so that whoever made it and whoever writes into it are in one stage"
         )
+
+
+def refuse_deleted(part: Part, error: KeyError) -> NoReturn:
+    """Raises RuntimeError for a module of which a parameter was deleted in forward."""
+    raise RuntimeError(
+        f"{part.path} ({type(part.module).__name__}) has lost its parameter {error} in forward. Call it with other "
+        f"values by torch.func.functional_call(module, values, args)"
+    ) from error
+
+
+def refuse_written_outside(copies: Iterable[Mapping[str, Tensor]]) -> None:
+    """Raises RuntimeError if the module has written into a copy of a stage's parameters, which starts at version 0."""
+    for name, x in ((name, x) for values in copies for name, x in values.items()):
+        if not x.is_inference() and x._version:
+            raise RuntimeError(
+                f"the module writes into its parameter {name}, which would be lost: what is read outside of its stage "
+                f"is a copy. Let forward compute with a new tensor, and change parameters outside of the model"
+            )
 
 
 def refuse_rebound(part: Part, pairs: Sequence[tuple[Slot, Any]]) -> None:

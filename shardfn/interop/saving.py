@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,15 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from shardfn.checkpoint import folders
-from shardfn.checkpoint.contents import Kind, pieces
+from shardfn.checkpoint.contents import Kind, contents
 from shardfn.checkpoint.disk import sync
-from shardfn.checkpoint.huggingface import STEP, refuse_options, turns
+from shardfn.checkpoint.huggingface import STEP, refuse_different, refuse_options, turns
 from shardfn.checkpoint.safetensors import OURS, Elements, Plan, begin, clear, fill, planned, publish
 from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, on_each_rank, team_of
+from shardfn.checkpoint.tensor_bytes import pieces
 from shardfn.interop import coded, conversions
 from shardfn.interop.functional import Functional, expect_functional
 from shardfn.interop.lazy_tensors import Assembled, Part, lazy
+from shardfn.local_paths import local_path
 from shardfn.mesh import waiting
 from shardfn.mesh.spec import leaves_by_path
 from shardfn.quant import bitsandbytes
@@ -94,13 +95,12 @@ def save_pretrained(
             raise TypeError(
                 f"save_pretrained: tokenizer={tokenizer!r} has no save_pretrained(folder): pass the tokenizer itself"
             )
-        return Path(folder), _checked(model, params, buffers)
+        return local_path(folder, "interop.save_pretrained: folder"), _checked(model, params, buffers)
 
     path, given = on_each_rank(started)
     team, what = team_of(flat.layout.grid for flat in flat_shards(params)), f"save_pretrained {path}"
     files, stored, plan = team.each(what, lambda: _planned(model, given, dtype, max_shard_bytes, metadata or {}))
-    if len(set(team.gathered((str(path), zlib.crc32(repr(plan.headers).encode())), what))) > 1:
-        raise CheckpointError(f"{what}: ranks were given different paths or parameters")
+    refuse_different(team, what, contents(params, shared=False), (str(path), repr(plan.headers)))
     try:
         team.first(what, lambda: _begin(path, plan, model, tokenizer, files, stored))
         own = given.buffers.items() if team.rank == 0 else ()

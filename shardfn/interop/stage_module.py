@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from shardfn.compat import functorch
+from shardfn.compat.autograd import storage_of
 from shardfn.interop import output_capturing, refusals
 from shardfn.interop.in_place import Adapting, arguments, buffers_in_place, replaced, unasked, uncached
 from shardfn.interop.module_state import Attributes, Before
-from shardfn.interop.placeholder import Part, Running, Slot
+from shardfn.interop.placeholder import Part, Placeholder, Running, Slot, revealed
 from shardfn.interop.pytrees import Forms
 from shardfn.interop.tensor_checks import Region
 from shardfn.stages.signature import cast
@@ -27,13 +28,24 @@ class Run:
 
     Attributes:
         records: if it began while gradients are recorded, the code of the frame where it did.
+        lent: ids of the loose values in their places.
+        reveal: gathers the value of a placeholder of a stage that other code reads; returns the placeholder if it
+            cannot.
     """
 
     def __init__(
-        self, params: Any, changing: frozenset[str], adapters: Mapping[str, Any], records: CodeType | None
+        self,
+        params: Any,
+        changing: frozenset[str],
+        adapters: Mapping[str, Any],
+        records: CodeType | None,
+        reveal: Callable[[Run, Placeholder], Any],
     ) -> None:
         self.params, self.changing, self.adapters, self.records = params, changing, adapters, records
         self.trace: list[str] = []
+        self.lent: set[int] = set()
+        self.reveal = functools.partial(reveal, self)
+        self.revealed: dict[Any, dict[str, Tensor]] = {}
 
 
 class Shell(NamedTuple):
@@ -70,6 +82,11 @@ def casting(
     return cast_around
 
 
+def storage(x: Tensor) -> int | None:
+    """A number equal for tensors that share memory; None for those without a storage."""
+    return storage_of(functorch.unwrapped(x)) if x.layout is torch.strided else None
+
+
 class Unit:
     """A module that is a stage: its forward is replaced by a call of this."""
 
@@ -84,6 +101,8 @@ class Unit:
     ) -> None:
         self.shell, self.part, self.region, self.forms, self.options = shell, part, region, Forms(), options
         self.adapting, self.attributes = Adapting(part), Attributes(part.module.modules())
+        self.slots = [*part.own, *part.shared]
+        self.placeholders = [slot.holder[slot.at] for slot in self.slots]
         self.fresh, self.unasked = uncached(part.module), unasked(part.module)
         self.forward = self.eager = instead.get(part.module, part.module.forward)
         self.instead = {m: forward for m, forward in instead.items() if m is not part.module}
@@ -115,6 +134,7 @@ class Unit:
                 f"`functional` returned, model(params, ...)"
             )
         leaves, form = self.forms.flatten((args, kwargs))
+        leaves = tuple([revealed(x) for x in leaves])
         if torch.is_grad_enabled():
             refusals.refuse_caches(self.part, leaves)
         elif call.records is not None:
@@ -126,10 +146,13 @@ class Unit:
         buffers = {key: holder[at] for holder, at, key in self.part.buffers}
         changing = tuple(key for key in buffers if key in call.changing)
         own, shared, *adapters = arguments(call.params, self.part, call.adapters)
+        swapped = self._swapped(call.lent)
         given = tuple([cast(x, self.input_dtype) for x in leaves]) if self.input_dtype else leaves
         before = self.attributes.now()
         wanted = output_capturing.wanted()
-        results, outer, changed = self.stage(own, shared, buffers, changing, given, form, wanted, before, *adapters)
+        results, outer, changed = self.stage(
+            own, shared, swapped, buffers, changing, given, form, wanted, before, *adapters
+        )
         results = [cast(x, self.output_dtype) for x in results] if self.output_dtype else results
         for key, value in changed.items():
             for holder, at, _ in self.shell.places[key]:
@@ -139,6 +162,20 @@ class Unit:
         out, recorded = self.forms.unflatten(results, outer)
         output_capturing.hand_on(recorded)
         return out
+
+    def _swapped(self, lent: Collection[int]) -> dict[int, Any]:
+        """Values that `torch.func.functional_call`, or an assignment, has put in the places of parameters."""
+        try:
+            now = [slot.holder[slot.at] for slot in self.slots]
+        except KeyError as error:
+            refusals.refuse_deleted(self.part, error)
+        found = enumerate(zip(now, self.placeholders, strict=True))
+        swapped = {i: revealed(x) for i, (x, own) in found if x is not own and id(x) not in lent}
+        if swapped:  # a list of the module's own follows its parameters
+            values = {self.slots[i].key: x for i, x in swapped.items()}
+            elsewhere = (i for i, slot in enumerate(self.slots) if id(slot.holder) not in self.adapting.homes)
+            swapped |= {i: values[key] for i in elsewhere if (key := self.slots[i].key) in values}
+        return swapped
 
     def skip(self, *args: Any, **kwargs: Any) -> Tensor:
         """Implements `shardfn.skip` for the module."""
@@ -155,6 +192,7 @@ class Unit:
         self,
         own: Mapping[str, Tensor],
         shared: Mapping[str, Tensor],
+        swapped: Mapping[int, Tensor],
         buffers: Mapping[str, Tensor],
         changing: Sequence[str],
         leaves: Sequence[Any],
@@ -165,8 +203,9 @@ class Unit:
     ) -> Any:
         args, kwargs = self.forms.unflatten(leaves, form)
         part = self.part
-        slots = [*part.own, *part.shared]
+        slots = self.slots
         values = [own[slot.key] for slot in part.own] + [shared[slot.key] for slot in part.shared]
+        values = [swapped.get(i, x) for i, x in enumerate(values)] if swapped else values
         outer_unit, self.shell.running.unit = self.shell.running.unit, self
         try:
             with (
@@ -185,6 +224,7 @@ class Unit:
                     self.region.prove(part, slots, self.eager, args, kwargs)
                 out = (self.forward if followed is None else self.eager)(*args, **kwargs)
                 refusals.refuse_rebound(part, pairs)
+                lent = {storage(value) for _, value in pairs if isinstance(value, Tensor)}
         except RuntimeError as error:
             groups = {"parameters": values, "arguments": leaves, "buffers": buffers}
             refusals.refuse_mixed(error, part, groups, {**self.options, "input_dtype": self.input_dtype})
@@ -194,6 +234,8 @@ class Unit:
         if self.forms.writable(form):
             refusals.refuse_written(part, leaves, self.forms.flatten((args, kwargs)), form)
         results, outer = self.forms.flatten((out, recorded))
+        # Position tables and query tokens return a parameter, whose memory is lent for this run only.
+        results = tuple([x.clone() if isinstance(x, Tensor) and storage(x) in lent else x for x in results])
         if followed is not None:
             followed.check(results)
         return results, outer, changed

@@ -18,7 +18,7 @@ from shardfn.collectives.functional import all_gather, axis_index, axis_size, lo
 from shardfn.interop.placeholder import Slot, placed
 from shardfn.interop.pytrees import mapped
 from shardfn.interop.tensor_checks import Region
-from shardfn.interop.tensor_plan import PARTS, Cut, TensorPlan, cut_dim, dims, weights_of
+from shardfn.interop.tensor_plan import PARTS, Cut, TensorPlan, cut_dim, dims, runs_as, weights_of
 from shardfn.parallel.linear import from_parallel, to_parallel
 
 Forward = Callable[..., Any]
@@ -53,7 +53,7 @@ class TensorParallel:
         if word == "replicated_with_grad_allreduce":
             return lambda *a, **k: _replicated(m, axis, whole, *a, **k) if self.size > 1 else whole(*a, **k)
         if word == "embedding_rowwise":
-            is_plain = type(m).forward is nn.Embedding.forward
+            is_plain = runs_as(m, nn.Embedding)
             inner: Forward = functools.partial(_embedding if is_plain else _embedding_of_its_own, m, cut, axis)
             if not is_plain:
                 inner = functools.partial(inner, whole)

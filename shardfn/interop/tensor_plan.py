@@ -177,6 +177,11 @@ def dims(m: nn.Module) -> tuple[int, int]:
     return (1, 0) if is_conv1d(m) else (0, 1)
 
 
+def runs_as(m: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module runs the forward of this class, not one of a subclass or of its own."""
+    return getattr(m.forward, "__func__", None) is kind.forward
+
+
 def is_conv1d(m: nn.Module) -> bool:
     """Whether a module is the transposed linear layer of `transformers`."""
     return type(m).__name__ == "Conv1D" and type(m).__module__ == "transformers.pytorch_utils"
@@ -259,7 +264,7 @@ def _with_ties(module: nn.Module, words: Words) -> Words:
             if other not in result and name == "weight":
                 if isinstance(other, nn.Embedding):
                     result[other] = "embedding_rowwise"
-                elif type(other).forward is nn.Linear.forward:
+                elif runs_as(other, nn.Linear):
                     result[other] = "colwise_gather_output"
     return result
 
@@ -283,7 +288,7 @@ def _cut(m: nn.Module, path: str, word: str, words: dict[str, str]) -> Cut:
         fits = True
     else:
         whole = word in ("replicate", "replicated_with_grad_allreduce")
-        fits = whole or type(m).forward is nn.Linear.forward or is_conv1d(m)
+        fits = whole or runs_as(m, nn.Linear) or (is_conv1d(m) and runs_as(m, type(m)))
     if not fits or (word in (*_BY_COLUMNS, *_BY_ROWS) and m._parameters.get("weight") is None):
         raise ValueError(
             f"functional: tensor: {kind} is said to be {word!r}, which is for "

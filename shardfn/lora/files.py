@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import re
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
@@ -18,10 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.checkpoint import folders
+from shardfn.checkpoint.contents import contents
 from shardfn.checkpoint.disk import sync, write_whole
 from shardfn.checkpoint.files import FileReader
+from shardfn.checkpoint.huggingface import refuse_different
 from shardfn.checkpoint.team import CheckpointError, on_each_rank, team_of
 from shardfn.interop.functional import Functional, expect_functional
+from shardfn.local_paths import local_path
 from shardfn.lora import targets
 from shardfn.lora.adapters import BARE, PARTS, Adapter, Kind, Recipe, is_adapter, kind_of, parameter_of, thin
 from shardfn.lora.init import by_stage, values_of, without_values
@@ -69,12 +71,11 @@ def save_pretrained(folder: str | os.PathLike[str], model: Functional, adapters:
     Example:
         ``lora.save_pretrained("french", model, adapters)``
     """
-    path, config = Path(folder), on_each_rank(lambda: _config(model, adapters))
+    path, config = on_each_rank(lambda: (local_path(folder, "lora.save_pretrained: folder"), _config(model, adapters)))
     grids = [flat.layout.grid for flat in flat_shards(adapters)]
     team, what = team_of(grids), f"save_pretrained {path}"
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    if len(set(team.gathered((str(path), zlib.crc32(text.encode())), what))) > 1:
-        raise CheckpointError(f"{what}: ranks were given different paths or adapters")
+    refuse_different(team, what, contents(adapters, shared=False), (str(path), text))
     first = sorted(grids[0].ranks)[:1] if grids else None
     whole = unshard(adapters, ranks=first, to="cpu") if first else adapters
     team.first(what, lambda: _write(path, _tensors(model, whole), text))
@@ -267,7 +268,7 @@ def load(
         ``adapters = lora.load("french", model, mesh, sf.ddp("shard"))``
     """
     expect_functional("lora.load", model)
-    path, team = Path(folder), team_of([grid_of(mesh)])
+    path, team = local_path(folder, "lora.load: folder"), team_of([grid_of(mesh)])
     what = f"load {path}"
     adapters, base = team.each(what, lambda: _read(path, model))
     if len(set(team.gathered(tuple(sorted(base)), what))) > 1:

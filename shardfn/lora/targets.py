@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ from shardfn.lora.adapters import BARE, Kind, kind_of
 from shardfn.mesh.spec import joined
 from shardfn.quoting import listed
 
+_log = logging.getLogger("shardfn")
 Names = str | Iterable[str]
 """A regular expression that matches a whole path, or ends of paths: `["q_proj", "mlp.down_proj"]`."""
 ALL, SAVED, PARAMETERS = "all-linear", "modules_to_save", "target_parameters"
@@ -37,12 +39,18 @@ class Selector(NamedTuple):
             return [name for name in self.names if path.endswith(name)]
         return [name for name in self.names if path == name or path.endswith(f".{name}")]
 
-    def check(self, paths: Iterable[str], what: str) -> None:
-        """Raises ValueError if a name matches none of these paths, which `what` describes."""
+    def check(self, paths: Iterable[str], what: str, some: bool = False) -> None:
+        """Raises ValueError if a name matches none of these paths, which `what` describes.
+
+        With `some`, only if no name matches any, as in peft; a warning in the log tells of the others.
+        """
         candidates = list(paths)
         names = (self.names,) if isinstance(self.names, str) else self.names
         matched = {name for path in candidates for name in self.matching(path)}
-        if unmatched := [name for name in names if name not in matched]:
+        unmatched = [name for name in names if name not in matched]
+        if unmatched and matched and some:
+            _log.warning("lora: %s: nothing matches %s", self.argument, listed(map(repr, unmatched)))
+        elif unmatched:
             ends = dict.fromkeys(path.rpartition(".")[2] for path in candidates)
             hint = (
                 f": one string is a regular expression for whole paths, so pass [{self.names!r}]"
@@ -114,7 +122,7 @@ def modules(model: Functional, targets: Names, exclude: Names, saved: Names) -> 
         why = f"{type(model.module).__name__} has no linear layers{but}"
     else:
         wanted = named(targets, "targets")
-        wanted.check(by_path, "modules")
+        wanted.check(by_path, "modules", some=True)
         chosen = [path for path in by_path if wanted.matching(path) and not left_out(path)]
         why = f"all that match {targets!r} are excluded, or trained themselves" if wanted.names else "nothing is named"
     if not chosen:

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.compat import devices
+from shardfn.local_paths import local_path
 from shardfn.mesh.axes import device_of, grid_of, per_mesh, row
 from shardfn.mesh.grid import Grid, show
 from shardfn.mesh.groups import connected, group_over
 from shardfn.mesh.planned import planned
-from shardfn.mesh.start import check_device, claim_device, patience, start_distributed
+from shardfn.mesh.start import check_device, claim_device, idle_devices, patience, start_distributed
 from shardfn.quoting import advised, short, short_errors
 
 _log = logging.getLogger("shardfn")
@@ -77,6 +78,8 @@ def make_mesh(
         raise TypeError(
             f"make_mesh: scratch={short(repr(scratch))}; it is the path of a folder, not the size of an axis"
         )
+    if scratch is not None:
+        local_path(scratch, "make_mesh: scratch")
     if scratch is not None and not os.fspath(scratch):
         raise ValueError("make_mesh: scratch=''; it is the path of a folder, or None")
     device = device or planned() or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -112,6 +115,11 @@ def make_mesh(
     spans = across(hosts, filled)
     if spans and dist.get_rank() == 0:
         _log.warning("make_mesh(%s): %s", show(filled), spans)
+    if dist.get_rank() == 0 and not planned() and (idle := idle_devices(device, hosts)):
+        _log.warning(
+            "make_mesh(%s): %d of this host's devices are idle: start a rank for each, torchrun --nproc-per-node gpu",
+            show(filled), idle,
+        )  # fmt: skip
     from torch.distributed.device_mesh import init_device_mesh
 
     whole = init_device_mesh(device, (world,), mesh_dim_names=("world",)).mesh

@@ -196,6 +196,13 @@ def _devices(device: str) -> int:
     return 0 if module is None or module.is_initialized() else int(module.device_count())
 
 
+def idle_devices(device: str, hosts: tuple[str, ...]) -> int:
+    """Returns how many devices of the first rank's host no rank uses, given the host of each rank, if it is known."""
+    module = _module(device)
+    ranks = hosts.count(hosts[0]) if hosts else dist.get_world_size()
+    return max(int(module.device_count()) - ranks, 0) if module is not None else 0
+
+
 def choose_device(device: str, local: int) -> None:
     """Makes the device with this local index current (the only device, if there is one), unless the process has chosen.
 

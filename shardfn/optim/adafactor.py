@@ -13,7 +13,7 @@ from shardfn.optim.hyperparameters import Schedule, begun, check, constants, mad
 from shardfn.optim.norms import squares, totals, wide
 from shardfn.optim.optimizer import Optimizer, Rule, of_rule
 from shardfn.optim.state_offload import on_whole
-from shardfn.optim.step_counts import Missed, count_spans, missed_after, own_count
+from shardfn.optim.step_counts import Missed, count_spans, missed_after
 from shardfn.optim.wrappers import masked
 from shardfn.shards.parts import refuse_parts
 from shardfn.shards.pieces import Segment, Unit, Units, home, joined, pairs, refuse_complex, spread, units, zeros
@@ -135,7 +135,7 @@ class _Powers:
     def of(self, path: str) -> Any:
         """The power for a parameter."""
         late = path in self.missed
-        return _real(own_count(self.count, self.missed, path)) ** self.exponent if late else self.usual
+        return _real(self.count - self.missed.get(path, 0)) ** self.exponent if late else self.usual
 
     def spans(self, unit: Unit) -> list[tuple[Any, int, int]]:
         """Ranges of a unit with the same power: `(power, start, stop)`."""

@@ -22,11 +22,6 @@ def missed_after(missed: Missed, rows: Iterable[tuple[Unit, Tensor | None]]) -> 
     return missed | {path: missed.get(path, 0) + 1 for path in without} if without else missed
 
 
-def own_count(count: Any, missed: Missed, path: str) -> Any:
-    """How many steps a parameter has made: an int, or a 0-d tensor."""
-    return count - missed[path] if path in missed else count
-
-
 def missed_key(missed: Missed, path: str) -> int | str:
     """A key that is equal for parameters that are known to have missed as many steps: the number, or else the path."""
     number = missed.get(path, 0)

@@ -65,7 +65,7 @@ class Fit:
     @property
     def reason(self) -> str:
         """A sentence that says by how much it fits or not, what is largest, and the nearest change that fits."""
-        needs, memory, reserve = map(byte_count, (self.needed, self.memory, self.reserve))
+        needs, reserve, memory = byte_count(self.needed), byte_count(self.reserve), memory_told(self.memory)
         if self.reserve > self.memory:
             return (
                 f"it does not fit: {reserve} of the device are to be left free, and it has {memory}: pass a smaller "
@@ -135,6 +135,11 @@ def _changes(plan: Plan, missing: int) -> tuple[Change, ...]:
     savings[micro] = working - working // times
     changes = [Change(what, saves, saves >= missing) for what, saves in savings.items() if saves]
     return tuple(sorted(changes, key=lambda each: (not each.enough, each.saves if each.enough else -each.saves)))
+
+
+def memory_told(n: int) -> str:
+    """A device's memory in both units, `85.9 GB (80 GiB)`: everything else is in GB, of 10^9 bytes."""
+    return f"{byte_count(n)} ({n / 2**30:.4g} GiB)" if n >= 2**27 else byte_count(n)
 
 
 def size_of(text: str | int) -> int:

@@ -11,8 +11,8 @@ import os
 from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
+from shardfn.local_paths import local_path
 from shardfn.plans.schedule import Work
 from shardfn.quoting import listed, short
 
@@ -96,7 +96,7 @@ class Chip:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the figures as JSON, which `load` reads."""
-        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
+        local_path(path, "Chip.save: path").write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Chip:
@@ -107,7 +107,7 @@ class Chip:
             ValueError: it holds something else.
         """
         try:
-            return Chip(**json.loads(Path(path).read_text()))
+            return Chip(**json.loads(local_path(path, "Chip.load: path").read_text()))
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"Chip.load: {path} holds no chip ({error}): Chip.save writes them") from error
 
@@ -184,7 +184,7 @@ class Links:
             for operation, tables in self.curves.items()
         }
         told = {"name": self.name, "source": self.source, "copying": self.copying, "curves": curves}
-        Path(path).write_text(json.dumps(told, indent=1) + "\n")
+        local_path(path, "Links.save: path").write_text(json.dumps(told, indent=1) + "\n")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Links:
@@ -195,7 +195,7 @@ class Links:
             ValueError: it holds something else.
         """
         try:
-            told = json.loads(Path(path).read_text())
+            told = json.loads(local_path(path, "Links.load: path").read_text())
             curves: dict[str, dict[tuple[int, int], Curve]] = {}
             for operation, tables in told.pop("curves").items():
                 for key, curve in tables.items():

@@ -7,9 +7,9 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardfn.local_paths import local_path
 from shardfn.plans.drawing import Drawing, Times, duration, kind_colors, peak_told, stage_colors
 from shardfn.quoting import byte_count
 
@@ -93,7 +93,9 @@ def write_page(path: str | os.PathLike[str], shown: Sequence[tuple[Plan, Times |
     data = json.dumps(panels, separators=(",", ":")).replace("<", "\\u003c")  # nothing in it may end the script
     text = files("shardfn.plans").joinpath("webpage.html").read_text(encoding="utf-8")
     title = html.escape(" and ".join(dict.fromkeys(plan.told for plan, _ in shown)))
-    Path(path).write_text(text.replace("{{title}}", title).replace("{{data}}", data), encoding="utf-8")
+    local_path(path, "Plan.html: path").write_text(
+        text.replace("{{title}}", title).replace("{{data}}", data), encoding="utf-8"
+    )
 
 
 def _panel(plan: Plan, times: Times | None) -> dict[str, Any]:
@@ -141,7 +143,9 @@ def _panel(plan: Plan, times: Times | None) -> dict[str, Any]:
 def write_trace(path: str | os.PathLike[str], plan: Plan, times: Times | None) -> None:
     """Writes the trace."""
     events = list(_events(plan, plan.drawing(times)))
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+    local_path(path, "Plan.trace: path").write_text(
+        json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8"
+    )
 
 
 def _events(plan: Plan, drawing: Drawing) -> Iterator[dict[str, Any]]:

@@ -7,10 +7,10 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardfn.collectives.ledger import Ledger
+from shardfn.local_paths import local_path
 from shardfn.plans import fits, pictures, table, timeline
 from shardfn.plans.drawing import Drawing, Times, drawing
 from shardfn.plans.fits import RESERVE, Fit
@@ -256,7 +256,7 @@ class Plan(Printed):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON, which `load` reads."""
-        Path(path).write_text(json.dumps({"version": VERSION, **asdict(self)}) + "\n")
+        local_path(path, "Plan.save: path").write_text(json.dumps({"version": VERSION, **asdict(self)}) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -268,7 +268,7 @@ class Plan(Printed):
         """
         where = f"the plan {os.fspath(path)!r}"
         try:
-            found = json.loads(Path(path).read_text())
+            found = json.loads(local_path(path, "Plan.load: path").read_text())
         except ValueError as error:
             raise ValueError(f"{where} is not JSON: {error}") from error
         version = found.pop("version", None) if isinstance(found, dict) else None

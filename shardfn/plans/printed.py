@@ -9,8 +9,9 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from shardfn.local_paths import local_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,7 +74,7 @@ def need_matplotlib(what: str) -> None:
     """Raises the error that names the extra, if matplotlib is missing."""
     if find_spec("matplotlib") is None:
         raise ModuleNotFoundError(
-            f"{what}: pictures need matplotlib, which is in the extra examples: pip install 'shardfn[examples]'",
+            f"{what}: pictures need matplotlib, which is in the extra examples: pip install '.[examples]'",
             name="matplotlib",
         )
 
@@ -81,7 +82,7 @@ def need_matplotlib(what: str) -> None:
 def save_figure(what: str, figure: Figure, path: str | os.PathLike[str]) -> None:
     """Writes a picture in the format given by the file name's suffix, or raises the error that names some."""
     formats = figure.canvas.get_supported_filetypes()
-    ending = Path(path).suffix.removeprefix(".").lower()
+    ending = local_path(path, f"{what}: path").suffix.removeprefix(".").lower()
     if ending not in formats:
         raise ValueError(f"{what}: {os.fspath(path)!r} names no kind of picture: end it in .svg, .png or .pdf")
     figure.savefig(path, dpi=150)

@@ -18,7 +18,7 @@ from shardfn.compat import process_groups
 from shardfn.mesh import waiting, watchdog
 from shardfn.quoting import findings
 
-REASONS = ("finished", "time", "preempted")
+REASONS = ("finished", "time", "preempted", "stopped")
 FAR = 2**62  # more than any step
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardfn.checkpoint.folders import seen
+from shardfn.local_paths import local_path
 from shardfn.run.checkpoints import identity_of
 from shardfn.run.folder import Best, Resume, best_of
 from shardfn.run.interrupts import seconds_of
@@ -20,6 +21,7 @@ from shardfn.shards.random import int_seed
 from shardfn.transforms.modules import refuse_module
 
 Evaluate = Callable[[Any], Mapping[str, Any]]
+Stop = Callable[[Mapping[str, Mapping[int, float]]], bool]
 Evaluation = Evaluate | tuple[Evaluate, int]
 
 
@@ -29,12 +31,15 @@ class Asked:
 
     Attributes:
         steps: number of the last step.
+        start: steps that the state has taken before, in a run without a checkpoint.
+        numbered: whether the step takes its number.
         save: the folder of the run's checkpoints.
         every: steps between two checkpoints.
         keep: how many of the newest checkpoints stay.
         best: the metric that decides which checkpoint is best and stays too.
         resume: whether to go on from the newest checkpoint, or from the newest undamaged one.
         evaluate: by the prefix of its metrics, the evaluation function and its interval in steps.
+        stop: says after an evaluation, by all metrics, whether the run ends.
         reports: called with each step's metrics.
         seed: of the random numbers.
         limit: seconds from the start of the process.
@@ -44,12 +49,15 @@ class Asked:
     """
 
     steps: int
+    start: int
+    numbered: bool
     save: Path | None
     every: int | None
     keep: int | None
     best: Best | None
     resume: Resume
     evaluate: dict[str, tuple[Evaluate, int]]
+    stop: Stop | None
     reports: tuple[Report, ...]
     seed: int
     limit: float | None
@@ -59,7 +67,9 @@ class Asked:
 
     def facts(self) -> dict[str, str]:
         """The arguments that must be the same on all ranks, as text by name."""
-        facts = {name: repr(getattr(self, name)) for name in ("steps", "every", "keep", "best", "resume", "seed")}
+        facts = {
+            name: repr(getattr(self, name)) for name in ("steps", "start", "every", "keep", "best", "resume", "seed")
+        }
         facts["save"] = str(self.save)
         facts["evaluate"] = repr({name: interval for name, (_, interval) in self.evaluate.items()})
         return facts | {"batches.identity": self.identity}
@@ -76,8 +86,14 @@ def asked(step: Any, batches: Any, given: dict[str, Any]) -> Asked:
             f"sf.run.loop: step is a {type(step).__name__}, not a function (state, batch) -> (state, metrics)"
         )
     refuse_module("sf.run.loop", step)
-    _takes(step, 2, "step", "(state, batch) -> (state, metrics)")
-    steps = _count("steps", given["steps"], "the number of the last step")
+    numbered = _takes_number(step)
+    if not numbered:
+        _takes(step, 2, "step", "(state, batch) -> (state, metrics)")
+    steps, start = _count("steps", given["steps"], "the number of the last step"), given["start"]
+    if type(start) is not int or not 0 <= start <= steps:
+        raise ValueError(
+            f"sf.run.loop: start={start!r}; it is how many of the {steps} steps the state has taken before"
+        )
     save = given["save"]
     if save is not None:
         _check_folder(save)
@@ -94,18 +110,23 @@ def asked(step: Any, batches: Any, given: dict[str, Any]) -> Asked:
             f'"previous", for the newest of which every byte is right'
         )
     evaluate = _evaluations(given["evaluate"], every or steps)
-    best = best_of(given["best"], evaluate)
+    best, stop = best_of(given["best"], evaluate), given["stop"]
+    if stop is not None and (not callable(stop) or not evaluate):
+        raise TypeError(f"sf.run.loop: stop must be a function of the metrics, with evaluate=, got {stop!r}")
     if best is not None and keep is None:
         raise ValueError(f"sf.run.loop: best={given['best']!r} is about what stays, and without keep= all do")
     _check_batches(batches, save is not None)
     return Asked(
         steps=steps,
+        start=start,
+        numbered=numbered,
         save=None if save is None else Path(save).absolute(),  # the program may change its working directory later
         every=every,
         keep=keep,
         best=best,
         resume=given["resume"],
         evaluate=evaluate,
+        stop=stop,
         reports=_reports(given["report"]),
         seed=int_seed(given["seed"]),
         limit=seconds_of(given["limit"], save is not None),
@@ -120,7 +141,7 @@ def _check_folder(save: Any) -> None:
         raise TypeError(f"sf.run.loop: save is a {type(save).__name__}, not a folder")
     if not os.fspath(save):
         raise ValueError("sf.run.loop: save=''; it is a folder for the run's checkpoints, or None")
-    status = seen(Path(save))
+    status = seen(local_path(save, "sf.run.loop: save"))
     if status is None and os.path.islink(save):
         raise ValueError(
             f"sf.run.loop: save={os.fspath(save)!r} is a link to {Path(save).readlink()}, which is not there"
@@ -158,6 +179,17 @@ def _takes(function: Any, arguments: int, name: str, form: str) -> None:
         raise TypeError(
             f"sf.run.loop: {name} is called as {form.rstrip(',')}, and {name}{signature} does not take that: {error}"
         ) from None
+
+
+def _takes_number(step: Any) -> bool:
+    """Whether a step needs a third argument."""
+    try:
+        signature = inspect.signature(step)
+        signature.bind(None, None, None)
+    except (TypeError, ValueError):
+        return False
+    needed = [each for each in signature.parameters.values() if each.default is each.empty and each.kind <= 1]
+    return len(needed) == 3
 
 
 def _check_batches(batches: Any, resumes: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import zlib
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +22,7 @@ from shardfn.quoting import short_errors
 from shardfn.run.batch_consistency import Peers, Read, State, axes_of, peers, together
 from shardfn.run.collating import Collate, Lengths, Pad, lengths_of
 from shardfn.run.feeding import ahead, locked
-from shardfn.run.order import RARE, Last, Order, Sample, room
+from shardfn.run.order import RARE, Last, Order, Sample, Sampled, Sampler, chosen_rows, room
 from shardfn.run.sources import NAME, Reader, by_workers, opened, portion, sampled
 from shardfn.run.streams import Stream, Streamed, stream_facts
 from shardfn.shards.random import int_seed
@@ -96,6 +97,7 @@ def batches(
     prefetch: int = 2,
     pad: Pad | None = None,
     rate: float | None = None,
+    sampler: Sampler | None = None,
 ) -> Batches:
     """Batches of rows, cut along mesh axes, in an order that depends on the seed and the step only.
 
@@ -140,6 +142,10 @@ def batches(
             ns for each row of the source, on every rank. Random numbers in a data set's code depend on seed, step and
             row.
 
+        sampler: in place of `shuffle`, a function of the epoch's number that gives the numbers of its rows, in order,
+            such as rows drawn with weights: as many in each epoch, and the same on all ranks and in a run that resumes.
+            It is called again for each epoch, by workers too. Not of a stream, nor with `rate`.
+
     Returns:
         A `Batches`.
 
@@ -150,7 +156,21 @@ def batches(
     with failing_together([mesh], NAME):  # a source may raise anything
         lengths = lengths_of(pad, collate, NAME)
         made, facts = _made(
-            source, mesh, axes, batch, seed, start, epochs, shuffle, last, collate, workers, prefetch, lengths, rate
+            source,
+            mesh,
+            axes,
+            batch,
+            seed,
+            start,
+            epochs,
+            shuffle,
+            last,
+            collate,
+            workers,
+            prefetch,
+            lengths,
+            rate,
+            sampler,
         )
     values = {
         **made.identity,
@@ -169,6 +189,7 @@ def batches(
 def _made(
     source: Any, mesh: DeviceMesh, axes: Any, batch: int, seed: int, start: int, epochs: int | None, shuffle: bool,
     last: Last, collate: Collate | None, workers: int, prefetch: int, lengths: Lengths | None, rate: float | None,
+    sampler: Sampler | None,
 ) -> tuple[Batches, list[str]]:  # fmt: skip
     """The batches, and a line for each fact about their source."""
     axes = axes_of(axes, mesh, NAME)
@@ -191,6 +212,11 @@ def _made(
     first = who.places[who.ranks.index(dist.get_rank())] * size
     identity: dict[str, str | int] = {"seed": seed, "batch": batch, "shuffle": int(shuffle), "last": last}
     device = device_of(mesh)
+    if sampler is not None and (not callable(sampler) or rate is not None or isinstance(source, Stream)):
+        raise TypeError(
+            f"{NAME}: sampler must be a function of the epoch, of a source that is no stream and without rate=, got "
+            f"{type(sampler).__name__}"
+        )
     if isinstance(source, Stream):
         streamed = Streamed(source, seed, shuffle, last, epochs, batch, first, first + size, collate)
         identity["source"], facts = stream_facts(source)
@@ -199,13 +225,17 @@ def _made(
         return Batches(axes, identity, None, start, None, who, reads), facts
     source = opened(source)
     order: Order | Sample = Order(len(source), batch, seed, shuffle, last, epochs)
+    if sampler is not None:
+        first_rows = chosen_rows(sampler, 0, len(source), None)
+        order = Sampled(len(first_rows), batch, seed, shuffle, last, epochs, sampler, len(source))
+        identity["sampler"] = zlib.crc32(first_rows.tobytes())
     if rate is not None:
         order = Sample(len(source), batch, seed, float(rate))
         identity = {"seed": seed, "rate": repr(order.rate)}
         _check_room(order, max(who.places) + 1)
-    elif last == "drop" and batch > len(source):
+    elif last == "drop" and batch > order.count:
         raise ValueError(
-            f'{NAME}: batch={batch} rows a step, and the source has {len(source)}: last="drop" leaves none. Say '
+            f'{NAME}: batch={batch} rows a step, and the source has {order.count}: last="drop" leaves none. Say '
             f'last="wrap" or "pad", or a smaller batch'
         )
     reader = Reader(source, order, first, first + size, collate)

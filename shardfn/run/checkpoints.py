@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -136,6 +136,7 @@ class Saver:
         error: why the last one could not be written, if `look` has found out.
         pending: the checkpoint that is being written.
         began: when it was begun.
+        whole: called with path and step of each checkpoint that is complete.
     """
 
     folder: Path
@@ -146,6 +147,7 @@ class Saver:
     error: Exception | None = None
     pending: checkpoint.Pending | None = None
     began: float = field(default=0.0)
+    whole: Callable[[Path, int], None] = field(default=lambda path, step: None)
     lock: Lock = field(init=False)
 
     def __post_init__(self) -> None:
@@ -203,6 +205,8 @@ class Saver:
         if pending is not None:
             pending.wait()
             self.seconds = max(self.seconds, (pending.ended or time.monotonic()) - self.began)
+            assert self.saved is not None, "it is the one that was written"
+            self.whole(pending.path, self.saved)
 
     def needs(self) -> float:
         """An estimate, with a margin, of the seconds to finish the last checkpoint and to write another."""

@@ -62,7 +62,7 @@ class Interrupts:
         """Ends the run for a reason, an index into `REASONS`; passes a signal on to the enclosing run, or the next."""
         if self._outer is not None:
             self._outer.cut |= why == 2
-        elif why == 0 and self.signalled is not None:
+        elif why in (0, 3) and self.signalled is not None:
             unheard[:] = [self.signalled]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -137,7 +137,7 @@ KEY = "run that ended early"  # key in `agreed` of a world
 def ended(save: Path | None, why: str) -> None:
     """Records whether a run that saves to this folder has ended early."""
     agreed, folder = world_of_thread().agreed, _absolute(save)
-    if why != "finished":
+    if why not in ("finished", "stopped"):
         agreed[KEY] = folder, why
     elif agreed.get(KEY, (None, ""))[0] == folder:
         agreed.pop(KEY, None)

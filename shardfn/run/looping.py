@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from array import array
@@ -18,7 +19,7 @@ from shardfn.checkpoint.team import Team, team_of
 from shardfn.optim.torch import comes_later
 from shardfn.quoting import listed, short_errors
 from shardfn.run.agreeing import REASONS, Exchange, Failing, Word, common, compare
-from shardfn.run.arguments import Asked, Evaluation, asked
+from shardfn.run.arguments import Asked, Evaluation, Stop, asked
 from shardfn.run.async_metrics import STEPS, Figures, Late, checked
 from shardfn.run.checkpoints import Origin, Saver, loaded
 from shardfn.run.folder import Keeping, Resume, chosen, compared, put_aside
@@ -26,25 +27,29 @@ from shardfn.run.interrupts import Interrupts, ended, refuse
 from shardfn.run.nonfinite import explain, not_numbers, wrong_metrics
 from shardfn.run.randomness import grids, place, seed_all
 from shardfn.run.reports import Report, Reports
-from shardfn.run.stepping import Kinds, Stepping, kinds_of
+from shardfn.run.stepping import UNCHANGED, Kinds, Stepping, Unchanged, kinds_of, same_rows_refused
 
 State = TypeVar("State")
 Batch = TypeVar("Batch")
+_log = logging.getLogger("shardfn")
 
 
 @short_errors
 def loop(
-    step: Callable[[State, Batch], tuple[State, Mapping[str, Any]]],
+    step: Callable[[State, Batch], tuple[State, Mapping[str, Any]]]
+    | Callable[[State, Batch, int], tuple[State, Mapping[str, Any]]],
     state: State,
     batches: Callable[[int], Iterable[Batch]] | Iterable[Batch],
     *,
     steps: int,
+    start: int = 0,
     save: str | os.PathLike[str] | None = None,
     every: int | None = None,
     keep: int | None = None,
     best: str | tuple[str, str] | None = None,
     resume: Resume = True,
     evaluate: Evaluation | Mapping[str, Evaluation] | None = None,
+    stop: Stop | None = None,
     report: Report | Sequence[Report] | None = None,
     seed: int = 0,
     limit: float | timedelta | None = None,
@@ -61,14 +66,16 @@ def loop(
 
     SIGTERM and SIGUSR1 stop the run: whichever rank got the signal, all stop after the same step, save, and return. A
     second signal ends the process at once, unless it comes within two seconds. A run also stops before `limit`, leaving
-    as much time for a checkpoint as the slowest one took. The program should then end, with a status other than 0, as
-    in `sys.exit(75)`, so that whatever started it knows that the run is not over.
+    one and a half times as long for a checkpoint as the slowest one took, or two and a half if one is being written.
+    The program should then end, with a status other than 0, as in `sys.exit(75)`, so that whatever started it knows
+    that the run is not over.
 
     Metrics are read two steps late, so the host never waits for the device in a steady step. Before each checkpoint all
     are read, and the state is searched: one with nan is never written.
 
     Args:
-        step: `(state, batch) -> (state, metrics)`. It may consume the state that it is given, as optimizers do. Metrics
+        step: `(state, batch) -> (state, metrics)`, or `(state, batch, n)`, where n is the step's number, which counts
+            from 1 as in reports. It may consume the state that it is given, as optimizers do. Metrics
             are numbers or tensors of one element, by name; those of the first rank are shown. `loss`, or every metric
             if there is no `loss`, must be finite. `tokens`, if given, is the number of tokens in the step on all ranks.
         state: any pytree; with `save`, one that `checkpoint.save` takes.
@@ -76,6 +83,7 @@ def loop(
             along which ranks read different rows (default: those along which the state is placed), and an `identity`, a
             dict of plain values that must be the same when the run resumes. Without `save`, an iterable will do.
         steps: number of the last step.
+        start: how many steps the state has taken before, in a run that does not resume from a checkpoint in `save`.
         save: a folder for the run's checkpoints: at its beginning, every `every` steps, and at its end.
         every: steps between two checkpoints, which are written in the background.
         keep: how many of the newest stay; None for all. Only checkpoints made by runs there, as `step-00000500`, are
@@ -88,9 +96,12 @@ def loop(
         evaluate: `(state) -> metrics`, reported as `eval/...` after each checkpoint and at the end; or
             `(function, steps)` with its own interval; or a dict of these by name. It must not change the state, and
             has its own random numbers. A run that resumes at a step with an evaluation begins with it.
+        stop: called on the first rank after each evaluation with the metrics so far, by name and step, as those of
+            `Run`: the run saves and ends, a step or two later, once it returns true, as when a loss no longer falls.
         report: `(step, metrics) -> None`, or several, called on the first rank with each step's metrics and figures:
             `seconds`, `tokens_per_second`, `memory_gib`, and with `flops` also `tflops` and `mfu`. Default:
-            `sf.run.progress()`; `[]` for none.
+            `sf.run.progress()`; `[]` for none. Its methods, if it has them: `begin(step, steps)`, `end()`,
+            `resumed(path, step)`, and `saved(path, step)` for each checkpoint that is complete, as to upload it.
         seed: of the random numbers of steps.
         limit: seconds, or a timedelta, from the start of the process until it must have ended. Default: with `save`,
             the end of the job in SLURM_JOB_END_TIME, if set.
@@ -102,8 +113,8 @@ def loop(
 
     Raises:
         TypeError, ValueError: on every rank: arguments are wrong on one rank, or differ between ranks; batches end
-            early or are not those of the run in `save`; a step returns something else than a state of the same kind and
-            metrics.
+            early, are not those of the run in `save`, or, as the checker finds in the first step, are the same on all
+            ranks; a step returns something else than a state of the same kind and metrics.
         CheckpointError: a checkpoint could not be written, or is of another state.
         FloatingPointError: on every rank: the loss is not finite. With `save`, the steps since the last checkpoint are
             run again, to name the first stage that made such a number, in forward or backward, and its rank.
@@ -114,15 +125,15 @@ def loop(
         ``state, run = sf.run.loop(step, state, batches, steps=10_000, save="runs/1", every=500, keep=3)``
     """
     team = team_of(grids(state), "run")
-    given = {"steps": steps, "save": save, "every": every, "keep": keep, "best": best, "resume": resume,
-             "evaluate": evaluate, "report": report, "seed": seed, "limit": limit, "flops": flops,
+    given = {"steps": steps, "start": start, "save": save, "every": every, "keep": keep, "best": best, "resume": resume,
+             "evaluate": evaluate, "stop": stop, "report": report, "seed": seed, "limit": limit, "flops": flops,
              "peak": peak}  # fmt: skip
     where, places, wanted = _asked(team, step, state, batches, given)
     run = LoopState(
         team=team,
         asked=wanted,
         failing=Failing(team),
-        stepping=Stepping(step, batches, wanted.seed, where, wanted.steps),
+        stepping=Stepping(step, batches, wanted.seed, where, wanted.steps, wanted.numbered),
         exchange=Exchange(team),
         reports=Reports(wanted.reports if team.rank == 0 else ()),
         figures=Figures(wanted.flops, wanted.peak, team.size, places),
@@ -131,13 +142,18 @@ def loop(
     with Interrupts(wanted.limit, wanted.save) as interrupts:
         run.interrupts = interrupts
         try:
-            state, start, path = _start(run, state)
-            run.reports.begin(start, wanted.steps, path)
-            state, reached, why = _train(run, state, start)
+            state, first, path = _start(run, state)
+            run.reports.begin(first, wanted.steps, path)
+            if run.saver is not None:
+                run.saver.whole = run.reports.saved
+                if path is None:
+                    run.reports.saved(run.saver.path(first), first)
+            state, reached, why = _train(run, state, first)
             if run.saver is not None:
                 run.saver.finish()
+                _raise_wrong(run, state, run.exchange.now(run.word(reached)))  # a report of the last checkpoint
             ended(wanted.save, why)
-            best_step = _best(run, reached)
+            kept = _best(run, reached)
             interrupts.leaves(REASONS.index(why))
             run.close()
         except BaseException:
@@ -150,7 +166,7 @@ def loop(
             run.reports.end()
             if run.saver is not None:
                 run.saver.lock.release()
-    return state, Run(start, reached, why, run.history, best_step)
+    return state, Run(first, reached, why, run.history, kept)
 
 
 def _new_saver(asked: Asked) -> Saver | None:
@@ -180,7 +196,7 @@ def _start(run: LoopState, state: Any) -> tuple[Any, int, Path | None]:
     """
     saver = run.saver
     if saver is None:
-        return state, 0, None
+        return state, run.asked.start, None
     run.team.first(f"lock {saver.folder}", saver.lock.take)
     choice = chosen(run.team, saver.folder, run.asked.resume)
     path = choice.path
@@ -191,9 +207,9 @@ def _start(run: LoopState, state: Any) -> tuple[Any, int, Path | None]:
                 "that no checkpoint of this run could be loaded: take one step first, and pass the state that it gives"
             )
         _refuse_nan(run, state, 0)
-        saver.save(state, 0, run.history)
+        saver.save(state, run.asked.start, run.history)
         saver.finish()
-        return state, 0, None
+        return state, run.asked.start, None
     if not run.asked.resume:
         raise ValueError(
             f"sf.run.loop: resume=False, and {path} is of a run already: pass another folder, delete it, or go on "
@@ -215,12 +231,13 @@ def _start(run: LoopState, state: Any) -> tuple[Any, int, Path | None]:
     return state, step, path
 
 
-def _best(run: LoopState, step: int) -> int | None:
-    """The step of the best checkpoint."""
+def _best(run: LoopState, step: int) -> Path | None:
+    """The path of the best checkpoint."""
     saver = run.saver
     if saver is None or saver.keeping.best is None:
         return None
-    return saver.keeping.best.of(saver.values(run.team, step, [], run.history))
+    best = saver.keeping.best.of(saver.values(run.team, step, [], run.history))
+    return None if best is None else saver.path(best)
 
 
 def _train(run: LoopState, state: Any, start: int) -> tuple[Any, int, str]:
@@ -263,7 +280,11 @@ def _run_step(run: LoopState, state: Any, n: int, first: bool) -> Any:
     """Launches step `n`, which counts from 0, and reads the metrics of an earlier one."""
     if first and not comes_later(state):
         run.kinds = kinds_of(state)
-    state, metrics, batch = run.stepping.one(n, run.rows, state)
+    before = run.unchanged.before(state)
+    with same_rows_refused() if first else contextlib.nullcontext():
+        state, metrics, batch = run.stepping.one(n, run.rows, state)
+    if run.unchanged.after(before, state) and run.team.rank == 0:
+        _log.warning("sf.run.loop: step returns the state that it was given, so nothing trains. %s", UNCHANGED)
     if first:
         kinds = kinds_of(state)
         run.kinds = run.kinds or kinds
@@ -324,6 +345,9 @@ def _evaluate(run: LoopState, state: Any, step: int) -> None:
                 break
             compared(run.asked.best, name, metrics)
             run.tell(step, {f"{name}/{key}": float(value) for key, value in metrics.items()}, {})
+    if names and run.asked.stop is not None:
+        with run.failing.here():
+            run.stopped |= run.team.rank == 0 and bool(run.asked.stop(run.history))
     if names:
         run.evaluation = max(run.evaluation, time.monotonic() - began)
     run.figures.restart()
@@ -388,18 +412,19 @@ class Run:
     Attributes:
         start: the step that it resumed from; 0 of a new run.
         step: number of steps taken in all.
-        ended: `"finished"` after the last step; `"preempted"` by a signal or `"time"` before the limit. Then the
-            program should end, with a status other than 0, and the same call in the next program resumes.
+        ended: `"finished"` after the last step; `"stopped"` by `stop`; `"preempted"` by a signal or `"time"` before the
+            limit. After the last two the program should end, with a status other than 0, and the same call in
+            the next program resumes.
         metrics: name -> step -> value, of the steps taken by this call; steps count from 1. Those from `evaluate` are
             named `eval/...`.
-        best: with `best`, the step of the best checkpoint among those that stay; None if none has been compared.
+        best: with `best`, the path of the best checkpoint among those that stay; None if none has been compared.
     """
 
     start: int
     step: int
     ended: str
     metrics: Mapping[str, Mapping[int, float]] = field(repr=False)
-    best: int | None = None
+    best: Path | None = None
 
 
 @dataclass
@@ -423,6 +448,8 @@ class LoopState:
         kinds: structure, dtypes and shapes of the state, the same after each step; None before the first.
         evaluation: seconds that the slowest evaluation took.
         rows: the batches.
+        unchanged: finds a step that returns the state that it was given.
+        stopped: whether `stop` has said so on this rank.
     """
 
     team: Team
@@ -441,11 +468,13 @@ class LoopState:
     kinds: Kinds | None = None
     evaluation: float = 0.0
     rows: Iterator[Any] = field(default_factory=lambda: iter(()))
+    unchanged: Unchanged = field(default_factory=Unchanged)
+    stopped: bool = False
 
     def word(self, reached: int) -> Word:
         """What this rank reports to the others after `reached` steps."""
         return Word(
-            stop=self.interrupts.reason(self._needs(reached)),
+            stop=3 if self.stopped else self.interrupts.reason(self._needs(reached)),
             failed=0 if self.error is None else 1 + self.team.rank,
             bad=0 if self.bad is None else Word.far(self.bad[0]),
         )

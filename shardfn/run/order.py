@@ -6,9 +6,11 @@ same on any number of ranks, each of which reads its part.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from bisect import bisect_left
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +21,7 @@ from shardfn.shards.random import mixed
 
 Last = Literal["drop", "pad", "wrap"]
 Numbers = NDArray[np.int64]
+Sampler = Callable[[int], Iterable[int]]
 ROUNDS = 16  # half-rounds: with 8, the orders of a few rows are not equally likely
 
 
@@ -97,6 +100,44 @@ class Order:
             here = epochs == epoch
             rows[here] = permuted(offsets[here], self.count, mixed(self.seed, "order", epoch))
         return rows
+
+
+@dataclass(frozen=True)
+class Sampled(Order):
+    """The order that a function gives for each epoch; `count` rows of an epoch are drawn from a source of `of` rows.
+
+    Attributes:
+        sampler: the numbers of an epoch's rows, by the epoch's number.
+        of: rows of the source.
+    """
+
+    sampler: Sampler = lambda epoch: ()
+    of: int = 0
+
+    def _rows(self, epochs: Numbers, offsets: Numbers) -> Numbers:
+        rows = np.empty_like(offsets)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            rows[here] = chosen_rows(self.sampler, epoch, self.of, self.count)[offsets[here]]
+        return rows
+
+
+@functools.lru_cache(maxsize=2)
+def chosen_rows(sampler: Sampler, epoch: int, of: int, count: int | None) -> Numbers:
+    """The rows that a sampler gives for an epoch.
+
+    Raises:
+        ValueError: they are no numbers of rows, or not as many as in the first epoch.
+    """
+    rows = np.asarray(list(sampler(epoch)))
+    if rows.ndim != 1 or not len(rows) or rows.dtype.kind not in "iu" or rows.min() < 0 or rows.max() >= of:
+        raise ValueError(f"sf.run.batches: sampler must give numbers of the source's {of} rows, got other values")
+    if count is not None and len(rows) != count:
+        raise ValueError(
+            f"sf.run.batches: sampler must give {count} rows in each epoch, as in the first, got {len(rows)} in epoch "
+            f"{epoch}"
+        )
+    return rows.astype(np.int64)
 
 
 def permuted(places: Numbers, count: int, key: int) -> Numbers:

@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
+from shardfn.local_paths import local_path
+
 
 class jsonl:
     """A report that appends a line of JSON for each step: `{"step": 12, "loss": 3.25, ...}`.
@@ -32,7 +34,7 @@ class jsonl:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = local_path(path, "jsonl: path")
         self._file: TextIO | None = None
         self._start, self._at = 0, 0
         self._there: dict[frozenset[str], str] = {}  # lines of the step at which the run resumes, by their metrics
@@ -128,10 +130,9 @@ class tensorboard:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         if find_spec("tensorboard") is None:
             raise ModuleNotFoundError(
-                "sf.run.tensorboard needs tensorboard, which is in the extra tensorboard: "
-                "pip install 'shardfn[tensorboard]'"
+                "sf.run.tensorboard needs tensorboard, which is in the extra tensorboard: pip install '.[tensorboard]'"
             )
-        self.folder = Path(folder)
+        self.folder = local_path(folder, "tensorboard: folder")
         self._writer: Any = None
 
     def begin(self, step: int, steps: int) -> None:
@@ -157,7 +158,8 @@ _log = logging.getLogger("shardfn")
 Report = Callable[[int, dict[str, float]], Any]
 """Called as `report(step, metrics)` after each step, counted from 1. If it has a method `begin(step, steps)`, that is
 called first, with the step at which the run begins and its last one; if it has `end()`, that is called at the end. If
-it has `resumed(path, step)`, that is called before all, with the checkpoint that the run resumed from, if it did."""
+it has `resumed(path, step)`, that is called before all, with the checkpoint that the run resumed from, if it did; if it
+has `saved(path, step)`, that is called for each checkpoint once it is complete and on disk, as to upload it."""
 
 
 class Reports:
@@ -180,6 +182,10 @@ class Reports:
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Passes the metrics of a step to each report, as a dict of its own, which it may change."""
         self._each(lambda report: report(step, dict(metrics)))
+
+    def saved(self, path: Path, step: int) -> None:
+        """Tells the reports that a checkpoint is complete."""
+        self._each(lambda report: getattr(report, "saved", _nothing)(path, step))
 
     def end(self) -> None:
         """Ends all reports. The run is over by then, so an error is only logged."""

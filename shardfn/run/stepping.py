@@ -1,7 +1,9 @@
-"""Runs one step: the next batch, the step's random numbers, and the user's function."""
+"""Runs one step: the next batch, the step's random numbers, the user's function, and what its first calls show."""
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,10 +12,12 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.check.findings import VaryingError, VaryingWarning
 from shardfn.compat import loaders
 from shardfn.quoting import findings, listed
 from shardfn.run.async_metrics import checked
 from shardfn.run.randomness import Generators, seed_all
+from shardfn.shards.replicated import checksum
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Stepping:
         seed: of random numbers.
         place: of this rank, among those with different rows.
         steps: number of the last step.
+        numbered: whether the function takes the step's number.
     """
 
     function: Any
@@ -33,6 +38,7 @@ class Stepping:
     seed: int
     place: int
     steps: int
+    numbered: bool = False
 
     def rows(self, start: int) -> Rows:
         """Opens the batches from a step on, with random numbers that begin the same for every `start`.
@@ -73,13 +79,67 @@ class Stepping:
             ) from None
         seed_all(self.seed, n, self.place)
         try:
-            result = self.function(state, batch)
+            result = self.function(state, batch, n + 1) if self.numbered else self.function(state, batch)
         except StopIteration as error:
             raise RuntimeError(f"sf.run.loop: step {n} raised StopIteration") from error
         if not isinstance(result, tuple) or len(result) != 2:
             what = f"{len(result)} values" if isinstance(result, tuple) else f"a {type(result).__name__}"
             raise TypeError(f"sf.run.loop: step returned {what}, not two values, (state, metrics)")
         return result[0], checked(result[1], "sf.run.loop: step"), batch
+
+
+@contextlib.contextmanager
+def same_rows_refused() -> Iterator[None]:
+    """A context in which the checker's finding that all ranks read the same rows is an error.
+
+    Filters of the user come first, so who wants the same rows ignores `VaryingWarning`, or declares them as such.
+
+    Raises:
+        VaryingError: on every rank.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "(?s).*each rank reads the same rows", VaryingWarning, append=True)
+        try:
+            yield
+        except VaryingWarning as warning:
+            raise VaryingError(f"sf.run.loop: {warning}", warning.findings) from None
+
+
+@dataclass
+class Unchanged:
+    """Finds a step that returns the state that it was given, by its first calls.
+
+    Attributes:
+        calls: that returned the very tensors that they were given, unwritten; `FEW` when there is nothing to find.
+    """
+
+    calls: int = 0
+    _sums: list[int] = field(default_factory=list)
+
+    def before(self, state: Any) -> list[tuple[Tensor, int]]:
+        """The tensors of a state and their versions; empty if there is nothing to find."""
+        return [] if self.calls == FEW else _versions(state)
+
+    def after(self, before: list[tuple[Tensor, int]], state: Any) -> bool:
+        """Whether it is found now. Graphs write without a new version, so values are compared, too."""
+        if not before:
+            return False
+        now = _versions(state)
+        same = len(now) == len(before) and all(x is y and n == m for (x, n), (y, m) in zip(now, before, strict=True))
+        self.calls = self.calls + 1 if same else FEW
+        if not same or self.calls < FEW - 1:
+            return False
+        sums, self._sums = self._sums, [checksum(x) for x, _ in now]
+        return self.calls == FEW and sums == self._sums
+
+
+FEW = 3  # calls
+UNCHANGED = "Return the state that the optimizer's step returned; with donate=False that is a new one"
+
+
+def _versions(state: Any) -> list[tuple[Tensor, int]]:
+    tensors = (x for x in optree.tree_leaves(state) if isinstance(x, Tensor))
+    return [(x, 0 if x.is_inference() else x._version) for x in tensors]
 
 
 @dataclass

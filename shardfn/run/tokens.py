@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardfn.checkpoint.folders import replacing
+from shardfn.local_paths import local_path
 from shardfn.run.order import Numbers
 
 MAGIC, VERSION, HEADER = b"SFTOKENS", 1, 4096
@@ -54,7 +55,7 @@ def write_tokens(
             range.
         TypeError: a document is not a sequence of ints.
     """
-    path, kind = Path(path), _dtype(dtype)
+    path, kind = local_path(path, "write_tokens: path"), _dtype(dtype)
     limits = np.iinfo(kind)
     if separator is not None and not limits.min <= separator <= limits.max:
         raise ValueError(f"write_tokens: separator={separator} does not fit into {dtype}")
@@ -128,7 +129,7 @@ class TokenFile:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = local_path(path, "TokenFile: path")
         with self.path.open("rb") as file:
             head = file.read(HEADER)
         if not head.startswith(MAGIC):

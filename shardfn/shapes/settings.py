@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shardfn import interop, optim
+from shardfn import interop, lora, optim, quant
 from shardfn.collectives.functional import psum
 from shardfn.mesh.make import make_mesh
 from shardfn.mesh.spec import P
@@ -23,12 +24,14 @@ from shardfn.plans.planning import plan, planning
 from shardfn.quoting import listed, short
 from shardfn.shapes import transformer
 from shardfn.shapes.sizes import Shape
-from shardfn.shards.placement import Placement, Tier, strategy
+from shardfn.shards.placement import Placement, Tier, ddp, strategy
 from shardfn.shards.sharding import shard
 from shardfn.transforms.accumulate import accumulate
 from shardfn.transforms.autodiff import value_and_grad
 from shardfn.transforms.shard_map import shard_map
 
+_BASES = {"nf4": lambda: quant.nf4(double=True), "int8": quant.int8}
+Built = tuple[Any, Any, Callable[..., Tensor]]
 OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "lion", "sgd")
 
 
@@ -47,6 +50,8 @@ class Setting:
         dtype: in which stages compute, and parameters are gathered.
         kept: of parameters, gradients and state.
         optimizer: by name.
+        lora: rank of the adapters that are trained on all linear layers, in place of the parameters; 0: none.
+        base: the format of the layers' matrices beneath adapters: `"full"`, `"nf4"` or `"int8"`.
         tiers: where parameters, gradients and state are kept, of those that are not on the device.
         per_node: ranks on a node.
     """
@@ -60,6 +65,8 @@ class Setting:
     dtype: str = "bfloat16"
     kept: str = "float32"
     optimizer: str = "adamw"
+    lora: int = 0
+    base: Literal["full", "nf4", "int8"] = "full"
     tiers: dict[str, Tier] = field(default_factory=dict)
     per_node: int = 8
 
@@ -92,6 +99,7 @@ class Setting:
         axes = ",".join(f"{name}={size}" for name, size in self.mesh.items())
         more = [f"remat={self.remat}"] if self.remat != "off" else []
         more += [f"micro={self.micro}"] if self.micro > 1 else []
+        more += [f"adapters of rank {self.lora} on {self.base}"] if self.lora else []
         more += [f"{kind} on {tier}" for kind, tier in self.tiers.items()]
         return ", ".join([f"{self.strategy} on {axes}", f"batch={self.batch}", *more])
 
@@ -105,6 +113,8 @@ def planned(shape: Shape, setting: Setting, rank: int = 0) -> Plan:
         RuntimeError: this process has ranks already.
     """
     length, kept, size = setting.sequence or shape.context, dtype_of(setting.kept), setting.mesh.get("tensor", 1)
+    if setting.lora or setting.base != "full":
+        raise ValueError(f"{shape.name} is planned without adapters: pass a config.json to plan LoRA")
     if shape.gpt and length > shape.context:
         raise ValueError(f"{shape.name} has {shape.context} places, and a sequence of {length} does not fit")
     numbers = {"heads": shape.heads, "groups of heads": shape.groups, "hidden units": shape.hidden}
@@ -113,10 +123,11 @@ def planned(shape: Shape, setting: Setting, rank: int = 0) -> Plan:
             raise ValueError(f"{shape.name} has {number} {name}, which tensor={size} does not divide")
     tensor = "tensor" if size > 1 else ()
 
-    def build(mesh: Any, placement: Placement, **options: Any) -> tuple[Any, Callable[..., Tensor]]:
+    def build(mesh: Any, placement: Placement, **options: Any) -> Built:
         specs = transformer.SPECS if tensor else P()
         params = shard(transformer.tree(shape, kept), mesh, placement, specs=specs)
-        return params, transformer.loss_of(shape, tensor, setting.data, **options)
+        loss = transformer.loss_of(shape, tensor, setting.data, **options)
+        return params, (), lambda params, _, *batch: loss(params, *batch)
 
     return _planned(shape.name, length, setting, rank, build)
 
@@ -150,27 +161,40 @@ def planned_config(path: Path, setting: Setting, rank: int = 0) -> Plan:
     length = setting.sequence or int(getattr(config, "max_position_embeddings", 2048))
     if setting.mesh.get("tensor", 1) > 1:
         raise ValueError(f"{file}: modules are planned without the axis 'tensor': leave it out of the mesh")
+    if setting.base != "full" and not setting.lora:
+        raise ValueError(f"a base in {setting.base} is frozen: pass the rank of the adapters that are trained, lora=")
     config.use_cache = False
     with interop.meta():
         module: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype_of(setting.kept))
     count = setting.batch * length * setting.ranks
 
-    def build(mesh: Any, placement: Placement, **options: Any) -> tuple[Any, Callable[..., Tensor]]:
+    def build(mesh: Any, placement: Placement, **options: Any) -> Built:
         model = interop.functional(module, **options)
+        if setting.base != "full":
+            output = module.get_output_embeddings()
+            layers = [n for n, m in module.named_modules() if isinstance(m, torch.nn.Linear) and m is not output]
+            names = "|".join(re.escape(f"{name}.weight") for name in layers)
+            model.tree = quant.quantize(model.tree, _BASES[setting.base](), names=names)
+        params = model.shard(mesh, placement)
 
-        def loss(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-            out = model(params, input_ids=tokens, labels=targets, num_items_in_batch=count, use_cache=False)
+        def loss(trained: Any, frozen: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+            adapted = {"adapters": trained} if setting.lora else {}
+            tree = frozen if setting.lora else trained
+            out = model(tree, input_ids=tokens, labels=targets, num_items_in_batch=count, use_cache=False, **adapted)
             total: Tensor = psum(out.loss, setting.data)
             return total
 
-        return model.shard(mesh, placement), loss
+        if not setting.lora:
+            return params, (), loss
+        adapters = lora.init(model, "all-linear", rank=setting.lora)
+        return shard(adapters, mesh, ddp(setting.data)), params, loss
 
     name = short(getattr(config, "_name_or_path", "") or str(path), 60)
     return _planned(name, length, setting, rank, build)
 
 
 def _planned(name: str, length: int, setting: Setting, rank: int, build: Callable[..., Any]) -> Plan:
-    """Plans a step of a model; `build(mesh, placement, **options)` makes its parameters, and `loss(params, *batch)`."""
+    """Plans a step of a model, of which `build` makes the trained tree, the frozen tree and the loss."""
     placement, dtype = setting.placement(), dtype_of(setting.dtype)
     if setting.optimizer not in OPTIMIZERS:
         raise ValueError(f"there is no optimizer {short(repr(setting.optimizer))}; there are {listed(OPTIMIZERS)}")
@@ -181,19 +205,22 @@ def _planned(name: str, length: int, setting: Setting, rank: int, build: Callabl
     with planning(setting.ranks, rank, per_node=setting.per_node) as device:
         axes: dict[str, Any] = dict(setting.mesh)
         mesh = make_mesh(**axes)
-        params, loss = build(mesh, placement, remat=remat, gather_dtype=dtype, input_dtype=dtype)
+        params, frozen, loss = build(mesh, placement, remat=remat, gather_dtype=dtype, input_dtype=dtype)
         state, batch = optimizer.init(params), P(setting.data)
 
-        @shard_map(mesh=mesh, in_specs=(..., ..., batch, batch), out_specs=..., check=False)
-        def step(params: Any, state: Any, tokens: Tensor, targets: Tensor) -> Any:
+        @shard_map(mesh=mesh, in_specs=(..., ..., ..., batch, batch), out_specs=..., check=False)
+        def step(params: Any, state: Any, frozen: Any, tokens: Tensor, targets: Tensor) -> Any:
+            def part(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+                return loss(params, frozen, tokens, targets)
+
             if setting.micro > 1:
-                value, grads = accumulate(loss, (tokens, targets), micro=setting.micro)(params)
+                value, grads = accumulate(part, (tokens, targets), micro=setting.micro)(params)
             else:
-                value, grads = value_and_grad(loss)(params, tokens, targets)
+                value, grads = value_and_grad(part)(params, tokens, targets)
             return value, *optimizer.step(params, grads, state)
 
         tokens = torch.zeros(setting.batch, length, dtype=torch.int64, device=device.name)
-        return replace(plan(step, params, state, tokens, tokens.clone()), name=name)
+        return replace(plan(step, params, state, frozen, tokens, tokens.clone()), name=name)
 
 
 def dtype_of(name: str) -> torch.dtype:

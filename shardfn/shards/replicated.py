@@ -109,9 +109,10 @@ def checksum(value: Tensor) -> int:
         return 0
     data = value.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     odd = torch.arange(1, 2 * _WORDS, 2, device=data.device)  # odd weights, so that the order of words matters
+    sums = [(part * odd[: len(part)]).sum() for part in _parts(data)]
     total = 0
-    for part in _parts(data):
-        total = (total * 0x9E3779B97F4A7C15 + int((part * odd[: len(part)]).sum())) % 2**63
+    for number in torch.stack(sums).tolist():  # one wait for all of them
+        total = (total * 0x9E3779B97F4A7C15 + number) % 2**63
     return total
 
 

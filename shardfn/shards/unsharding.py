@@ -38,7 +38,8 @@ def unshard(
     """The whole parameters of a tree with flat shards: the inverse of `shard`.
 
     In a gradient, parameters without one become None. Other leaves stay as they are. Linear, and differentiable as
-    `all_gather(to="invariant")` is, `V -> I`, unless `ranks` are given.
+    `all_gather(to="invariant")` is, `V -> I`, unless `ranks` are given. Copies along an axis over which a parameter is
+    replicated are not compared: each rank gets its own (see `assert_replicated`).
 
     Args:
         tree: any pytree; all ranks that have a part of it call together, with the same `ranks` and `only`.

@@ -273,5 +273,6 @@ def _closes_over(signature: Signature, names: Sequence[str]) -> str:
     return (
         f"{signature}: its function uses {listed(names, 3, separator=' and ')} that {'need' if several else 'needs'} a "
         f"gradient and {'are' if several else 'is'} not among its arguments: the gradient would be lost. Pass "
-        f"{'them as arguments' if several else 'it as an argument'}, or use x.detach() of what should have none"
+        f"{'them as arguments' if several else 'it as an argument'}, or use x.detach() of what should have none; of a "
+        f"module, name the parameters in functional(loose=)"
     )

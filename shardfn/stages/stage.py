@@ -14,7 +14,7 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives.capturing import capturing
@@ -217,7 +217,8 @@ def skip(stage: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
 
     Args:
         stage: a function that `shardfn.stage` returned; or, inside a call of a model from `interop.functional`, a
-            module that is one of its stages, whose parameters that call has.
+            module that is one of its stages, whose parameters that call has. Of a module that is no stage, as in plain
+            torch, the result is the same zero.
         *args: the parameters, at the same positions as in a call. Of other tensors the values are not used, only
             whether they need a gradient: pass the zero from the layer before, as a call would get that layer's result.
             If the parameters are frozen, backward reaches the stage only through such a tensor.
@@ -242,6 +243,8 @@ def skip(stage: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
     module_skip = getattr(getattr(stage, "forward", None), "_shardfn_skip", None)
     if module_skip is not None:
         return module_skip(*args, **kwargs)
+    if isinstance(stage, nn.Module):  # in plain torch, or loose: there is nothing to take part in
+        return _zero(type(stage).forward)(list(stage.parameters()), *args, **kwargs)
     source: Made | None = getattr(stage, "_shardfn_made", None)
     if source is None or getattr(stage, "__wrapped__", None) is not source.function:
         raise TypeError(

@@ -21,7 +21,7 @@ def _explained(error: ModuleNotFoundError) -> ModuleNotFoundError:
     """The error, with the extra to install if one of its packages is missing."""
     if error.name not in _EXTRA:
         return error
-    message = f"shardfn.testing needs {error.name}, which is in the extra testing: pip install 'shardfn[testing]'"
+    message = f"shardfn.testing needs {error.name}, which is in the extra testing: pip install '.[testing]'"
     return ModuleNotFoundError(message, name=error.name)
 
 

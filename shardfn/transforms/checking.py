@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.check.bits import bits, constant, whole
 from shardfn.check.callsites import paused
-from shardfn.check.case import Argument, Compared
+from shardfn.check.case import Argument, Case, Compared
 from shardfn.check.findings import LAST, PROBABLY, Finding, VaryingError, VaryingWarning, said
+from shardfn.check.hints import hints
 from shardfn.check.inputs import draws_met
 from shardfn.check.judging import judged, used
 from shardfn.check.recording import Recorder
@@ -181,8 +182,14 @@ class Checked:
         compared = self.compared(results)
         if self.recorder.trace.prefix:
             _log.info("%s: the call is long: only its beginning was checked, and what it returned", self.name)
+        case: list[Case] = []
+
+        def find() -> list[Finding]:
+            case.append(Case(self.recorder.trace, compared))
+            return judged(case[0])
+
         with _silently():
-            findings = self.ranks.together(lambda: judged(self.recorder.trace, compared))
+            findings = self.ranks.together(find)
         if self.recorder.trace.prefix and not all(f.unseen for f in findings):
             findings = [f for f in findings if not f.unseen]  # another rank has a longer record, with the cause
         ordered = tuple(sorted(findings, key=lambda f: f.kind in LAST))
@@ -193,6 +200,9 @@ class Checked:
             warning = VaryingWarning(said(self.name, ordered, True), ordered)
             registry = names.setdefault("__warningregistry__", {})
             warnings.warn_explicit(warning, VaryingWarning, file, line, names.get("__name__"), registry)
+        if self.ranks.everybody.index == 0:
+            for hint in hints(case[0]):
+                _log.warning("%s: %s", self.name, hint)
 
     def _all_end(self) -> None:
         """Raises VaryingError if other ranks still call collectives."""

@@ -45,8 +45,8 @@ def compile(step: F, /, *, mesh: DeviceMesh | None = None) -> F:
     As for `graphed`, what the step returns and the program passes back in the next call is *carried*: parameters and
     optimizer state. It is overwritten in place, and each use of a carried argument after the call is a RuntimeError. A
     number in a carried tree that changes from call to call, such as an optimizer's step count, becomes a 0-d tensor.
-    All other numbers stay what they are at the first call. Arguments of other shapes, strides, dtypes or structure are
-    compiled for themselves, which is logged.
+    Any other number is a constant: a call with another one is an error. Arguments of other shapes, strides, dtypes or
+    structure are compiled for themselves, which is logged.
 
     Args:
         step: a function of trees of tensors on one device, such as `step(params, state, batch)`, which returns such

@@ -55,7 +55,8 @@ def graphed(step: F, /, *, mesh: DeviceMesh | None = None) -> F:
     of one after the call is a RuntimeError. Other results are tensors of their own.
 
     A number in a carried tree that changes from call to call, such as an optimizer's step count, becomes a 0-d tensor
-    on the device, int64 or float64. All other numbers stay what they are at the first call.
+    on the device, int64 or float64. Any other number is a constant: a call with
+    another one is an error.
 
     Args:
         step: a function of trees of tensors on one device, such as `step(params, state, batch)`, which returns such

@@ -1,6 +1,6 @@
 """Translates the configurations of other systems into the lines of shardfn that do the same.
 
-It imports only `quoting`: it reads text and writes text.
+It imports only `local_paths` and `quoting`: it reads text and writes text.
 """
 
 from shardfn.translate.draft import Row, Translation

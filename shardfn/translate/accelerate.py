@@ -132,7 +132,11 @@ PARALLEL: Table = {
 
 
 _COMPILED = "compile= of functional: an argument of torch.compile"
-BACKEND, MODE = sets(_COMPILED, compile_backend=lower), sets(_COMPILED, compile_mode=lower)
+BACKEND = By(
+    each("inductor eager aot_eager aot_ts ts cudagraphs openxla tvm", sets(_COMPILED, compile_backend=lower)),
+    missing("torch.compile has no such backend: inductor is its own"),
+)
+MODE = sets(_COMPILED, compile_mode=lower)
 _DYNAMO: Table = {
     "backend": BACKEND,
     "mode": MODE,

@@ -34,8 +34,15 @@ _POSITIONS = {
     **dict.fromkeys(("Trainer", "Seq2SeqTrainer", "SentenceTransformerTrainer", "SFTTrainer"), ("model", "args")),
     **dict.fromkeys(("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig"), ("output_dir",)),
     "SentenceTransformerTrainingArguments": ("output_dir",),
+    **dict.fromkeys(("DistributedDataParallel", "DDP"), ("module", "device_ids", "output_device")),
+    "ZeroRedundancyOptimizer": ("params", "optimizer_class"),
+    "deepspeed.initialize": ("args", "model", "optimizer", "model_parameters"),
+    "torch.compile": ("model",),
+    "autocast": ("device_type", "dtype", "enabled"),
 }
 _SETTINGS = ("Strategy", "Plugin", "Arguments", "Config", "Accelerator")
+# Last parts of names that mean many things, and the modules whose they are.
+_WHOLE = {"compile": "torch", "initialize": "deepspeed", "wrap": "torch.distributed.fsdp.wrap"}
 _DICTS = ("dict", "FSDPConfig", "FSDP2Config", "TPConfig", "ParallelismConfig")
 _CHANGING = re.compile("set_.*|update|setdefault|pop|popitem|clear|append|extend|insert|remove")
 _DTYPES = {"bfloat16", "float16", "half", "float32", "float64", "double"}
@@ -48,6 +55,7 @@ class Program:
     Attributes:
         known: names that are assigned once and stay as they were: nothing else binds them, or changes what they hold.
         aliases: `from ... import FullyShardedDataParallel as FSDP`.
+        modules: where names are imported from; "" for those that the file defines.
         changes: names, and where what they hold is changed: `name.field = ...`, `name.update(...)`.
         made: lines and names to which they assign the result of a call.
         read: names of the calls that are read.
@@ -55,13 +63,15 @@ class Program:
 
     known: Mapping[str, ast.expr]
     aliases: Mapping[str, str]
+    modules: Mapping[str, str]
     changes: tuple[tuple[str, ast.expr], ...]
     made: frozenset[tuple[int, str]]
     read: Collection[str]
 
 
-def calls(text: str, read: Collection[str]) -> tuple[list[Call], set[str]]:
-    """The calls of a file with these names, in order; and the packages that it imports.
+def calls(text: str, read: Collection[str]) -> tuple[list[Call], set[str], Mapping[str, str]]:
+    """The calls of a file with these names, or with the name of settings, in order; the packages that it imports; and
+    the modules from which its names are, "" for its own.
 
     Raises:
         TranslateError: the text is not Python.
@@ -70,7 +80,7 @@ def calls(text: str, read: Collection[str]) -> tuple[list[Call], set[str]]:
         tree = ast.parse(text)
         nodes = list(ast.walk(tree))
         program = _program(nodes, read)
-        nodes_read = [node for node in nodes if isinstance(node, ast.Call) and _called(node, program) in read]
+        nodes_read = [node for node in nodes if isinstance(node, ast.Call) and _is_read(_called(node, program), read)]
         calls_read = [_read(node, program) for node in sorted(nodes_read, key=lambda n: (n.lineno, n.col_offset))]
     except SyntaxError as error:
         raise TranslateError(f"line {error.lineno}: not Python: {error.msg}") from None
@@ -80,7 +90,11 @@ def calls(text: str, read: Collection[str]) -> tuple[list[Call], set[str]]:
         raise error if isinstance(error, TranslateError) else TranslateError(f"not Python: {error}") from None
     imported = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     imported += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
-    return calls_read, {name.partition(".")[0] for name in imported}
+    return calls_read, {name.partition(".")[0] for name in imported}, program.modules
+
+
+def _is_read(name: str, read: Collection[str]) -> bool:
+    return name in read or (name.endswith(_SETTINGS) and name[:1].isupper() and name not in _DICTS)
 
 
 def _program(nodes: list[ast.AST], read: Collection[str]) -> Program:
@@ -96,10 +110,12 @@ def _program(nodes: list[ast.AST], read: Collection[str]) -> Program:
             call_results |= {(node.value.lineno, name) for name in names if isinstance(node.value, ast.Call)}
     changes = tuple(_changes(nodes))
     changed = {name for name, _ in changes}
-    imports = [alias for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
+    imports = [(node.module or "", alias) for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
+    own = {node.name: "" for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
     return Program(
         {name: value for name, value in assigned.items() if bound[name] == 1 and name not in changed},
-        {alias.asname: alias.name for alias in imports if alias.asname},
+        {alias.asname: alias.name for _, alias in imports if alias.asname},
+        {alias.name: module for module, alias in imports} | own,
         changes,
         frozenset(call_results),
         read,
@@ -129,8 +145,9 @@ def _called(node: ast.Call, program: Program) -> str:
 def _last(node: ast.expr, program: Program) -> str:
     """The last part of a name, with import aliases resolved."""
     if isinstance(node, ast.Attribute):
-        return node.attr
-    return program.aliases.get(node.id, node.id) if isinstance(node, ast.Name) else ""
+        return f"{_WHOLE[node.attr]}.{node.attr}" if ast.unparse(node.value) == _WHOLE.get(node.attr) else node.attr
+    name = program.aliases.get(node.id, node.id) if isinstance(node, ast.Name) else ""
+    return f"{_WHOLE[name]}.{name}" if program.modules.get(name, "") == _WHOLE.get(name) else name
 
 
 def _read(node: ast.Call, program: Program) -> Call:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -100,11 +101,12 @@ RESHARD = By(
 
 def _sizes(draft: Draft, key: str, value: Any) -> None:
     """Reads the sizes of a mesh with one or two axes."""
-    if not isinstance(value, (tuple, list)) or len(value) not in (1, 2):
+    sizes = value if isinstance(value, (tuple, list)) else ()
+    if len(sizes) not in (1, 2) or sum(isinstance(size, (Source, Call)) for size in sizes) > 1:
         draft.row(key, value, "open", f"its value is not in the file: {shown(value)}; sizes of make_mesh's axes")
         return
     for fact, size in zip(("replica", "shard")[-len(value) :], value, strict=True):
-        if size not in (None, -1):
+        if size not in (None, -1) and not isinstance(size, (Source, Call)):  # one that is not said is the rest
             draft.say(fact, whole(key, size), key)
     draft.say("hybrid", len(value) == 2, key)
     draft.row(key, value, "becomes", "the sizes of make_mesh's axes")
@@ -139,17 +141,39 @@ FSDP2: Table = {
     "ignored_params": _IGNORED,
     "dp_mesh_dims": missing("the strategy names the axes", "None"),
 }
+_PLAIN = missing("buffers are whole on every rank, and not broadcast", "False", "None")
+DDP: Table = {
+    "module": yours("what functional takes"),
+    **each("device_ids output_device dim", yours("each process uses the device of LOCAL_RANK")),
+    **each("broadcast_buffers forward_sync_buffers", _PLAIN),
+    "init_sync": always("nothing is broadcast: sf.shard compares what ranks pass, and raises if it differs"),
+    "process_group": missing("write the mesh: its axes are the groups", "None"),
+    **each("find_unused_parameters skip_all_reduce_unused_params",
+           always("a parameter that the loss does not use has a gradient of zeros")),
+    **each("bucket_cap_mb bucket_cap_mb_list gradient_as_bucket_view batched_grad_copy check_reduction static_graph",
+           always("a stage's gradients of one dtype are one buffer")),
+    **each("delay_all_reduce_named_params param_to_hook_all_reduce", missing("gradients are values", "None")),
+    "mixed_precision": precision.POLICIES,
+    "device_mesh": missing("the sizes of make_mesh's axes", "None"),
+}  # fmt: skip
 CALLS = {
+    **each("DistributedDataParallel DDP", Section(DDP, "DistributedDataParallel", cut="ddp")),
     **each("FullyShardedDataParallel FSDP", Section(FSDP1, "FullyShardedDataParallel", cut="full_shard")),
     "fully_shard": Section(FSDP2, "fully_shard", cut="full_shard"),
 }
 
 
 _HOW = always("one implementation")
+_BY_ORDER = "so.clip_by_global_norm(order=)"
+_ORDERS = {
+    **each("2 2.0", always("so.clip_by_global_norm")),
+    **each("1 1.0", sets(_BY_ORDER, clip_order=1)),
+    "inf": sets(_BY_ORDER, clip_order=math.inf),
+}
 _NORM: Table = {
     "parameters": always("all gradients"),
     "max_norm": sets("so.clip_by_global_norm", name="max_grad_norm", clip=number),
-    "norm_type": missing("so.clip_by_global_norm is of the norm 2", "2"),
+    "norm_type": By(_ORDERS, missing("so.clip_by_global_norm takes the orders 1, 2 and inf")),
     "error_if_nonfinite": yours("sf.run.loop raises where the loss is not finite"),
     "foreach": _HOW,
 }
@@ -190,7 +214,7 @@ OPTIMIZERS = {
 _GROUPS = "groups of parameters: a rule, such as weight_decay=lambda path, shape: ..., or so.masked"
 
 
-def _optimizer(draft: Draft, key: str, call: Call) -> None:
+def optimizer(draft: Draft, key: str, call: Call) -> None:
     """Reads an optimizer of torch's, which has one set of numbers for all parameters."""
     given = {name: x for name, x in call.arguments.items() if name != "params"}
     if draft.get("optimizer") is not None:
@@ -275,7 +299,7 @@ BESIDE: Table = {
         missing("lr= of the optimizer takes a function of the step: so.warmup_cosine, so.wsd, or your own"),
     ),
     **each("GradScaler ShardedGradScaler", _scaler),
-    **dict.fromkeys(OPTIMIZERS, _optimizer),
+    **dict.fromkeys(OPTIMIZERS, optimizer),
     **each("DataLoader DistributedSampler", Section(_LOADER)),
     **each("apply_activation_checkpointing checkpoint_wrapper", sets("remat=True", remat="True")),
     "parallelize_module": missing('tensor="auto", or a table of ends of paths, of functional'),

@@ -180,7 +180,9 @@ def _optimizer(draft: Draft) -> Iterator[_Line]:
         yield line, ("optimizer", "optimizer_params", "state_dtype")
     for fact, call in (("clip", "clip_by_global_norm"), ("clip_value", "clip_by_value")):
         if draft.get(fact) is not None:
-            yield f"optimizer = so.chain(so.{call}({draft.get(fact)}), optimizer)", (fact,)
+            order = draft.get("clip_order") if fact == "clip" else None
+            more = {None: "", 1: ", order=1"}.get(order, ", order=float('inf')")
+            yield f"optimizer = so.chain(so.{call}({draft.get(fact)}{more}), optimizer)", (fact, "clip_order")
     if draft.get("skip_nonfinite"):
         yield "optimizer = so.skip_nonfinite(optimizer)", ("skip_nonfinite",)
     if draft.get("scaled"):
@@ -229,7 +231,8 @@ def _loss(draft: Draft) -> Iterator[_Line]:
     elif _many(draft) and count != "micro_batches":
         yield f"micro_batches = {count}", ("accumulate",)
     if total and micro:
-        error = 'raise ValueError("train_batch_size is not what this mesh makes")'
+        said = next((key.rpartition(".")[2] for key in draft.of("train_batch")), "train_batch_size")
+        error = f'raise ValueError("{said} is not what this mesh makes")'
         yield f"if {total} != {product}:\n    {error}", ("train_batch", "micro_batch")
     tokens, scaled, autocast = draft.get("tokens"), bool(draft.get("scaled")), draft.get("autocast")
     what = "each token counts once" if tokens == "all" else "the mean over ranks and micro-batches"

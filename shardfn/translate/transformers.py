@@ -47,7 +47,12 @@ _ADAM = {
 }  # fmt: skip
 OPTIMIZERS = {
     **each("adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused", "adamw"),
-    "sgd": "sgd", "lion_32bit": "lion", "adagrad": "torch.optim.Adagrad", "rmsprop": "torch.optim.RMSprop",
+    **each("adamw_bnb_8bit adamw_torch_8bit adamw_8bit", "adamw8bit"), "lion_8bit": "lion8bit",
+    "sgd": "sgd", **each("lion_32bit lion", "lion"), "adagrad": "torch.optim.Adagrad", "rmsprop": "torch.optim.RMSprop",
+}  # fmt: skip
+PAGED = {
+    **each("paged_adamw_8bit paged_adamw_bnb_8bit", "adamw8bit"), **each("paged_adamw_32bit paged_adamw", "adamw"),
+    "paged_lion_8bit": "lion8bit", **each("paged_lion_32bit paged_lion", "lion"),
 }  # fmt: skip
 
 
@@ -97,7 +102,12 @@ TABLE: Table = {
         missing('sf.accumulate(loss, batch, micro="auto"), for a loss that is a sum: docs/how-to/fit-batches.md'),
         always("off"),
     ),
-    "optim": By({name: sets("the optimizer", optim=make) for name, make in OPTIMIZERS.items()}, _NO_OPTIMIZER),
+    "optim": By(
+        {name: sets("the optimizer", optim=make) for name, make in OPTIMIZERS.items()}
+        | {name: sets(f'so.{x}, and .on(state="host")', optim=x, state="host") for name, x in PAGED.items()}
+        | {"adafactor": missing("so.adafactor scales steps by the size of parameters, which the Trainer's does not")},
+        _NO_OPTIMIZER,
+    ),
     "lr_scheduler_type": By(
         {kind: sets(_RATE, scheduler=kind) for kind in optimizers.LR_SCHEDULER_TYPES}, _NO_SCHEDULE
     ),
@@ -182,7 +192,7 @@ def translate(draft: Draft, call: Call, trainer: Mapping[str, Any], linked: Call
         read(draft, "fsdp_config", sharded, accelerate.plugin(FSDP))
     if config is not None:
         draft.put("kind", "deepspeed")
-        config = _file(draft, "deepspeed", config, linked)
+        config = mapping(draft, "deepspeed", config, linked)
         read(draft, "deepspeed", _filled(draft, config, values, ""), deepspeed.FILE)
     read(draft, "", given, Section(TABLE, call.name))
     for key, fact in _SHOWN.items():
@@ -197,7 +207,7 @@ def translate(draft: Draft, call: Call, trainer: Mapping[str, Any], linked: Call
     read(draft, "", trainer, Section(TRAINER, "Trainer"))
 
 
-def _file(draft: Draft, key: str, value: Any, linked: Callable[[str], dict[str, Any]]) -> Mapping[str, Any]:
+def mapping(draft: Draft, key: str, value: Any, linked: Callable[[str], dict[str, Any]]) -> Mapping[str, Any]:
     """A mapping, or the contents of the file that is named."""
     if isinstance(value, str):
         draft.row(key, value, "becomes", "its keys, below")
@@ -218,7 +228,7 @@ def _sharded(draft: Draft, given: dict[str, Any], linked: Callable[[str], dict[s
         if config:
             draft.row("fsdp_config", config, "always", "of no effect without fsdp=")
         return None
-    keys = {key.removeprefix("fsdp_"): x for key, x in _file(draft, "fsdp_config", config, linked).items()}
+    keys = {key.removeprefix("fsdp_"): x for key, x in mapping(draft, "fsdp_config", config, linked).items()}
     keys |= {key: x for key, x in old.items() if x not in (None, 0)}
     options = [word(x) for x in (mode.split() if isinstance(mode, str) else mode if isinstance(mode, list) else [])]
     cuts = [x for x in options if x in fsdp.CUTS]
@@ -280,13 +290,13 @@ def _optimizer(draft: Draft, values: Mapping[str, Any], given: Mapping[str, Any]
     if make is None:
         return
     draft.say("optimizer", make, *draft.of("optim"))
-    if make in ("adamw", "lion"):
+    if make.removesuffix("8bit") in ("adamw", "lion"):
         arguments["betas"] = (b1, b2)
-    if make == "adamw":
+    if make.removesuffix("8bit") == "adamw":
         arguments["eps"] = eps
     if decay and "." not in make:  # not of biases and norms
         draft.say("decayed", decay, "weight_decay")
-    if decay or make == "adamw":
+    if decay or make.removesuffix("8bit") == "adamw":
         arguments["weight_decay"] = Name("decay") if draft.get("decayed") else decay
 
 

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardfn.local_paths import local_path
 from shardfn.quoting import listed
-from shardfn.translate import accelerate, composer, deepspeed, fsdp, lightning, transformers
+from shardfn.translate import accelerate, beside, composer, deepspeed, fsdp, lightning, transformers
 from shardfn.translate.calls import calls
 from shardfn.translate.draft import Draft, Translation, settle
 from shardfn.translate.program import program
-from shardfn.translate.schema import Section, read
+from shardfn.translate.schema import Section, missing, read, yours
 from shardfn.translate.values import Call, TranslateError
 
 _LARGEST = 1_000_000
@@ -29,7 +30,8 @@ SYSTEMS = (
     "a YAML of Accelerate or Composer, a JSON of DeepSpeed, or Python with the strategy of Lightning, Composer or torch"
 )
 _TRAINERS = {"Trainer", "Fabric", *transformers.TRAINERS}
-READ = {*lightning.STRATEGIES, *_TRAINERS, *transformers.ARGUMENTS, *fsdp.CALLS, *accelerate.PLUGINS, "Accelerator"}
+READ = {*lightning.STRATEGIES, *_TRAINERS, *transformers.ARGUMENTS, *fsdp.CALLS, *accelerate.PLUGINS, "Accelerator",
+        "deepspeed.initialize"}  # fmt: skip
 _READ_BEFORE = ("fsdp_plugin", "deepspeed_plugin")
 _FILES = {"Accelerate": accelerate.FILE, "DeepSpeed": deepspeed.FILE, "Composer": composer.FILE}
 
@@ -51,12 +53,13 @@ def translate(path: str | os.PathLike[str]) -> Translation:
     Example:
         ``print(translate("ds_config.json").program)``
     """
-    file, draft = Path(path), Draft()
+    file, draft = local_path(path, "translate: path"), Draft()
     try:
         if file.suffix == ".py":
-            calls_read, imported = calls(text_of(file), {*READ, *fsdp.BESIDE})
-            system = _called(draft, file, calls_read, imported)
+            calls_read, imported, modules = calls(text_of(file), {*READ, *fsdp.BESIDE, *beside.TABLE})
+            system, used = _called(draft, file, calls_read, imported)
             fsdp.beside(draft, calls_read)
+            beside.rows(draft, calls_read, used, modules, fsdp.BESIDE)
         else:
             given = mapping_of(file)
             system = system_of(given, str(file), _FILES)
@@ -71,10 +74,13 @@ def translate(path: str | os.PathLike[str]) -> Translation:
     return Translation(str(file), system, tuple(draft.rows), text, dict(draft.names))
 
 
-def _called(draft: Draft, file: Path, calls_read: list[Call], imported: set[str]) -> str:
-    """Reads the call that says how the program is sharded, and returns its system."""
-    kinds = lightning.STRATEGIES, fsdp.CALLS, accelerate.PLUGINS, _TRAINERS, ("Accelerator",), transformers.ARGUMENTS
-    strategies, torch, plugins, trainers, accelerators, arguments = (
+def _called(draft: Draft, file: Path, calls_read: list[Call], imported: set[str]) -> tuple[str, list[Call]]:
+    """Reads the call that says how the program is sharded; returns its system, and the calls that it has read."""
+    kinds = (
+        lightning.STRATEGIES, fsdp.CALLS, accelerate.PLUGINS, _TRAINERS, ("Accelerator",), transformers.ARGUMENTS,
+        ("deepspeed.initialize",), ("ZeroRedundancyOptimizer",),
+    )  # fmt: skip
+    strategies, torch, plugins, trainers, accelerators, arguments, engines, zero1 = (
         [call for call in calls_read if call.name in names] for names in kinds
     )
     several = len(strategies) + len(plugins) + len({fsdp.CALLS[call.name].owner for call in torch}) > 1
@@ -90,24 +96,53 @@ def _called(draft: Draft, file: Path, calls_read: list[Call], imported: set[str]
             found = f"{lines}; leave one of them" if arguments else f"none of {listed(sorted(transformers.ARGUMENTS))}"
             raise TranslateError(f"a Trainer of Transformers takes one set of arguments, and there is {found}")
         transformers.translate(draft, arguments[0], trainer, lambda name: mapping_of(near(file, name)))
-        return "Transformers"
+        return "Transformers", [*trainers, *arguments]
     if plugins or accelerators:
         for plugin in plugins:
             read(draft, "", plugin, accelerate.PLUGINS[plugin.name])
         given = {key: x for call in accelerators for key, x in call.arguments.items() if key not in _READ_BEFORE}
         cut = "zero2" if draft.get("kind") == "deepspeed" else "ddp"
         read(draft, "", given, Section(accelerate.ACCELERATOR, "Accelerator", cut=cut))
-        return "Accelerate"
+        return "Accelerate", [*plugins, *accelerators]
     if trainers and not strategies and _is_composer(trainer, imported):
         read(draft, "", trainer, composer.FILE)
-        return "Composer"
+        return "Composer", trainers
     if strategies or trainers:
         lightning.translate(draft, strategies[0] if strategies else None, trainer)
-        return "Lightning"
+        return "Lightning", [*strategies, *trainers]
+    if engines:
+        _engine(draft, file, engines[0])
+        return "DeepSpeed", engines[:1]
     if torch:
         fsdp.several(draft, torch)
-        return "torch"
+        return "torch", torch
+    if zero1:
+        return "torch", []
     raise TranslateError(f"no call that is read: {', '.join(sorted(READ))}")
+
+
+_ENGINE = {
+    **dict.fromkeys(
+        ("args", "model", "model_parameters", "training_data", "collate_fn"), yours("the program is yours")
+    ),
+    "optimizer": yours("the optimizer, in rows of its own, if the file makes it"),
+    "dist_init_required": yours("make_mesh starts torch.distributed"),
+    "distributed_port": yours("starting processes: torchrun"),
+    "lr_scheduler": missing("lr= of the optimizer takes a function of the step", "None"),
+    "mpu": missing("axes of the mesh: see docs/how-to/tensor-parallel.md", "None"),
+    "mesh_param": missing("axes of make_mesh", "None"),
+}
+
+
+def _engine(draft: Draft, file: Path, call: Call) -> None:
+    """Reads deepspeed.initialize, whose `config` is a dict, or names a file."""
+    given = dict(call.arguments)
+    config = given.pop("config", given.pop("config_params", None))
+    if config is None:
+        draft.row("config", "not said", "open", "of the command line, by args: translate that file")
+    keys = transformers.mapping(draft, "config", config, lambda name: mapping_of(near(file, name)))
+    read(draft, "", keys, deepspeed.FILE)
+    read(draft, "", given, Section(_ENGINE, "deepspeed.initialize", cut="ddp"))
 
 
 def _is_composer(given: Mapping[str, Any], imported: set[str]) -> bool:
@@ -179,7 +214,7 @@ def _yaml(path: Path, text: str) -> Any:
         import yaml
     except ImportError:
         raise TranslateError(
-            f"{path}: reading YAML needs pyyaml, which is in the extra translate: pip install 'shardfn[translate]'"
+            f"{path}: reading YAML needs pyyaml, which is in the extra translate: pip install '.[translate]'"
         ) from None
 
     class Once(yaml.SafeLoader):  # type: ignore[misc]

@@ -34,7 +34,7 @@ from torch import Tensor
 import shardfn as sf
 import shardfn.optim as so
 from shardfn import P, checkpoint
-from shardfn.checkpoint import contents, folders, manifest, writing
+from shardfn.checkpoint import folders, manifest, tensor_bytes, writing
 from shardfn.checkpoint.folders import source_of
 from shardfn.checkpoint.team import team_of
 from shardfn.checkpoint.verifying import verify
@@ -726,7 +726,7 @@ def test_nothing_that_a_file_says_is_run(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def bounded(path: str) -> Any:
-    contents.BUFFER = 2**18
+    tensor_bytes.BUFFER = 2**18
     mesh = mesh_of(shard=2)
     make = sf.shard({"w": torch.arange(2.0**20).view(1024, 1024)}, mesh, sf.full_shard("shard"))
     with Largest() as seen:

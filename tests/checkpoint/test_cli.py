@@ -630,7 +630,7 @@ def test_no_rich_is_said(
     made: dict[Any, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("shardfn.cli.find_spec", lambda name: None)
-    assert "pip install 'shardfn[cli]'" in refused(capsys, "checkpoint", "inspect", made[1])
+    assert "pip install '.[cli]'" in refused(capsys, "checkpoint", "inspect", made[1])
 
 
 def test_as_a_program(made: dict[Any, Path]) -> None:

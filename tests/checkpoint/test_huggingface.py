@@ -340,7 +340,7 @@ def without_library(folder: Path) -> str:
 def test_export_needs_no_library_and_import_says_which(world: World, tmp_path: Path) -> None:
     for told in world.run(without_library, tmp_path):
         assert "ImportError: " in told
-        assert "shardfn[huggingface]" in told
+        assert "pip install '.[huggingface]'" in told
 
 
 # --- memory ---

@@ -118,4 +118,4 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, module, None)
     for call in (epsilon, noise_for):
         said = told(functools.partial(call, 1.0, 1.0, 1, 1e-5))
-        assert said == f"ImportError: {call.__name__} needs the package dp-accounting: pip install 'shardfn[privacy]'"
+        assert said == f"ImportError: {call.__name__} needs the package dp-accounting: pip install '.[privacy]'"

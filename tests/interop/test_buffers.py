@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfn as sf
@@ -17,6 +18,7 @@ from shardfn.interop import functional
 from shardfn.testing import World
 from tests.interop import zoo
 from tests.interop.modules import Named, mapped, meshed, off, seeded, summed
+from tests.reference import worst
 from tests.refusals import refused
 
 Norm = Callable[[int], nn.Module]
@@ -37,6 +39,36 @@ class Columns(nn.Module):
         return found
 
 
+class Activated(nn.BatchNorm2d):
+    """A batch norm and an activation in one class, by F.batch_norm itself."""
+
+    def forward(self, x: Tensor, scale: float = 2.0) -> Tensor:
+        update = (self.running_mean, self.running_var)
+        return torch.tanh(F.batch_norm(x, *update, self.weight, self.bias, self.training, 0.2, eps=self.eps)) * scale
+
+
+class Around(nn.BatchNorm1d):
+    """Torch's forward, and more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x))
+
+
+class ByHand(nn.BatchNorm1d):
+    """A formula of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(0)) * self.weight if self.training else x
+
+
+def squashed(n: int) -> nn.Module:
+    """A batch norm of which one instance has another forward."""
+    norm = nn.BatchNorm1d(n)
+    own = norm.forward
+    vars(norm)["forward"] = lambda x: torch.tanh(own(x))
+    return norm
+
+
 def differing(module: nn.Module) -> nn.Module:
     """Weights that are not 1, and statistics that are not 0."""
     torch.manual_seed(2)
@@ -52,7 +84,9 @@ PICTURES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "2d": (lambda: zoo.Pictures(), (3, 6, 6)),
     "2d cumulative": (lambda: zoo.Pictures(lambda n: nn.BatchNorm2d(n, momentum=None)), (3, 6, 6)),
     "2d without weights": (lambda: zoo.Pictures(lambda n: nn.BatchNorm2d(n, affine=False)), (3, 6, 6)),
+    "2d with an activation": (lambda: zoo.Pictures(Activated), (3, 6, 6)),
     "1d": (lambda: Columns(nn.BatchNorm1d), (6,)),
+    "1d with an activation": (lambda: Columns(Around), (6,)),
     "1d without statistics": (lambda: Columns(lambda n: nn.BatchNorm1d(n, track_running_stats=False)), (6,)),
     "1d of sequences": (lambda: Columns(lambda n: nn.BatchNorm1d(n, momentum=0.3)), (6, 6)),
 }
@@ -161,6 +195,33 @@ def curved() -> dict[str, float]:
     found["eval"] = float((y - module(x).detach()).abs().max())
     found["eval, buffers"] = float((mapped(lambda p: model(p, x, buffers={})[0], mesh)(params) - y).abs().max())
     return found
+
+
+def run(model: Any, x: Tensor, params: Any) -> Any:
+    return model(params, x, buffers=model.buffers)
+
+
+def of_odd_classes() -> list[Any]:
+    """Values with statistics of all rows of norms with other forwards, against those of norms on all rows."""
+    mesh, whole, found = meshed(), zoo.numbers(6), []
+    for norm, reference in ((nn.SyncBatchNorm, nn.BatchNorm1d), (squashed, squashed)):
+        model = functional(seeded(partial(Columns, norm)), small=0, sync_batch_norm="shard")
+        params = model.shard(mesh, sf.full_shard("shard"))
+        mine = whole.chunk(2)[dist.get_rank()]
+        y, _ = mapped(partial(run, model, mine), mesh)(params)
+        want = seeded(partial(Columns, reference))(whole).detach().chunk(2)[dist.get_rank()]
+        found.append(float((y - want).abs().max()))
+    model = functional(seeded(lambda: Columns(ByHand)), small=0, sync_batch_norm="shard")
+    params = model.shard(mesh, sf.full_shard("shard"))
+    call = mapped(lambda p: model(p, whole, buffers=model.buffers), mesh)
+    return [*found, refused(lambda: call(params), TypeError)]
+
+
+@pytest.mark.world(2, "processes")
+def test_batch_norms_with_other_forwards_are_synchronised_or_refused_by_name(world: World) -> None:
+    for *distances, message in world.run(of_odd_classes):
+        assert worst(distances) < 1e-12
+        assert message.startswith("sync_batch_norm: ByHand must normalize by torch.nn.functional.batch_norm")
 
 
 def alone_in_its_batch(axis: str = "shard") -> str:

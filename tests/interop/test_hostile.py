@@ -747,6 +747,19 @@ def test_a_shell_that_got_other_parameters_or_modules_says_so() -> None:
             model(model.tree, x)
 
 
+def test_a_shell_that_lost_a_layer_says_so() -> None:
+    for change in (
+        lambda m: m.layers.pop(1),
+        lambda m: setattr(m, "layers", m.layers[:1]),
+        lambda m: setattr(m.layers, "1", nn.Identity()),
+    ):
+        model = functional(Stack(linear(), linear()), small=0)
+        model(model.tree, torch.ones(2, WIDTH))
+        change(model.module)
+        with pytest.raises(RuntimeError, match=r"layers.1.weight was deleted from the module after functional"):
+            model(model.tree, torch.ones(2, WIDTH))
+
+
 def test_a_module_may_put_others_around_its_layers() -> None:
     x, alone = torch.ones(2, WIDTH, dtype=torch.float64), seeded(lambda: Stack(Rearranged(), Rearranged()))
     model = functional(seeded(lambda: Stack(Rearranged(), Rearranged())), small=0, remat=True)

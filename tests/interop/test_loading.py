@@ -748,6 +748,129 @@ def test_a_tokenizer_and_trained_buffers_are_saved(world: World, tmp_path: Path)
     assert (tmp_path / "words" / "list.txt").read_text() == "a b"
 
 
+def of_diffusers(root: Path) -> list[bool]:
+    """Folders with the file names of diffusers: one file, and several with an index."""
+    mesh, found = data_mesh(dist.get_world_size()), []
+    state = {name: x.clone() for name, x in normed().state_dict().items()}
+
+    def write() -> None:
+        for folder in ("one", "several"):
+            (root / folder).mkdir()
+        safetensors.save_file(state, root / "one" / "diffusion_pytorch_model.safetensors")
+        index: dict[str, str] = {}
+        for number, name in enumerate(state):
+            file = f"diffusion_pytorch_model-{number + 1:05}-of-{len(state):05}.safetensors"
+            safetensors.save_file({name: state[name]}, root / "several" / file)
+            index[name] = file
+        (root / "several" / "diffusion_pytorch_model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": index})
+        )
+
+    on_first(write)
+    for folder in ("one", "several"):
+        model = model_of(normed())
+        loaded = model.state_dict(interop.load(root / folder, model, mesh, STRATEGIES["full_shard"]))
+        found.append(all(x.equal(state[name]) for name, x in loaded.items()))
+    return found
+
+
+@pytest.mark.world(2, "processes")
+def test_folders_of_diffusers_are_loaded(world: World, tmp_path: Path) -> None:
+    assert world.run(of_diffusers, tmp_path) == [[True, True]] * 2
+
+
+def larger_vocabulary(root: Path) -> dict[str, Any]:
+    """Rows of a vocabulary that grew: those of the files, and those after them."""
+    mesh, plan, rank = data_mesh(dist.get_world_size()), STRATEGIES["full_shard"], dist.get_rank()
+    found: dict[str, Any] = {}
+    module: Any = zoo.build("llama")
+    names, rows = ("model.embed_tokens.weight", "lm_head.weight"), zoo.VOCABULARY
+    on_first(lambda: zoo.build("llama").save_pretrained(root / "base"))  # type: ignore[operator]
+
+    def grown(real: bool) -> Any:
+        with contextlib.nullcontext() if real else interop.meta():
+            larger: Any = zoo.build("llama")
+            larger.resize_token_embeddings(rows + 3, mean_resizing=False)
+        return larger
+
+    for case, folder, source in (("all", root / "base", None), ("one", root / "base" if rank == 0 else None, 0)):
+        for real in (False, True):
+            torch.manual_seed(1)
+            larger = grown(real)
+            after = {name: larger.get_parameter(name).detach().clone()[rows:] for name in names} if real else {}
+            model = model_of(larger)
+            loaded = model.state_dict(interop.load(folder, model, mesh, plan, source=source, strict=False))
+            base = module.state_dict()
+            first = all(loaded[name][:rows].equal(base[name]) for name in names)
+            kept = all(loaded[name][rows:].equal(x) for name, x in after.items())
+            found[f"{case}, {real}"] = first and kept and all(bool(loaded[name][rows:].any()) for name in names)
+            others = [name for name in base if name not in names]
+            found[f"{case}, {real}, others"] = all(loaded[name].equal(base[name]) for name in others)
+    found["strict"] = refused(lambda: interop.load(root / "base", model_of(grown(False)), mesh, plan))
+    with interop.meta():
+        wide = zoo.made("Llama", "ForCausalLM", **{**zoo._TEXT, "intermediate_size": 80})
+    found["wide"] = refused(lambda: interop.load(root / "base", model_of(wide), mesh, plan, strict=False))
+    return found
+
+
+@pytest.mark.world(2, "processes")
+def test_a_vocabulary_that_grew_keeps_the_rows_of_its_files(world: World, tmp_path: Path) -> None:
+    for found in world.within(100).run(larger_vocabulary, tmp_path):
+        assert "of another shape" in found.pop("strict")
+        assert "of another shape" in found.pop("wide")
+        assert [case for case, right in found.items() if not right] == []
+
+
+def settings_for_text(root: Path) -> dict[str, Any]:
+    """How models generate after `load`, and in the files that `save_pretrained` writes then."""
+    import transformers
+
+    mesh, plan, found, rank = data_mesh(dist.get_world_size()), STRATEGIES["full_shard"], {}, dist.get_rank()
+    own = root / "base" if rank == 0 else None  # files that one rank has
+
+    def base() -> None:
+        model: Any = zoo.build("llama")
+        model.generation_config = transformers.GenerationConfig(eos_token_id=[2, 5], do_sample=True, temperature=0.6)
+        model.save_pretrained(root / "base")
+        model.save_pretrained(root / "older")
+        (root / "older" / "generation_config.json").unlink()
+        config = json.loads((root / "older" / "config.json").read_text())
+        (root / "older" / "config.json").write_text(json.dumps({**config, "num_beams": 4}))
+
+    on_first(base)
+    for name, folder, source, changed in (
+        ("folder", root / "base", None, {}),
+        ("file", root / "base" / "model.safetensors", None, {}),
+        ("one rank", own, 0, {}),
+        ("changed before", own, 0, {"pad_token_id": 3}),
+        ("in the configuration", root / "older", None, {}),
+    ):
+        with interop.meta():
+            module = zoo.build("llama")
+        for key, value in changed.items():
+            setattr(module.generation_config, key, value)
+        model = model_of(module)
+        params = interop.load(folder, model, mesh, plan, source=source)
+        interop.save_pretrained(root / "out", model, params)
+        written = json.loads((root / "out" / "generation_config.json").read_text())
+        settings = ("eos_token_id", "do_sample", "temperature", "pad_token_id", "num_beams")
+        found[name] = tuple(written.get(key) for key in settings)
+        here = tuple(getattr(module.generation_config, key) for key in settings)
+        assert here == found[name], name
+        dist.barrier()
+    return found
+
+
+@pytest.mark.world(2, "processes")
+def test_settings_for_generating_text_go_from_files_to_files(world: World, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    given = ([2, 5], True, 0.6, None, None)
+    for found in world.run(settings_for_text, tmp_path):
+        assert found.pop("in the configuration")[-1] == 4
+        assert found.pop("changed before") == (*given[:3], 3, None)
+        assert all(value == given for value in found.values())
+
+
 # --- memory ---
 
 WIDE = 1536

@@ -340,6 +340,14 @@ def test_what_cannot_be_cut_is_refused_on_every_rank(world: World) -> None:
         assert worst([found["sharded"], found["loaded"]]) < 1e-14
 
 
+def squashed() -> nn.Module:
+    """A model of which one linear layer has another forward."""
+    model: Any = causal("Llama")
+    own = model.lm_head.forward
+    vars(model.lm_head)["forward"] = lambda x: torch.tanh(own(x))
+    return model
+
+
 TABLES: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "no such word": (lambda: causal("Llama"), {"lm_head": "columns"}, "'columns', which is not one of colwise"),
     "of another model": (zoo.gpt2, LLAMA, "nothing of GPT2LMHeadModel matches 'layers.*.self_attn.q_proj'"),
@@ -348,6 +356,7 @@ TABLES: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "no table": (zoo.gpt2, ["h.*.attn"], "it is a dict"),
     "two words": (lambda: causal("Llama"), {**LLAMA, "q_proj": "rowwise"}, "is both 'colwise' and 'rowwise'"),
     "no layer": (lambda: causal("Llama"), {"model.norm": "colwise"}, "norm (LlamaRMSNorm) is said to be 'colwise'"),
+    "another forward": (squashed, {"lm_head": "colwise_gather_output"}, "which is for nn.Linear and Conv1D"),
     "no embedding": (lambda: causal("Llama"), {"lm_head": "embedding_rowwise"}, "which is for nn.Embedding"),
     "thirds": (lambda: Stack(Normed), {"layers.*.up": "qkv_colwise"}, "are not 3 equal parts"),
     "tied": (

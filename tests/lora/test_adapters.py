@@ -368,7 +368,8 @@ def refused(folder: str) -> dict[str, str]:
     def init(targets: Any = ("q_proj",), rank: Any = 2, base: Any = None, **more: Any) -> Any:
         return lora.init(model if base is None else base, targets, rank, **more)
 
-    found["nothing"] = told(lambda: init(["q_proj", "qproj"]))
+    found["nothing"] = told(lambda: init(["qproj", "vproj"]))
+    found["some"] = told(lambda: init(["q_proj", "qproj"]))  # as in peft, with a warning in the log
     found["no regex"] = told(lambda: init("("))
     found["regex"] = told(lambda: init(r"q_proj"))
     found["numbers"] = told(lambda: init([3]))
@@ -577,7 +578,8 @@ def broken(folder: str, model: Any, mesh: Any) -> dict[str, str]:
 
 
 SAID: dict[str, tuple[str, ...]] = {
-    "nothing": ("ValueError", "nothing matches 'qproj'", "q_proj"),
+    "nothing": ("ValueError", "nothing matches 'qproj', 'vproj'", "q_proj"),
+    "some": ("it was done",),
     "no regex": ("ValueError", "not a regular expression"),
     "regex": ("ValueError", "nothing matches 'q_proj'", "so pass ['q_proj']"),
     "module": ("TypeError", "model = interop.functional(module)"),

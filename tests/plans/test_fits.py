@@ -42,14 +42,17 @@ def test_a_plan_that_fits_is_true() -> None:
     assert fit
     assert (fit.needed, fit.spare, fit.changes) == (70 * GIB, 6 * GIB, ())
     assert fit.largest == (("activations", 60 * GIB), ("parameters", 10 * GIB))
-    assert fit.reason == "it fits: it needs 75.16 GB of 85.9 GB, of which 4.295 GB are left free; 6.442 GB are spare"
+    assert (
+        fit.reason
+        == "it fits: it needs 75.16 GB of 85.9 GB (80 GiB), of which 4.295 GB are left free; 6.442 GB are spare"
+    )
 
 
 def test_the_nearest_change_that_is_enough_comes_first() -> None:
     fit = plan(GATHER, parameters=10, optimizer=20, activations=60).fits("80GiB", reserve=0)
     assert not fit
     assert (fit.spare, fit.where) == (-10 * GIB, "model.py:7")
-    assert "it needs 96.64 GB of 85.9 GB, of which 0 B are left free; 10.74 GB are missing" in fit.reason
+    assert "it needs 96.64 GB of 85.9 GB (80 GiB), of which 0 B are left free; 10.74 GB are missing" in fit.reason
     assert "Largest are activations 64.42 GB, optimizer 21.47 GB" in fit.reason
     assert "(at model.py:7)" in fit.reason
     enough = [change for change in fit.changes if change.enough]
@@ -62,8 +65,8 @@ def test_a_reserve_above_the_memory_is_named_and_not_the_plan() -> None:
     fit = plan(parameters=1).fits("1GiB")
     assert not fit
     assert fit.reason == (
-        "it does not fit: 2.147 GB of the device are to be left free, and it has 1.074 GB: pass a smaller reserve; "
-        "the plan needs 1.074 GB"
+        "it does not fit: 2.147 GB of the device are to be left free, and it has 1.074 GB (1 GiB): pass a smaller "
+        "reserve; the plan needs 1.074 GB"
     )
     assert "it does not fit: it needs 1.074 GB of" in plan(parameters=1).fits("2GiB").reason  # nothing is left for it
 

@@ -143,7 +143,7 @@ def test_a_known_model_is_planned_with_its_views(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "t.json").read_text())
     out = ran("--model", "gpt-124m", "--mesh", "shard=8", "--sequence", "128", "--fit", "1GiB", cwd=tmp_path, status=1)
     assert "it does not fit: " in out
-    assert "GiB" not in out
+    assert "1.074 GB (1 GiB)" in out  # the one size that was given in the other unit
 
 
 def test_the_sizes_of_a_list_are_in_one_unit(tmp_path: Path) -> None:
@@ -204,6 +204,7 @@ def test_a_configuration_is_planned(tmp_path: Path) -> None:
         (("--model", "llama-8b", "--ranks", "8", "--schedule", "--html", "a.html"), "--schedule, --html: of one plan"),
         (("x:y", "--mesh", "shard=2", "--remat", "on"), "--remat: not for a step of your own"),
         (("--model", "gpt-124m", "--mesh", "shard=8", "--fit", "80Gib"), "'80Gib' is no size of memory"),
+        (("--model", "gpt-124m", "--mesh", "shard=8", "--fit", "80"), "'80' has no unit: write 80GiB, or 80GB"),
     ],
 )
 def test_wrong_arguments_are_one_line(
@@ -215,3 +216,22 @@ def test_wrong_arguments_are_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_adapters_and_a_quantized_base_of_a_configuration(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    transformers.LlamaConfig(vocab_size=256, max_position_embeddings=32, **sizes).save_pretrained(tmp_path / "llama")
+    common = ("llama", "--mesh", "shard=2", "--json", "plan.json")
+    plans = {}
+    for options in ((), ("--lora", "4"), ("--lora", "4", "--base", "int8"), ("--lora", "4", "--base", "nf4")):
+        ran(*common, *options, cwd=tmp_path)
+        plans[options] = Plan.load(tmp_path / "plan.json")
+    full, adapters, eight, four = plans.values()
+    params = [plan.peak.kinds["parameters"] for plan in (full, adapters, eight, four)]
+    assert params[3] < params[2] < params[0] < params[1]  # adapters come on top
+    matrices = 2 * (4 * 64 * 64 + 3 * 64 * 128)
+    assert params[1] - params[2] == pytest.approx(matrices * 3 / 2, rel=0.05)  # a byte for four, on two ranks
+    weights = 2 * 4 * (4 * (64 + 64) + 3 * (64 + 128))  # in two layers, of rank 4
+    assert adapters.peak.kinds["optimizer"] == pytest.approx(2 * 4 * weights, rel=0.02)
+    assert "lora=" in ran(*common, "--base", "nf4", cwd=tmp_path, status=2)

@@ -358,7 +358,7 @@ def test_a_notebook_gets_the_text_in_colors(monkeypatch: pytest.MonkeyPatch) -> 
     assert re.sub(r"</?(pre|span)[^>]*>", "", shown._repr_html_()).strip() == html.escape(shown.text(120))
     monkeypatch.setattr(printed, "find_spec", lambda name: None)
     assert shown._repr_html_() == f"<pre>{html.escape(shown.text(120))}</pre>"
-    assert refused(shown.figure, ModuleNotFoundError).endswith("pip install 'shardfn[examples]'")
+    assert refused(shown.figure, ModuleNotFoundError).endswith("pip install '.[examples]'")
 
 
 def test_a_picture_is_the_page_in_the_colors_of_the_ranks(tmp_path: Path) -> None:

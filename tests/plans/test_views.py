@@ -351,7 +351,7 @@ def test_a_picture_has_the_lanes_and_the_memory(tmp_path: Path) -> None:
 
 def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(printed, "find_spec", lambda name: None)
-    assert "pip install 'shardfn[examples]'" in refused(stack(2).figure, ModuleNotFoundError)
+    assert "pip install '.[examples]'" in refused(stack(2).figure, ModuleNotFoundError)
 
 
 def test_a_trace_has_streams_as_threads_and_memory_as_a_counter(tmp_path: Path) -> None:

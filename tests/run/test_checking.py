@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 import shardfn as sf
+from shardfn import P
 from shardfn.quoting import MOST
 from shardfn.run.randomness import place
 from shardfn.testing import World
@@ -285,3 +287,34 @@ def own_numbers() -> list[tuple[int, int]]:
 @pytest.mark.world(4)
 def test_ranks_with_the_same_rows_have_the_same_place(world: World) -> None:
     assert world.run(own_numbers) == [[(rank // 2, 2)] * 2 for rank in range(4)]
+
+
+def looped(rows_from: str, silent: bool = False) -> str:
+    mesh = sf.make_mesh(data=-1, device="cpu")
+    params = sf.shard({"w": torch.ones(3, 3)}, mesh, sf.full_shard("data"))
+    whole = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    inputs: Any = "global" if rows_from == "global" else "local"
+
+    @sf.shard_map(mesh=mesh, in_specs=(..., P("data")), out_specs=..., inputs=inputs)
+    def total(p: Any, x: torch.Tensor) -> Any:
+        return sf.psum((x @ sf.unshard(p)["w"]).square().sum(), "data")
+
+    def step(state: Any, x: torch.Tensor) -> Any:
+        return state, {"loss": total(state, x)}
+
+    own = whole.chunk(mesh.size())[mesh.get_rank()] if rows_from == "cut" else whole
+    with warnings.catch_warnings():
+        if silent:
+            warnings.simplefilter("ignore", sf.VaryingWarning)
+        return told(lambda: sf.run.loop(step, params, [own] * 2, steps=2, report=[]))
+
+
+@pytest.mark.world(2)
+def test_loop_refuses_the_same_rows_on_all_ranks(world: World) -> None:
+    for text in world.run(looped, "all"):
+        assert text.startswith("VaryingError: sf.run.loop: ")
+        assert "each rank reads the same rows" in text
+        assert "inputs='global'" in text
+    for rows_from in ("cut", "global"):
+        assert world.run(looped, rows_from) == ["it was done"] * 2
+    assert world.run(looped, "all", True) == ["it was done"] * 2

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import shardfn as sf
 from examples.run import end
@@ -209,3 +210,34 @@ def test_a_program_whose_run_has_to_go_on_has_not_succeeded(ended: str) -> None:
     with pytest.raises(SystemExit) as left:
         end(sf.run.Run(0, 4, ended, {}))
     assert left.value.code == os.EX_TEMPFAIL
+
+
+def stopped(folder: str) -> Any:
+    mesh = sf.make_mesh(data=-1, device="cpu")
+    state = sf.shard({"w": torch.zeros(4)}, mesh, sf.full_shard("data"))
+
+    def step(state: Any, batch: int) -> Any:
+        return state, {"loss": 1.0}
+
+    def levelled(metrics: Any) -> bool:
+        """Whether the last evaluation was no better than the one before."""
+        values = list(metrics["eval/x"].values())
+        return len(values) > 1 and values[-1] >= values[-2]
+
+    values = iter([3.0, 2.0, 2.0, 1.0, 0.0, -1.0])
+    options: dict[str, Any] = {"save": folder, "every": 2, "report": [], "stop": levelled}
+    _, run = sf.run.loop(
+        step, state, lambda start: range(start, 99), steps=20, evaluate=(lambda s: {"x": next(values)}, 2), **options
+    )
+    never: Any = False
+    wrong = told(lambda: sf.run.loop(step, state, lambda start: range(9), steps=2, stop=never, report=[]))
+    _, other = sf.run.loop(step, state, lambda start: range(9), steps=2, save=f"{folder}-other", report=[])
+    return run.ended, run.step, sf.checkpoint.latest(folder).name, wrong, other.ended  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("world", [1, 2], indirect=True)
+def test_run_stops_and_saves_when_a_function_of_the_metrics_says_so(world: World, tmp_path: Path) -> None:
+    for ended, at, newest, wrong, other in world.run(stopped, str(tmp_path / "run")):
+        assert (ended, newest, other) == ("stopped", f"step-{at:08}", "finished")
+        assert 6 < at <= 8
+        assert "stop must be a function of the metrics" in wrong

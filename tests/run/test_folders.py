@@ -319,7 +319,8 @@ def best_of(root: Path, which: str) -> Any:
             best=("eval/x", which), evaluate=(evaluate, 2) if steps != 7 else (lambda state: {"x": 6.0}, 7),
         )  # fmt: skip
         _met()
-        found.append((run.best, sorted(path.name[-2:] for path in root.iterdir())))
+        assert run.best is not None
+        found.append((int(run.best.name[5:]), sorted(path.name[-2:] for path in root.iterdir())))
         _met()
     return found
 

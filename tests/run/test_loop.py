@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import os
+import pickle
 import random
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import optree
 import pytest
 import torch
 
 import shardfn as sf
 from shardfn.testing import World
+from tests.refusals import told
 from tests.run.toy import Rows, begin, mesh_here, step_of, whole
 
 
@@ -182,3 +186,35 @@ def test_each_step_is_said_to_take_what_it_took_however_late_its_metrics_are_rea
     sf.run.loop(step, 0, range(5), steps=5, report=lambda _, metrics: told.append(metrics["seconds"]))
     assert min(told) >= 0.02
     assert sum(told) <= time.perf_counter() - began
+
+
+def begun_elsewhere(folder: str) -> Any:
+    mesh = sf.make_mesh(data=-1, device="cpu")
+    params = sf.shard({"w": torch.zeros(4, dtype=torch.float64)}, mesh, sf.full_shard("data"))
+    numbers: list[int] = []
+
+    def step(state: Any, batch: int, n: int) -> Any:
+        numbers.append(n)
+        return optree.tree_map(lambda x: x + n * batch, state), {"loss": float(n)}
+
+    def rows(start: int) -> range:
+        return range(start, 99)
+
+    whole, _ = sf.run.loop(step, params, rows, steps=6, report=[])
+    half, _ = sf.run.loop(step, params, rows, steps=3, report=[])
+    end, run = sf.run.loop(step, half, rows, steps=6, start=3, report=[], save=f"{folder}/x", every=2, keep=9)
+    _, resumed = sf.run.loop(step, half, rows, steps=8, start=3, report=[], save=f"{folder}/x")
+    facts = (run.start, run.step, resumed.start, list(run.metrics["loss"]), sorted(os.listdir(f"{folder}/x"))[:1])
+    copy = pickle.loads(pickle.dumps(run))
+    assert dict(copy.metrics["loss"]) == dict(run.metrics["loss"])
+    wrong = told(lambda: sf.run.loop(step, params, rows, steps=2, start=3, report=[]))
+    return sf.unshard(end)["w"].equal(sf.unshard(whole)["w"]), facts, numbers, wrong
+
+
+@pytest.mark.world(2)
+def test_run_goes_on_from_a_state_of_elsewhere_and_steps_know_their_number(world: World, tmp_path: Path) -> None:
+    for same, facts, numbers, wrong in world.run(begun_elsewhere, str(tmp_path)):
+        assert same
+        assert facts == (3, 6, 6, [4, 5, 6], ["step-00000003"])
+        assert numbers == [*range(1, 7), *range(1, 4), *range(4, 7), 7, 8]
+        assert "start=3; it is how many of the 2 steps" in wrong

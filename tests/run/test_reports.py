@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import shardfn as sf
 from shardfn.run.async_metrics import peak_of
@@ -143,7 +144,7 @@ def test_without_tensorboard_the_extra_is_named(monkeypatch: pytest.MonkeyPatch,
     said = told(lambda: sf.run.tensorboard(tmp_path))
     assert said == (
         "ModuleNotFoundError: sf.run.tensorboard needs tensorboard, which is in the extra tensorboard: "
-        "pip install 'shardfn[tensorboard]'"
+        "pip install '.[tensorboard]'"
     )
 
 
@@ -287,3 +288,51 @@ def test_figures_are_shown_in_their_units() -> None:
 def test_devices_are_known_by_the_longest_name() -> None:
     names = ["H100 80GB HBM3", "H100 PCIe", "H200", "A100-SXM4-80GB", "L40S", "Abacus"]
     assert [peak_of(f"NVIDIA {name}") for name in names] == [989e12, 756e12, 989e12, 312e12, 362e12, None]
+
+
+class Saved:
+    """A report that copies each checkpoint once it is complete."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.seen: list[tuple[str, int, bool]] = []
+        self.fails_at = fails_at
+
+    def __call__(self, step: int, metrics: dict[str, float]) -> None:
+        """Does nothing with steps."""
+
+    def saved(self, path: Path, step: int) -> None:
+        self.seen.append((path.name, step, not sf.checkpoint.verify(path).damage))
+        if step == self.fails_at:
+            raise OSError("no room in the store")
+
+
+def range_from(start: int) -> range:
+    return range(start, 9)
+
+
+def saved_runs(folder: str) -> Any:
+    mesh = sf.make_mesh(data=-1, device="cpu")
+    report = Saved()
+
+    def step(state: Any, batch: Any) -> Any:
+        return state, {"loss": 1.0}
+
+    params = sf.shard({"w": torch.ones(4)}, mesh, sf.full_shard("data"))
+
+    def loop(name: str, steps: int, report: Any) -> None:
+        sf.run.loop(
+            step, params, lambda start: range(start, 9), steps=steps, save=f"{folder}/{name}", every=2, report=report
+        )
+
+    loop("a", 3, report)
+    loop("a", 5, report)
+    return report.seen, told(lambda: loop("b", 4, Saved(fails_at=4))), told(lambda: loop("c", 4, Saved(fails_at=0)))
+
+
+@pytest.mark.world(2)
+def test_report_hears_of_each_checkpoint_once_it_is_complete(world: World, tmp_path: Path) -> None:
+    found = world.run(saved_runs, str(tmp_path))
+    assert found[0][0] == [(f"step-{n:08}", n, True) for n in (0, 2, 3, 4, 5)]
+    assert found[1][0] == []
+    for seen, *errors in found:
+        assert all("no room in the store" in text for text in errors), (seen, errors)

@@ -186,3 +186,40 @@ def test_ranks_with_other_rates_are_told(world: World) -> None:
     for said in world.run(disagreeing):
         assert "rate='0.1'" in said
         assert "rate='0.2'" in said
+
+
+def weighted(epoch: int) -> list[int]:
+    """Row 3 half of the time."""
+    g = torch.Generator().manual_seed(epoch)
+    weights = torch.tensor([1.0, 1.0, 1.0, 3.0])
+    return torch.multinomial(weights, 12, replacement=True, generator=g).tolist()
+
+
+def sampled(start: int) -> Any:
+    mesh = sf.make_mesh(data=-1, device="cpu")
+    rows = torch.arange(4)
+    given = sf.run.batches(rows, mesh, "data", 4, 0, epochs=3, sampler=weighted)
+    others = [
+        told(lambda: sf.run.batches(rows, mesh, "data", 4, 0, sampler=lambda epoch: [7])),
+        told(
+            lambda: list(
+                sf.run.batches(rows, mesh, "data", 1 * mesh.size(), 0, epochs=2, sampler=lambda e: [0] * (4 + e))
+            )
+        ),
+        told(lambda: sf.run.batches(rows, mesh, "data", 4, 0, sampler=weighted, rate=0.5)),
+        told(lambda: sf.run.batches(rows, mesh, "data", 4, 0, sampler=lambda _: [mesh.get_rank()] * 4)),
+    ]
+    return [x.tolist() for x in given(start)], len(given), others
+
+
+@pytest.mark.world(2)
+def test_sampler_gives_the_rows_of_each_epoch_from_any_step(world: World) -> None:
+    wanted = [row for epoch in range(3) for row in weighted(epoch)]
+    for start in (0, 4):
+        (one, steps, others), (two, *_) = world.run(sampled, start)
+        assert [row for pair in zip(one, two, strict=True) for part in pair for row in part] == wanted[4 * start :]
+        assert steps == 9
+        assert "sampler must give numbers of the source's 4 rows" in others[0]
+        assert "sampler must give 4 rows in each epoch, as in the first, got 5 in epoch 1" in others[1]
+        assert "without rate=" in others[2]
+        assert "ValueError" in others[3]

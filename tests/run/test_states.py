@@ -15,6 +15,7 @@ from torch import Tensor
 import shardfn as sf
 import shardfn.optim as so
 from shardfn.testing import World
+from tests.heard import heard
 from tests.refusals import told
 
 Step = Callable[[Any, Any], Any]
@@ -199,3 +200,34 @@ def test_what_is_no_folder_or_the_wrong_way_round_is_said(tmp_path: Path) -> Non
     assert "save=''; it is a folder" in call(save="")
     assert "is a file, not a folder" in call(save=tmp_path / "file")
     assert "the function comes first: (function, steps)" in call(evaluate=(2, lambda state: {}))
+
+
+def unmoved(kind: str) -> list[str]:
+    mesh = sf.make_mesh(device="cpu", shard=-1)
+    optimizer = so.adamw(1e-2, donate=kind == "donated")
+    params = sf.shard({"w": torch.ones(3, 3, dtype=torch.float64)}, mesh, sf.full_shard("shard"))
+    written = torch.zeros(3)  # as a graph writes, without another version
+
+    def step(state: Any, batch: Any) -> Any:
+        new_params, moments = optimizer.step(state["params"], state["params"], state["moments"])
+        if kind == "graphed":
+            written.numpy()[:] += 1
+        new = {"params": new_params, "moments": moments, "seen": state["seen"] + 1}
+        return (new if kind in ("new", "donated") else {**state, "seen": state["seen"] + 1}), {"loss": 1.0}
+
+    begun: dict[str, Any] = {"params": params, "moments": optimizer.init(params), "seen": 0}
+    if kind == "graphed":
+        begun["written"] = written
+    with heard() as lines:
+        sf.run.loop(step, begun, range(6), steps=6, report=[])
+    return [line for line in lines if "nothing trains" in line]
+
+
+@pytest.mark.world(2)
+def test_step_that_returns_its_old_state_is_told_once(world: World) -> None:
+    first, second = world.run(unmoved, "old")
+    assert len(first) == 1
+    assert "step returns the state that it was given" in first[0]
+    assert second == []
+    for kind in ("new", "donated", "graphed"):
+        assert world.run(unmoved, kind) == [[], []]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardfn as sf
+from shardfn import interop
 from shardfn.testing import World, WorldError
 from tests.models import STRATEGIES, by_backward, data_mesh, distance, everyone, layer, normal, squares
 from tests.reference import worst
@@ -245,6 +246,28 @@ def test_a_model_without_a_mesh_skips_to_zero() -> None:
     zero = sf.skip(f, p, torch.ones(3, D))
     assert (zero.shape, zero.item(), zero.requires_grad) == ((), 0.0, True)
     assert (torch.zeros((), dtype=torch.bfloat16) + zero).dtype == torch.bfloat16
+
+
+class Skips(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(D, D), torch.nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x)
+        return y + sf.skip(self.second, y)
+
+
+def test_a_module_that_skips_a_layer_runs_as_plain_torch() -> None:
+    module, x = Skips(), torch.ones(3, D)
+    assert module(x).equal(module.first(x))
+    module(x).sum().backward()
+    grads = {name: p.grad for name, p in module.named_parameters()}
+    assert grads["second.weight"] is not None
+    assert not grads["second.weight"].any()
+    want = module(x).detach()
+    model = interop.functional(module, small=2**62)  # loose
+    assert model(model.tree, x).equal(want)
 
 
 def test_only_a_stage_can_be_skipped() -> None:

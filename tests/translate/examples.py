@@ -240,6 +240,25 @@ EXAMPLES: dict[str, Example] = {
         "fully_shard(model, mesh=mesh, mp_policy=policy)\n",
         4,
     ),
+    "torch-zero1": Example(
+        ".py",
+        TORCH + "with torch.autocast('cpu', dtype=torch.bfloat16):\n    loss = loss_of(ddp(x))\n"
+        "ddp = DistributedDataParallel(module, find_unused_parameters=True)\n"
+        "opt = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=1e-2)\n",
+        2,
+    ),
+    "deepspeed-initialize": Example(
+        ".py",
+        "import deepspeed\nsettings = {'zero_optimization': {'stage': 2}, 'bf16': {'enabled': True}, "
+        "'optimizer': {'type': 'AdamW', 'params': {'lr': 1e-2}}}\n"
+        "engine, *_ = deepspeed.initialize(model=module, config=settings)\n",
+        2,
+    ),
+    "transformers-paged": Example(
+        ".py",
+        'TrainingArguments("out", use_cpu=True, max_steps=3, learning_rate=1e-2, optim="paged_adamw_8bit")\n',
+        2,
+    ),
     "transformers": Example(
         ".py",
         'TrainingArguments("out", use_cpu=True, fsdp="full_shard", max_steps=3, learning_rate=1e-2, weight_decay=0.1, '

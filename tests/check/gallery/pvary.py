@@ -19,7 +19,6 @@ from tests.check.gallery.setting import (
     HYBRID,
     IN,
     LABELS,
-    OUT,
     ROWS,
     SEQUENCES,
     SHARD,
@@ -120,57 +119,6 @@ def missing_pvary_under_dots(shard_map, mesh):
         return sgd(params, grads), loss
 
     return step(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))
-
-
-def ones() -> Any:
-    return {"w": torch.ones(IN, OUT, dtype=torch.float64)}
-
-
-@wrong("gradient", "data", "state['params']['w']", AS_FIXED, lambda: sgd(ones(), torch.func.grad(error)(ones())))
-def missing_pvary_of_a_constant_under_dots(shard_map, mesh):
-    opt = sf.optim.sgd(0.1)
-
-    def loss_fn(params, x, y):
-        # fix: out = x @ sf.pvary(params["w"], "data")
-        out = x @ params["w"]  # here
-        return sf.psum(squares(out, y), "data") / COUNT
-
-    @shard_map(in_specs=(..., P("data"), P("data")), out_specs=...)
-    def step(state, x, y):
-        grads = sf.grad(loss_fn)(state["params"], x, y)
-        params, moments = opt.step(state["params"], grads, state["opt"])
-        return {"params": params, "opt": moments}
-
-    state = {"params": ones(), "opt": opt.init(ones())}
-    return step(state, part(X, mesh, "data"), part(Y, mesh, "data"))["params"]
-
-
-@wrong("gradient", "data", "a tensor of shape", AS_FIXED, graded(error, "w"))
-def gradient_outside_of_what_is_closed_over(shard_map, mesh):
-    def loss_fn(params):
-        @shard_map(in_specs=P("data"), out_specs=P())
-        def loss(x, y):
-            # fix: out = x @ sf.pvary(params["w"], "data")
-            out = x @ params["w"]  # here
-            return sf.psum(squares(out, y), "data") / COUNT
-
-        return loss(part(X, mesh, "data"), part(Y, mesh, "data"))
-
-    return sf.grad(loss_fn)(weights("w"))
-
-
-@wrong("gradient", "data", "a tensor of shape", AS_FIXED, graded(error, "w"))
-def transform_outside_of_what_is_closed_over(shard_map, mesh):
-    def loss_fn(params):
-        @shard_map(in_specs=P("data"), out_specs=P())
-        def loss(x, y):
-            # fix: out = x @ sf.pvary(params["w"], "data")
-            out = x @ params["w"]  # here
-            return sf.psum(squares(out, y), "data") / COUNT
-
-        return loss(part(X, mesh, "data"), part(Y, mesh, "data"))
-
-    return torch.func.grad(loss_fn)(weights("w"))
 
 
 def clipped() -> Any:

@@ -1,0 +1,54 @@
+"""Compares copies of replicated values, of which each rank writes a share: shares of other copies make a mixture."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+
+from shardfn.checkpoint.contents import Contents
+from shardfn.checkpoint.team import Team
+from shardfn.quoting import listed
+from shardfn.shards.replicated import checksum
+
+Place = tuple[str, int]
+"""Which ranks hold equal copies: those with the same axes that a value is cut over, and the same index along them."""
+
+Digests = dict[str, tuple[Place, int]]
+
+
+def digests(held: Contents, plain: bool = False) -> Digests:
+    """A digest of this rank's copy of each replicated value, also of whole tensors if `plain`; reads them once."""
+    result: Digests = {}
+    for name, copy in held.copies.items():
+        if copy.count > 1 and copy.parts:
+            digest = checksum(copy.parts[0]) if len(copy.parts) == 1 else hash(tuple(map(checksum, copy.parts)))
+            result[name] = copy.place, digest
+        copy.parts.clear()
+    return result | ({name: (("", 0), checksum(x)) for name, x in held.plain.items()} if plain else {})
+
+
+def summary(own: Digests) -> dict[Place, int]:
+    """One number for each place: a few bytes to exchange, whatever the number of values."""
+    by_place: dict[Place, int] = {}
+    for name, (place, digest) in sorted(own.items()):
+        by_place[place] = zlib.crc32(f"{name} {digest}".encode(), by_place.get(place, 0))
+    return by_place
+
+
+def differing(own: Digests, summaries: Iterable[dict[Place, int]], team: Team) -> list[str]:
+    """Names of values of which some ranks hold other copies; the same on all ranks, who call it together."""
+    seen: dict[Place, int] = {}
+    if all(seen.setdefault(place, number) == number for each in summaries for place, number in each.items()):
+        return []
+    first: dict[tuple[str, Place], int] = {}
+    every = [(name, *each) for rank in team.gathered(own) for name, each in rank.items()]
+    return list(dict.fromkeys(n for n, place, digest in every if first.setdefault((n, place), digest) != digest))
+
+
+def advice(names: list[str], way_out: str) -> str:
+    """The message about values that differ."""
+    has = "have" if len(names) > 1 else "has"
+    return (
+        f"{listed(names)} {has} other numbers on some ranks than on others. Make copies equal, as by sf.pmean over the "
+        f"axis along which they differ, or {way_out}"
+    )

@@ -1,0 +1,130 @@
+"""Calls of a program beside the one that says how it is sharded: plain data parallelism's, peft's, and those not read.
+
+Each call that sets something has a row: those that nothing reads are `missing`, so no program passes without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from shardfn.translate.accelerate import BACKEND, MODE
+from shardfn.translate.draft import Draft
+from shardfn.translate.fsdp import OPTIMIZERS, optimizer
+from shardfn.translate.schema import Section, Table, always, each, meant, missing, sets, yours
+from shardfn.translate.values import Call, Source, dtype, on, shown
+
+_ADAPTERS = missing("lora.init(model, ...): docs/how-to/train-adapters.md")
+_QUANTIZED = missing("quant.quantize(model.tree, quant.nf4(), ...): docs/how-to/train-adapters-on-four-bits.md")
+_FOREIGN = missing("of quantized folders, those of bitsandbytes in 4 bits can be read")
+_SEED = yours("seed= of sf.run.loop and sf.run.batches, and what seeds the module's weights")
+
+
+def _autocast(draft: Draft, key: str, call: Call) -> None:
+    """Reads torch.autocast, whose dtype on CUDA is float16 unless it is said."""
+    given = dict(call.arguments)
+    where, enabled = given.get("device_type"), given.get("enabled", True)
+    if isinstance(enabled, Source) or (where is None and "argument 1" in given):
+        draft.open(f"{key}.enabled", enabled, "torch.autocast around the model")
+    elif not on(f"{key}.enabled", enabled):
+        draft.row(key, call, "always", "no autocast unless it is said")
+    elif isinstance(given.get("dtype"), Source):
+        draft.open(f"{key}.dtype", given["dtype"], "torch.autocast around the model")
+    else:
+        low = dtype(f"{key}.dtype", given.get("dtype", "bf16" if where == "cpu" else "fp16"))
+        draft.say("autocast", low, key)
+        draft.row(key, call, "becomes", f"torch.autocast around the model: {low}")
+
+
+_COMPILE: Table = {
+    "model": always("each stage"),
+    "backend": BACKEND,
+    "mode": MODE,
+    "fullgraph": sets("compile= of functional", compile_fullgraph=on),
+    "dynamic": sets("compile= of functional", compile_dynamic=lambda key, x: None if x is None else on(key, x)),
+    "options": missing("compile= of functional takes a dict of torch.compile's arguments", "None"),
+    "disable": missing("leave compile= out", "False"),
+}
+
+
+def _zero1(draft: Draft, key: str, call: Call) -> None:
+    """Reads ZeroRedundancyOptimizer: the optimizer of its class, with state cut over the ranks."""
+    given = dict(call.arguments)
+    make, group = given.pop("optimizer_class", None), given.pop("process_group", None)
+    for name in ("parameters_as_bucket_view", "overlap_with_ddp"):
+        if name in given:
+            draft.row(f"{key}.{name}", given.pop(name), "always", "the step gathers what it has updated")
+    if group is not None:
+        draft.row(f"{key}.process_group", group, "missing", "write the mesh: its axes are the groups")
+    draft.put("cut", "zero1", key)
+    draft.row(key, call, "becomes", "the strategy sf.zero1")
+    name = make.text.rpartition(".")[2] if isinstance(make, Source) else ""
+    if name in OPTIMIZERS:
+        optimizer(draft, name, Call(name, call.line, given))
+    else:
+        draft.row(f"{key}.optimizer_class", make, "open", "the program has the name optimizer for it")
+
+
+# By the last parts of names, or by whole names where the last part means many things.
+TABLE: Table = {
+    "ZeroRedundancyOptimizer": _zero1,
+    "autocast": _autocast,
+    "torch.compile": Section(_COMPILE, "torch.compile", itself=sets("compile= of functional", compile=True)),
+    "convert_sync_batchnorm": sets("sync_batch_norm= of functional", sync_batch_norm=True),
+    "gradient_checkpointing_enable": sets("remat=True", remat="True"),
+    "torch.distributed.fsdp.wrap.wrap": yours("a stage: stages= of functional says which; no number changes"),
+    **each("seed_everything set_seed", _SEED),
+    **each("BitsAndBytesConfig prepare_model_for_kbit_training", _QUANTIZED),
+    **each("GPTQConfig AwqConfig HqqConfig QuantoConfig TorchAoConfig FineGrainedFP8Config EetqConfig", _FOREIGN),
+    **each("LoraConfig get_peft_model", _ADAPTERS),
+    **each("PromptTuningConfig PrefixTuningConfig IA3Config LoHaConfig LoKrConfig AdaLoraConfig PromptEncoderConfig",
+           missing("adapters are low-rank: a module that peft has changed is taken as it is")),
+    "register_hook": missing("gradients are values: change them before optimizer.step"),
+    "join": missing("all ranks take as many steps: last= of sf.run.batches"),
+}  # fmt: skip
+
+
+def rows(
+    draft: Draft, calls: Iterable[Call], used: Collection[Call], modules: Mapping[str, str], known: Collection[str]
+) -> None:
+    """Adds the rows of calls beside the one that shards.
+
+    Args:
+        draft: the translation.
+        calls: those of the program that may set something.
+        used: those that have rows.
+        modules: where names are imported from; "" for those that the file defines.
+        known: names that have rows elsewhere.
+    """
+    seen = {id(call) for call in used} | {id(call) for one in used for call in _within(one)}
+    places = {(call.name, call.line) for one in used for call in (one, *_within(one))}
+    told = set()
+    for call in calls:
+        meaning = TABLE.get(call.name)
+        text = f"{call.name}({', '.join(f'{key}={shown(x)}' for key, x in call.arguments.items())})"
+        if id(call) in seen or text in told or call.name in known or (call.name, call.line) in places:
+            continue
+        told.add(text)
+        if meaning is not None:
+            whole = isinstance(meaning, Section) or callable(meaning)
+            meant(draft, call.name, call if whole else Source(text), meaning)
+        elif modules.get(call.name) == "":
+            draft.row(call.name, Source(text), "yours", "this file defines it")
+        elif modules.get(call.name, "").startswith("transformers") and call.name.endswith("Config"):
+            draft.row(call.name, Source(text), "yours", "of the model, which is yours")
+        else:
+            draft.row(call.name, Source(text), "missing", "not read beside what shards here: translate it by itself")
+
+
+_MODELS = ("model", "module", "params", "model_parameters", "parameters")
+
+
+def _within(value: Any) -> Iterable[Call]:
+    """The calls among the arguments of a call, but those that make the model, which are not read with it."""
+    inner = value.arguments if isinstance(value, Call) else value
+    inner = {key: x for key, x in inner.items() if key not in _MODELS} if isinstance(inner, Mapping) else inner
+    inner = inner.values() if isinstance(inner, Mapping) else inner if isinstance(inner, (list, tuple)) else ()
+    for item in inner:
+        if isinstance(item, Call):
+            yield item
+        yield from _within(item)

@@ -1,0 +1,73 @@
+"""What a checked call logs once about a program that is right."""
+
+from __future__ import annotations
+
+import logging
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardfn as sf
+from shardfn import P
+from shardfn.mesh import start
+from shardfn.testing import world
+from tests.models import normal
+
+
+def heard(program: Any, *args: Any) -> list[str]:
+    """What the first rank logs in two calls."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("shardfn")
+    first = dist.get_rank() == 0
+    if first:
+        logger.addHandler(handler)
+    try:
+        for _ in range(2):
+            program(*args)
+    finally:
+        logger.removeHandler(handler)
+    return found
+
+
+def step_of(unused: bool, local: bool) -> Any:
+    mesh = sf.make_mesh(data=-1, device="cpu")
+    whole = {"a": {"w": normal(4, 4, seed=1)}, "b": {"w": normal(4, 4, seed=2)}}
+    if unused:
+        whole |= {"c": {"u": normal(2, seed=3)}}
+        whole["a"]["extra"] = normal(3, seed=4)
+    params, layer = sf.shard(whole, mesh, sf.full_shard("data")), sf.stage(lambda p, x: torch.tanh(x @ p["w"]))
+    x = normal(8, 4, seed=5).chunk(mesh.size())[mesh.get_rank()]
+
+    @sf.shard_map(mesh=mesh, in_specs=(..., P("data")), out_specs=...)
+    def step(params: Any, x: torch.Tensor) -> Any:
+        def loss(params: Any) -> Any:
+            y = layer(params["b"], layer(params["a"], x))
+            return sf.psum(y.square().sum(), "data"), y.mean() if local else sf.pmean(y.mean(), "data")
+
+        (value, mean), grads = sf.value_and_grad(loss, has_aux=True)(params)
+        return grads, {"loss": value, "mean": mean}
+
+    return heard(step, params, x)
+
+
+@pytest.mark.parametrize(("unused", "local"), [(False, False), (True, False), (False, True), (True, True)])
+def test_unused_parameters_and_local_metrics_are_told_once(unused: bool, local: bool) -> None:
+    for found in world(2).run(step_of, unused, local)[:1]:
+        assert [line.split(": ", 1)[1].split(",")[0][:12] for line in found] == [
+            *["no loss uses"] * unused,
+            *["result[1]['m"] * local,
+        ]
+        assert not unused or "params['c'], a.extra" in found[0]
+        assert not local or "along 'data'" in found[-1]
+
+
+def test_devices_without_a_rank_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "_module", lambda _: types.SimpleNamespace(device_count=lambda: 4))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    counts = [start.idle_devices("cuda", hosts) for hosts in ((), ("a", "a", "b"), ("a",) * 4, ("a",) * 5)]
+    assert counts == [3, 2, 0, 0]

@@ -1,0 +1,224 @@
+"""Modules that call a layer with other weights than its own, as hypernetworks, inner loops and weight noise do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import shardfn as sf
+from shardfn.interop import functional
+from shardfn.testing import World
+from tests.interop.modules import mapped, meshed, off, seeded
+from tests.refusals import told
+
+WIDTH = 4
+Weights = dict[str, Tensor]
+
+
+def first(out: Any) -> Any:
+    return out[0] if isinstance(out, tuple) else out
+
+
+class Hyper(nn.Module):
+    """A target whose weights another layer makes."""
+
+    def __init__(self, target: nn.Module, only: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.z = nn.Parameter(torch.randn(3))
+        self.target = target
+        named = dict(target.named_parameters())
+        self.shapes = {name: p.shape for name, p in named.items() if not only or name in only}
+        self.made = nn.Linear(3, sum(shape.numel() for shape in self.shapes.values()))
+
+    def weights(self) -> Weights:
+        parts = self.made(self.z).split([shape.numel() for shape in self.shapes.values()])
+        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = first(functional_call(self.target, self.weights(), (x,))) + first(self.target(x))
+        return found
+
+
+class InnerLoop(Hyper):
+    """One inner step by autograd, and its result's second derivatives in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.weights()
+        loss = functional_call(self.target, weights, (x,)).square().sum()
+        grads = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+        weights = {name: w - 0.01 * g for (name, w), g in zip(weights.items(), grads, strict=True)}
+        found: Tensor = functional_call(self.target, weights, (x,))
+        return found
+
+
+class Nested(Hyper):
+    """Weights for a module that holds stages."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(torch.tanh(self.first(x)))
+        return found
+
+
+class Assigned(Hyper):
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.target.weight
+        self.target.weight = nn.Parameter(torch.eye(WIDTH, dtype=x.dtype))
+        found: Tensor = self.target(x)
+        self.target.weight = own
+        return found
+
+
+class OfAnother(Hyper):
+    """With the weight of another layer."""
+
+    def __init__(self) -> None:
+        super().__init__(linear())
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = functional_call(self.target, {"weight": self.other.weight}, (x,)) + self.other(x)
+        return found
+
+
+class Noise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = {name: p + 0.5 for name, p in self.layer.named_parameters()}
+        found: Tensor = functional_call(self.layer, weights, (x,)) + self.layer(x)
+        return found
+
+
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+RIGHT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "all weights": (lambda: Hyper(linear()), {}),
+    "computed again": (lambda: Hyper(linear()), {"remat": True}),
+    "some weights": (lambda: Hyper(linear(), ("weight",)), {}),
+    "inner loop": (lambda: InnerLoop(linear()), {}),
+    "of stages inside": (Nested, {}),
+    "recurrent": (lambda: Hyper(nn.GRU(WIDTH, WIDTH)), {}),
+    "tied": (lambda: Hyper(Tied()), {"stages": {"Tied"}}),
+    "tied stages": (lambda: Hyper(Tied()), {}),
+    "assigned": (lambda: Assigned(linear()), {}),
+    "of another": (OfAnother, {}),
+    "noise": (Noise, {}),
+    "loose noise": (Noise, {"loose": [r"layer\..*"]}),
+    "noise on one that is loose": (Noise, {"loose": ["layer.weight", "layer.bias"]}),
+}  # fmt: skip
+
+
+def right() -> dict[str, float]:
+    mesh, found = meshed(), {}
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    mine = x.chunk(dist.get_world_size())[dist.get_rank()]
+    for name, (make, options) in RIGHT.items():
+        reference, model = seeded(make), functional(seeded(make), small=1, **options)
+        params = model.shard(mesh, sf.full_shard("shard"))
+
+        def loss(p: Any, model: Any = model) -> Tensor:
+            return sf.psum(model(p, mine).square().sum(), "shard")
+
+        value, grads = mapped(sf.value_and_grad(loss), mesh)(params)
+        want = torch.stack([reference(rows).square().sum() for rows in x.chunk(dist.get_world_size())]).sum()
+        want.backward()
+        named = {k: g.detach() for k, g in model.state_dict(grads).items()}
+        wanted = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in reference.named_parameters()}
+        found[name] = max(abs(float(value.detach() / want.detach()) - 1), off({k: named[k] for k in wanted}, wanted))
+    return found
+
+
+@pytest.mark.parametrize("world", [(1, "processes"), (2, "processes")], indirect=True)
+def test_layers_called_with_other_weights_use_them(world: World) -> None:
+    for found in world.run(right):
+        assert {case: value for case, value in found.items() if not value < 1e-12} == {}
+
+
+# --- errors ---
+
+
+def deleted(m: Any, x: Tensor) -> Tensor:
+    del m.target.weight
+    m.target.weight = m.weights()["weight"]
+    found: Tensor = m.target(x)
+    return found
+
+
+def by_data(m: Any, x: Tensor) -> Tensor:
+    m.target.weight.data = torch.eye(WIDTH, dtype=x.dtype)
+    found: Tensor = m.target(x)
+    return found
+
+
+def loaded(m: Any, x: Tensor) -> Tensor:
+    m.target.load_state_dict({k: torch.ones(s, dtype=x.dtype) for k, s in m.shapes.items()})
+    found: Tensor = m.target(x)
+    return found
+
+
+def assigned_and_left(m: Any, x: Tensor) -> Tensor:
+    m.target.load_state_dict({k: torch.ones(s, dtype=x.dtype) for k, s in m.shapes.items()}, assign=True)
+    found: Tensor = m.target(x)
+    return found
+
+
+def left_there(m: Any, x: Tensor) -> Tensor:
+    m.target.weight = nn.Parameter(torch.eye(WIDTH, dtype=x.dtype))
+    found: Tensor = m.target(x)
+    return found
+
+
+class Does(Hyper):
+    def __init__(self, does: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__(linear())
+        self.does = does
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.does(self, x)
+
+
+ERRORS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "deleted": (deleted, "RuntimeError: target (Linear) has lost its parameter 'weight' in forward"),
+    "by .data": (by_data, "target.weight is read outside of stage 'target'"),
+    "loaded": (loaded, "load_state_dict: the parameters of this Linear were taken out of it"),
+    "assigned by loading": (assigned_and_left, "load_state_dict: the parameters of this Linear were taken out of it"),
+    "assigned and left": (left_there, "target got other parameters or modules after functional()"),
+}  # fmt: skip
+
+
+def errors() -> dict[str, str]:
+    mesh, found = meshed(), {}
+    x = torch.ones(2, WIDTH, dtype=torch.float64)
+    for name, (does, _) in ERRORS.items():
+        model = functional(seeded(partial(Does, does)), small=1)
+        params = model.shard(mesh, sf.full_shard("shard"))
+        call = mapped(lambda p, model=model: [model(p, x), model(p, x)], mesh)
+        found[name] = told(partial(call, params))
+    return found
+
+
+@pytest.mark.world(2, "processes")
+def test_other_ways_to_exchange_weights_in_forward_are_errors(world: World) -> None:
+    for found in world.run(errors):
+        assert {k: found[k] for k, (_, message) in ERRORS.items() if message not in found[k]} == {}
