@@ -13,7 +13,7 @@ import optree
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import shardfn as sf
 import shardfn.optim as so
@@ -21,7 +21,7 @@ from shardfn import checkpoint, interop
 from shardfn.testing import world
 from shardfn.translate import translate
 from tests.models import DATA, distance
-from tests.peers.modules import Scaled, Tied, Unused, filled, frozen, mapped, residuals, rows, setting, uneven
+from tests.peers.modules import Scaled, Tied, Unused, filled, frozen, mapped, nested, residuals, rows, setting, uneven
 from tests.peers.training import Optimizers, trained
 
 # --- ZeRO's stages, beside one process ---
@@ -44,7 +44,7 @@ PARTITIONED: dict[str, dict[str, Any]] = {
     "stage 3, an external parameter": {"strategy": zero("zero:3"), "build": Tied, "loose": [r"embed\.weight"]},
     "stage 3, a scalar": {"strategy": zero("zero:3"), "build": Scaled},
     "stage 3, small parameters persist": {"strategy": sf.uncut(zero("zero:3"), below=100)},
-    "stage 3, a leaf module": {"strategy": zero("zero:3"), "stages": {nn.Sequential}},
+    "stage 3, a leaf module": {"strategy": zero("zero:3"), "build": nested, "stages": "0"},
     "stage 3, activation checkpoints": {"strategy": zero("zero:3"), "remat": True},
     "hpZ": {"strategy": sf.hpz(shard="shard", replica="replica")},
     "MiCS": {"strategy": sf.mics("shard", replica="replica")},
