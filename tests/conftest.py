@@ -22,7 +22,7 @@ COMPILER = ("torch._inductor.compile_fx",)
 MODELS = ("transformers.models.llama.modeling_llama", *COMPILER)
 LOADED = {
     "interop": MODELS, "examples": MODELS, "test_documents.py": MODELS,
-    "test_torch_compile.py": COMPILER, "test_transforms.py": COMPILER,
+    "test_torch_compile.py": COMPILER, "test_transforms.py": COMPILER, "test_peft.py": ("peft",),
 }  # fmt: skip
 
 

@@ -5,7 +5,8 @@ pytest --tier=fast            make test-fast: quick tests, the quickest test of 
                               "change" for the folders of shardfn with uncommitted edits
 pytest --tier=change          make test: of long tests, enough cases to have every value of every parameter, but not
                               every pair; no slow cases, except the quickest one of a file that has only slow ones,
-                              and the first one of a test that is marked as central
+                              and the first one of a test that is marked as central; of a test that is marked as
+                              sampled(count), the first cases alone
 pytest --tier=deep            part of make test-deep: the cases that tier "change" leaves out
 pytest --record-durations     writes durations.json, after a run of all tests
 """
@@ -36,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Starts recording, if asked for; not in workers, since the main process gets all reports."""
     config.addinivalue_line("markers", "central: a slow test whose first case is in tier change")
+    config.addinivalue_line("markers", "sampled(count): a test of which only the first cases are in tier change")
     if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder())
 
@@ -88,7 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         by_test: dict[str, list[pytest.Item]] = defaultdict(list)
         for item in items:
             by_test[name(item.nodeid)].append(item)
-        thin = (cover(cases) if seconds(cases[0]) * len(cases) > LONG else cases for cases in by_test.values())
+        thin = (thinned(cases, seconds(cases[0]) * len(cases)) for cases in by_test.values())
         central = {cases[0] for cases in by_test.values() if cases[0].get_closest_marker("central")}
         kept = change = quick((item for cases in thin for item in cases), SLOW) | central
         if tier == "deep":
@@ -113,6 +115,13 @@ def edited_folders() -> set[str]:
     command = ["git", "status", "--porcelain", "--no-renames", "--", "shardfn"]
     lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
     return {Path(line[3:]).parent.name for line in lines}
+
+
+def thinned(cases: list[pytest.Item], seconds: float) -> list[pytest.Item]:
+    """The cases of one test that tier change has, if they are not slow."""
+    if sampled := cases[0].get_closest_marker("sampled"):
+        return cases[: sampled.args[0]]
+    return cover(cases) if seconds > LONG else cases
 
 
 def cover(cases: list[pytest.Item]) -> list[pytest.Item]:

@@ -24,6 +24,10 @@ def test_slow(): pass
 @pytest.mark.parametrize("c", range(2))
 def test_central(c): pass
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("d", range(5))
+def test_sampled(d): pass
+
 def test_new(): pass
 """
 RECORD = {
@@ -32,7 +36,9 @@ RECORD = {
     "test_one.py::test_central": [20.0, 2],
     "test_two.py::test_slow": [90.0, 1],
 }
-QUICK = {"test_one.py::test_new", "test_two.py::test_slow"}  # the one without a record, and the only one of its file
+SAMPLE = {"test_one.py::test_sampled[0]", "test_one.py::test_sampled[1]"}
+# Those without a record, and the only one of its file.
+QUICK = {"test_one.py::test_new", "test_two.py::test_slow"} | SAMPLE
 
 
 @pytest.fixture
@@ -54,7 +60,7 @@ def tiers(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> dict[st
 
 
 def test_every_test_is_run_by_make_test_or_by_make_test_deep(tiers: dict[str, set[str]]) -> None:
-    assert len(tiers[""]) == 12 + 5
+    assert len(tiers[""]) == 12 + 5 + 5
     assert tiers["change"] | tiers["deep"] == tiers[""]
     assert not tiers["change"] & tiers["deep"]
     assert tiers["fast"] <= tiers["change"]
