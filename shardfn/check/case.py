@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from shardfn.check.callsites import Site
 from shardfn.check.findings import Finding, Kind, line, named, root_of, target
-from shardfn.check.trace import Call, Given, Gradient, Mask, Node, Trace, given_by, reached, union
+from shardfn.check.trace import Call, Counted, Given, Gradient, Mask, Node, Trace, given_by, reached, union
 from shardfn.check.varying import SCALES, Varying, bits_of, is_number, numbers_of, scales, varying
 
 _ALIKE = ("pvary", "all_gather")  # their results vary by type alone: all ranks have the same bits
@@ -74,6 +74,8 @@ class Case:
         added: sums of a varying and an invariant term, which should be reduced separately.
         partial: variables whose gradient is only each rank's part, along which axes, and what used it.
         given: results of collectives, see `given_by`.
+        counted: totals that `accumulate` divides by counts.
+        counts: those of these counts that are values.
         only: node -> the first node made from it alone.
         of_rows: axis -> for each value what makes it vary along it; `OWN_ROWS` alone means this rank's rows only.
     """
@@ -89,6 +91,8 @@ class Case:
         self.added: set[int] = set()
         self.partial: dict[int, tuple[Mask, str]] = {}
         self.given: Given = given_by(trace)
+        self.counted = {event.total: event for event in trace.events if isinstance(event, Counted)}
+        self.counts = {event.by for event in self.counted.values()}
         self.only: dict[int, int] = {}
         for at, node in enumerate(trace.nodes):
             if len(node.parents) == 1:
