@@ -313,15 +313,16 @@ def divided(case: Case, event: Gradient, axes: Mask) -> bool:
 def may_be(case: Case, at: int, axes: Mask, parts: int = 1) -> bool:
     """Whether a value is or may be divided by the number of ranks along axes, times `parts`."""
     mean, by, ranks = case.types.mean[at], case.divisors(at, axes), case.size(axes) * parts
-    if ranks in by or math.inf in by or _whole(case, at, ranks, math.prod(by)):
+    if ranks in by or math.inf in by or _whole(case, at, axes, ranks, math.prod(by)):
         return True  # the next line: by as many rows as there are ranks, or by the ranks
     return mean >= 0 and ranks in (case.trace.nodes[mean].number, case.trace.nodes[mean].count)
 
 
-def _whole(case: Case, at: int, ranks: int, product: float) -> bool:
+def _whole(case: Case, at: int, axes: Mask, ranks: int, product: float) -> bool:
     """Whether a mean's divisor is a multiple of the ranks, or a sum's may be the row count of all ranks."""
-    mean = case.types.mean[at]
-    if product in [n * ranks for n in (1, *case.types.rows[at])]:
+    mean, total = case.types.mean[at], case.types.total[at]
+    summed = case.size(case.trace.nodes[total].axes & ~axes) if total >= 0 else 1
+    if product in [ranks, *(n * summed * ranks for n in case.types.rows[at])]:
         return True
     if mean < 0:
         return False

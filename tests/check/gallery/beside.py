@@ -81,7 +81,7 @@ def rows_by_rank_on_a_tensor_mesh(shard_map, mesh):
 def optimizer_state_of_another_run(shard_map, mesh):
     """A rank that did not find its checkpoint."""
     opt = sf.optim.adam(0.1)
-    specs = {"step": ..., "numbers": ..., "mean": P(), "square": P()}
+    specs = {"step": ..., "missed": ..., "numbers": ..., "mean": P(), "square": P()}
 
     def loss_fn(params, x, y):
         return sf.psum(squares(x @ sf.pvary(params["w"], "data"), y), "data") / COUNT
