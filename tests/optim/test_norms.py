@@ -336,7 +336,7 @@ def without(kind: str) -> tuple[float, float, float, float]:
         head, rest = sf.partition(params, lambda path, shape: kind != "part" or path.startswith("a"))
 
         def loss(head: Any) -> Tensor:
-            return sf.psum(sum(map(squares, sf.combine(head, rest).values())), "shard")
+            return sf.pmean(sum(map(squares, sf.combine(head, rest).values())), "shard")
 
         return sf.grad(loss)(head)
 
