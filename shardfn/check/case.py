@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from shardfn.check.callsites import Site
 from shardfn.check.findings import Finding, Kind, line, named, root_of, target
-from shardfn.check.trace import Call, Given, Gradient, Mask, Node, Trace, given_by, reached, union
+from shardfn.check.trace import Call, Counted, Given, Gradient, Mask, Node, Trace, given_by, reached, union
 from shardfn.check.varying import SCALES, Varying, bits_of, is_number, numbers_of, scales, varying
 
 _ALIKE = ("pvary", "all_gather")  # their results vary by type alone: all ranks have the same bits
@@ -74,6 +74,8 @@ class Case:
         added: sums of a varying and an invariant term, which should be reduced separately.
         partial: variables whose gradient is only each rank's part, along which axes, and what used it.
         given: results of collectives, see `given_by`.
+        counted: totals that `accumulate` divides by counts.
+        counts: those of these counts that are values.
         only: node -> the first node made from it alone.
         of_rows: axis -> for each value what makes it vary along it; `OWN_ROWS` alone means this rank's rows only.
     """
@@ -89,6 +91,8 @@ class Case:
         self.added: set[int] = set()
         self.partial: dict[int, tuple[Mask, str]] = {}
         self.given: Given = given_by(trace)
+        self.counted = {event.total: event for event in trace.events if isinstance(event, Counted)}
+        self.counts = {event.by for event in self.counted.values()}
         self.only: dict[int, int] = {}
         for at, node in enumerate(trace.nodes):
             if len(node.parents) == 1:
@@ -309,15 +313,16 @@ def divided(case: Case, event: Gradient, axes: Mask) -> bool:
 def may_be(case: Case, at: int, axes: Mask, parts: int = 1) -> bool:
     """Whether a value is or may be divided by the number of ranks along axes, times `parts`."""
     mean, by, ranks = case.types.mean[at], case.divisors(at, axes), case.size(axes) * parts
-    if ranks in by or math.inf in by or _whole(case, at, ranks, math.prod(by)):
+    if ranks in by or math.inf in by or _whole(case, at, axes, ranks, math.prod(by)):
         return True  # the next line: by as many rows as there are ranks, or by the ranks
     return mean >= 0 and ranks in (case.trace.nodes[mean].number, case.trace.nodes[mean].count)
 
 
-def _whole(case: Case, at: int, ranks: int, product: float) -> bool:
+def _whole(case: Case, at: int, axes: Mask, ranks: int, product: float) -> bool:
     """Whether a mean's divisor is a multiple of the ranks, or a sum's may be the row count of all ranks."""
-    mean = case.types.mean[at]
-    if product in [n * ranks for n in (1, *case.types.rows[at])]:
+    mean, total = case.types.mean[at], case.types.total[at]
+    summed = case.size(case.trace.nodes[total].axes & ~axes) if total >= 0 else 1
+    if product in [ranks, *(n * summed * ranks for n in case.types.rows[at])]:
         return True
     if mean < 0:
         return False

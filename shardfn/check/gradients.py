@@ -208,7 +208,10 @@ def parts(case: Case, kind: Kind = "gradient") -> None:
         for (met, through), along in _places(case, at, axes).items():
             site = case.trace.nodes[met].site if met >= 0 else None
             groups.setdefault((site, along, through), {})[at] = met
+    placed = union(axes for site, axes, _ in groups if site is not None)
     for (site, axes, through), places in groups.items():
+        if site is None and not axes & ~placed:  # they met what varies through a value that another finding names
+            continue
         members = list(places)
         first, whole = case.trace.variables[members[0]], _tree_of(case, members)
         names, how = case.trace.names(axes), case.partial[members[0]][1]

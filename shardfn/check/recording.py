@@ -32,6 +32,8 @@ from shardfn.check.trace import (
     Trace,
     Used,
     Variable,
+    reached,
+    union,
 )
 from shardfn.check.values import Values, like_of
 from shardfn.compat import autograd, dispatch, functorch, modes
@@ -220,8 +222,9 @@ class Recorder(modes.Watching):
         Their gradients are summed along `summed`; each is sharded over its axes in `cut`, along which ranks differ.
         """
         parent = self.values.node_of(functorch.unwrapped(shard))
+        varied = self._varied(parent)
         for number, (path, x, apart) in enumerate(zip(paths, given, cut, strict=True)):
-            axes = summed | apart
+            axes = summed | apart | varied
             for tangent in functorch.tangents(x):
                 self.declared(tangent, axes, [tangent], "tangent")
             x = functorch.unwrapped(x)
@@ -235,6 +238,16 @@ class Recorder(modes.Watching):
             self._parameters[(stage, number)] = at = self.values.add(node)
             self.trace.cut[at] = apart
             self.values.keep(x, at)
+
+    def _varied(self, shard: int) -> Mask:
+        """Returns the axes along which `pvary` gave each rank a flat shard of its own."""
+        nodes = self.trace.nodes
+
+        def onward(at: int) -> list[int]:
+            return [p for p in nodes[at].parents if nodes[p].like == nodes[shard].like and not nodes[at].backward]
+
+        given = (nodes[at] for at in reached([shard], onward))
+        return union(node.axes for node in given if node.op == "pvary" and not node.backward)
 
     def part(self, stage: Any, number: int, gradient: Tensor) -> None:
         """Records a stage's gradient of one of its parameters, just before it is summed over ranks."""

@@ -88,12 +88,14 @@ def _over_its_own_rows(case: Case, call: Call) -> None:
 
 
 def local_count(case: Case, event: Counted) -> None:
-    """A total over the rows of a rank, or of all, that `accumulate` divides by a count of that rank's rows alone."""
+    """A total that `accumulate` divides by a count of this rank's rows alone, or by one that ranks sum otherwise."""
     nodes, types = case.trace.nodes, case.types
     summed = nodes[types.total[event.total]].axes if types.total[event.total] >= 0 else 0
-    along = summed | rows(case, event.total)
-    bad = along & types.along[event.by] if event.by >= 0 else along * (event.number in types.rows[event.total])
+    along, averaged = summed | rows(case, event.total), _averaged_over(case, event.total)
+    own = event.number in (*types.rows[event.total], *(1 / n for n in case.divisors(event.total, 0)))
+    bad = along & types.along[event.by] if event.by >= 0 else (along & ~averaged) * own
     if not bad:
+        _averaged_alone(case, event, summed, averaged)
         return
     names, site = case.named(bad), nodes[event.total].site
     count = "count" if event.by < 0 else written(nodes[event.by].site) or "count"
@@ -107,6 +109,34 @@ def local_count(case: Case, event: Counted) -> None:
     )  # fmt: skip
 
 
+def _averaged_alone(case: Case, event: Counted, summed: Mask, averaged: Mask) -> None:
+    """A total that is averaged over ranks and divided by a count that is summed over them, or the reverse."""
+    nodes, types = case.trace.nodes, case.types
+    if event.by < 0 or types.total[event.by] < 0:
+        return
+    bad = summed & nodes[types.total[event.by]].axes & (averaged ^ _averaged_over(case, event.by))
+    by = [n for at in (event.total, event.by) for n in case.divisors(at, 0)]
+    ranks, names, site = case.size(bad), case.named(bad), nodes[event.total].site
+    if not bad or any(n == math.inf or n * ranks == 1 or n == ranks for n in by):
+        return
+    fix = f"(shardfn.psum(total, {names}), shardfn.psum(count, {names}))"
+    case.add(
+        event.total, "means", bad, "", site, fix,
+        f"accumulate divides a total{line(site)} by a count, but one of them is a mean over the ranks along {names}, "
+        f"the other a sum: the result is {ranks} times too {'small' if averaged & bad else 'large'}. Write: {fix}",
+    )  # fmt: skip
+
+
+def _averaged_over(case: Case, at: int) -> Mask:
+    """Returns the axes over whose ranks a scaled number is averaged, rather than summed."""
+    nodes = case.trace.nodes
+
+    def onward(at: int) -> list[int]:
+        return list(nodes[at].parents[:1]) if nodes[at].op in SCALES and nodes[at].op != "psum" else []
+
+    return union(case.types.counted.get(k, 0) for k in reached([at], onward))
+
+
 def micro_batches(case: Case) -> None:
     """Means over micro-batches, which `accumulate` adds up."""
     calls = dict[int, list[Gradient]]()
@@ -115,7 +145,13 @@ def micro_batches(case: Case) -> None:
     for begin, events in calls.items():
         at = events[0].loss
         own = all(_is_a_mean(case, event.loss, begin) for event in events) and len(events) > 1
-        if not (own and not _divided_by(case, events, len(events))) and not _unequal(case, events):
+        counts = [case.counted.get(case.trace.nodes[event.loss].parents[0]) for event in events]
+        if None not in counts:  # a mean times the number of its terms is a sum
+            own = own and not any(case.divisors(event.loss, 0) for event in events)
+            own = own and any(event is not None and _counts_terms(case, event) for event in counts)
+        elif own:
+            own = not _divided_by(case, events, len(events))
+        if not own and not _unequal(case, events):
             continue
         site = case.trace.nodes[case.types.mean[at]].site
         case.add(
@@ -125,6 +161,20 @@ def micro_batches(case: Case) -> None:
             f"the whole batch, return (total, count), a sum and the number of its terms, both summed over ranks: "
             f"accumulate divides once",
         )  # fmt: skip
+
+
+def _counts_terms(case: Case, event: Counted) -> bool:
+    """Whether a count is known to be that of more than one term on a rank."""
+    if event.by < 0:
+        return event.number != 1
+    total = case.types.total[event.by]
+    return total >= 0 and _python_number(case, total) != 1
+
+
+def _python_number(case: Case, total: int) -> float | None:
+    """Returns the Python number that each rank gave to a sum over ranks."""
+    numbers = {event.node: event.number for event in case.trace.events if isinstance(event, Call)}
+    return numbers.get(case.trace.nodes[total].parents[0])
 
 
 def _unequal(case: Case, events: list[Gradient]) -> bool:
@@ -144,10 +194,10 @@ def _is_a_mean(case: Case, loss: int, begin: int) -> bool:
     if nodes[mean].op in MEANS:
         return True
     total, count = (case.types.total[p] for p in nodes[mean].parents[:2])
-    counted = {event.node: event for event in case.trace.events if isinstance(event, Call)}
+    number = _python_number(case, count) if count >= begin else None
+    if number is not None:  # of this micro-batch, if it has as many terms
+        return number in case.types.rows[total]
     by = nodes[count].parents[0] if count >= begin else -1
-    if by in counted and counted[by].number is not None:  # of this micro-batch, if it has as many terms
-        return counted[by].number in case.types.rows[total]
     return by >= begin if count >= 0 else nodes[mean].parents[-1] >= begin
 
 
@@ -176,6 +226,8 @@ def _mean_of_sums(case: Case, call: Call) -> None:
     by_ranks = _averaged(case, call)
     result = result if by_ranks is None else by_ranks
     uses = [(at, number * math.prod(by)) for at, number in [(result, 1.0), *_scaled(case, result)]]
+    if any(at in case.counted or at in case.counts for at, _ in uses):  # see `local_count`
+        return
     given, total = case.expression(call), f"shardfn.psum({case.expression(call)}, {names})"
     of_all = {float(n * ranks) for n in counts} - {float(n) for n in counts}  # counts that cannot be this rank's alone
     if any(n in of_all for _, n in uses) or any(_by_all(case, at, ranks, call.axes) for at, _ in uses):

@@ -48,8 +48,10 @@ def tied(x: Tensor, others: Iterable[Tensor]) -> Tensor:
 
     A rank that holds nothing of some parameters must still take part in the collectives of derivatives through them.
     """
-    empties = [other.reshape(-1)[:0].to(x.dtype) for other in others if differentiable(other)]
-    return torch.cat([x.reshape(-1), *empties]).view(x.shape) if empties else x
+    empties = [other.reshape(1, -1)[:, :0].to(x.dtype) for other in others if differentiable(other)]
+    # Derivatives of exp depend on its argument, and so derivatives of any order on all of these tensors. Rows, since
+    # the gradient that torch.cat gives an empty vector has no graph.
+    return torch.cat([x.reshape(1, -1), torch.cat(empties, 1).exp()], 1).view(x.shape) if empties else x
 
 
 def filled(base: Tensor, unit: Unit, parts: Iterable[Tensor], ties: Iterable[Tensor] = ()) -> Tensor:

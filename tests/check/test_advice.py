@@ -146,3 +146,32 @@ def placed(grads: Any) -> Any:
     """This rank's pieces."""
     mesh = sf.make_mesh(device="cpu", **MESH)
     return sf.shard_map(lambda g: g, mesh=mesh, in_specs=(SPEC,), out_specs=SPEC, inputs="global")(grads)
+
+
+def places_of_a_stage_that_is_called_twice() -> list[str]:
+    """Where each finding says to write, of blocks whose product with columns lacks a `pvary`."""
+    mesh, g = sf.make_mesh(data=2, model=2, device="cpu"), torch.Generator().manual_seed(0)
+    whole = {"block": {name: torch.randn(BLOCK[name], generator=g) for name in ("outer", "up", "down")}}
+    specs = {"block": {name: SPECS[name] for name in whole["block"]}}
+    params = sf.shard({"block": {**whole["block"], "bias": torch.ones(8)}}, mesh, sf.full_shard("data"), specs={
+        "block": {**specs["block"], "bias": P()}
+    })  # fmt: skip
+
+    @sf.stage
+    def block(p: Any, x: Any) -> Any:
+        h = torch.nn.functional.rms_norm(x, (8,), p["outer"])
+        return x + sf.psum(torch.tanh(h @ p["up"]) @ p["down"], "model") + p["bias"]
+
+    def loss(params: Any, x: Any) -> Any:
+        return sf.psum(block(params["block"], block(params["block"], x)).square().sum(), "data")
+
+    step = sf.shard_map(sf.grad(loss), mesh=mesh, in_specs=(..., P("data")), out_specs=...)
+    with pytest.raises(sf.VaryingError) as caught:
+        step(params, torch.randn(4, 8, generator=g.manual_seed(mesh.get_local_rank("data"))))
+    return [finding.where for finding in caught.value.findings]
+
+
+def test_advice_names_a_line_where_a_value_meets_what_varies_in_a_second_call() -> None:
+    for places in world(4).run(places_of_a_stage_that_is_called_twice):
+        assert places
+        assert all(places)

@@ -146,6 +146,44 @@ def test_norms_have_gradients(world: World, dtype: torch.dtype) -> None:
     assert worst(world.run(body)) < 1e-12
 
 
+PURE = so.chain(so.clip_by_global_norm(0.5, donate=False), so.lamb(0.1, donate=False))
+OF_GRADIENTS = {
+    "vdot": lambda p, g: sf.vdot(g, g),
+    "norm": lambda p, g: so.global_norm(g) ** 3,
+    "step": lambda p, g: sf.vdot(PURE.step(p, g, PURE.init(p))[0], g),
+}
+
+
+def third_derivative(kind: str) -> list[Tensor]:
+    """The derivative of a number made of a second derivative, of stages of which some ranks hold padding alone."""
+    mesh, g = sf.make_mesh(shard=-1, device="cpu"), torch.Generator().manual_seed(0)
+    shapes, made = {"a": (3, 8), "c": (8, 1)}, OF_GRADIENTS[kind]
+    whole = {name: {"w": torch.randn(shape, generator=g, dtype=torch.float64)} for name, shape in shapes.items()}
+    params, x = sf.shard(whole, mesh, sf.full_shard("shard")), torch.randn(4, 3, generator=g, dtype=torch.float64)
+    layer = sf.stage(lambda p, x: torch.tanh(x @ p["w"]))
+
+    def loss(p: Any) -> Tensor:
+        return sf.pmean(layer(p["c"], layer(p["a"], x)).square().sum(), "shard")
+
+    def first(p: Any) -> Tensor:
+        return made(p, sf.grad(loss)(p))
+
+    def second(p: Any) -> Tensor:
+        return made(p, sf.grad(first)(p))
+
+    found = sf.shard_map(sf.grad(second), mesh=mesh, in_specs=..., out_specs=...)(params)
+    return optree.tree_leaves(sf.unshard(found))
+
+
+@pytest.mark.parametrize("kind", OF_GRADIENTS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_derivatives_of_any_order_where_a_rank_holds_padding_alone(kind: str, ranks: int) -> None:
+    (want,) = world(1).run(third_derivative, kind)
+    for got in world(ranks).run(third_derivative, kind):
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.world(4)
 def test_a_gradient_that_is_not_finite_gives_a_norm_that_is_not(world: World) -> None:
     def body() -> tuple[float, bool]:
@@ -298,7 +336,7 @@ def without(kind: str) -> tuple[float, float, float, float]:
         head, rest = sf.partition(params, lambda path, shape: kind != "part" or path.startswith("a"))
 
         def loss(head: Any) -> Tensor:
-            return sf.psum(sum(map(squares, sf.combine(head, rest).values())), "shard")
+            return sf.pmean(sum(map(squares, sf.combine(head, rest).values())), "shard")
 
         return sf.grad(loss)(head)
 

@@ -633,3 +633,50 @@ def transform_outside_of_what_is_closed_over(shard_map, mesh):
         return loss(part(X, mesh, "data"), part(Y, mesh, "data"))
 
     return torch.func.grad(loss_fn)(weights("w"))
+
+
+@wrong("means", "data", "", AS_FIXED, trained(averaged, "w"))
+def micro_batches_of_mean_totals_over_a_sum_of_counts(shard_map, mesh):
+    def loss_fn(params, x, y):
+        total, count = squares(x @ sf.pvary(params["w"], "data"), y), len(x)
+        # fix: return (sf.psum(total, "data"), sf.psum(count, "data"))
+        return sf.pmean(total, "data"), sf.psum(count, "data")  # here
+
+    @shard_map(in_specs=(P(), P("data"), P("data")), out_specs=(P(), P()))
+    def step(params, x, y):
+        loss, grads = sf.accumulate(loss_fn, (x, y), micro=2)(params)
+        return sgd(params, grads), loss
+
+    return step(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))
+
+
+@wrong("means", "data", "", AS_FIXED, trained(masked, "w"))
+def micro_batches_of_totals_over_a_mean_of_counts(shard_map, mesh):
+    def loss_fn(params, x, y, real):
+        total = ((x @ sf.pvary(params["w"], "data") - y).square().mean(1) * real).sum()
+        count = real.sum()
+        # fix: return (sf.psum(total, "data"), sf.psum(count, "data"))
+        return sf.psum(total, "data"), sf.pmean(count, "data")  # here
+
+    @shard_map(in_specs=(P(), P("data"), P("data"), P("data")), out_specs=(P(), P()))
+    def step(params, x, y, real):
+        loss, grads = sf.accumulate(loss_fn, (x, y, real), micro=2)(params)
+        return sgd(params, grads), loss
+
+    batch = (part(whole, mesh, "data") for whole in (X, Y, REAL))
+    return step(weights("w"), *batch)
+
+
+@wrong("means", (), "", "return (total, count)", trained(averaged, "w"))
+def micro_batches_of_a_mean_for_each_count(shard_map, mesh):
+    def loss_fn(params, x, y):
+        each = (x @ sf.pvary(params["w"], "data") - y).square().sum(1)
+        # fix: return sf.pmean(each.sum(), "data"), len(x)
+        return sf.pmean(each.mean(), "data"), len(x)  # here
+
+    @shard_map(in_specs=(P(), P("data"), P("data")), out_specs=(P(), P()))
+    def step(params, x, y):
+        loss, grads = sf.accumulate(loss_fn, (x, y), micro=2)(params)
+        return sgd(params, grads), loss
+
+    return step(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))

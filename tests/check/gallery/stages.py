@@ -230,3 +230,53 @@ def projection_after_all_rows_are_gathered(shard_map, mesh):
 
     params = sf.shard(whole(), mesh, sf.full_shard("shard"))
     return step(params, part(X, mesh, "shard"))
+
+
+@wrong("losses", "replica", "", AS_FIXED, trained(plain), HYBRID)
+def rows_over_fewer_axes_than_parameters_by_a_number(shard_map, mesh):
+    """The number of all rows, which is also that of one rank's rows times the ranks along `replica`."""
+    encoder, last = sf.stage(encode), sf.stage(head)
+
+    def loss_fn(params, x, y):
+        total = squares(last(params["head"], encoder(params["encoder"], x)), y)
+        # fix: return sf.pmean(sf.psum(total, "shard") / COUNT, "replica")
+        return sf.psum(total, "shard") / COUNT  # here
+
+    @shard_map(in_specs=(..., P("shard"), P("shard")), out_specs=...)
+    def step(params, x, y):
+        loss, grads = sf.value_and_grad(loss_fn)(params, x, y)
+        return sgd(params, grads), loss
+
+    params = sf.shard(whole(), mesh, sf.full_shard(("replica", "shard")))
+    return step(params, part(X, mesh, "shard"), part(Y, mesh, "shard"))
+
+
+def twice(p: Any) -> Tensor:
+    x = X
+    for _ in range(2):
+        x = x + torch.tanh(x @ p["first"] @ p["up"]) @ p["narrow"] + p["norm"]
+    return x.square().sum()
+
+
+@wrong("gradient", "tensor", "", AS_FIXED, graded(twice, "first", "up", "narrow", "norm"), GRID)
+def missing_pvary_in_a_stage_that_is_called_twice(shard_map, mesh):
+    """The bias of the first call meets what varies in the second, through the product that the message names."""
+
+    def block(p, x):
+        h = x @ p["first"]
+        # fix: up = sf.pvary(h, 'tensor') @ p["up"]
+        up = h @ p["up"]  # here
+        return x + sf.psum(torch.tanh(up) @ p["narrow"], "tensor") + p["norm"]
+
+    layer = sf.stage(block)
+
+    @shard_map(in_specs=(..., P("data")), out_specs=...)
+    def gradient(params, x):
+        def loss_fn(params):
+            return sf.psum(layer(params["layer"], layer(params["layer"], x)).square().sum(), "data")
+
+        return sf.grad(loss_fn)(params)["layer"]
+
+    specs = {"layer": {"first": P(), "up": P(None, "tensor"), "narrow": P("tensor"), "norm": P()}}
+    whole = {"layer": weights("first", "up", "narrow", "norm")}
+    return gradient(sf.shard(whole, mesh, sf.full_shard("data"), specs=specs), part(X, mesh, "data"))

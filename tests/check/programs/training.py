@@ -352,3 +352,75 @@ def parameters_in_bfloat16_and_autocast(on: On) -> Made:
     step = on(sf.value_and_grad(loss), (P(), P("shard")), P())
     gradient = x.sum(0)[:, None].expand(D, 3).clone()
     return lambda: step(w, on.cut(x, "shard")), ((x @ w).sum(), gradient)
+
+
+@right("processes", shard=2)
+def totals_of_micro_batches_in_several_forms(on: On) -> Made:
+    """Means times the number of their terms, and totals and counts that are both means over ranks."""
+    draw = drawn(34)
+    rows, real, whole = draw(16, 4), (draw(16) > -0.5).double(), {"w": draw(4, 4)}
+    flat = sf.shard({"layer": whole}, on.mesh, sf.full_shard("shard"))
+    multiplied = sf.stage(_multiplied)
+
+    def each(params: Any, x: Tensor) -> Tensor:
+        return multiplied(params["layer"], x).square().sum(1)
+
+    def mean(params: Any, x: Tensor) -> Tensor:
+        return sf.pmean(each(params, x).mean(), "shard")
+
+    forms: list[Any] = [
+        lambda p, x, _: (mean(p, x) * len(x), len(x)),
+        lambda p, x, _: (sf.pmean(each(p, x).mean() * len(x), "shard"), len(x)),
+        lambda p, x, _: (sf.pmean(each(p, x).sum(), "shard"), len(x)),
+        lambda p, x, k: (sf.pmean((each(p, x) * k).sum(), "shard"), sf.pmean(k.sum(), "shard")),
+    ]
+
+    def step(params: Any, rows: Tensor, real: Tensor) -> Any:
+        batches = list(zip(rows.split(3), real.split(3), strict=True))
+        return [sf.accumulate(form, batches)(params)[1] for form in forms]
+
+    mapped = on(step, (..., P("shard"), P("shard")), ...)
+
+    def run() -> Any:
+        gradients = mapped(flat, on.cut(rows, "shard"), on.cut(real, "shard"))
+        return [sf.unshard(gradient)["layer"] for gradient in gradients]
+
+    def masked(p: Any, k: Tensor) -> Tensor:
+        return (_multiplied(p, rows).square().sum(1) * k).sum() / k.sum()
+
+    want = [torch.func.grad(masked)(whole, k) for k in (torch.ones_like(real), real)]
+    return run, [want[0]] * 3 + want[1:]
+
+
+@right("processes", data=2, other=2)
+def flat_shards_that_pvary_gives_each_rank_of_another_axis(on: On) -> Made:
+    """A gradient of the rows of all ranks, and steps of each rank's own."""
+    draw = drawn(35)
+    rows, whole = draw(12, 4), {"w": draw(4, 4)}
+    flat = sf.shard({"layer": whole}, on.mesh, sf.full_shard("data"))
+    multiplied = sf.stage(_multiplied)
+
+    def loss(p: Any, x: Tensor, axes: Any) -> Tensor:
+        return sf.pmean(multiplied(p["layer"], x).square().sum(1).mean(), axes)
+
+    def step(params: Any, rows: Tensor) -> Any:
+        both = sf.grad(lambda p: loss(sf.pvary(p, "other"), rows, ("other", "data")))(params)
+        own = sf.pvary(params, "other")
+        for _ in range(2):
+            own = optree.tree_map(lambda p, g: p - 0.01 * g, own, sf.grad(loss)(own, rows, "data"))
+        return both, sf.pmean(own, "other")
+
+    mapped = on(step, (..., P(("other", "data"))), ...)
+
+    def mean(p: Any, x: Tensor) -> Tensor:
+        return _multiplied(p, x).square().sum(1).mean()
+
+    owns = [whole["w"], whole["w"]]
+    for k, x in enumerate(rows.chunk(2)):
+        for _ in range(2):
+            owns[k] = owns[k] - 0.01 * torch.func.grad(mean)({"w": owns[k]}, x)["w"]
+
+    def run() -> Any:
+        return [sf.unshard(tree)["layer"] for tree in mapped(flat, on.cut(rows, ("other", "data")))]
+
+    return run, [torch.func.grad(mean)(whole, rows), {"w": (owns[0] + owns[1]) / 2}]
