@@ -73,7 +73,7 @@ class Placeholder(nn.Parameter):
     refuses_operations = True
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Raises RuntimeError: below `__torch_function__` a value would have no gradient."""
         self = next(x for x in optree.tree_leaves((args, kwargs or {})) if isinstance(x, Placeholder))
         raise RuntimeError(given_as_it_is(self.path))
