@@ -80,6 +80,8 @@ def _kept_out(plain: Any, disabled: Any) -> Any:
 
     @functools.wraps(plain)
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(getattr(each, "refuses_operations", False) for each in types):
+            return NotImplemented  # its own dispatch raises
         return (disabled if _compiles() else plain)(self, func, types, args, kwargs)
 
     return dispatch

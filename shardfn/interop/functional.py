@@ -545,7 +545,7 @@ class Functional:
         if unit is None or read.owner in run.adapters or unit.region is not None or hooked:
             return read
         if run.records is not None and not torch.is_grad_enabled():
-            refuse_inside_function(unit.part, run.records)
+            refuse_inside_function(unit.part, run.records, read.path)
         key: Any = read.owner, torch.is_grad_enabled(), object() if functorch.inside_transform() else None
         if key not in run.revealed:
             run.revealed[key], *_ = self._reveal(*arguments(run.params, unit.part, {}))

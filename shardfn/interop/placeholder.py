@@ -25,7 +25,14 @@ _KNOWN = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES} | {
 }  # fmt: skip
 
 
-_ATTACHING = {"__set__", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "custom_function_call"}
+_ATTACHING = {
+    "__set__",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "retain_grad",
+    "custom_function_call",
+    "grad",
+}
 """Operations that would be those of a copy only."""
 
 HOOKED = "_g", "_v", "_u", "_orig"
@@ -63,6 +70,13 @@ class Placeholder(nn.Parameter):
     owner: str
     place: Place
     given: dict[str, Any]
+    refuses_operations = True
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Raises RuntimeError: below `__torch_function__` a value would have no gradient."""
+        self = next(x for x in optree.tree_leaves((args, kwargs or {})) if isinstance(x, Placeholder))
+        raise RuntimeError(given_as_it_is(self.path))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -134,6 +148,14 @@ class Placeholder(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(f"{self.path} was taken out of its module: save the parameters, not the module")
+
+
+def given_as_it_is(path: str) -> str:
+    """Says what to do where a transform or a Function holds a placeholder, and hides what computes with it."""
+    return (
+        f"{path} is given to a transform of torch.func, or to a torch.autograd.Function, outside of its stage, where "
+        f"it would get no gradient: give it a copy, {path.rpartition('.')[2]}.clone()"
+    )
 
 
 def revealed(x: Any) -> Any:

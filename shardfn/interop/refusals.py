@@ -22,7 +22,7 @@ from shardfn.collectives.agree import agree
 from shardfn.compat import autograd, dispatch, dynamo, functorch
 from shardfn.compat.autograd import storage_of
 from shardfn.interop import output_capturing
-from shardfn.interop.placeholder import Part, Placeholder, Slot, left_in
+from shardfn.interop.placeholder import Part, Placeholder, Slot, given_as_it_is, left_in
 from shardfn.interop.pytrees import is_cache
 from shardfn.mesh.scope import mesh_of
 from shardfn.mesh.spec import is_dtensor, joined
@@ -351,8 +351,8 @@ def refuse_caches(part: Part, leaves: Sequence[Any]) -> None:
             )
 
 
-def refuse_inside_function(part: Part, outermost: types.CodeType) -> None:
-    """Raises RuntimeError if a stage that computes no graph is called by the forward of a custom Function.
+def refuse_inside_function(part: Part, outermost: types.CodeType, read: str | None = None) -> None:
+    """Raises RuntimeError if a stage that computes no graph is called, or read, by the forward of a custom Function.
 
     What a Function is given of the module, such as `*self.parameters()`, are placeholders, which get no gradient.
     """
@@ -360,7 +360,9 @@ def refuse_inside_function(part: Part, outermost: types.CodeType) -> None:
     while frame is not None and frame.f_code is not outermost:
         if functorch.is_forward(frame.f_code):
             raise RuntimeError(
-                f"{part.path} is called by the forward of a torch.autograd.Function, or of a checkpoint, in the "
+                given_as_it_is(read)
+                if read
+                else f"{part.path} is called by the forward of a torch.autograd.Function, or of a checkpoint, in the "
                 f"module: its parameters would get no gradient. Leave the Function out of the module, and pass "
                 f"remat=True to functional where it saves memory; or call shardfn.stage functions in it, with flat "
                 f"shards' values among its arguments"

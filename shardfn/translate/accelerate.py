@@ -8,7 +8,7 @@ from typing import Any
 from shardfn.translate import deepspeed, fsdp, precision
 from shardfn.translate.draft import Draft
 from shardfn.translate.schema import By, Section, Table, always, each, flag, meant, missing, read, sets, yours
-from shardfn.translate.values import TranslateError, dtype, lower, on, shown, spellings, whole, word
+from shardfn.translate.values import Call, TranslateError, dtype, lower, on, shown, spellings, whole, word
 
 _ORDER = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _LAUNCH = yours("starting processes: torchrun")
@@ -234,6 +234,21 @@ PLUGINS = {
     "FullyShardedDataParallelPlugin": plugin(),
     "DeepSpeedPlugin": Section(DEEPSPEED, "DeepSpeedPlugin", kind="deepspeed"),
 }
+_QUIET = ("DistributedDataParallelKwargs", "InitProcessGroupKwargs", "ProfileKwargs")
+_HOOKS = {"comm_hook", "comm_wrapper", "comm_state_option"}
+
+
+def _handlers(draft: Draft, key: str, value: Any) -> None:
+    """Reads a list of handlers, of which some change numbers: scales, autocast, what DDP sends."""
+    if value is not None and not isinstance(value, (list, tuple)):
+        draft.open(key, value, "a list of calls, each of which has a row")
+    for one in value if isinstance(value, (list, tuple)) else ():
+        name = one.name if isinstance(one, Call) else "?"
+        quiet = isinstance(one, Call) and name in _QUIET and not _HOOKS & one.arguments.keys()
+        said = "no number changes" if quiet else "so.loss_scaled, torch.autocast or compressed strategies"
+        draft.row(f"{key}.{name}", one, "yours" if quiet else "missing", said)
+
+
 ACCELERATOR: Table = {
     "mixed_precision": _PRECISION,
     "gradient_accumulation_steps": deepspeed.ACCUMULATE,
@@ -243,9 +258,10 @@ ACCELERATOR: Table = {
     "deepspeed_plugins": missing("one strategy", "None"),
     **each(
         "device_placement split_batches dataloader_config log_with project_dir project_config"
-        " step_scheduler_with_optimizer rng_types kwargs_handlers",
+        " step_scheduler_with_optimizer rng_types",
         yours("what sf.run.batches and sf.run.loop are given: docs/how-to/feed-batches.md, docs/how-to/run-a-loop.md"),
     ),
+    "kwargs_handlers": _handlers,
     "dynamo_backend": missing("compile= of functional", "None", "no"),
     "dynamo_plugin": missing("compile= of functional", "None"),
     "megatron_lm_plugin": missing("axes of the mesh: see docs/how-to/tensor-parallel.md", "None"),

@@ -79,6 +79,9 @@ TABLE: Table = {
     **each("LoraConfig get_peft_model", _ADAPTERS),
     **each("PromptTuningConfig PrefixTuningConfig IA3Config LoHaConfig LoKrConfig AdaLoraConfig PromptEncoderConfig",
            missing("adapters are low-rank: a module that peft has changed is taken as it is")),
+    "param_groups": missing("lr=, weight_decay= and the like of the optimizer take a function of the step"),
+    "AveragedModel": missing("so.ema(optimizer, ...): docs/how-to/evaluate-averaged-parameters.md"),
+    "SWALR": missing("lr= of the optimizer takes a function of the step"),
     "register_hook": missing("gradients are values: change them before optimizer.step"),
     "join": missing("all ranks take as many steps: last= of sf.run.batches"),
 }  # fmt: skip

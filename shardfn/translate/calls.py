@@ -45,6 +45,7 @@ _SETTINGS = ("Strategy", "Plugin", "Arguments", "Config", "Accelerator")
 _WHOLE = {"compile": "torch", "initialize": "deepspeed", "wrap": "torch.distributed.fsdp.wrap"}
 _DICTS = ("dict", "FSDPConfig", "FSDP2Config", "TPConfig", "ParallelismConfig")
 _CHANGING = re.compile("set_.*|update|setdefault|pop|popitem|clear|append|extend|insert|remove")
+_NUMBERS = ("lr", "weight_decay", "momentum", "betas", "eps", "alpha", "dampening", "lr_mul", "lr_scale")
 _DTYPES = {"bfloat16", "float16", "half", "float32", "float64", "double"}
 
 
@@ -82,6 +83,7 @@ def calls(text: str, read: Collection[str]) -> tuple[list[Call], set[str], Mappi
         program = _program(nodes, read)
         nodes_read = [node for node in nodes if isinstance(node, ast.Call) and _is_read(_called(node, program), read)]
         calls_read = [_read(node, program) for node in sorted(nodes_read, key=lambda n: (n.lineno, n.col_offset))]
+        calls_read += _param_groups(nodes)
     except SyntaxError as error:
         raise TranslateError(f"line {error.lineno}: not Python: {error.msg}") from None
     except MemoryError:
@@ -134,6 +136,21 @@ def _changes(nodes: list[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
             root = root.value
         if isinstance(root, ast.Name):
             yield root.id, node
+
+
+def _param_groups(nodes: list[ast.AST]) -> list[Call]:
+    """What a program assigns to an optimizer's groups, `group["lr"] = ...`, as calls with these arguments."""
+    if not any(isinstance(node, ast.Attribute) and node.attr == "param_groups" for node in nodes):
+        return []
+    found = []
+    for node in nodes:
+        if not isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+            continue
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            key = target.slice if isinstance(target, ast.Subscript) else None
+            if isinstance(key, ast.Constant) and key.value in _NUMBERS:
+                found.append(Call("param_groups", node.lineno, {str(key.value): Source(ast.unparse(node))}))
+    return found
 
 
 def _called(node: ast.Call, program: Program) -> str:

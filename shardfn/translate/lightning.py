@@ -172,6 +172,27 @@ def _scheduled(draft: Draft, key: str, value: Any) -> None:
 
 _BY_VALUE = sets("so.clip_by_value, with gradient_clip_val", by_value=True)
 _CLIPS = "so.clip_by_global_norm, or so.clip_by_value if gradient_clip_algorithm is value"
+_AVERAGES = "StochasticWeightAveraging WeightAveraging EMAWeightAveraging"
+_CALLBACKS = {
+    **each(_AVERAGES, "so.ema(optimizer, ...): docs/how-to/evaluate-averaged-parameters.md"),
+    "GradientAccumulationScheduler": "sf.accumulate, by the step",
+    "LearningRateFinder": "docs/how-to/use-optimizers.md has a loop that finds a rate",
+    "BatchSizeFinder": 'sf.accumulate(loss, batch, micro="auto")',
+    **each("BaseFinetuning BackboneFinetuning", "frozen= of shard: docs/how-to/freeze-parameters.md"),
+    "ModelPruning": "a mask of the parameters, in the step",
+}
+
+
+def _callbacks(draft: Draft, key: str, value: Any) -> None:
+    """Reads a list of callbacks, of which some change what is trained."""
+    each_one = value if isinstance(value, (list, tuple)) else [value]
+    changing = [one for one in each_one if isinstance(one, Call) and one.name in _CALLBACKS]
+    for one in changing:
+        draft.row(f"{key}.{one.name}", one, "missing", _CALLBACKS[one.name])
+    if len(changing) < len(each_one):
+        draft.row(key, value, "yours", "functions: report= and evaluate= of sf.run.loop")
+
+
 TRAINER: Table = {
     "strategy": _NAMED,
     "precision": PRECISION,
@@ -193,7 +214,7 @@ TRAINER: Table = {
     "max_epochs": yours("epochs= of sf.run.batches, or steps= of sf.run.loop"),
     **each("logger loggers", yours("report= of sf.run.loop: sf.run.jsonl, a function, ...")),
     "enable_progress_bar": yours("report= of sf.run.loop: sf.run.progress() is what it does by itself"),
-    "callbacks": yours("functions: report= and evaluate= of sf.run.loop"),
+    "callbacks": _callbacks,
     **each("enable_checkpointing default_root_dir", yours("save= and every= of sf.run.loop")),
     **each("val_check_interval check_val_every_n_epoch", yours("evaluate=(function, steps) of sf.run.loop")),
     **each(

@@ -262,7 +262,7 @@ def refused() -> dict[str, str]:
 
         def loss(p: Any) -> Tensor:
             found: Tensor = (pick or _same)(model(p, *args, **kwargs)).square().sum()
-            return found
+            return sf.pmean(found, "shard")
 
         for name, transform in (("grad", sf.grad), ("torch", torch.func.grad), ("backward", backward)):
             step = mapped(transform(loss), mesh)

@@ -198,13 +198,114 @@ class Does(Hyper):
         return self.does(self, x)
 
 
+def of_autograd(module: Any, x: Tensor) -> Tensor:
+    slope = torch.autograd.grad(module.target(x).sum(), module.target.weight, allow_unused=True)[0]
+    return x if slope is None else x @ slope
+
+
 ERRORS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "deleted": (deleted, "RuntimeError: target (Linear) has lost its parameter 'weight' in forward"),
+    "a gradient": (of_autograd, "target.weight is read outside of stage 'target', by grad"),
     "by .data": (by_data, "target.weight is read outside of stage 'target'"),
     "loaded": (loaded, "load_state_dict: the parameters of this Linear were taken out of it"),
     "assigned by loading": (assigned_and_left, "load_state_dict: the parameters of this Linear were taken out of it"),
     "assigned and left": (left_there, "target got other parameters or modules after functional()"),
 }  # fmt: skip
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        ctx.save_for_backward(w)
+        return w * w
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        found: Tensor = 2 * gradient * ctx.saved_tensors[0]
+        return found
+
+
+def by_gradient(w: Tensor, x: Tensor) -> Tensor:
+    return x @ torch.func.grad(lambda w: w.sin().sum())(w)
+
+
+def by_vjp(w: Tensor, x: Tensor) -> Tensor:
+    value, back, *_ = torch.func.vjp(torch.sin, w)
+    found: Tensor = x @ value @ back(value)[0]
+    return found
+
+
+def by_jacobian(w: Tensor, x: Tensor) -> Tensor:
+    found: Tensor = x @ torch.func.jacrev(lambda w: w.sin().cumsum(0).sum(0))(w).sum(0)
+    return found
+
+
+def by_vmap(w: Tensor, x: Tensor) -> Tensor:
+    return x @ torch.func.vmap(lambda row: row.sin())(w)
+
+
+def by_function(w: Tensor, x: Tensor) -> Tensor:
+    found: Tensor = x @ Squared.apply(w)
+    return found
+
+
+class ReadBy(nn.Module):
+    """Gives another layer's weight to what hides it from torch's overrides."""
+
+    def __init__(self, does: Callable[[Tensor, Tensor], Tensor], copies: bool) -> None:
+        super().__init__()
+        self.layers, self.does, self.copies = nn.ModuleList(linear() for _ in range(2)), does, copies
+
+    def forward(self, x: Tensor) -> Tensor:
+        w: Any = self.layers[0].weight
+        found: Tensor = self.layers[1](self.does(w.clone() if self.copies else w, x))
+        return found
+
+
+def inner_steps(module: Any, x: Tensor) -> Tensor:
+    """One step of MAML from the target's own weights."""
+    weights = {name: p.clone() for name, p in module.target.named_parameters()}
+    grads = torch.func.grad(lambda w: functional_call(module.target, w, (x[:1],)).square().sum())(weights)
+    moved = {name: w - 0.1 * grads[name] for name, w in weights.items()}
+    found: Tensor = functional_call(module.target, moved, (x,))
+    return found
+
+
+HIDDEN = (by_gradient, by_vjp, by_jacobian, by_vmap, by_function)
+GRADIENT_OF = "layers.0.weight is given to a transform of torch.func, or to a torch.autograd.Function"
+
+
+def hidden() -> tuple[dict[str, float], dict[str, list[str]]]:
+    """Errors of each way without a copy, in `shard_map` and outside; with one, distances to the module's gradients."""
+    mesh, off_by, errors = meshed(), dict[str, float](), dict[str, list[str]]()
+    x = torch.randn(3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def gradients(make: Callable[[], nn.Module]) -> Any:
+        model = functional(seeded(make), small=1)
+        params = model.shard(mesh, sf.full_shard("shard"))
+        loss = sf.grad(lambda p: sf.pmean(model(p, x).square().sum(), "shard"))
+        alone = sf.grad(lambda p: model(p, x).square().sum())
+        return model, partial(mapped(loss, mesh), params), partial(alone, params)
+
+    makes: dict[str, Callable[[], nn.Module]] = {does.__name__: partial(ReadBy, does, True) for does in HIDDEN}
+    makes["maml"] = partial(Does, inner_steps)
+    for name, make in makes.items():
+        model, inside, _ = gradients(make)
+        module = seeded(make)
+        module(x).square().sum().backward()
+        by_autograd = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in module.named_parameters()}
+        off_by[name] = off(model.state_dict(inside()), by_autograd)
+    for does in HIDDEN:
+        _, inside, outside = gradients(partial(ReadBy, does, False))
+        errors[does.__name__] = [told(inside), told(outside)]
+    return off_by, errors
+
+
+@pytest.mark.world(2, "processes")
+def test_weights_given_to_transforms_in_forward_are_copies_or_errors(world: World) -> None:
+    for off_by, errors in world.run(hidden):
+        assert {k: e for k, e in off_by.items() if not e < 1e-12} == {}
+        assert {k: e for k, e in errors.items() if not all(GRADIENT_OF in message for message in e)} == {}
 
 
 def errors() -> dict[str, str]:

@@ -50,6 +50,43 @@ def test_what_is_not_read_beside_a_trainer_is_missing(name: str, tmp_path: Path)
     assert not found.complete
 
 
+BESIDE_DDP = {
+    "for g in optimizer.param_groups:\n    g['lr'] = rate(i)\n": "param_groups",
+    "optimizer.param_groups[0]['weight_decay'] *= 0.5\n": "param_groups",
+    "average = torch.optim.swa_utils.AveragedModel(model)\n": "AveragedModel",
+    "later = torch.optim.swa_utils.SWALR(optimizer, 0.1)\n": "SWALR",
+    "a = Accelerator(kwargs_handlers=[GradScalerKwargs(init_scale=8)])\n": "kwargs_handlers.GradScalerKwargs",
+    "a = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook='fp16')])\n": (
+        "kwargs_handlers.DistributedDataParallelKwargs"
+    ),
+    "t = Trainer(strategy='fsdp', callbacks=[StochasticWeightAveraging(1e-2), Mine()])\n": (
+        "callbacks.StochasticWeightAveraging"
+    ),
+}
+QUIET_BESIDE_DDP = (
+    "for g in optimizer.param_groups:\n    print(g['lr'])\n",
+    "a = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])\n",
+    "t = Trainer(strategy='fsdp', callbacks=[Mine()])\n",
+)
+
+
+def _of_torch(text: str) -> str:
+    data_parallel = "" if "(strategy" in text or "Accelerator" in text else "model = DistributedDataParallel(model)\n"
+    return f"{HEAD}{'import lightning' if '(strategy' in text else ''}\n{data_parallel}{text}"
+
+
+@pytest.mark.parametrize("text", BESIDE_DDP)
+def test_what_changes_numbers_beside_a_plain_loop_is_missing(text: str, tmp_path: Path) -> None:
+    found, statuses = translated(tmp_path, _of_torch(text))
+    assert statuses[BESIDE_DDP[text]] == "missing"
+    assert not found.complete
+
+
+@pytest.mark.parametrize("text", QUIET_BESIDE_DDP)
+def test_what_changes_no_number_beside_a_plain_loop_is_no_gap(text: str, tmp_path: Path) -> None:
+    assert translated(tmp_path, _of_torch(text))[0].complete
+
+
 def test_settings_of_the_model_or_of_the_file_itself_are_yours(tmp_path: Path) -> None:
     text = (
         "from transformers import GrowConfig\nfrom dataclasses import dataclass\n"
