@@ -264,8 +264,7 @@ def _optimizer(
     check(name, {"donate": donate})
 
     def init(params: Any) -> Any:
-        leaves = units(params)
-        refuse_complex(leaves, name)
+        refuse_complex(leaves := units(params), name)
         refuse_parts(name, leaves)
         each = _trained(leaves)
         kept = all_remembered(each, lambda block: _kept(block, squares), cost, most)
@@ -283,9 +282,7 @@ def _optimizer(
         for unit, g in zip(each, gs, strict=True):
             for _, path, shape in spread(unit):
                 counts[path] += g is not None
-                rates[path] = {
-                    key: value(path, shape) if callable(value) else value for key, value in now.items() if key != "lr"
-                }
+                rates[path] = {k: v(path, shape) if callable(v) else v for k, v in now.items() if k != "lr"}
                 check_rule(path, tuple(rates[path].items()))  # on every rank: its owner's error alone would hang others
         with torch.no_grad():
             kept = state["blocks"] if donate else optree.tree_map(torch.clone, state["blocks"])
