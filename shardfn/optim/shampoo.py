@@ -292,9 +292,8 @@ def _optimizer(
                 x = g.to(own["mean"].dtype).view(own["mean"].shape)
                 return direction(x, own, counts[block.path], rates[block.path]).view(g.shape)
 
-            along = iter(on_owner(each, gs, of_block, cost, most=most))
+            along, has = iter(on_owner(each, gs, of_block, cost, most=most)), iter(g is not None for g in gs)
             now["weight_decay"] = lambda path, _: rates[path]["weight_decay"] * (counts[path] > rests)
-            has = iter(g is not None for g in gs)
             values = [
                 moved(unit, next(along), now, donate) if unit.trainable and next(has) else unit.values
                 for unit in leaves.each
