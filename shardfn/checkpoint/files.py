@@ -29,8 +29,8 @@ from shardfn.shards.boxes import steps, whole
 from shardfn.tiers import copying, mapping
 
 _WHOLE = safetensors.MODEL, safetensors.INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json"
-_DIFFUSERS = (f"diffusion_pytorch_{name}" for name in (safetensors.MODEL, safetensors.INDEX))
-MODELS = (*_WHOLE, *_DIFFUSERS, "diffusion_pytorch_model.bin")
+_DIFFUSERS = (safetensors.DIFFUSERS + name for name in (safetensors.MODEL, safetensors.INDEX))
+MODELS = (*_WHOLE, *_DIFFUSERS, f"{safetensors.DIFFUSERS}model.bin")
 STEP = 2**23  # bytes that are copied at a time
 
 

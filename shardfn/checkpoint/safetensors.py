@@ -28,7 +28,9 @@ from shardfn.quoting import listed
 from shardfn.shards.boxes import Box, Ints, runs
 
 MODEL, INDEX, HEADER = "model.safetensors", "model.safetensors.index.json", "__metadata__"
-OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+DIFFUSERS = "diffusion_pytorch_"
+"""What diffusers puts before the names of files and of their index."""
+OURS = re.compile(rf"({DIFFUSERS})?model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -58,21 +60,24 @@ class Plan:
         lengths: file -> its length in bytes.
         places: tensor -> file, offset and shape.
         total: bytes of tensors.
+        prefix: of all names of files.
     """
 
     headers: dict[str, bytes] = field(default_factory=dict)
     lengths: dict[str, int] = field(default_factory=dict)
     places: dict[str, tuple[str, int, Ints]] = field(default_factory=dict)
     total: int = 0
+    prefix: str = ""
 
 
-def planned(tensors: dict[str, Kind], largest: int, metadata: Mapping[str, str]) -> Plan:
+def planned(tensors: dict[str, Kind], largest: int, metadata: Mapping[str, str], prefix: str = "") -> Plan:
     """Plans the file and the place of each tensor.
 
     Args:
         tensors: by name.
         largest: bytes of tensors in a file; a single tensor may have more.
         metadata: for each file.
+        prefix: of the names of the files.
 
     Raises:
         CheckpointError: these files cannot hold a dtype, a name or the metadata.
@@ -84,7 +89,7 @@ def planned(tensors: dict[str, Kind], largest: int, metadata: Mapping[str, str])
             raise CheckpointError(f"{name} is {kind}, which safetensors does not know: pass another dtype")
         if name == HEADER:
             raise CheckpointError(f"no tensor can have the name {HEADER!r}")
-    plan = Plan(total=sum(kind.bytes for kind in tensors.values()))
+    plan = Plan(total=sum(kind.bytes for kind in tensors.values()), prefix=prefix)
     groups: list[list[str]] = [[]]  # the tensors of each file
     size = 0
     for name, kind in tensors.items():
@@ -94,7 +99,7 @@ def planned(tensors: dict[str, Kind], largest: int, metadata: Mapping[str, str])
         groups[-1].append(name)
         size += kind.bytes
     for number, names in enumerate(groups, 1):
-        file = MODEL if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        file = prefix + (MODEL if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors")
         names.sort(key=lambda name: -tensors[name].dtype.itemsize)  # so that each is aligned to its element size
         ends = list(itertools.accumulate((tensors[name].bytes for name in names), initial=0))
         header = _header({name: tensors[name] for name in names}, ends, metadata)
@@ -171,16 +176,16 @@ def write_box(descriptor: int, offset: int, shape: Ints, box: Box, values: Tenso
 
 def publish(folder: Path, plan: Plan) -> None:
     """Renames the files to their final names, the index last, and removes files of an earlier model."""
-    new = set(plan.lengths)
+    new, index_file = set(plan.lengths), plan.prefix + INDEX
     if len(new) > 1:
-        new.add(INDEX)
+        new.add(index_file)
         where = {name: file for name, (file, *_) in plan.places.items()}
         index = {"metadata": {"total_size": plan.total}, "weight_map": where}
-        write_whole(aside(folder, INDEX), json.dumps(index, indent=2).encode())
+        write_whole(aside(folder, index_file), json.dumps(index, indent=2).encode())
         if any((folder / file).exists() for file in plan.lengths):
-            (folder / INDEX).unlink(missing_ok=True)  # an index must never name files of two models
+            (folder / index_file).unlink(missing_ok=True)  # an index must never name files of two models
             sync(folder)
-    for file in sorted(new, key=lambda file: file == INDEX):
+    for file in sorted(new, key=lambda file: file == index_file):
         aside(folder, file).rename(folder / file)
     sync(folder)
     for old in sorted(folder.iterdir()):
@@ -190,7 +195,7 @@ def publish(folder: Path, plan: Plan) -> None:
 
 def clear(folder: Path) -> None:
     """Removes unfinished files."""
-    for path in folder.glob(".model*.writing"):
+    for path in folder.glob(".*model*.writing"):
         if OURS.fullmatch(path.name[1 : -len(".writing")]):
             path.unlink(missing_ok=True)
 

@@ -46,6 +46,12 @@ def of_transformers(module: nn.Module) -> bool:
     return modeling is not None and isinstance(module, modeling.PreTrainedModel)
 
 
+def of_diffusers(module: nn.Module) -> bool:
+    """Whether a module is a model of `diffusers`, which writes its configuration itself."""
+    modeling = sys.modules.get("diffusers.models.modeling_utils")
+    return modeling is not None and isinstance(module, modeling.ModelMixin)
+
+
 @functools.cache
 def register_batches() -> None:
     """Makes the batches that tokenizers and processors return pytrees of their tensors."""

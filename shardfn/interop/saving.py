@@ -18,7 +18,7 @@ from shardfn.checkpoint import folders
 from shardfn.checkpoint.contents import Kind, contents
 from shardfn.checkpoint.disk import sync
 from shardfn.checkpoint.huggingface import STEP, refuse_different, refuse_options, turns
-from shardfn.checkpoint.safetensors import OURS, Elements, Plan, begin, clear, fill, planned, publish
+from shardfn.checkpoint.safetensors import DIFFUSERS, OURS, Elements, Plan, begin, clear, fill, planned, publish
 from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, on_each_rank, team_of
 from shardfn.checkpoint.tensor_bytes import pieces
@@ -56,7 +56,8 @@ def save_pretrained(
     For a model of `transformers` this is what its `save_pretrained` writes: safetensors files, with the names and
     layout that it uses in files, tied parameters once, and its configuration. `from_pretrained` then finds nothing
     missing or unexpected. Before anything is written, what it would make of these files is compared with the
-    parameters. For another module it is `model.safetensors` with all names of its `state_dict`, for
+    parameters. A model of `diffusers` gets its own configuration and names of files. For another module it is
+    `model.safetensors` with all names of its `state_dict`, for
     `module.load_state_dict(safetensors.torch.load_file(...))`.
 
     Parameters in few bits are written as by bitsandbytes, and noted in the configuration; `dtype` decodes them.
@@ -192,7 +193,8 @@ def _planned(
     for name, packed in few.formats.items():
         parts = bitsandbytes.tensors(name, packed).items()
         kinds |= {part: Kind(x.dtype, tuple(x.shape)) for part, x in parts}
-    return files, few, planned(kinds, largest, metadata)
+    prefix = DIFFUSERS if conversions.of_diffusers(model.module) else ""
+    return files, few, planned(kinds, largest, metadata, prefix)
 
 
 class _Few(NamedTuple):
@@ -336,6 +338,9 @@ def _begin(
         if few.settings:
             settings["quantization_config"] = few.settings
         (new / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    elif conversions.of_diffusers(model.module):
+        settings_of: Any = model.module
+        settings_of.save_config(str(new))
     if tokenizer is not None:
         tokenizer.save_pretrained(str(new))
     for file in _files_in(new):
