@@ -6,7 +6,6 @@ ranks that hold the same parameter whole. There is one reduction for each set of
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from shardfn.optim.differentiable import differentiable, refuse_overwriting, tie
 from shardfn.optim.hyperparameters import check, kind
 from shardfn.optim.optimizer import Transform
 from shardfn.quoting import listed
-from shardfn.shards.parts import refuse_parts
+from shardfn.shards.parts import PARTS, refuse_parts
 from shardfn.shards.pieces import Unit, Units, dense, home, spread, units
 from shardfn.tiers.placing import held
 from shardfn.tiers.streaming import in_place
@@ -110,19 +109,34 @@ def _norm(leaves: Units, order: float) -> Tensor:
 
 def _largest(leaves: Units) -> Tensor:
     """The largest magnitude on all ranks; infinite if a number is not finite."""
-    largest: dict[Any, Tensor] = {}
+    tops: dict[str, Tensor] = {}
+    parts: dict[str, Tensor] = {}
+    grids: dict[Any, list[Unit]] = {}
     for unit in leaves.each:
-        with held(unit.values) if on_disk(unit.values) else contextlib.nullcontext(unit.values) as values:
-            tops = _norms(_parts_of(unit, values), math.inf)
-        zero = torch.zeros(1, dtype=wide(unit.values), device=home(unit))
-        top = torch.cat([zero, *(x.to(zero) for x in tops.values())]).nan_to_num(nan=math.inf, posinf=math.inf).amax()
-        grid = unit.layout and unit.layout.grid
-        largest[grid] = torch.maximum(*_alike(largest[grid], top)) if grid in largest else top
-    for grid, top in largest.items():
+        grids.setdefault(unit.layout and unit.layout.grid, []).append(unit)
+        if on_disk(unit.values):
+            with held(unit.values) as values:
+                tops |= _norms(_parts_of(unit, values), math.inf)
+        else:
+            parts |= _parts_of(unit, unit.values)
+    tops |= _norms(parts, math.inf)
+    largest = []
+    for grid, each in grids.items():
+        places: dict[Any, list[Tensor]] = {}
+        for unit in each:
+            for top in (tops[segment.path] for segment in unit.segments if segment.path in tops):
+                places.setdefault((top.device, top.dtype), []).append(top)
+        dtype = functools.reduce(torch.promote_types, (wide(unit.values) for unit in each))
+        zero = torch.zeros(1, dtype=dtype, device=home(each[0]))
+        one = torch.cat([zero, *(torch.cat(xs).to(zero) for xs in places.values())])
+        one = one.nan_to_num(nan=math.inf, posinf=math.inf).amax()
         if grid is not None:
             with scope_of(grid, "a tree"):
-                largest[grid] = functional.pmax(top, tuple(name for name, _ in grid.sizes))
-    return functools.reduce(lambda a, b: torch.maximum(*_alike(a, b)), largest.values(), torch.zeros((), device="cpu"))
+                one = functional.pmax(one, tuple(name for name, _ in grid.sizes))
+        largest.append(one)
+    if not largest:
+        return torch.zeros((), device="cpu")
+    return functools.reduce(lambda a, b: torch.maximum(*_alike(a, b)), largest)
 
 
 def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -227,7 +241,8 @@ def clip_by_global_norm(limit: float, *, order: float = 2.0, donate: bool = True
     _refuse_order("clip_by_global_norm", order)
 
     def update(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        refuse_parts("clip_by_global_norm", *([] if params is None else [units(params)]), units(grads))
+        if PARTS:  # or else trees need not be taken apart for it
+            refuse_parts("clip_by_global_norm", *([] if params is None else [units(params)]), units(grads))
         norm = _norm(_counted(units(grads)), order)
         factor = (limit / norm.clamp(min=limit)).where(norm.isfinite(), norm)
         return scaled("clip_by_global_norm", grads, factor, donate), state | {"limit": limit, "norm": norm.detach()}

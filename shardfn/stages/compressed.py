@@ -5,6 +5,7 @@ A tag follows the bytes of each piece. It identifies the buffer to which the pie
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -83,8 +84,9 @@ class Wire:
 
     def rounded(self, x: Tensor, dtype: torch.dtype, holes: Sequence[tuple[int, int]]) -> Tensor:
         """`x [numel]` with holes, encoded and decoded, in its own dtype; the derivative is that of `x` itself."""
-        for start, length in holes:
-            x = torch.cat((x[:start], torch.zeros_like(x[start : start + length]), x[start + length :]))
+        bounds = [0, *(at for start, length in holes for at in (start, start + length)), len(x)]
+        pieces = [x[a:b] for a, b in itertools.pairwise(bounds)]
+        x = torch.cat([torch.zeros_like(piece) if k % 2 else piece for k, piece in enumerate(pieces)])
         arrived = self.format.decode(self.format.encode(x), self.numel, dtype).to(x.dtype)
         return arrived.detach() + (x - x.detach())
 
@@ -98,9 +100,10 @@ def zero_padding(x: Tensor, holes: Sequence[tuple[int, int]]) -> Tensor:
 
     An optimizer may have left anything in what no parameter uses, such as 0/0, which a block's scale must not see.
     """
+    if not holes:
+        return x.detach()
     x = x.clone() if x.is_inference() else x.data  # autograd must not take zeros in padding for a change
-    if holes:
-        torch._foreach_zero_([x[start : start + length] for start, length in holes])
+    torch._foreach_zero_([x[start : start + length] for start, length in holes])
     return x
 
 

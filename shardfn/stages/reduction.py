@@ -381,7 +381,7 @@ class Reductions:
             total.whole = torch.zeros(layout.padded, dtype=dtype, device=self.device)
         pairs = [(view, g) for view, g in zip(layout.views(total.whole), gradients, strict=True) if g is not None]
         if pairs:
-            torch._foreach_add_([view for view, _ in pairs], [g.to(dtype) for _, g in pairs])
+            torch._foreach_add_([view for view, _ in pairs], [g for _, g in pairs])
 
     def _flat(self, reduction: Reduction, gradients: Sequence[Tensor | None]) -> Tensor:
         """The gradients in one buffer, at the positions of their parameters."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from shardfn.check import recording
 from shardfn.collectives.capturing import capturing
 from shardfn.compat import functorch
+from shardfn.tiers.streaming import in_place
 from shardfn.transforms.autodiff import (
     Variables,
     detached,
@@ -127,7 +128,7 @@ def accumulate(
             def total(params: Any) -> tuple[Tensor, Any]:
                 values, auxes, counts = zip(*losses(params, batches), strict=True)
                 value, count = torch.stack(values).sum(), _summed(counts, name)
-                return value if count is None else value / count, list(auxes)
+                return value if count is None else (value / count).to(value.dtype), list(auxes)
 
             (value, aux), gradient = value_and_grad(total, has_aux=True)(params)
             return (value, aux) if has_aux else value, gradient
@@ -195,6 +196,10 @@ def _summed(counts: Sequence[Any], name: str) -> Any:
     return sum(given[1:], given[0]) if given else None
 
 
+def _divide(count: Any, xs: list[Tensor]) -> None:
+    torch._foreach_div_(xs, count.to(xs[0].device, xs[0].dtype) if isinstance(count, Tensor) else count)
+
+
 def _one_by_one(
     losses: Callable[[Any], Iterator[tuple[Tensor, Any, Any]]],
     params: Any,
@@ -235,6 +240,7 @@ def _one_by_one(
             recorder.differentiated(value, begin, zip(wrapped.values, sums_of_all, strict=True))
     total = torch.stack(values).sum()
     if count is not None:
-        sums_of_all, total = [g / count for g in sums_of_all], total / count
+        in_place(sums_of_all, functools.partial(_divide, count))
+        total = (total / count).to(total.dtype)
     gradient = wrapped.gradient(sums_of_all)
     return (total, auxes) if has_aux else total, gradient

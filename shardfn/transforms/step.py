@@ -56,7 +56,9 @@ class GradientSum:
 
     def add(self, out: Tensor) -> None:
         """Adds `out`, which nothing else refers to."""
-        self.out = self.reductions.added(self.reduction, self.out, out.to(wider(out.dtype, self.accumulator)))
+        if self.out is None:  # sums take additions of narrower dtypes
+            out = out.to(wider(out.dtype, self.accumulator))
+        self.out = self.reductions.added(self.reduction, self.out, out)
 
 
 class OutsideGradient(BaseException):
@@ -193,8 +195,7 @@ class Step:
         """The sum of a gradient that autograd returned and of those before it."""
         if gradient is None:
             return total
-        gradient = gradient.to(wider(gradient.dtype, self.accumulator))
-        return gradient if total is None else total + gradient
+        return gradient.to(wider(gradient.dtype, self.accumulator)) if total is None else total + gradient
 
 
 class Collector(Protocol):
