@@ -475,7 +475,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "an export to torch's AdamW": (
         lambda: checkpoint.torch_optimizer(so.adamw8bit(0.1).init({"w": torch.ones(3)})),
-        "takes the state of shardfn.optim.adam or adamw, not a dict of step, numbers, codes, scales",
+        "takes the state of shardfn.optim.adam or adamw, not a dict of step, numbers, missed, codes, scales",
     ),
     "a state in float32": (
         lambda: (lambda o, p: o.step(p, p, so.adamw(0.1).init(p)))(
