@@ -23,7 +23,7 @@ from shardfn.optim.differentiable import differentiable, refuse_overwriting, tie
 from shardfn.optim.hyperparameters import check, kind
 from shardfn.optim.optimizer import Transform
 from shardfn.quoting import listed
-from shardfn.shards.parts import PARTS, refuse_parts
+from shardfn.shards.parts import has_parts, refuse_parts
 from shardfn.shards.pieces import Unit, Units, dense, home, spread, units
 from shardfn.tiers.placing import held
 from shardfn.tiers.streaming import in_place
@@ -241,7 +241,7 @@ def clip_by_global_norm(limit: float, *, order: float = 2.0, donate: bool = True
     _refuse_order("clip_by_global_norm", order)
 
     def update(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        if PARTS:  # or else trees need not be taken apart for it
+        if has_parts():  # or else trees need not be taken apart for it
             refuse_parts("clip_by_global_norm", *([] if params is None else [units(params)]), units(grads))
         norm = _norm(_counted(units(grads)), order)
         factor = (limit / norm.clamp(min=limit)).where(norm.isfinite(), norm)

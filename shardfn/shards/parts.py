@@ -55,6 +55,11 @@ def note_gradients(leaves: Sequence[Tensor], aliases: Sequence[Tensor], gradient
             PARTS[leaf] = PARTS[gradient] = spec
 
 
+def has_parts() -> bool:
+    """Whether any part is alive. A function, since optimizers' own functions may be pickled with what they name."""
+    return bool(PARTS)
+
+
 def refuse_parts(name: str, *trees: Units) -> None:
     """Raises ValueError for a plain tensor that is a part: the same on every rank that declares the same specs."""
     if not PARTS:
