@@ -21,7 +21,7 @@ from shardfn.testing import World
 from tests.models import mesh_of
 from tests.refusals import told
 
-URLS = ("s3://bucket/x", "memory://x", "gs://b/x", "hf://user/x", "file:///tmp/x", "simplecache::s3://b/x")
+URLS = ("s3://bucket/x", "memory://x", "gs://b/x", "hf://user/x", "file:///data/x", "simplecache::s3://b/x")
 
 
 def everywhere(folder: str, url: Any) -> dict[str, str]:
@@ -76,7 +76,7 @@ def test_local_path_refuses_urls_of_any_scheme(url: str) -> None:
         local_path(url, "save: path")
 
 
-@pytest.mark.parametrize("path", ["runs/1", "/tmp/x", "a:b", "./s3:/x", "~/x", "C:/x", "step-1", Path("x")])
+@pytest.mark.parametrize("path", ["runs/1", "/data/x", "a:b", "./s3:/x", "~/x", "C:/x", "step-1", Path("x")])
 def test_local_path_keeps_paths(path: str | Path) -> None:
     assert local_path(path, "save: path") == Path(path)
 

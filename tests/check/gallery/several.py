@@ -553,6 +553,17 @@ def averaged(p: Any) -> Tensor:
     return squares(linear(p), Y) / ROWS
 
 
+def train_in_parts(shard_map: Any, mesh: Any, loss_fn: Any, micro: int) -> Any:
+    """A step of SGD by hand, whose batch is cut into micro-batches: new parameters and the loss."""
+
+    @shard_map(in_specs=(P(), P("data"), P("data")), out_specs=(P(), P()))
+    def step(params, x, y):
+        loss, grads = sf.accumulate(loss_fn, (x, y), micro=micro)(params)
+        return sgd(params, grads), loss
+
+    return step(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))
+
+
 @wrong("means", (), "", "return (total, count)", trained(averaged, "w"))
 def micro_batches_of_means_over_all_rows(shard_map, mesh):
     def loss_fn(params, x, y):
@@ -560,12 +571,7 @@ def micro_batches_of_means_over_all_rows(shard_map, mesh):
         # fix: return sf.psum(total, "data"), sf.psum(len(x), "data")
         return sf.psum(total, "data") / sf.psum(len(x), "data")  # here
 
-    @shard_map(in_specs=(P(), P("data"), P("data")), out_specs=(P(), P()))
-    def step(params, x, y):
-        loss, grads = sf.accumulate(loss_fn, (x, y), micro=4)(params)
-        return sgd(params, grads), loss
-
-    return step(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))
+    return train_in_parts(shard_map, mesh, loss_fn, 4)
 
 
 @wrong("means", "data", "", AS_FIXED, trained(averaged, "w"))
@@ -576,12 +582,7 @@ def micro_batches_over_the_count_of_this_rank(shard_map, mesh):
         # fix: return (sf.psum(total, "data"), sf.psum(count, "data"))
         return sf.psum(total, "data"), count  # here
 
-    @shard_map(in_specs=(P(), P("data"), P("data")), out_specs=(P(), P()))
-    def step(params, x, y):
-        loss, grads = sf.accumulate(loss_fn, (x, y), micro=2)(params)
-        return sgd(params, grads), loss
-
-    return step(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))
+    return train_in_parts(shard_map, mesh, loss_fn, 2)
 
 
 def ones() -> Any:
@@ -642,12 +643,7 @@ def micro_batches_of_mean_totals_over_a_sum_of_counts(shard_map, mesh):
         # fix: return (sf.psum(total, "data"), sf.psum(count, "data"))
         return sf.pmean(total, "data"), sf.psum(count, "data")  # here
 
-    @shard_map(in_specs=(P(), P("data"), P("data")), out_specs=(P(), P()))
-    def step(params, x, y):
-        loss, grads = sf.accumulate(loss_fn, (x, y), micro=2)(params)
-        return sgd(params, grads), loss
-
-    return step(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))
+    return train_in_parts(shard_map, mesh, loss_fn, 2)
 
 
 @wrong("means", "data", "", AS_FIXED, trained(masked, "w"))
@@ -674,9 +670,4 @@ def micro_batches_of_a_mean_for_each_count(shard_map, mesh):
         # fix: return sf.pmean(each.sum(), "data"), len(x)
         return sf.pmean(each.mean(), "data"), len(x)  # here
 
-    @shard_map(in_specs=(P(), P("data"), P("data")), out_specs=(P(), P()))
-    def step(params, x, y):
-        loss, grads = sf.accumulate(loss_fn, (x, y), micro=2)(params)
-        return sgd(params, grads), loss
-
-    return step(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))
+    return train_in_parts(shard_map, mesh, loss_fn, 2)
