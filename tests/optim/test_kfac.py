@@ -391,3 +391,20 @@ def test_a_derivative_is_refused() -> None:
     state = optimizer.init(p)
     said = refused(lambda: sf.grad(lambda p: optimizer.step(p, p, state)[0]["w"].sum())(p), RuntimeError)
     assert "kfac has no derivative" in said
+
+
+def checked_grams() -> int:
+    mesh = data_mesh(dist.get_world_size())
+    flat, of, found = sf.shard(whole(), mesh, STRATEGIES["full_shard"]), losses(sf.stage), list[Any]()
+
+    def noted(ps: Any) -> Any:
+        found.append(sc.grams(of, ps, [mine(mesh, 0)], outputs=True))
+        return ps
+
+    sf.shard_map(noted, mesh=mesh, in_specs=..., out_specs=...)(flat)
+    return len(found)
+
+
+@pytest.mark.world(4, "threads")
+def test_a_checked_call_judges_no_gradients_that_grams_takes_for_itself(world: World) -> None:
+    assert world.run(checked_grams) == [1] * 4

@@ -150,14 +150,14 @@ def stepped(strategy: Any, ranks: int, folder: str) -> tuple[sf.Memory, dict[str
     state = optimizer.init(params)
     found: dict[str, Any] = {}
 
-    @functools.partial(sf.shard_map, mesh=mesh, in_specs=(..., ..., P()), out_specs=(..., ...))
+    @functools.partial(sf.shard_map, mesh=mesh, in_specs=(..., ..., P(("replica", "shard"))), out_specs=(..., ...))
     def step(params: Any, state: Any, tokens: Tensor) -> Any:
         _, grads = sf.value_and_grad(loss)(params, tokens)
         found["gradients"] = taken(grads, but=params)
         return optimizer.step(params, grads, state)
 
     for _ in range(2):
-        params, state = step(params, state, torch.arange(5))
+        params, state = step(params, state, torch.arange(5) + mesh.get_rank())
     files: Any = {kind: placing.file_of(mesh, kind).nbytes for kind in ("params", "grads", "state")}
     return said, found | {"parameters": taken(params), "state": taken(state, but=params), "files": files}
 
