@@ -327,8 +327,8 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             FOUR,
         ),
         "gradients are not cut further": (
-            "                self.under_way = reduce_scatter(out, self.into, along, out.new_empty)",
-            "                self.out = out.view(along.axis.size, -1)[along.axis.index].clone()",
+            "self.under_way = reduce_scatter(out, self.into, along, out.new_empty, self.reduction.head)",
+            "self.out = out.view(along.axis.size, -1)[along.axis.index].clone()",
             f"{GRADIENTS}[hfsdp-4]",
         ),
         "marks are not looked at": (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -183,11 +184,18 @@ def transports(mesh: DeviceMesh, **chosen: str) -> Iterator[None]:
         overrides.update(before)
 
 
-def all_gather(whole: Tensor, comm: Communicator, dtype: torch.dtype, own: Tensor | None = None) -> Handle:
-    """Fills `whole`, bytes `[size * n]`, with every rank's piece; this rank's piece, `own`, is in place already."""
+def all_gather(
+    whole: Tensor, comm: Communicator, dtype: torch.dtype, own: Tensor | None = None, head: Tensor | None = None
+) -> Handle:
+    """Fills `whole`, bytes `[size * n]`, with every rank's piece; this rank's piece, `own`, is in place already.
+
+    With `head`, messages begin with one that says what they belong to.
+    """
     how = _issued("all_gather", comm, (whole.nbytes, dtype))
     if how == "native" and own is not None:  # saves finding the own piece again at every step
         return process_groups.start_all_gather(whole, own, comm.gathers)
+    if how == "direct" and head is not None:
+        return _gather_directly(whole, comm, head)
     return TRANSPORTS["all_gather"][how](whole, comm)
 
 
@@ -265,19 +273,22 @@ def scatter_pieces(
     numel: int,
     dtype: torch.dtype,
     comm: Communicator,
+    head: Tensor | None = None,
 ) -> Handle:
     """A reduce-scatter of pieces that lie in parts: `parts[i]` go to rank `i`, and rank `i`'s parts for this one come
     into `into[i]`, in the same order; `add` then sums what has come. `numel` counts the elements of all ranks' pieces.
     """
     _issued("reduce_scatter", comm, (numel * dtype.itemsize, dtype))
-    return Together([exchanged(into, parts, comm)], add)
+    return Together([exchanged(into, parts, comm, head=head)], add)
 
 
-def reduce_scatter(flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor]) -> Handle:
+def reduce_scatter(
+    flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor], head: Tensor | None = None
+) -> Handle:
     """Fills `out [n]` with the sum over ranks of their pieces of `flat [size * n]` for this rank.
 
     `out` may have a wider dtype than `flat`; `scratch(n)` lends memory for `n` elements of `flat`'s dtype until the
-    wait.
+    wait. With `head`, messages begin with one that says what they belong to.
     """
     if flat.is_complex():
         complex_scratch, flat, out = scratch, _real(flat), _real(out)
@@ -286,6 +297,8 @@ def reduce_scatter(flat: Tensor, out: Tensor, comm: Communicator, scratch: Calla
             return _real(complex_scratch(n // 2))
 
     how = _issued("reduce_scatter", comm, (flat.nbytes, flat.dtype))
+    if how == "direct":
+        return _scatter_directly(flat, out, comm, scratch, head)
     return TRANSPORTS["reduce_scatter"][how](flat, out, comm, scratch)
 
 
@@ -339,31 +352,78 @@ def _gather_by_broadcasts(whole: Tensor, comm: Communicator) -> Handle:
     )
 
 
-def _gather_directly(whole: Tensor, comm: Communicator) -> Handle:
+def _gather_directly(whole: Tensor, comm: Communicator, head: Tensor | None = None) -> Handle:
     pieces = whole.view(comm.axis.size, -1).unbind()
     own = [pieces[comm.axis.index]]
-    return exchanged([[piece] for piece in pieces], [own] * len(pieces), comm, gathers=True)
+    return exchanged([[piece] for piece in pieces], [own] * len(pieces), comm, gathers=True, head=head)
 
 
 def exchanged(
-    into: Sequence[Sequence[Tensor]], out: Sequence[Sequence[Tensor]], comm: Communicator, gathers: bool = False
+    into: Sequence[Sequence[Tensor]],
+    out: Sequence[Sequence[Tensor]],
+    comm: Communicator,
+    gathers: bool = False,
+    head: Tensor | None = None,
 ) -> Handle:
     """Sends `out[i]` to each other rank `i`, and receives into `into[i]` what that rank has for this one.
 
     By the group that moves gradients, or with `gathers` by the one that moves parameters. gloo ends the process if a
     message's length differs from the expected one; so the tag contains the length, and a message of another length only
-    waits.
+    waits. A `head` (see `head_of`) goes before the messages, and is compared before they are awaited.
     """
     if current.watch is not None:
         refuse_traced("messages into memory that is filled again")
     others = [i for i in range(comm.axis.size) if i != comm.axis.index]
     group, tag = (comm.gathers, 1) if gathers else (comm.reductions, 2)
+    heads = [] if head is None else [torch.empty_like(head) for _ in others]
 
     def launch() -> list[Any]:
         works = [group.recv([x], i, _tagged(tag, x)) for i in others for x in into[i] if x.nbytes]
-        return works + [group.send([x], i, _tagged(tag, x)) for i in others for x in out[i] if x.nbytes]
+        works += [] if head is None else [group.send([head], i, _HEADS + tag) for i in others]
+        works += [group.send([x], i, _tagged(tag, x)) for i in others for x in out[i] if x.nbytes]
+        return works + [group.recv([x], i, _HEADS + tag) for i, x in zip(others, heads, strict=False)]
 
-    return Launched(launch, group)
+    return Launched(launch, group) if head is None else _Headed(launch, group, head, heads)
+
+
+_HEADS = 2**30  # tags of heads, more than any other tag here
+HEAD = 96  # bytes of a head
+
+
+def head_of(identity: str, described: str) -> Tensor:
+    """A message that says what those after it belong to: bytes `[HEAD]`, a digest and a description."""
+    digest = hashlib.blake2b(identity.encode(), digest_size=8).digest()
+    return torch.tensor(list((digest + described.encode())[:HEAD].ljust(HEAD)), dtype=torch.uint8, device="cpu")
+
+
+class _Headed(Launched):
+    """Messages whose heads are compared first: of ranks that do different things, each gets an error."""
+
+    __slots__ = ("head", "heads")
+
+    def __init__(self, start: Callable[[], list[Any]], group: Any, head: Tensor, heads: list[Tensor]) -> None:
+        super().__init__(start, group)
+        self.head, self.heads = head, heads
+
+    def wait(self) -> None:
+        """Waits until all have arrived.
+
+        Raises:
+            RuntimeError: another rank does something else.
+        """
+        works = None if self.works is None else self.works.result()
+        while works and self.heads:
+            works.pop().wait()
+            theirs = self.heads.pop()
+            if not torch.equal(theirs, self.head):
+                _mixed.append((works, self.left))  # what will not come may be written to for as long as it is expected
+                self.works = None
+                ours, other = (bytes(x[8:].tolist()).decode(errors="replace").strip() for x in (self.head, theirs))
+                raise RuntimeError(f"this rank {ours}, and another one {other}: ranks run different stages")
+        super().wait()
+
+
+_mixed: list[Any] = []
 
 
 def _tagged(tag: int, x: Tensor) -> int:
@@ -378,7 +438,9 @@ def _scatter_natively(flat: Tensor, out: Tensor, comm: Communicator, scratch: Ca
     return Together([work], lambda: out.copy_(narrow))
 
 
-def _scatter_directly(flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor]) -> Handle:
+def _scatter_directly(
+    flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor], head: Tensor | None = None
+) -> Handle:
     pieces = flat.view(comm.axis.size, -1).unbind()
     own, index = pieces[comm.axis.index], comm.axis.index
     received = list(scratch(flat.numel() - own.numel()).view(comm.axis.size - 1, -1).unbind())
@@ -393,7 +455,7 @@ def _scatter_directly(flat: Tensor, out: Tensor, comm: Communicator, scratch: Ca
             out.copy_(wide)
 
     into = [[piece] for piece in [*received[:index], own, *received[index:]]]
-    return Together([exchanged(into, [[piece] for piece in pieces], comm)], add)
+    return Together([exchanged(into, [[piece] for piece in pieces], comm, head=head)], add)
 
 
 def _scatter_by_exchange(flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor]) -> Handle:

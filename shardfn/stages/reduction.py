@@ -96,6 +96,7 @@ class Reduction:
         layout: how the first scatter divides the buffer.
         memory: the scratch memory from which it is sent.
         format: the quantized format in which it is sent, if any.
+        head: what messages begin with, so that ranks see that they belong to the same gradient.
     """
 
     layout: Layout
@@ -103,6 +104,7 @@ class Reduction:
     dtypes: Dtypes
     memory: Memory
     format: Format | None = None
+    head: Tensor | None = None
 
     def in_pieces(self) -> bool:
         """Whether gradients are sent from where they are, without a copy. All ranks decide alike."""
@@ -186,7 +188,7 @@ class PendingReduction:
                 self.under_way = all_reduce(out, along)
             else:
                 self.into = out.new_empty(len(out) // along.axis.size) if room_for is None else room_for
-                self.under_way = reduce_scatter(out, self.into, along, out.new_empty)
+                self.under_way = reduce_scatter(out, self.into, along, out.new_empty, self.reduction.head)
         return self
 
     def _begin_encoded(self, op: str, along: Communicator, format: Format, room_for: Tensor | None) -> PendingReduction:
@@ -417,7 +419,7 @@ class Reductions:
         name = ("received", reduction.memory)
         if reduction.format is None:
             out = torch.empty(layout.piece, dtype=reduction.dtypes.shard, device=self.device)
-            handle = reduce_scatter(flat, out, shard, lambda n: self.scratch.view(name, n, flat.dtype))
+            handle = reduce_scatter(flat, out, shard, lambda n: self.scratch.view(name, n, flat.dtype), reduction.head)
         else:
             dtype = torch.promote_types(reduction.dtypes.sum, torch.float32)
             first = reduction.route.levels[0]
@@ -461,7 +463,8 @@ class Reductions:
                 for other in into[1:]:
                     target.add_(other[n])
 
-        handle = scatter_pieces(parts, [*into[:index], [], *into[index:]], add, layout.padded, dtype, shard)
+        expected = [*into[:index], [], *into[index:]]
+        handle = scatter_pieces(parts, expected, add, layout.padded, dtype, shard, reduction.head)
         return self._sent(PendingReduction(reduction, out, total, deferred).scattering(handle, shard, dtype))
 
     def _encoding(self) -> Any:
@@ -518,6 +521,12 @@ class Reductions:
             raise
         self.free_scratch()
         self.grad_offload.settle()
+
+    def forget(self) -> None:
+        """Forgets what is under way."""
+        self.in_flight, self.for_elsewhere, self.moving = [], [], {}
+        self.turns = 0
+        self.scratch.forget()  # some may still be on their way
 
     def free_scratch(self) -> None:
         """Frees scratch memory if all gradients have arrived."""
