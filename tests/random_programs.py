@@ -719,7 +719,8 @@ def plainly(apart: bool) -> Callable[[Any, Stage], Any]:
         def called(p: Any, *args: Any, **kwargs: Any) -> Any:
             p = optree.tree_map(lambda x: to(torch.float32)(x.view_as(x)), p)
             out = f(p, *(to(torch.float32)(own(x)) for x in args), **kwargs)
-            return optree.tree_map(lambda y: to(torch.float64)(own(y)), out)
+            copies = {id(y): own(y) for y in optree.tree_leaves(out)}  # a tensor that is returned twice stays one
+            return optree.tree_map(lambda y: to(torch.float64)(copies[id(y)]), out)
 
         return called
 
