@@ -37,9 +37,75 @@ def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | Non
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
+class hooked:
+    """A context in which what autograd saves goes through these hooks, which give way to torch.func's transforms.
+
+    Transforms refuse to run under hooks; these are taken off while one runs, whose graph then keeps what it saves.
+    """
+
+    __slots__ = ("hooks",)
+
+    def __init__(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+        self.hooks = pack, unpack
+        if torch._C._autograd._saved_tensors_hooks_disable is not _taking_own_off:
+            torch._C._autograd._saved_tensors_hooks_disable = _taking_own_off  # type: ignore[assignment]
+            torch._C._autograd._saved_tensors_hooks_enable = _putting_own_back
+
+    def __enter__(self) -> None:
+        _own.on.append(self.hooks[0])
+        torch._C._autograd._push_saved_tensors_default_hooks(*self.hooks)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        _own.on.pop()
+
+
+class _OwnHooks(threading.local):
+    def __init__(self) -> None:
+        self.on: list[Any] = []
+        self.off: list[tuple[Any, Any]] = []
+
+
+_own = _OwnHooks()
+_disable_hooks = torch._C._autograd._saved_tensors_hooks_disable
+_enable_hooks = torch._C._autograd._saved_tensors_hooks_enable
+
+
+def _taking_own_off(message: str, *refuses: bool) -> None:
+    """In place of torch's function, with which a transform begins."""
+    before = len(_own.off)
+    while refuses != (False,) and (top := saved_tensors_hooks()) is not None and any(top[0] is on for on in _own.on):
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        _own.off.append(top)
+    try:
+        _disable_hooks(message, *refuses)
+    except RuntimeError:  # there are others
+        _put_back(before)
+        raise
+
+
+def _putting_own_back() -> None:
+    """In place of torch's function, with which it ends."""
+    _enable_hooks()
+    _put_back(0)
+
+
+def _put_back(count: int) -> None:
+    while len(_own.off) > count:
+        torch._C._autograd._push_saved_tensors_default_hooks(*_own.off.pop())
+
+
 def inside_backward() -> bool:
     """Whether autograd is running a backward pass on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def modified(x: torch.Tensor, version: int) -> str:
+    """What torch says of a saved tensor that was written into, which hooks keep it from saying."""
+    return (
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{x.dtype} {list(x.shape)}] is at version {x._version}; expected version {version} instead"
+    )
 
 
 def autograd_thread() -> bool:
@@ -98,6 +164,12 @@ def storage_references(x: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
 
 
+def unused(storages: list[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
+    """Those of the storages in a list to which nothing else refers."""
+    # References in Python: the list's, this loop's, the argument's; in C++: Python's.
+    return [s for s in storages if sys.getrefcount(s) == 3 and torch._C._storage_Use_Count(s._cdata) == 1]
+
+
 def gradients(
     outputs: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
@@ -150,6 +222,11 @@ def result_of(node: Any, number: int) -> tuple[tuple[int, ...], torch.dtype]:
     variable = getattr(node, "variable", None)
     result = node._input_metadata[number] if variable is None else variable
     return tuple(result.shape), result.dtype
+
+
+def at_end_of_pass(call: Callable[[], None]) -> None:
+    """Calls something when the running backward pass ends; not if it ends with an error."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def backward_pass() -> int:

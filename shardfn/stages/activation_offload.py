@@ -11,9 +11,9 @@ import functools
 import logging
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.compat import autograd, dynamo, functorch
 from shardfn.stages.options import Offload
-from shardfn.stages.tape import StageRun, Tape
+from shardfn.stages.signature import Signature
 from shardfn.tiers import mapping, placing, tensors
 from shardfn.tiers.tensors import ALIGNMENT, File
 from shardfn.tiers.transfers import Buffer, Reading, Transfer, reading, writing
@@ -32,6 +32,29 @@ COPYING = 2**29  # most bytes in flight to the host
 SPARSE = 8  # a range with more than this many times the bytes of the saved tensor does not move
 
 _log = logging.getLogger("shardfn")
+
+
+class CallOfStage(Protocol):
+    """What is asked of a call.
+
+    Attributes:
+        away: weak references to its activations that have left.
+        index: its position on the tape.
+        done: whether its backward has run.
+    """
+
+    signature: Signature
+    away: list[Any]
+    index: int
+    done: bool
+
+
+class Calls(Protocol):
+    """The calls of a step, in order."""
+
+    @property
+    def runs(self) -> Sequence[CallOfStage]:
+        """The calls."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +237,7 @@ class Away:
 
     # --- back ---
 
-    def ahead(self, tape: Tape | None, run: StageRun) -> None:
+    def ahead(self, tape: Calls | None, run: CallOfStage) -> None:
         """Starts to bring back what this run's backward reads, and what the next one reads."""
         if not self._activations:
             return
@@ -330,7 +353,7 @@ def _stretch(x: Tensor) -> tuple[int, int] | None:
 class Offloading:
     """Decides what one run offloads. Called with a tensor that autograd saves; returns None for one that stays."""
 
-    def __init__(self, away: Away, asked: Offload, file: File | None, run: StageRun) -> None:
+    def __init__(self, away: Away, asked: Offload, file: File | None, run: CallOfStage) -> None:
         self.away, self.asked, self.file = away, asked, file
         self.left = run.away
 
@@ -352,7 +375,7 @@ class Offloading:
         return plain and x.device == self.away.device and not x.is_neg() and tensors.place_of(x.detach()) is None
 
 
-def offloading(away: Away, mesh: DeviceMesh, run: StageRun) -> Offloading | None:
+def offloading(away: Away, mesh: DeviceMesh, run: CallOfStage) -> Offloading | None:
     """What decides about a run's activations; None if the run offloads nothing.
 
     Raises:

@@ -192,7 +192,7 @@ class Engine:
                     returned.check_hooks()
             self.away.done()
             if debugging.nan and run.trains:  # all ranks get here, as all take part in summing the gradient
-                nonfinite.after_backward(call.mesh, run, inputs, cotangents, gradients)
+                nonfinite.after_old_backward(call.mesh, run, inputs, cotangents, gradients)
             self.residency.used(run)
             of_shards = self._reduced(run, call.step, needs, gradients[0], collect)
             self._done(tape, run)
@@ -219,7 +219,7 @@ class Engine:
                 self._done(tape, run)
         tape.front = min(front, stop)
 
-    def end(self) -> None:
+    def end(self, failed: bool = False) -> None:
         """Ends a step: nothing that it gathered is used again."""
         try:
             self.reductions.drain()

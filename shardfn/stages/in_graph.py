@@ -182,7 +182,7 @@ class Tracing:
     def catch_up(self, tape: Any, stop: int) -> None:
         """Nothing: in a graph all ranks run the same stages."""
 
-    def end(self) -> None:
+    def end(self, failed: bool = False) -> None:
         """Ends a step: nothing that it gathered is used again."""
         self.ring.clear()
         self.kept.clear()

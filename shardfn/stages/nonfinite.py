@@ -7,6 +7,7 @@ rank that raised alone would leave the others waiting.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,18 +20,18 @@ from shardfn.quoting import listed
 from shardfn.stages.call import Residuals
 from shardfn.stages.consistency import callers
 from shardfn.stages.replay import kind_of
-from shardfn.stages.tape import StageRun
 
 
 def after_forward(
     mesh: DeviceMesh,
-    run: StageRun,
+    run: Any,
     parameters: Sequence[Sequence[Tensor]],
     inputs: Sequence[Tensor],
-    residuals: Residuals,
+    results: Residuals | Sequence[Tensor],
 ) -> None:
     """Raises FloatingPointError on all ranks that run the stage, if an output on any of them is not finite."""
-    outputs = [y for y in residuals.outputs if isinstance(y, Tensor)]
+    outputs = results.outputs if isinstance(results, Residuals) else results
+    outputs = [y for y in outputs if isinstance(y, Tensor)]
     text = ""
     if bad := not_finite(outputs):
         entries = [entry for gather in run.plan.each for entry in gather.layout.entries]
@@ -46,9 +47,26 @@ def after_forward(
     compare(mesh, run, text)
 
 
-def after_backward(
+def after_backward(mesh: DeviceMesh, run: Any, came: str, gradients: Sequence[Sequence[Tensor | None]]) -> None:
+    """Raises FloatingPointError on all ranks that run the stage, if a parameter's gradient on any is not finite."""
+    paths = [
+        entry.path
+        for gather, gs in zip(run.plan.each, gradients, strict=True)
+        for entry, x in zip(gather.layout.entries, gs, strict=True)
+        if x is not None and not_finite([x])
+    ]
+    text = ""
+    if paths:
+        cause = "a finite gradient"
+        if came:
+            cause = f"a gradient that was not finite when it came in ({came}): what follows the stage made it"
+        text = f"the backward made gradients of {listed(paths, 6)} that are not finite, of {cause}"
+    compare(mesh, run, text)
+
+
+def after_old_backward(
     mesh: DeviceMesh,
-    run: StageRun,
+    run: Any,
     inputs: Sequence[Tensor],
     cotangents: Sequence[Tensor | None],
     gradients: tuple[list[list[Tensor | None]], list[Tensor | None]],
@@ -91,7 +109,7 @@ def kinds(tensors: Sequence[Tensor]) -> str:
     )
 
 
-def compare(mesh: DeviceMesh, run: StageRun, message: str) -> None:
+def compare(mesh: DeviceMesh, run: Any, message: str) -> None:
     """Raises FloatingPointError on all ranks that run a stage, if any of them found something.
 
     A rank whose own loss does not use the outputs takes part with an empty text.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
@@ -33,10 +33,12 @@ from shardfn.stages.in_graph import Traced
 from shardfn.stages.options import Options, Remat
 from shardfn.stages.prefetch import Group, PrefetchOrder
 from shardfn.stages.refusals import refuse_inside, refuse_reentrant
+from shardfn.stages.schedule import schedule_of
 from shardfn.stages.signature import Signature, signature_of
 from shardfn.transforms import custom_vjp
 from shardfn.transforms.autodiff import moves
 from shardfn.transforms.modules import refuse_module
+from shardfn.transforms.step import under_autograd
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -170,7 +172,17 @@ class Layers(Sequence[T]):
                 groups.setdefault(flats[0].layout.grid, []).append(group)
         self._orders = {grid: PrefetchOrder(members) for grid, members in groups.items()}
         for grid, order in self._orders.items():
-            engine_of(mesh_of(grid, "layers: a stage")).prefetch.announce(order)
+            mesh = mesh_of(grid, "layers: a stage")
+            schedule_of(mesh).announce(order) if under_autograd.on else engine_of(mesh).prefetch.announce(order)
+
+    def __iter__(self) -> Iterator[T]:
+        if under_autograd.on:
+            for grid, order in self._orders.items():
+                schedule_of(mesh_of(grid, "layers: a stage")).announce(order)
+        yield from self._items
+        if under_autograd.on:
+            for grid, order in self._orders.items():
+                schedule_of(mesh_of(grid, "layers: a stage")).withdraw(order)
 
     def __getitem__(self, i: Any) -> Any:
         return self._items[i]
@@ -296,8 +308,14 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
             return composed(signature, leaves, mesh)
     elif functorch.inside_batching_or_forward():
         return _pushed(signature, leaves, mesh) if scheduled(signature, leaves) else composed(signature, leaves, mesh)
-    elif signature.shares_memory and functorch.inside_transform():
+    elif (signature.shares_memory or under_autograd.on) and functorch.inside_transform():
         return composed(signature, leaves, mesh)
+    elif under_autograd.on:
+        shards, own = _checked(signature, leaves), set(signature.shards)
+        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in own]
+        for i in signature.shards:
+            leaves[i] = None
+        return schedule_of(mesh).call(signature, leaves, shards, at)
     engine = engine_of(mesh)
     call, shards, inputs = _begun(signature, leaves, mesh, engine.device)
     schedule = Traced(engine, call) if in_graph else engine  # a graph cannot hold memory that is filled again

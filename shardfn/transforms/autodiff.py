@@ -182,6 +182,7 @@ def _by_autograd(
             if keep and step.pushed:
                 raise OutsideGradient
             by_autograd: list[Tensor | None] = [None] * len(variables)
+            step.graph = keep
             with step.differentiating([value]):
                 if value.requires_grad and variables:
                     # Derivatives of torch's, as of a determinant, are right in forward mode only if a graph is made.

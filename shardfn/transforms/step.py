@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, Protocol
@@ -18,6 +19,15 @@ from shardfn.mesh import callsites
 from shardfn.transforms.given import given
 
 Defer = Literal["nothing", "replicas", "everything"]
+
+
+class UnderAutograd:
+    """Whether stages run under torch's own autograd, in place of graphs of their own on memory that is lent."""
+
+    on = os.environ.get("SHARDFN_STAGE") == "autograd"
+
+
+under_autograd = UnderAutograd()
 
 
 _numbers = itertools.count(1)
@@ -95,7 +105,10 @@ class Step:
             in the backward of stages that its own loss does not use.
         pushed: whether its gradients have tangents.
         unread: whether these tangents are used alone, so that the gradients need not be computed.
+        graph: whether its backward pass makes a graph, for derivatives of the gradients.
     """
+
+    graph = False
 
     def __init__(
         self,
@@ -132,7 +145,7 @@ class Step:
         self.live = False
         try:
             for engine in self.engines:
-                engine.end()
+                engine.end(error[0] is not None)
         finally:
             if self.watched is not None:
                 self.watched.__exit__(*error)
@@ -221,7 +234,7 @@ class Member(Protocol):
     def catch_up(self, tape: Any, stop: int) -> None:
         """Does this rank's part in the backward of calls on a tape, down to index `stop`, that have had none."""
 
-    def end(self) -> None:
+    def end(self, failed: bool) -> None:
         """Ends the step."""
 
 

@@ -1,0 +1,458 @@
+"""One call of a stage: its function on whole parameters, under torch's own autograd.
+
+The entry gathers, and in backward reduces; the exit passes outputs on, and in backward gathers again. So both happen
+once a call, on every rank whose outputs get a gradient, whatever the function did with its parameters. What autograd
+saves of a gathered parameter is its place in the buffer, and is found again in what the exit gathered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn.check import recording
+from shardfn.collectives.ledger import open_ledgers, unscheduled
+from shardfn.compat import autograd, functorch
+from shardfn.debugging import debugging
+from shardfn.mesh.axes import known_axes
+from shardfn.mesh.scope import current_mesh, scope
+from shardfn.quant.packed import Packed
+from shardfn.stages import nonfinite
+from shardfn.stages.activation_offload import View, offloading
+from shardfn.stages.options import Offload
+from shardfn.stages.parameters import record_parameters
+from shardfn.stages.recompute import Recomputed
+from shardfn.stages.refusals import refuse_mixed, writes
+from shardfn.stages.replay import RngAndAutocast
+from shardfn.stages.signature import GatherPlan, Signature, cast, cast_all
+from shardfn.stages.tape import Secondary
+from shardfn.transforms.step import Step
+
+if TYPE_CHECKING:
+    from shardfn.stages.gather import Gathered
+    from shardfn.stages.schedule import CallTape, Schedule
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """The versions of tensors; -1 for one that may change unseen."""
+    return [-1 if x.is_inference() else x._version for x in tensors]
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+class _Running(threading.local):
+    """The calls whose functions are running on this thread, one within the other."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+
+_running = _Running()
+
+
+class Call:
+    """One call of a stage.
+
+    What autograd saved refers to it, so it refers to no tensor that autograd made.
+
+    Attributes:
+        trains: which shards get a gradient.
+        again: whether backward gathers again, the same on all ranks; None until they have agreed on it.
+        saved: whether autograd saved a place.
+        keeps: whether autograd keeps what was gathered.
+        gathered: what was gathered, while the function runs and again in backward.
+        secondary: pieces from which backward gathers, in place of the shards.
+        outer: the call in whose function this one is made.
+        index: position on the tape.
+        done: whether its backward has run.
+        away: its activations that have left the device.
+    """
+
+    gathered: Gathered | None = None
+    secondary: Secondary | None = None
+    saved = keeps = done = stays = forward = False
+    index, opened_in = 0, -1
+    key: Any = None
+    bad = ""  # numbers that are not finite among the gradients that came in
+    owned: Sequence[int] = ()  # the storages of what was gathered, and of shards that are parameters
+    again: bool | None = None
+    tape: CallTape | None = None
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        signature: Signature,
+        plan: GatherPlan,
+        shards: tuple[Tensor, ...],
+        trains: list[bool],
+        step: Step | None,
+    ) -> None:
+        self.schedule, self.signature, self.plan, self.shards = schedule, signature, plan, shards
+        self.trains, self.step = trains, step
+        self.outer = _running.calls[-1] if _running.calls else None
+        variables = step.variables if step is not None else {}
+        self.collected = [x if need and id(x) in variables else None for x, need in zip(shards, trains, strict=True)]
+        self.versions, self.thread = versions_of(shards), get_ident()
+        self.flat: dict[torch.dtype, Tensor] = {}  # what was gathered again, as numbers of each kind
+        self.away: list[Any] = []
+        self.decodes: list[DecodedParameter] = []
+        self.decoded: dict[DecodedParameter, Tensor] = {}
+
+    # --- forward ---
+
+    def run(self, leaves: list[Any], at: Sequence[int], records: bool) -> Any:
+        """The function's result; with `records`, as a part of autograd's graph."""
+        schedule = self.schedule
+        if not records:
+            with schedule.alone:
+                views = self._views(schedule.gather(self))
+                result = self._function(leaves, views)
+                if debugging.nan:
+                    nonfinite.after_forward(schedule.mesh, self, views, [leaves[i] for i in at], _tensors(result))
+                gathered, self.gathered = self.gathered, None
+                self._end(gathered)
+            return self._apart(result, [])
+        with schedule.alone:
+            token, *flat = _Entry.apply(self, *self.shards)  # type: ignore[no-untyped-call]
+            views = self._parted(flat)
+            del flat
+            self._record(views)
+            hooks, self.forward = self._hooks(), True
+            try:
+                with hooks:
+                    result = self._hooked_run(leaves, at, views)
+            finally:
+                for parameter in self.decodes:
+                    parameter.x = None
+                self.decodes, self.forward = [], False
+                gathered, self.gathered = self.gathered, None
+            if debugging.nan:
+                nonfinite.after_forward(schedule.mesh, self, views, [leaves[i] for i in at], _tensors(result))
+            del views
+            self._end(gathered)
+            schedule.ran(self)
+        return self._apart(result, [leaves[i] for i in at], token)
+
+    def enter(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """The parameters of all shards, gathered."""
+        with torch.no_grad():
+            return [p.detach() for ps in self._views(self.schedule.gather(self)) for p in ps]
+
+    def _views(self, gathered: Gathered | None) -> list[list[Tensor]]:
+        each = []
+        for gather, values in zip(self.plan.each, self.shards, strict=True):
+            each.append(
+                gathered.parameters(gather) if gather.moves and gathered else gather.layout.views(values.detach())
+            )
+        return each
+
+    def _parted(self, flat: Sequence[Tensor]) -> list[list[Tensor]]:
+        each, at = [], 0
+        for gather in self.plan.each:
+            n = len(gather.layout.entries)
+            each.append(list(flat[at : at + n]))
+            at += n
+        return each
+
+    def _hooks(self) -> Any:
+        offloader = offloading(self.schedule.away, self.schedule.mesh, self) if self._offloads() else None
+        places = (self.gathered is not None and not self.keeps) or self.signature.packed
+        if not places and offloader is None:
+            return _NOTHING
+        return _hooks(self, offloader)
+
+    def _offloads(self) -> bool:
+        return isinstance(self.signature.options.remat, Offload)
+
+    def _hooked_run(self, leaves: list[Any], at: Sequence[int], views: list[list[Tensor]]) -> Any:
+        signature, remat = self.signature, self.signature.options.remat
+        if remat is False or self._offloads() or not autograd.saved_tensors_hooks_allowed():
+            return self._function(leaves, views)
+        sizes = [len(ps) for ps in views]
+        leaves = list(leaves)
+        tensors = [leaves[i] for i in at] + [p for ps in views for p in ps]
+        for i in at:
+            leaves[i] = None
+
+        def run(tensors: Sequence[Tensor]) -> Any:
+            arguments, rest = list(leaves), list(tensors[len(at) :])
+            for i, x in zip(at, tensors, strict=False):
+                arguments[i] = x
+            parts = []
+            for n in sizes:
+                parts.append(rest[:n])
+                rest = rest[n:]
+            return self._function(arguments, parts)
+
+        generators = [x for x in (*leaves, *signature.closed_over().values()) if type(x) is torch.Generator]
+        surroundings = RngAndAutocast(self.schedule.device, generators, again=True)
+        contexts = remat() if callable(remat) else ()
+        frame = Recomputed(signature, run, tensors, surroundings, contexts)
+        compares, signature.compared = not signature.compared, True
+        return frame.first(tensors, compares)
+
+    def _function(self, leaves: Sequence[Any], views: Sequence[Sequence[Tensor]]) -> Any:
+        """Calls the function with whole parameters."""
+        signature, options = self.signature, self.signature.options
+        arguments = [cast(x, options.input_dtype) for x in leaves] if options.input_dtype else leaves
+        mesh = self.schedule.mesh
+        here = scope(mesh, known_axes(mesh)) if current_mesh() is not mesh else _NOTHING
+        _running.calls.append(self)
+        try:
+            with here, unscheduled() if open_ledgers else _NOTHING:
+                result = signature.call(arguments, views, self._decode if signature.packed else None)
+        except RuntimeError as error:
+            refuse_mixed(signature, error, views, leaves)
+            raise
+        finally:
+            _running.calls.pop()
+        return result if options.output_dtype is None else cast_all(result, options.output_dtype)
+
+    def _decode(self, packed: Packed) -> Tensor:
+        """A quantized parameter, decoded; what autograd saves of it is decoded again."""
+        x = self.signature.decode(packed)
+        if self.forward and not self.keeps:
+            bytes_ = self.place(packed.values)
+            if bytes_ is not None or not self.plan.nbytes:
+                source = packed.values.detach() if bytes_ is None else bytes_
+                self.decodes.append(DecodedParameter(packed.having(None), source, x))
+        return x
+
+    def _record(self, views: Sequence[Sequence[Tensor]]) -> None:
+        if (recorder := recording.current()) is not None:
+            for gather, shard, ps in zip(self.plan.each, self.shards, views, strict=True):
+                record_parameters(recorder, gather.layout, shard, ps)
+
+    def _end(self, gathered: Gathered | None) -> None:
+        """Ends the forward call: nothing more is saved as a place.
+
+        Raises:
+            RuntimeError: the function wrote into a parameter.
+        """
+        if gathered is not None and gathered.written():
+            self.schedule.forget(gathered)
+            raise RuntimeError(writes(self.signature))
+        if versions_of(self.shards) != self.versions:
+            raise RuntimeError(writes(self.signature))
+        if gathered is not None:
+            self.schedule.leave(self, gathered)
+
+    def _apart(self, result: Any, inputs: Sequence[Tensor], token: Tensor | None = None) -> Any:
+        """The result, with outputs that are no memory of parameters, and through the exit if autograd records."""
+        leaves, tree = ([result], None) if type(result) is Tensor else optree.tree_flatten(result)
+        numbers = [i for i, y in enumerate(leaves) if isinstance(y, Tensor)]
+        for i in numbers:
+            if self._holds(leaves[i]):
+                leaves[i] = leaves[i].clone()
+        given = {id(x) for x in inputs}
+        through = [] if token is None else [y for i in numbers if (y := leaves[i]).requires_grad and id(y) not in given]
+        through = list({id(y): y for y in through}.values())
+        if through:
+            own = {autograd.storage_of(x) for x in inputs if x.layout is torch.strided}
+            fresh = []
+            for y in through:
+                storage = autograd.storage_of(y) if y.layout is torch.strided else 0
+                fresh.append(storage not in own)
+                own.add(storage)
+            outputs = _Exit.apply(self, fresh, token, *through)  # type: ignore[no-untyped-call]
+            outside = {id(y): out for y, out in zip(through, outputs, strict=True)}
+            if (recorder := recording.current()) is not None:
+                for y, out in zip(through, outputs, strict=True):
+                    recorder.same(out, y)
+            for i in numbers:
+                leaves[i] = outside.get(id(leaves[i]), leaves[i])
+        return leaves[0] if tree is None else optree.tree_unflatten(tree, leaves)
+
+    def _holds(self, y: Tensor) -> bool:
+        """Whether a tensor is memory of a buffer or of a shard."""
+        if y.layout is not torch.strided:
+            return False
+        storage = autograd.storage_of(y)
+        return storage in self.owned
+
+    # --- what autograd saves ---
+
+    def place(self, x: Tensor) -> Place | None:
+        """What is saved in place of a tensor that lies in what was gathered or decoded; None if it is kept itself."""
+        if x.layout is not torch.strided or x.is_conj() or x.is_neg():
+            return None
+        for parameter in (None, *self.decodes):
+            if parameter is None and (self.gathered is None or self.keeps or self.again is False):
+                continue
+            own = self.gathered.buffer if parameter is None else parameter.x  # type: ignore[union-attr]
+            if own is not None and autograd.storage_of(x) == autograd.storage_of(own):
+                self.saved = True
+                offset = x.storage_offset() * x.dtype.itemsize - own.storage_offset() * own.dtype.itemsize
+                return Place(self, parameter, x.dtype, x.shape, x.stride(), int(offset))
+        return None
+
+    def decode_again(self, parameter: DecodedParameter) -> Tensor:
+        """A quantized parameter, decoded once more in backward."""
+        found = self.decoded.get(parameter)
+        if found is None:
+            source = parameter.source
+            bytes_ = source.found() if isinstance(source, Place) else source
+            found = self.decoded[parameter] = self.signature.decode(parameter.form.having(bytes_))
+        return found
+
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        """The buffer that was gathered again, as numbers of a dtype; gathers it if no exit did.
+
+        Raises:
+            RuntimeError: a shard was written into since forward.
+        """
+        if self.gathered is None:
+            self.schedule.gather_again(self)
+        assert self.gathered is not None, "it is under way"
+        buffer = self.gathered.wait()
+        whole = self.flat[dtype] = buffer[: len(buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
+        return whole
+
+    # --- backward ---
+
+    def leaving(self, cotangents: Sequence[Tensor | None]) -> None:
+        """The exit in backward: gathers again, and the calls before it."""
+        schedule = self.schedule
+        if debugging.nan:
+            self.bad = nonfinite.kinds(nonfinite.not_finite([x for x in cotangents if x is not None]))
+        with schedule.in_backward(self):
+            schedule.leaving(self)
+
+    def entering(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The entry in backward: reduces the gradients of parameters to those of shards."""
+        schedule, parted, at = self.schedule, [], 0
+        for gather in self.plan.each:
+            n = len(gather.layout.entries)
+            parted.append(list(gradients[at : at + n]))
+            at += n
+        with schedule.in_backward(self):
+            first = next((g for g in gradients if g is not None), None)
+            if torch.is_grad_enabled() or (first is not None and functorch.batched(first)):
+                self.stays = True  # a pass through this graph must not communicate where its own nodes say so
+                return schedule.transposed(self, parted)
+            if debugging.nan:
+                nonfinite.after_backward(schedule.mesh, self, self.bad, parted)
+            found = schedule.reduce(self, parted)
+            schedule.release(self)
+            return found
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [y for y in optree.tree_leaves(result) if isinstance(y, Tensor)]
+
+
+class _Entry(torch.autograd.Function):
+    """Gathers; in backward, reduces. The token makes it run also where the function used no parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *shards: Tensor) -> Any:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        parameters = call.enter(shards)
+        fixed, at = [], 0
+        for gather, trains in zip(call.plan.each, call.trains, strict=True):
+            n = len(gather.layout.entries)
+            if not trains:
+                fixed += parameters[at : at + n]
+            at += n
+        if fixed:
+            ctx.mark_non_differentiable(*fixed)
+        return torch.empty(0, device=shards[0].device), *parameters
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor | None, *gradients: Tensor | None) -> Any:
+        return None, *ctx.call.entering(gradients)
+
+
+class _Exit(torch.autograd.Function):
+    """Passes outputs on; in backward, gathers again before anything asks for a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, fresh: list[bool], token: Tensor, *outputs: Tensor) -> Any:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tuple([y.detach() if own else y for y, own in zip(outputs, fresh, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        ctx.call.leaving(cotangents)
+        return None, None, None, *cotangents
+
+
+class Place:
+    """A tensor that lies in what was gathered; of a class of its own, since users' hooks may return anything."""
+
+    __slots__ = ("call", "decoded", "dtype", "offset", "shape", "stride")
+
+    def __init__(
+        self, call: Call, decoded: DecodedParameter | None, dtype: torch.dtype, shape: Any, stride: Any, offset: int
+    ) -> None:
+        self.call, self.decoded, self.dtype = call, decoded, dtype
+        self.shape, self.stride, self.offset = shape, stride, offset
+
+    def found(self) -> Tensor:
+        """The tensor, in what was gathered again."""
+        call, dtype = self.call, self.dtype
+        if self.decoded is None:
+            whole = call.flat.get(dtype)
+            whole = call.whole(dtype) if whole is None else whole
+        else:
+            whole = call.decode_again(self.decoded).view(-1).view(dtype)
+        return whole.as_strided(self.shape, self.stride, self.offset // dtype.itemsize)
+
+
+class DecodedParameter:
+    """A quantized parameter of a call: how to decode it, and from where; while the function runs, also what it is."""
+
+    __slots__ = ("form", "source", "x")
+
+    def __init__(self, form: Packed, source: Place | Tensor, x: Tensor | None) -> None:
+        self.form, self.source, self.x = form, source, x
+
+
+def _hooks(call: Call, leave: Any) -> Any:
+    """A context for what autograd saves of a call.
+
+    Of parameters it saves places; of what leaves the device, views; of other tensors what the hooks around say, or else
+    the tensor and its version, at which autograd does not look any more.
+    """
+    around = autograd.saved_tensors_hooks()
+    low = high = 0  # as long as the buffer lives, an address in there means one of its parameters
+    if call.gathered is not None and type(buffer := call.gathered.buffer) is Tensor and not call.signature.packed:
+        low = buffer.data_ptr() if call.again is not False and not call.keeps else 0
+        high = low + buffer.nbytes
+
+    def pack(x: Tensor) -> Any:
+        if high and type(x) is Tensor and x.layout is torch.strided:
+            if low <= (at := x.data_ptr()) < high and not (x.is_conj() or x.is_neg()):
+                call.saved = True
+                return Place(call, None, x.dtype, x.shape, x.stride(), at - low)
+        elif (place := call.place(x)) is not None:
+            return place
+        if leave is not None and (view := leave(x)) is not None:
+            return view
+        return (x.detach(), x._version) if around is None else around[0](x)
+
+    def unpack(packed: Any) -> Tensor:
+        kind = type(packed)
+        if kind is Place:
+            return packed.found()
+        if leave is not None and kind is View:
+            x, version = packed.witness, packed.version
+        elif around is not None:
+            return around[1](packed)
+        else:
+            x, version = packed
+        if x._version != version:
+            raise RuntimeError(autograd.modified(x, version))
+        return packed.brought() if kind is View else x
+
+    return autograd.hooked(pack, unpack)

@@ -1,0 +1,638 @@
+"""Programs in which stages under torch's own autograd could go wrong: each is right, or an error on every rank."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import shardfn as sf
+from shardfn.compat.replacing import replaced
+from shardfn.stages.schedule import schedule_of
+from shardfn.testing import World
+from shardfn.transforms.step import under_autograd
+from tests.models import distance, normal, variables
+from tests.reference import worst
+
+DEPTH, ROWS, D = 3, 4, 8
+Layer = Callable[[Any, Tensor, int], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _under_autograd() -> Iterator[None]:
+    with replaced(under_autograd, on=True):
+        yield
+
+
+def on_ranks(f: Callable[..., Any], *args: Any) -> Any:
+    with replaced(under_autograd, on=True):
+        return f(*args)
+
+
+def runs(world: World, f: Callable[..., Any], *args: Any) -> list[Any]:
+    return world.run(on_ranks, f, *args)
+
+
+def tree(extra: int = 0) -> list[dict[str, Tensor]]:
+    shapes = {"w": (D, D), "b": (D,), **{f"e{i}": (D, D) for i in range(extra)}}
+    return [
+        {name: normal(*shape, seed=20 * k + i) for i, (name, shape) in enumerate(shapes.items())} for k in range(DEPTH)
+    ]
+
+
+def rows(rank: int) -> Tensor:
+    return normal(ROWS, D, seed=50 + rank)
+
+
+def mesh() -> Any:
+    return sf.make_mesh(shard=-1, device="cpu")
+
+
+def sharded(plain: Any) -> Any:
+    return sf.shard(plain, mesh(), sf.full_shard("shard"))
+
+
+def net(layer: Callable[[Any, Tensor], Tensor], blocks: Any, x: Tensor) -> Tensor:
+    for p in sf.layers(blocks):
+        x = layer(p, x)
+    return x.square().sum()
+
+
+def wanted(layer: Layer, plain: Any) -> Any:
+    """The gradient of all ranks' losses together, in one process."""
+    xs = variables(plain)
+    total = torch.stack(
+        [
+            functools.reduce(lambda x, p, k=k: layer(p, x, k), xs, rows(k)).square().sum()  # type: ignore[misc]
+            for k in range(dist.get_world_size())
+        ]
+    ).sum()
+    leaves, structure = optree.tree_flatten(xs)
+    found: Any = [None] * len(leaves)
+    if total.requires_grad:
+        found = torch.autograd.grad(total, leaves, allow_unused=True)
+    zeros = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+    return optree.tree_unflatten(structure, zeros)
+
+
+def linear(p: Any, x: Tensor, rank: int = 0) -> Tensor:
+    return torch.tanh(x @ p["w"] + p["b"])
+
+
+# --- ranks do different things with what all of them gather ---
+
+
+def branch_by_rank(p: Any, x: Tensor, rank: int) -> Tensor:
+    return torch.tanh(x @ p["w"]) if rank == 0 else x * 2
+
+
+def branch_without_parameters(p: Any, x: Tensor, rank: int) -> Tensor:
+    return torch.tanh(x @ p["w"]) if rank == 1 else x.sin()
+
+
+def handed_through(p: Any, x: Tensor, rank: int) -> Tensor:
+    return linear(p, x) if rank == 0 else x
+
+
+def experts(p: Any, x: Tensor, rank: int) -> Tensor:
+    chosen = int(x.sum() > 0) + 2 * (rank == 1)
+    return torch.tanh(x @ p[f"e{chosen}"] + p["b"])
+
+
+def unused(p: Any, x: Tensor, rank: int) -> Tensor:
+    return torch.tanh(x + p["b"])
+
+
+def func_on_one_rank(p: Any, x: Tensor, rank: int) -> Tensor:
+    return torch.func.grad(lambda y: torch.tanh(y @ p["w"]).sum())(x) if rank == 0 else linear(p, x)
+
+
+# --- what stages had to refuse while their memory was lent ---
+
+
+class KeepsOnContext(torch.autograd.Function):
+    """The weight is an attribute, not a saved tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.x, ctx.w = x, w
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g @ ctx.w.T, ctx.x.T @ g
+
+
+def on_context(p: Any, x: Tensor, rank: int) -> Tensor:
+    return KeepsOnContext.apply(x, p["w"]) + p["b"]
+
+
+def checkpointed(p: Any, x: Tensor, rank: int) -> Tensor:
+    return checkpoint(lambda x: linear(p, x), x, use_reentrant=False)
+
+
+def on_the_host(p: Any, x: Tensor, rank: int) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return linear(p, x)
+
+
+def tuples_saved(p: Any, x: Tensor, rank: int) -> Tensor:
+    """Hooks of a user may save anything, also what looks like something of ours."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (t, t._version), lambda pair: pair[0]):
+        return linear(p, x)
+
+
+def in_place(p: Any, x: Tensor, rank: int) -> Tensor:
+    y = x @ p["w"]
+    y += p["b"]
+    return y.tanh_() * p["b"]
+
+
+def with_func(p: Any, x: Tensor, rank: int) -> Tensor:
+    y, pull = torch.func.vjp(lambda w: torch.tanh(x @ w), p["w"])[:2]
+    return y @ pull(y)[0] + p["b"]
+
+
+def mapped(p: Any, x: Tensor, rank: int) -> Tensor:
+    return torch.func.vmap(lambda r: torch.tanh(r @ p["w"]) * p["b"])(x)
+
+
+def hooked(p: Any, x: Tensor, rank: int) -> Tensor:
+    y = x @ p["w"]
+    y.register_hook(lambda g: g * p["b"].detach())
+    return y
+
+
+def two_outputs_of_one_memory(p: Any, x: Tensor, rank: int) -> Tensor:
+    y = x @ p["w"]
+    return y + y.T[:ROWS, :1]
+
+
+RIGHT: list[Layer] = [
+    linear, branch_by_rank, branch_without_parameters, handed_through, unused, func_on_one_rank, on_context,
+    checkpointed, on_the_host, tuples_saved, in_place, with_func, mapped, hooked, two_outputs_of_one_memory,
+]  # fmt: skip
+OPTIONS: list[dict[str, Any]] = [
+    {}, {"remat": True}, {"reshard": False}, {"reshard": "step"}, {"prefetch": 0}, {"prefetch": 3}
+]  # fmt: skip
+
+
+def gradients(layer: Layer, extra: int = 0) -> dict[str, float]:
+    rank, plain = dist.get_rank(), tree(extra)
+    flat, found = sharded(plain), {}
+    if layer is hooked:
+        want = wanted(lambda p, x, k: _hooked_plainly(p, x), plain)
+    else:
+        want = wanted(layer, plain)
+    for options in OPTIONS:
+        staged = sf.stage(lambda p, x: layer(p, x, rank), **options)
+        loss = lambda ps, staged=staged: net(staged, ps, rows(rank))  # noqa: E731
+        got = [sf.grad(loss)(flat) for _ in range(2)]
+        if layer in (linear, unused, on_context, in_place, with_func, mapped, hooked, checkpointed):  # as FSDP2 asks
+            leaves = variables(flat)
+            loss(leaves).backward()
+            got.append(optree.tree_map(lambda x: x.grad, leaves))
+        found[str(options)] = worst(distance(sf.unshard(one), want) for one in got)
+    return found
+
+
+def _hooked_plainly(p: Any, x: Tensor) -> Tensor:
+    return hooked(p, x, 0)
+
+
+@pytest.mark.parametrize("layer", [*RIGHT, experts], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("world", [(1, "processes"), (2, "processes"), (4, "threads")], indirect=True, ids=str)
+def test_gradients_are_those_of_one_process(world: World, layer: Layer) -> None:
+    for found in runs(world, gradients, layer, 4 if layer is experts else 0):
+        assert not {options: off for options, off in found.items() if not off < 1e-12}
+
+
+def only_later() -> float:
+    """Nobody saved a parameter in the first call; in later ones one rank does, and keeps what was gathered."""
+    rank, plain, late = dist.get_rank(), tree(), [False]
+
+    def layer(p: Any, x: Tensor, k: int) -> Tensor:
+        return torch.tanh(x @ p["w"]) if k == 1 and late[0] else x + p["b"]
+
+    staged, flat = sf.stage(lambda p, x: layer(p, x, rank)), sharded(plain)
+    for now in (False, True, True):
+        late[0] = now
+        got = sf.grad(lambda ps: net(staged, ps, rows(rank)))(flat)
+    return distance(sf.unshard(got), wanted(layer, plain))
+
+
+@pytest.mark.world(2)
+def test_a_parameter_that_is_read_only_in_a_later_step(world: World) -> None:
+    assert worst(runs(world, only_later)) < 1e-12
+
+
+def made_anew() -> list[int]:
+    """Collectives of steps whose stages are made anew each time."""
+    flat, counts = sharded(tree()), []
+    for _ in range(3):
+        with sf.ledger() as log:
+            sf.grad(lambda ps: net(sf.stage(lambda p, x: linear(p, x)), ps, rows(dist.get_rank())))(flat)
+        counts.append(len(log.records))
+    return counts
+
+
+@pytest.mark.world(2)
+def test_a_stage_that_is_made_anew_agrees_once(world: World) -> None:
+    for counts in runs(world, made_anew):
+        assert counts[1] == counts[2] == 3 * DEPTH - 2  # nothing is gathered again for the first and the last
+
+
+# --- parts of the loss, and of the graph ---
+
+
+def in_the_middle() -> tuple[float, float]:
+    """A gradient with respect to shards, inside of a loss of which a gradient is taken."""
+    rank, plain, inner = dist.get_rank(), tree(), list[Any]()
+    staged, flat = sf.stage(linear), sharded(plain)
+
+    def loss(ps: Any) -> Tensor:
+        value = net(staged, ps, rows(rank))
+        leaves = optree.tree_leaves(ps)
+        inner[:] = torch.autograd.grad(value, leaves, retain_graph=True)
+        return value
+
+    outer, want = sf.grad(loss)(flat), wanted(linear, plain)
+    given = optree.tree_unflatten(optree.tree_structure(flat), inner)
+    return distance(sf.unshard(given), want), distance(sf.unshard(outer), want)
+
+
+@pytest.mark.world(2)
+def test_a_gradient_in_the_middle_of_a_loss(world: World) -> None:
+    assert worst(off for pair in runs(world, in_the_middle) for off in pair) < 1e-12
+
+
+def of_inputs() -> list[float]:
+    """Gradients of inputs alone, and of inputs and parameters: a penalty by a gradient, as of a critic."""
+    rank, plain, flat = dist.get_rank(), tree(), sharded(tree())
+    staged = sf.stage(linear)
+
+    def penalty(layer: Any, ps: Any, k: int) -> Tensor:
+        x = rows(k).requires_grad_()
+        (g,) = torch.autograd.grad(net(layer, ps, x), [x], create_graph=True)
+        return (g.norm() - 1).square()
+
+    x = rows(rank).requires_grad_()
+    whole = tree()
+    (alone,) = torch.autograd.grad(net(staged, flat, x), [x])
+    y = rows(rank).requires_grad_()
+    (want,) = torch.autograd.grad(net(linear, whole, y), [y])
+    offs = [distance(alone, want)]
+    got = sf.grad(lambda ps: penalty(staged, ps, rank))(flat)
+    xs = variables(plain)
+    torch.stack([penalty(linear, xs, k) for k in range(dist.get_world_size())]).sum().backward()
+    return [*offs, distance(sf.unshard(got), optree.tree_map(lambda x: x.grad, xs))]
+
+
+@pytest.mark.parametrize("world", [(1, "processes"), (2, "processes"), (4, "threads")], indirect=True, ids=str)
+def test_gradients_of_inputs_and_of_those(world: World) -> None:
+    for offs in runs(world, of_inputs):
+        assert worst(offs) < 1e-12
+
+
+def twice() -> float:
+    """The derivative of a derivative by `create_graph`, where ranks use parameters differently."""
+    rank, plain, flat = dist.get_rank(), tree(), sharded(tree())
+
+    def second(layer: Any, ps: Any, k: int) -> Any:
+        leaves = optree.tree_leaves(ps)
+        value = net(layer, ps, rows(k))
+        first = torch.autograd.grad(value, leaves, create_graph=True, allow_unused=True)
+        return torch.stack([g.square().sum() for g in first if g is not None]).sum()
+
+    def layer(p: Any, x: Tensor, k: int) -> Tensor:
+        return linear(p, x) if k == 0 else torch.sin(x * p["b"])
+
+    leaves = variables(flat)
+    staged = sf.stage(lambda p, x: layer(p, x, rank))
+    # The sum over ranks of squares of pieces of the summed gradient.
+    second(staged, leaves, rank).backward()
+    got = sf.unshard(optree.tree_map(lambda x: x.grad, leaves))
+    xs = variables(plain)
+    flat_xs = optree.tree_leaves(xs)
+    n = dist.get_world_size()
+    value = torch.stack([net(functools.partial(layer, k=k), xs, rows(k)) for k in range(n)]).sum()
+    first = torch.autograd.grad(value, flat_xs, create_graph=True, allow_unused=True)
+    torch.stack([g.square().sum() for g in first if g is not None]).sum().backward()
+    return distance(got, optree.tree_map(lambda x: x.grad, xs))
+
+
+@pytest.mark.parametrize("world", [(1, "processes"), (2, "processes"), (4, "threads")], indirect=True, ids=str)
+def test_a_derivative_of_a_derivative(world: World) -> None:
+    assert worst(runs(world, twice)) < 1e-11
+
+
+def counted() -> tuple[float, int, float]:
+    """A function that draws random numbers around torch.func runs once, and draws what it would outside of a stage."""
+    count, found = [0], []
+
+    def layer(p: Any, x: Tensor) -> Tensor:
+        count[0] += 1
+        mask = torch.rand(ROWS, D, dtype=torch.float64)
+        return torch.func.grad(lambda y: (torch.tanh(y @ p["w"]) * mask).sum())(x)
+
+    whole = variables(tree())
+    for f, ps in ((sf.stage(layer), sharded(tree())), (layer, whole)):
+        torch.manual_seed(dist.get_rank())
+        found.append(sf.value_and_grad(lambda ps, f=f: net(f, ps, rows(dist.get_rank())))(ps)[0].item())
+    return found[0], count[0], found[1]
+
+
+@pytest.mark.world(2)
+def test_a_function_with_torch_func_inside_runs_once(world: World) -> None:
+    for staged, count, plain in runs(world, counted):
+        assert (staged, count) == (plain, 2 * DEPTH)
+
+
+# --- a second run ---
+
+
+def generator_rewound() -> float:
+    rank, flat = dist.get_rank(), sharded(tree())
+    grads = []
+    for remat in (False, True):
+        generator = torch.Generator().manual_seed(rank)
+
+        def layer(p: Any, x: Tensor, generator: torch.Generator) -> Tensor:
+            return linear(p, x) * (torch.rand(x.shape, generator=generator, dtype=x.dtype) > 0.3)
+
+        staged = sf.stage(layer, remat=remat)
+        loss = lambda ps: net(lambda p, x: staged(p, x, generator), ps, rows(rank))  # noqa: B023, E731
+        grads.append((sf.grad(loss)(flat), generator.get_state()))
+    assert torch.equal(grads[0][1], grads[1][1])
+    return distance(grads[0][0], grads[1][0])
+
+
+@pytest.mark.world(2)
+def test_a_generator_among_the_arguments_is_rewound(world: World) -> None:
+    assert worst(runs(world, generator_rewound)) == 0
+
+
+def counts_calls() -> str:
+    """A function of more than its arguments, in a stage that runs again."""
+    count = [0]
+
+    def layer(p: Any, x: Tensor) -> Tensor:
+        count[0] += 1
+        return linear(p, x) * count[0]
+
+    try:
+        sf.grad(lambda ps: net(sf.stage(layer, remat=True), ps, rows(0)))(sharded(tree()))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.world(2)
+def test_a_second_run_that_gives_something_else_is_an_error(world: World) -> None:
+    for told in runs(world, counts_calls):
+        assert "ran again for its gradient and returned" in told
+
+
+def modified(remat: bool) -> str:
+    """What backward needs is written into after the stage."""
+
+    def loss(ps: Any) -> Tensor:
+        x = sf.stage(linear, remat=remat)(ps[0], rows(0))
+        y = sf.stage(linear, remat=remat)(ps[1], x)
+        with torch.no_grad():
+            (x if remat else y).mul_(2)
+        return y.sum()
+
+    try:
+        sf.grad(loss)(sharded(tree()))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.world(2)
+def test_a_saved_tensor_that_is_written_into_is_an_error(world: World, remat: bool) -> None:
+    for told in runs(world, modified, remat):
+        assert "modified by an inplace operation" in told
+
+
+# --- parameters that are kept, returned, or written into ---
+
+
+def returned(options: dict[str, Any], strategy: str) -> tuple[float, float, bool]:
+    """A returned parameter is the caller's own, who may write into it."""
+    place = sf.full_shard("shard") if strategy == "full_shard" else sf.ddp("shard")
+    flat = sf.shard(tree(), mesh(), place)
+    before = optree.tree_map(torch.clone, flat)
+    get = sf.stage(lambda p: (p["w"], p["w"].T[0], p["b"]), **options)
+    staged = sf.stage(linear, **options)
+
+    def loss(ps: Any, writes: bool) -> Tensor:
+        w, column, b = get(ps[0])
+        total = w.sum() + (column * column).sum() + b.prod()
+        if writes:
+            with torch.no_grad():
+                w.mul_(2)
+                b.add_(1)
+        return staged(ps[0], rows(dist.get_rank())).square().sum() + total
+
+    values = [sf.value_and_grad(lambda ps, w=w: loss(ps, w))(flat) for w in (False, False)]
+    with torch.no_grad():
+        plain = get(flat[0])
+        plain[0].mul_(3)
+        again = get(flat[0])
+    off = distance(again[0], tree()[0]["w"])
+    total = lambda p: (  # noqa: E731
+        dist.get_world_size() * (p[0]["w"].sum() + p[0]["w"].T[0].square().sum() + p[0]["b"].prod())
+        + torch.stack([linear(p[0], rows(k)).square().sum() for k in range(dist.get_world_size())]).sum()
+    )
+    want = torch.func.grad(total)(tree())
+    got = distance(sf.unshard(values[1][1]), want)
+    return got, off, distance(flat, before) == 0
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "ddp"])
+@pytest.mark.parametrize("options", [{}, {"reshard": False}, {"reshard": "step"}, {"remat": True}], ids=str)
+@pytest.mark.parametrize("world", [(1, "processes"), (2, "processes")], indirect=True, ids=str)
+def test_returned_parameters_are_the_callers_own(world: World, options: dict[str, Any], strategy: str) -> None:
+    for off, again, same in runs(world, returned, options, strategy):
+        assert off < 1e-12
+        assert again == 0
+        assert same
+
+
+def writes(how: str, strategy: str) -> str:
+    place = sf.full_shard("shard") if strategy == "full_shard" else sf.ddp("shard")
+
+    def layer(p: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if how == "whole":
+                p["w"].mul_(2)
+            elif how == "view":
+                p["w"][0].zero_()
+            else:
+                p["w"].detach().T.add_(1)
+        return linear(p, x)
+
+    try:
+        sf.grad(lambda ps: net(sf.stage(layer), ps, rows(0)))(sf.shard(tree(), mesh(), place))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "ddp"])
+@pytest.mark.parametrize("how", ["whole", "view", "detached"])
+@pytest.mark.world(2)
+def test_writing_into_a_parameter_is_an_error(world: World, how: str, strategy: str) -> None:
+    for told in runs(world, writes, how, strategy):
+        assert "writes into its parameters" in told
+
+
+def stage_in_stage() -> float:
+    rank, plain = dist.get_rank(), tree()
+    flat = sharded(plain)
+
+    def total(stage: Any, ps: Any, k: int) -> Tensor:
+        inner = stage(lambda p, x: linear(p, x), remat=True)
+        outer = stage(lambda p, q, x: linear(p, inner(q, x @ p["w"])) + inner(q, x))
+        return outer(ps[0], ps[1], outer(ps[1], ps[2], rows(k))).square().sum()
+
+    got = sf.grad(lambda ps: total(sf.stage, ps, rank))(flat)
+    plainly = lambda f, **_: f  # noqa: E731
+    want = torch.func.grad(lambda ps: torch.stack([total(plainly, ps, k) for k in range(dist.get_world_size())]).sum())(
+        plain
+    )
+    return distance(sf.unshard(got), want)
+
+
+@pytest.mark.parametrize("world", [(1, "processes"), (2, "processes"), (4, "threads")], indirect=True, ids=str)
+def test_a_stage_in_a_stage(world: World) -> None:
+    assert worst(runs(world, stage_in_stage)) < 1e-12
+
+
+# --- what is left behind ---
+
+
+def left_behind() -> tuple[list[int], list[int], float]:
+    """After each backward without a step, and after each step, nothing is open, kept, or on a tape."""
+    rank, flat = dist.get_rank(), sharded(tree())
+    staged, schedule = sf.stage(linear), schedule_of(flat[0].layout.grid.mesh())
+    loose, stepped = [], []
+
+    def held() -> int:
+        return len(schedule.tape.runs) + len(schedule.buffers) + len(schedule.open) + len(schedule.kept)
+
+    for _ in range(3):
+        leaves = variables(flat)
+        net(staged, leaves, rows(rank)).backward()
+        loose.append(held())
+        sf.grad(lambda ps: net(staged, ps, rows(rank)))(flat)
+        stepped.append(held())
+    return loose, stepped, distance(sf.unshard(optree.tree_map(lambda x: x.grad, leaves)), wanted(linear, tree()))
+
+
+@pytest.mark.world(2)
+def test_nothing_is_left_behind(world: World) -> None:
+    for loose, stepped, off in runs(world, left_behind):
+        assert loose == stepped == [0, 0, 0]
+        assert off < 1e-12
+
+
+def freed_without_the_collector() -> list[int]:
+    """Whole parameters that are in memory after a step, with Python's garbage collector off."""
+    flat, found = sharded(tree()), []
+    pool = schedule_of(flat[0].layout.grid.mesh()).gathering.pool
+    gc.collect()
+    gc.disable()
+    try:
+        for options in OPTIONS[:3]:
+            staged = sf.stage(linear, **options)
+            for _ in range(3):
+                sf.grad(lambda ps, staged=staged: net(staged, ps, rows(0)))(flat)
+            found.append(len(pool.storages))
+    finally:
+        gc.enable()
+    return found
+
+
+@pytest.mark.world(2)
+def test_a_step_leaves_no_cycles_that_hold_memory(world: World) -> None:
+    for counts in runs(world, freed_without_the_collector):
+        assert max(counts) <= DEPTH
+        assert counts[0] <= 2
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        raise ValueError("on purpose")
+
+
+def interrupted(where: str) -> tuple[str, float]:
+    """A step after an error on all ranks, in the middle of forward or backward."""
+    rank, flat, calls = dist.get_rank(), sharded(tree()), [0]
+
+    def layer(p: Any, x: Tensor) -> Tensor:
+        calls[0] += 1
+        if calls[0] == 2:
+            if where == "forward":
+                raise ValueError("on purpose")
+            return Fails.apply(linear(p, x))
+        return linear(p, x)
+
+    staged, told = sf.stage(layer), ""
+    try:
+        sf.grad(lambda ps: net(staged, ps, rows(rank)))(flat)
+    except ValueError as error:
+        told = str(error)
+    return told, distance(sf.unshard(sf.grad(lambda ps: net(staged, ps, rows(rank)))(flat)), wanted(linear, tree()))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.world(2)
+def test_a_step_after_an_error(world: World, where: str) -> None:
+    for told, off in runs(world, interrupted, where):
+        assert told == "on purpose"
+        assert off < 1e-12
+
+
+# --- ranks that run different stages ---
+
+
+def different(sizes: bool) -> tuple[str, float]:
+    plain = tree()
+    if sizes:
+        plain[1] = {"w": torch.cat([plain[1]["w"]] * 3, 1), "b": plain[1]["b"]}
+    flat, staged, rank = sharded(plain), sf.stage(lambda p, x: torch.tanh(x @ p["w"][:, :D])), dist.get_rank()
+    for k in range(DEPTH):  # so that each is known
+        sf.grad(lambda ps, k=k: staged(ps[k], rows(0)).sum())(flat)
+    start = time.monotonic()
+    try:
+        sf.grad(lambda ps: staged(ps[rank], staged(ps[2], rows(0))).square().sum())(flat)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    return "nothing", 0.0
+
+
+@pytest.mark.parametrize("sizes", [False, True], ids=["same size", "other sizes"])
+def test_ranks_that_run_different_stages_are_told_at_once(sizes: bool) -> None:
+    with World(2, kind="processes", deadline=60) as world:
+        for told, seconds in runs(world, different, sizes):
+            assert "gathers '0'" in told
+            assert "gathers '1'" in told
+            assert seconds < 5
