@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
 from shardfn.testing import World
+from shardfn.transforms.step import under_autograd
 from tests.models import STRATEGIES, data_mesh, distance, gradients, normal, squares, variables
 from tests.models import layer as plain
 from tests.reference import worst
@@ -144,7 +145,12 @@ READING: dict[str, Layer] = {
 
 def _goes_by_func(name: str, frozen: bool) -> bool:
     """torch.func takes neither hooks of saved tensors nor Functions of the old kind, and knows of no frozen leaf."""
-    return not frozen and name not in ("checkpointed", "under_hooks", "under_low_level_hooks", "on_cpu")
+    of_the_old_kind = under_autograd.on and name in ("keeps_on_context", "keeps_a_view")
+    return (
+        not frozen
+        and not of_the_old_kind
+        and name not in ("checkpointed", "under_hooks", "under_low_level_hooks", "on_cpu")
+    )
 
 
 def read(strategy: str, options: dict[str, Any]) -> dict[str, float]:
