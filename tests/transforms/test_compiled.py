@@ -97,7 +97,9 @@ def of_blocks(
         for p in sf.layers(params["blocks"]):
             x = layer(p, x.to(dtype))
         x = layer(params["blocks"][0], x) if again else x
-        return sf.psum(x.square().sum(), DATA) / 100  # of micro-batches, too, which add up
+        if accumulated:  # micro-batches add up
+            return sf.psum(x.square().sum(), DATA) / 100
+        return sf.pmean(x.square().mean(), DATA)
 
     return stepping(loss, made, mesh, **(accumulated or {})), params, made.init(params)
 
