@@ -33,7 +33,6 @@ from shardfn.stages.in_graph import Traced
 from shardfn.stages.options import Options, Remat
 from shardfn.stages.prefetch import Group, PrefetchOrder
 from shardfn.stages.refusals import refuse_inside, refuse_reentrant
-from shardfn.stages.schedule import schedule_of
 from shardfn.stages.signature import Signature, signature_of
 from shardfn.transforms import custom_vjp
 from shardfn.transforms.autodiff import moves
@@ -159,6 +158,13 @@ def made(name: str, function: Callable[..., Any], options: Options, computes: bo
     return staged
 
 
+def _schedule_of(mesh: DeviceMesh) -> Any:
+    """The schedule of a mesh under autograd, whose modules are only loaded where they are used."""
+    from shardfn.stages.schedule import schedule_of
+
+    return schedule_of(mesh)
+
+
 class Layers(Sequence[T]):
     """The sequence that `layers` returns. While it is alive, the engine knows which stage follows which."""
 
@@ -173,16 +179,16 @@ class Layers(Sequence[T]):
         self._orders = {grid: PrefetchOrder(members) for grid, members in groups.items()}
         for grid, order in self._orders.items():
             mesh = mesh_of(grid, "layers: a stage")
-            schedule_of(mesh).announce(order) if under_autograd.on else engine_of(mesh).prefetch.announce(order)
+            _schedule_of(mesh).announce(order) if under_autograd.on else engine_of(mesh).prefetch.announce(order)
 
     def __iter__(self) -> Iterator[T]:
         if under_autograd.on:
             for grid, order in self._orders.items():
-                schedule_of(mesh_of(grid, "layers: a stage")).announce(order)
+                _schedule_of(mesh_of(grid, "layers: a stage")).announce(order)
         yield from self._items
         if under_autograd.on:
             for grid, order in self._orders.items():
-                schedule_of(mesh_of(grid, "layers: a stage")).withdraw(order)
+                _schedule_of(mesh_of(grid, "layers: a stage")).withdraw(order)
 
     def __getitem__(self, i: Any) -> Any:
         return self._items[i]
@@ -315,7 +321,7 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in own]
         for i in signature.shards:
             leaves[i] = None
-        return schedule_of(mesh).call(signature, leaves, shards, at)
+        return _schedule_of(mesh).call(signature, leaves, shards, at)
     engine = engine_of(mesh)
     call, shards, inputs = _begun(signature, leaves, mesh, engine.device)
     schedule = Traced(engine, call) if in_graph else engine  # a graph cannot hold memory that is filled again
