@@ -426,8 +426,9 @@ def _hooks(call: Call, leave: Any) -> Any:
     """
     around = autograd.saved_tensors_hooks()
     low = high = 0  # as long as the buffer lives, an address in there means one of its parameters
-    if call.gathered is not None and type(buffer := call.gathered.buffer) is Tensor and not call.signature.packed:
-        low = buffer.data_ptr() if call.again is not False and not call.keeps else 0
+    may_gather = call.gathered is not None and call.again is not False and not call.keeps
+    if may_gather and type(buffer := call.gathered.buffer) is Tensor and not call.signature.packed:  # type: ignore[union-attr]
+        low = buffer.data_ptr()
         high = low + buffer.nbytes
 
     def pack(x: Tensor) -> Any:

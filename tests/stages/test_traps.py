@@ -235,6 +235,29 @@ def test_a_parameter_that_is_read_only_in_a_later_step(world: World) -> None:
     assert worst(runs(world, only_later)) < 1e-12
 
 
+def empty() -> tuple[float, list[int]]:
+    """Nobody saves a parameter, and one rank saves tensors without elements, whose address is 0."""
+    rank, plain = dist.get_rank(), tree()
+
+    def layer(p: Any, x: Tensor, k: int) -> Tensor:
+        y = x + p["b"]
+        return y + torch.tanh(y[:0]).sum() if k == 1 else y
+
+    staged, flat, counts = sf.stage(lambda p, x: layer(p, x, rank)), sharded(plain), []
+    for _ in range(3):
+        with sf.ledger() as log:
+            got = sf.grad(lambda ps: net(staged, ps, rows(rank)))(flat)
+        counts.append(log.count(op="all_gather", backward=True))
+    return distance(sf.unshard(got), wanted(layer, plain)), counts
+
+
+@pytest.mark.world(2)
+def test_a_tensor_without_elements_is_no_place(world: World) -> None:
+    for off, counts in runs(world, empty):
+        assert off < 1e-12
+        assert counts == [0, 0, 0]
+
+
 def made_anew() -> list[int]:
     """Collectives of steps whose stages are made anew each time."""
     flat, counts = sharded(tree()), []
