@@ -45,7 +45,7 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     return [-1 if x.is_inference() else x._version for x in tensors]
 
 
-_NOTHING = contextlib.nullcontext()
+NOTHING = contextlib.nullcontext()
 
 
 class _Running(threading.local):
@@ -154,7 +154,8 @@ class Call:
             )
         return each
 
-    def _parted(self, flat: Sequence[Tensor]) -> list[list[Tensor]]:
+    def _parted(self, flat: Sequence[Any]) -> list[list[Any]]:
+        """Parameters, or their gradients, by shards."""
         each, at = [], 0
         for gather in self.plan.each:
             n = len(gather.layout.entries)
@@ -166,7 +167,7 @@ class Call:
         offloader = offloading(self.schedule.away, self.schedule.mesh, self) if self._offloads() else None
         places = (self.gathered is not None and not self.keeps) or self.signature.packed
         if not places and offloader is None:
-            return _NOTHING
+            return NOTHING
         return _hooks(self, offloader)
 
     def _offloads(self) -> bool:
@@ -204,10 +205,10 @@ class Call:
         signature, options = self.signature, self.signature.options
         arguments = [cast(x, options.input_dtype) for x in leaves] if options.input_dtype else leaves
         mesh = self.schedule.mesh
-        here = scope(mesh, known_axes(mesh)) if current_mesh() is not mesh else _NOTHING
+        here = scope(mesh, known_axes(mesh)) if current_mesh() is not mesh else NOTHING
         _running.calls.append(self)
         try:
-            with here, unscheduled() if open_ledgers else _NOTHING:
+            with here, unscheduled() if open_ledgers else NOTHING:
                 result = signature.call(arguments, views, self._decode if signature.packed else None)
         except RuntimeError as error:
             refuse_mixed(signature, error, views, leaves)
@@ -273,10 +274,7 @@ class Call:
 
     def _holds(self, y: Tensor) -> bool:
         """Whether a tensor is memory of a buffer or of a shard."""
-        if y.layout is not torch.strided:
-            return False
-        storage = autograd.storage_of(y)
-        return storage in self.owned
+        return y.layout is torch.strided and autograd.storage_of(y) in self.owned
 
     # --- what autograd saves ---
 
@@ -328,11 +326,7 @@ class Call:
 
     def entering(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The entry in backward: reduces the gradients of parameters to those of shards."""
-        schedule, parted, at = self.schedule, [], 0
-        for gather in self.plan.each:
-            n = len(gather.layout.entries)
-            parted.append(list(gradients[at : at + n]))
-            at += n
+        schedule, parted = self.schedule, self._parted(gradients)
         with schedule.in_backward(self):
             first = next((g for g in gradients if g is not None), None)
             if torch.is_grad_enabled() or (first is not None and functorch.batched(first)):

@@ -36,7 +36,7 @@ from shardfn.mesh.scope import independent_axes, refuse_independent, scope
 from shardfn.stages import nonfinite
 from shardfn.stages.activation_offload import Away
 from shardfn.stages.consistency import callers, compare, lane_state
-from shardfn.stages.entry_exit import Call, versions_of
+from shardfn.stages.entry_exit import NOTHING, Call, versions_of
 from shardfn.stages.gather import Gathered, Gathering, region_of
 from shardfn.stages.parameters import record_gradients, record_sum
 from shardfn.stages.prefetch import PrefetchOrder
@@ -64,9 +64,6 @@ def key_of(plan: GatherPlan, shards: Sequence[Tensor], versions: Sequence[int]) 
     """What a buffer is known by, while it holds these tensors."""
     changing = next(_numbers) if -1 in versions else 0
     return (plan, changing, *map(id, shards), *versions)
-
-
-_NOTHING = contextlib.nullcontext()
 
 
 class CallTape:
@@ -166,7 +163,7 @@ class Schedule:
             self._tape(step, call).add(call)
         call.keeps = records and (signature.keep in (True, "step") or not autograd.saved_tensors_hooks_allowed())
         call.again = self._gathers_again(call, records)
-        with attributed_to(signature.stage, backward=inside) if open_ledgers else _NOTHING:
+        with attributed_to(signature.stage, backward=inside) if open_ledgers else NOTHING:
             return call.run(leaves, at, records)
 
     def in_backward(self, call: Call) -> Any:
@@ -286,22 +283,17 @@ class Schedule:
         """Starts what is needed now and what is likely to be next, and lets go of all else; who needs it holds it."""
         stays = [one.key for one in wanted]
         for key in [key for key in self.buffers if key not in stays]:
-            self._let_go(self.buffers.pop(key))
+            self.buffers.pop(key).wait()  # if nobody used it, its memory is written to until it has come
         for one in wanted:
             found = self._found(one.key)
             if found is None:
                 if ledger_open():
                     pieces = {id(x): x.nbytes for kept in self.tape.secondary.values() for x in kept.shards}
                     record_buffers(self.gathering.pool.nbytes() + sum(pieces.values()))
-                with attributed_to(one.key[0].stage) if open_ledgers else _NOTHING:
+                with attributed_to(one.key[0].stage) if open_ledgers else NOTHING:
                     found = Gathered(one.plan, one.shards, self.gathering, one.again)
                     found.of = one.of
             self.buffers[one.key] = found
-
-    @staticmethod
-    def _let_go(gathered: Gathered) -> None:
-        """Lets go of a gather. If nobody used it, its memory is written to until it has come."""
-        gathered.wait()
 
     def forget(self, gathered: Gathered) -> None:
         """What was gathered must not be used again."""
@@ -313,9 +305,7 @@ class Schedule:
         """Ends the use of what was gathered in forward; keeps pieces from which backward gathers, if they are larger
         than the shards.
         """
-        if (
-            call.tape is None and call.key not in self.kept
-        ):  # no backward comes, and shards may change unseen until then
+        if call.tape is None:  # no backward comes, and shards may change unseen until the next call
             self.buffers.pop(call.key, None)
         plan = call.plan.secondary
         if plan is None or not isinstance(call.signature.keep, tuple) or call.tape is None or call.again is False:
@@ -559,7 +549,7 @@ class Schedule:
     def _drop_buffers(self, waits: bool = True) -> None:
         for store in (self.buffers, self.kept):
             for gathered in store.values() if waits else ():
-                self._let_go(gathered)
+                gathered.wait()
             store.clear()
         self.gathering.pool.trim()
 
