@@ -45,7 +45,6 @@ LENT = {
     "tests/stages/test_simulated.py::test_random_state_is_read_where_a_stage_may_run_again",
     "tests/stages/test_simulated.py::test_what_is_recomputed_on_another_thread_uses_the_same_engine",
     "tests/stages/test_offload.py::test_what_is_saved_several_times_moves_once",
-    "tests/stages/test_forward_mode.py::test_a_hessian_vector_product_is_that_of_one_process_by_twice_the_collectives",
     "tests/stages/test_stage_writes.py::test_a_shard_that_is_overwritten_before_backward_is_an_error",
 }  # fmt: skip
 

@@ -60,6 +60,24 @@ class hooked:
         _own.on.pop()
 
 
+class hooked_inside(hooked):
+    """The same inside of a transform of torch.func, for what its own graph saves."""
+
+    __slots__ = ("off", "refused")
+
+    def __enter__(self) -> None:
+        self.refused = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        self.off, _own.off = _own.off, []
+        _enable_hooks()
+        super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        _own.off = self.off
+        if self.refused is not None:
+            _disable_hooks(self.refused)
+
+
 class _OwnHooks(threading.local):
     def __init__(self) -> None:
         self.on: list[Any] = []

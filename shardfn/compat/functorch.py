@@ -177,6 +177,16 @@ def alive(x: torch.Tensor) -> torch.Tensor:
     return torch._C._functorch.unwrap_if_dead(x)
 
 
+def ended(x: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor in the wrapper of a transform that has ended, to which autograd may attach a graph."""
+    functorch = torch._C._functorch
+    level = functorch._grad_increment_nesting()
+    try:
+        return functorch._wrap_for_grad(x, level)
+    finally:
+        functorch._grad_decrement_nesting()
+
+
 def layers(x: torch.Tensor) -> Iterator[torch.Tensor]:
     """A tensor, and what the wrappers of transforms around it hold, from the outermost to the plain one."""
     yield x

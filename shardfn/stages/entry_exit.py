@@ -65,6 +65,7 @@ class Call:
 
     Attributes:
         trains: which shards get a gradient.
+        reduces: for which backward reduces one.
         again: whether backward gathers again, the same on all ranks; None until they have agreed on it.
         saved: whether autograd saved a place.
         keeps: whether autograd keeps what was gathered.
@@ -96,7 +97,7 @@ class Call:
         step: Step | None,
     ) -> None:
         self.schedule, self.signature, self.plan, self.shards = schedule, signature, plan, shards
-        self.trains, self.step = trains, step
+        self.trains, self.reduces, self.step = trains, trains, step
         self.outer = _running.calls[-1] if _running.calls else None
         variables = step.variables if step is not None else {}
         self.collected = [x if need and id(x) in variables else None for x, need in zip(shards, trains, strict=True)]

@@ -12,7 +12,8 @@ import functools
 import math
 import random
 import re
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,10 +33,10 @@ from shardfn.stages.options import Offload
 from shardfn.stages.refusals import writes
 from shardfn.stages.replay import entered
 from shardfn.stages.signature import Signature, signature_of
-from shardfn.transforms.autodiff import moves
+from shardfn.transforms.autodiff import detached, moves
 from shardfn.transforms.jvp import WRITES, belonging, running
 from shardfn.transforms.shortage import RandomNumbers
-from shardfn.transforms.step import OutsideGradient, current_step, pushes
+from shardfn.transforms.step import OutsideGradient, current_step, pushes, under_autograd
 
 
 def scheduled(signature: Signature, leaves: Sequence[Any]) -> bool:
@@ -62,6 +63,7 @@ class Pairs:
     Attributes:
         signature: of the stage of pairs.
         leaves: its arguments, without tangents: the values of all leaves, followed by the tangents of some.
+        count: how many of them are values.
         needs: which of them are differentiated.
         tangents: of the outputs, once it has run.
     """
@@ -89,6 +91,7 @@ class Pairs:
         self.leaves: list[Any] = optree.tree_leaves(arguments)
         self.needs = needs + [False] * (len(self.leaves) - len(needs))
         self.tangents: list[Tensor | None] = []
+        self.count = len(leaves)
         count = sum(i < len(leaves) for i in self.signature.shards)
         source_of = {leaf: k for k, source in enumerate(signature.sources) for leaf in source}
         paired = [k for k, i in enumerate(signature.shards) if has[source_of[i]]]
@@ -196,10 +199,10 @@ def _recorded(signature: Signature, has: Sequence[bool], nodes: list[Any], movin
     """Calls it on pairs whose graph autograd records."""
     pairs = _paired(has, nodes, moving)
     try:
-        with modes.functions_seen():
+        with modes.functions_seen(), running(None, _ranges(optree.tree_leaves(pairs)) if under_autograd.on else ()):
             result = _called(signature, pairs)
     except RuntimeError as error:
-        if "modified inplace. This view was created inside a custom Function" in str(error):
+        if WRITES in str(error) or "modified inplace. This view was created inside a custom Function" in str(error):
             raise RuntimeError(writes(signature)) from error
         raise
     signature.reverses &= not refused
@@ -232,7 +235,8 @@ def _transposed(
                 arguments[wanted[k]] = x
                 if unread[k]:
                     together.mark_unread(x)
-        with modes.functions_seen(), running(f"{signature.name} ({signature.stage})", _ranges(leaves)):
+        kept_by = contextlib.nullcontext() if saving.call is None else saving.call()
+        with modes.functions_seen(), running(f"{signature.name} ({signature.stage})", _ranges(leaves)), kept_by:
             belonging(arguments)
             result = _called(signature, optree.tree_unflatten(tree, arguments))
         found, structure = optree.tree_flatten(result)
@@ -266,6 +270,15 @@ def _transposed(
     return optree.tree_unflatten(structure, filled)
 
 
+class _Saving(threading.local):
+    """A context for what the graph of a stage's function saves inside of `torch.func.vjp`; None: as it is."""
+
+    call: Callable[[], Any] | None = None
+
+
+saving = _Saving()
+
+
 def _ranges(leaves: Iterable[Any]) -> list[tuple[int, int]]:
     """Where what is lent is in memory."""
     return [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in leaves if type(x) is Tensor]
@@ -279,7 +292,7 @@ class _Place(NamedTuple):
 
 def _paired(has: Sequence[bool], nodes: list[Any], moving: list[Any]) -> list[Any]:
     tangents = iter(moving)
-    return [optree.tree_map(_dual, node, next(tangents)) if yes else node for node, yes in zip(nodes, has, strict=True)]
+    return [optree.tree_map(dual, node, next(tangents)) if yes else node for node, yes in zip(nodes, has, strict=True)]
 
 
 def _called(signature: Signature, nodes: list[Any]) -> Any:
@@ -342,7 +355,7 @@ class _Transposed(torch.autograd.Function):
             ]
             # Some formulas of torch are right in forward mode only in grad mode, as with `create_graph`.
             found = torch.autograd.grad(ys, xs, cts, retain_graph=False, create_graph=True, allow_unused=True)
-        gradients = [None if g is None else functorch.alive(g) for g in found]
+        gradients = [None if g is None else detached(functorch.alive(g)) for g in found]
         return None, None, None, *[None] * ctx.count, *gradients
 
 
@@ -366,7 +379,7 @@ def _versions(leaves: Sequence[Any]) -> list[int]:
     return [part._version for x in tensors for part in functorch.unpacked(x) if part is not None]
 
 
-def _dual(value: Any, tangent: Any) -> Any:
+def dual(value: Any, tangent: Any) -> Any:
     """A pair. Torch would copy the tangent if it were at another place in its storage, with a storage as large."""
     if not moves(value):
         return value
@@ -478,6 +491,11 @@ def with_tangents(call: Call, outputs: Sequence[Tensor], tensors: Sequence[Tenso
     assert call.pairs is not None, "a call in forward mode"
     depends = [x for x in tensors if x.requires_grad] if torch.is_grad_enabled() else []
     return [
-        y if t is None else functorch.dual(y, _Tangent.apply(call.signature.stage, t, *depends) if depends else t)  # type: ignore[no-untyped-call]
+        y if t is None else functorch.dual(y, nobodys(call.signature.stage, t, depends))
         for y, t in zip(outputs, call.pairs.tangents, strict=True)
     ]
+
+
+def nobodys(stage: str, tangent: Tensor, depends: Sequence[Tensor]) -> Tensor:
+    """The tangent of an output; a gradient of it, which would go to these tensors, is refused."""
+    return _Tangent.apply(stage, tangent, *depends) if depends else tangent  # type: ignore[no-untyped-call]

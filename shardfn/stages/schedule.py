@@ -37,7 +37,9 @@ from shardfn.stages import nonfinite
 from shardfn.stages.activation_offload import Away
 from shardfn.stages.consistency import callers, compare, lane_state
 from shardfn.stages.entry_exit import NOTHING, Call, versions_of
+from shardfn.stages.forward_mode import Pairs
 from shardfn.stages.gather import Gathered, Gathering, region_of
+from shardfn.stages.paired_call import PairedCall
 from shardfn.stages.parameters import record_gradients, record_sum
 from shardfn.stages.prefetch import PrefetchOrder
 from shardfn.stages.reduction import Dtypes, Level, Reduction, Reductions, Route
@@ -143,8 +145,10 @@ class Schedule:
             self._communicators[names] = communicator_of(self.mesh, names) if several else None
         return self._communicators[names]
 
-    def call(self, signature: Signature, leaves: list[Any], shards: tuple[Tensor, ...], at: list[int]) -> Any:
-        """Calls a stage; `at` says which leaves are tensors, besides the shards."""
+    def call(
+        self, signature: Signature, leaves: list[Any], shards: tuple[Tensor, ...], at: list[int], pairs: Pairs | None = None
+    ) -> Any:
+        """Calls a stage, or one of pairs; `at` says which leaves are tensors, besides the shards."""
         if self.device.type != "cpu":
             late_checks().read()
         for layout in signature.layouts if independent_axes() else ():
@@ -156,7 +160,10 @@ class Schedule:
         differentiates = torch.is_grad_enabled()
         trains = [differentiates and x.requires_grad for x in shards]
         records = any(trains) or (differentiates and any(leaves[i].requires_grad for i in at))
-        call = Call(self, signature, plan, shards, trains, step)
+        if pairs is None:
+            call = Call(self, signature, plan, shards, trains, step)
+        else:
+            call = PairedCall(pairs, self, shards, trains, step)
         call.key = key_of(plan, shards, call.versions)
         inside = autograd.inside_backward()  # by a function that runs again
         if records and not inside:
@@ -427,7 +434,7 @@ class Schedule:
         turn = self.reductions.turn() if any(call.trains) else 0
         recorder = recording.current()
         for k, (gather, shard) in enumerate(zip(call.plan.each, call.shards, strict=True)):
-            if not call.trains[k]:
+            if not call.reduces[k]:
                 continue
             if recorder is not None:
                 record_gradients(recorder, gather.layout, gradients[k])

@@ -343,7 +343,13 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
 
 def _pushed(signature: Signature, leaves: list[Any], mesh: DeviceMesh) -> Any:
     """Calls a stage in forward mode by the schedule."""
-    pairs, engine = Pairs(signature, leaves), engine_of(mesh)
+    pairs = Pairs(signature, leaves)
+    if under_autograd.on:
+        shards, own = _checked(pairs.signature, pairs.leaves), set(pairs.signature.shards)
+        at = [i for i, leaf in enumerate(pairs.leaves) if isinstance(leaf, Tensor) and i not in own]
+        rest = [None if i in own else leaf for i, leaf in enumerate(pairs.leaves)]
+        return _schedule_of(mesh).call(pairs.signature, rest, shards, at, pairs)
+    engine = engine_of(mesh)
     call, shards, inputs = _begun(pairs.signature, pairs.leaves, mesh, engine.device, pairs.needs)
     call.collected, call.pairs = [None] * len(shards), pairs
     if any(call.needs):

@@ -174,7 +174,7 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def running(stage: str, lent: Sequence[tuple[int, int]]) -> Any:
+def running(stage: str | None, lent: Sequence[tuple[int, int]]) -> Any:
     """A context for the function of a stage, whose tensors belong to it, and which writes to nothing that is lent."""
     return replaced(_running, stage=stage, lent=lent)
 

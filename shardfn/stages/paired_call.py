@@ -1,0 +1,221 @@
+"""A call of a stage in `shardfn.jvp`: of a stage of pairs, whose cotangents and gradients have tangents of their own.
+
+Forward mode runs over reverse mode, since torch's formulas of tangents have wrong derivatives of their own (as that of
+a layer norm). What autograd saves of parameters and of their tangents are places, as in any call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn.compat import autograd, functorch, modes
+from shardfn.compat.replacing import replaced
+from shardfn.stages.entry_exit import Call, Place
+from shardfn.stages.forward_mode import Pairs, dual, nobodys, saving
+from shardfn.stages.refusals import refuse_opaque
+from shardfn.stages.replay import RngAndAutocast
+from shardfn.transforms.autodiff import detached, moves
+from shardfn.transforms.step import OutsideGradient
+
+if TYPE_CHECKING:
+    from shardfn.stages.schedule import Schedule
+
+
+class PairedCall(Call):
+    """One call of a stage of pairs."""
+
+    def __init__(self, pairs: Pairs, schedule: Schedule, shards: tuple[Tensor, ...], trains: list[bool], step: Any):
+        super().__init__(schedule, pairs.signature, pairs.signature.plan(shards), shards, trains, step)
+        self.unread, self.tangent_of = pairs.unread, pairs.tangent_of
+        self.values = pairs.count  # so many leaves, which tangents follow
+        self.collected = [None] * len(shards)  # their gradients have tangents, and go through autograd
+        self.reduces = [yes and k not in self.unread for k, yes in enumerate(trains)]
+        for k, t in self.tangent_of.items():
+            self.reduces[t] = trains[k]
+
+    # --- forward ---
+
+    def _hooks(self) -> Any:
+        return replaced(saving, call=None if self.keeps else self.saving)
+
+    def _hooked_run(self, leaves: list[Any], at: Sequence[int], views: list[list[Tensor]]) -> Any:
+        leaves = list(leaves)
+        for i in at:
+            if i >= self.values:  # else tangents would have graphs, and hold what they are made of
+                leaves[i] = leaves[i].detach()
+        if self.signature.options.remat is False:
+            return self._function(leaves, views)
+        again = _Again(self, leaves, at)
+        xs = [leaves[i] for i in at]
+        outputs = _Rerun.apply(again, *xs, *[p for ps in views for p in ps])  # type: ignore[no-untyped-call]
+        return again.with_tangents(outputs)
+
+    def _apart(self, result: Any, inputs: Sequence[Tensor], token: Tensor | None = None) -> Any:
+        """The same, with values alone through the exit; the gradient of a tangent is nobody's."""
+        if token is None:
+            return super()._apart(result, inputs)
+        leaves, tree = optree.tree_flatten(result)
+        refuse_opaque(self.signature, [y for y in leaves if not isinstance(y, Tensor)])
+        pairs = [functorch.unpacked(y) if moves(y) else (y, None) for y in leaves]
+        values = super()._apart([value for value, _ in pairs], inputs, token)
+        depends = [x for x in (*inputs, *self.shards) if x.requires_grad] if torch.is_grad_enabled() else []
+        outputs = [
+            y if t is None else functorch.dual(y, nobodys(self.signature.stage, t.detach(), depends))
+            for y, (_, t) in zip(values, pairs, strict=True)
+        ]
+        return optree.tree_unflatten(tree, outputs)
+
+    # --- what autograd saves ---
+
+    def saving(self) -> Any:
+        """A context inside of `torch.func.vjp` for what its graph saves: of parameters and their tangents, places."""
+        own = None if self.gathered is None or self.again is False else self.gathered.buffer
+        if type(own) is not Tensor:
+            return modes.functions_seen()
+        low, high = own.data_ptr(), own.data_ptr() + own.nbytes
+
+        def place(x: Tensor | None) -> Any:
+            if type(x) is not Tensor or x.layout is not torch.strided or x.is_conj() or x.is_neg():
+                return x
+            if not low <= (at := x.data_ptr()) < high:
+                return x
+            return Place(self, None, x.dtype, x.shape, x.stride(), at - low)
+
+        def pack(x: Tensor) -> Any:
+            x = functorch.unwrapped(x)  # the wrapper would hold its operation, which holds what it has saved
+            with functorch.outside_transforms(), modes.functions_unseen():
+                value, tangent = functorch.unpacked(x)
+                both = _PairOfPlaces(place(value), place(tangent))
+            if Place not in map(type, both):
+                return x, x._version
+            self.saved = True
+            return both
+
+        return autograd.hooked_inside(pack, _unpack)
+
+    # --- backward ---
+
+    def entering(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The entry in backward: reduces gradients, and their tangents, to those of shards."""
+        schedule, parted = self.schedule, self._parted(gradients)
+        if torch.is_grad_enabled() and not (self.step is not None and self.step.pushed):
+            raise OutsideGradient
+        with schedule.in_backward(self), modes.functions_unseen(), torch.no_grad():
+            for k, t in self.tangent_of.items():
+                both = [(None, None) if g is None else functorch.unpacked(g) for g in parted[k]]
+                parted[k] = [None if g is None or k in self.unread else g.detach() for g, _ in both]
+                parted[t] = [None if dg is None else dg.detach() for _, dg in both]
+            found = schedule.reduce(self, parted)
+            schedule.release(self)
+            for k, t in self.tangent_of.items():
+                g, dg, found[t] = found[k], found[t], None
+                if dg is not None:
+                    found[k] = functorch.dual(torch.full_like(dg, math.nan) if g is None else g, dg)
+            return found
+
+    def run_again(self, leaves: Sequence[Any]) -> Any:
+        """The function's result, once more, with what was gathered again."""
+        if self.plan.nbytes and self.gathered is None:
+            self.schedule.gather_again(self)
+        if self.gathered is not None:
+            self.gathered.wait()
+        views = [[p.requires_grad_(yes) for p in ps] for ps, yes in zip(self._views(self.gathered), self.trains, strict=True)]
+        return views, self._function(leaves, views)
+
+
+class _PairOfPlaces(NamedTuple):
+    """What is saved in place of a tensor that lies in what was gathered, or whose tangent does."""
+
+    value: Any
+    tangent: Any
+
+
+def _unpack(packed: Any) -> Tensor:
+    if type(packed) is _PairOfPlaces:
+        with modes.functions_unseen():
+            value, tangent = [x.found() if type(x) is Place else x for x in packed]
+            x = value if tangent is None else dual(value, tangent)
+    else:
+        x, version = packed
+        if x._version != version:
+            raise RuntimeError(autograd.modified(x, version))
+    return functorch.ended(x)  # autograd keeps a tangent only inside of a wrapper
+
+
+# --- a function that runs again in backward ---
+
+
+class _Again:
+    """How to run the function of a call again."""
+
+    def __init__(self, call: PairedCall, leaves: list[Any], at: Sequence[int]) -> None:
+        self.call, self.at, self.leaves = call, at, list(leaves)
+        for i in at:
+            self.leaves[i] = None
+        generators = [x for x in (*leaves, *call.signature.closed_over().values()) if type(x) is torch.Generator]
+        self.surroundings = RngAndAutocast(call.schedule.device, generators, again=True)
+        self.sizes = [len(gather.layout.entries) for gather in call.plan.each]
+        self.tree: Any = None
+        self.parts: list[Any] = []  # of the result: what is no output, and the tangents of outputs
+
+    def arguments(self, xs: Sequence[Tensor]) -> list[Any]:
+        leaves = list(self.leaves)
+        for i, x in zip(self.at, xs, strict=True):
+            leaves[i] = x
+        return leaves
+
+    def with_tangents(self, outputs: Sequence[Tensor]) -> Any:
+        """The result."""
+        each, (parts, self.parts) = iter(outputs), (self.parts, [])
+        filled = [
+            y if yes is None else next(each) if t is None else functorch.dual(next(each), t) for yes, y, t in parts
+        ]
+        return optree.tree_unflatten(self.tree, filled)
+
+
+class _Rerun(torch.autograd.Function):
+    """`(again, *xs, *parameters) -> outputs` that may have gradients; in backward it runs again."""
+
+    @staticmethod
+    def forward(ctx: Any, again: _Again, *tensors: Tensor) -> Any:
+        n = len(again.at)
+        # With a graph that is dropped: whether torch.func can make one is known then, and a tensor that the function
+        # keeps and does not return is known by it.
+        with torch.enable_grad(), functorch.forward_mode_on(), modes.functions_seen():
+            each = iter([x.detach().requires_grad_(x.requires_grad) for x in tensors])
+            xs = [next(each) for _ in range(n)]
+            views = [[next(each) for _ in range(size)] for size in again.sizes]
+            result = again.call._function(again.arguments(xs), views)
+            leaves, again.tree = optree.tree_flatten(result)
+            outputs = []
+            for y in leaves:
+                value, tangent = functorch.unpacked(y) if moves(y) else (y, None)
+                again.parts.append((True, None, None if tangent is None else tangent.detach()) if moves(y) else (None, y, None))
+                outputs += [value.detach()] if moves(y) else []
+        ctx.again, ctx.count = again, len(tensors)
+        ctx.save_for_backward(*tensors[:n])
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        again: _Again = ctx.again
+        with again.surroundings.again(), torch.enable_grad(), functorch.forward_mode_on(), modes.functions_seen():
+            xs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
+            views, result = again.call.run_again(again.arguments(xs))
+            outputs = [y for y in optree.tree_leaves(result) if moves(y)]
+            used = [(y, ct) for y, ct in zip(outputs, cotangents, strict=True) if ct is not None and y.requires_grad]
+            inputs = [*xs, *[p for ps in views for p in ps]]
+            wanted = [x for x in inputs if x.requires_grad]
+            found: Sequence[Tensor | None] = [None] * len(wanted)
+            if used and wanted:
+                ys, cts = zip(*used, strict=True)
+                found = torch.autograd.grad(ys, wanted, cts, create_graph=True, allow_unused=True)
+        remaining = iter(found)
+        return None, *[detached(next(remaining)) if x.requires_grad else None for x in inputs]
