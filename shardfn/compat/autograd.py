@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -201,6 +202,15 @@ def gradients(
     return torch.autograd.graph._engine_run_backward(
         tuple(outputs), tuple(cotangents), create_graph, create_graph, tuple(inputs), True, accumulate_grad=False
     )
+
+
+def hooks_of(x: torch.Tensor) -> dict[int, Any]:
+    """The hooks that are registered on a tensor, and those that will be, without the tensor."""
+    if x._backward_hooks is None and x.requires_grad:
+        x._backward_hooks = OrderedDict()
+        if x.grad_fn is not None:
+            x.grad_fn._register_hook_dict(x)
+    return {} if x._backward_hooks is None else x._backward_hooks
 
 
 def leaves_of(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:

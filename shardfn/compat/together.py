@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardfn.compat import functorch
+from shardfn.compat import autograd, functorch
 from shardfn.compat.devices import elements_at_a_time
 
 NUMBERS = 2**16  # at a time, on a CPU
@@ -91,7 +91,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, ctx.unread = inputs
+        *tensors, unread = inputs
+        ctx.hooks = None if unread is None else autograd.hooks_of(unread)  # what is held is gathered memory
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
 
@@ -107,7 +108,7 @@ class _Product(torch.autograd.Function):
             return dx, None, None
         moved = _sum(((_turned(tx), ct), (x.mT, tct)))
         # Hooks of a parameter may use its gradient.
-        if moved is not None and ctx.unread is not None and not ctx.unread._backward_hooks:
+        if moved is not None and ctx.hooks is not None and not ctx.hooks:
             nothing = torch.empty_like(moved)  # of which no page is touched but one
             nothing[0, 0] = math.nan  # a number that would be seen wherever it was used
             return dx, functorch.dual(nothing, moved), None

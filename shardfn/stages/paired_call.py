@@ -125,7 +125,10 @@ class PairedCall(Call):
             self.schedule.gather_again(self)
         if self.gathered is not None:
             self.gathered.wait()
-        views = [[p.requires_grad_(yes) for p in ps] for ps, yes in zip(self._views(self.gathered), self.trains, strict=True)]
+        views = self._views(self.gathered)
+        for ps, yes in zip(views, self.trains, strict=True):
+            for p in ps if yes else ():
+                p.requires_grad_()
         return views, self._function(leaves, views)
 
 
@@ -162,9 +165,10 @@ class _Again:
         self.surroundings = RngAndAutocast(call.schedule.device, generators, again=True)
         self.sizes = [len(gather.layout.entries) for gather in call.plan.each]
         self.tree: Any = None
-        self.parts: list[Any] = []  # of the result: what is no output, and the tangents of outputs
+        self.parts: list[Any] = []  # of the result: whether it is an output, and its tangent, or else what it is
 
     def arguments(self, xs: Sequence[Tensor]) -> list[Any]:
+        """The function's arguments."""
         leaves = list(self.leaves)
         for i, x in zip(self.at, xs, strict=True):
             leaves[i] = x
@@ -174,7 +178,7 @@ class _Again:
         """The result."""
         each, (parts, self.parts) = iter(outputs), (self.parts, [])
         filled = [
-            y if yes is None else next(each) if t is None else functorch.dual(next(each), t) for yes, y, t in parts
+            y if not moving else next(each) if y is None else functorch.dual(next(each), y) for moving, y in parts
         ]
         return optree.tree_unflatten(self.tree, filled)
 
@@ -195,10 +199,13 @@ class _Rerun(torch.autograd.Function):
             leaves, again.tree = optree.tree_flatten(result)
             outputs = []
             for y in leaves:
-                value, tangent = functorch.unpacked(y) if moves(y) else (y, None)
-                again.parts.append((True, None, None if tangent is None else tangent.detach()) if moves(y) else (None, y, None))
-                outputs += [value.detach()] if moves(y) else []
-        ctx.again, ctx.count = again, len(tensors)
+                if not moves(y):
+                    again.parts.append((False, y))
+                    continue
+                value, tangent = functorch.unpacked(y)
+                again.parts.append((True, None if tangent is None else tangent.detach()))
+                outputs.append(value.detach())
+        ctx.again = again
         ctx.save_for_backward(*tensors[:n])
         ctx.set_materialize_grads(False)
         return tuple(outputs)

@@ -146,7 +146,12 @@ class Schedule:
         return self._communicators[names]
 
     def call(
-        self, signature: Signature, leaves: list[Any], shards: tuple[Tensor, ...], at: list[int], pairs: Pairs | None = None
+        self,
+        signature: Signature,
+        leaves: list[Any],
+        shards: tuple[Tensor, ...],
+        at: list[int],
+        pairs: Pairs | None = None,
     ) -> Any:
         """Calls a stage, or one of pairs; `at` says which leaves are tensors, besides the shards."""
         if self.device.type != "cpu":
