@@ -12,16 +12,21 @@ import optree
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
+from shardfn.compat import functorch
 from shardfn.compat.replacing import replaced
 from shardfn.stages.schedule import schedule_of
 from shardfn.testing import World
+from shardfn.transforms.autodiff import differentiating
 from shardfn.transforms.step import under_autograd
 from tests.models import distance, normal, variables
 from tests.reference import worst
+from tests.stages.test_forward_mode import LAYERS, off_of_torch
 
 DEPTH, ROWS, D = 3, 4, 8
 Layer = Callable[[Any, Tensor, int], Tensor]
@@ -356,6 +361,46 @@ def twice() -> float:
 @pytest.mark.parametrize("world", [(1, "processes"), (2, "processes"), (4, "threads")], indirect=True, ids=str)
 def test_a_derivative_of_a_derivative(world: World) -> None:
     assert worst(runs(world, twice)) < 1e-11
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.world(2, "processes")
+def test_a_product_with_a_hessian(world: World, name: str) -> None:
+    for options in ({}, {"remat": True}, {"reshard": False}):
+        for off in runs(world, off_of_torch, name, "full_shard", options):
+            assert worst(off) < 1e-13, (options, off)
+
+
+def held_by_a_product(unread: bool) -> tuple[int, int]:
+    """How many stages' gathered parameters and tangents are alive after a forward pass of duals, and of how many."""
+    flat, direction, alive = sharded(tree()), sharded(tree()), list[Any]()
+
+    def layer(p: Any, x: Tensor) -> Tensor:
+        with functorch.outside_transforms():
+            parts = [part for leaf in optree.tree_leaves(p) for part in functorch.unpacked(functorch.unwrapped(leaf))]
+        alive.extend(StorageWeakRef(part.untyped_storage()) for part in parts if part is not None)
+        return torch.tanh(F.layer_norm(x @ p["w"], (D,), p["b"]))
+
+    staged, counts = sf.stage(layer), list[int]()
+
+    def loss(params: Any) -> Tensor:
+        x = rows(dist.get_rank())
+        alive.clear()
+        for p in params:
+            x = staged(p, x)
+        counts.append(sum(not storage.expired() for storage in alive))
+        return x.square().sum()
+
+    for _ in range(2):  # ranks agree in the first call on what backward needs
+        sf.jvp(differentiating(loss, unread=unread), (flat,), (direction,))
+    return counts[-1], len(alive)
+
+
+@pytest.mark.parametrize("unread", [False, True])
+@pytest.mark.world(2, "processes")
+def test_a_product_with_a_hessian_keeps_no_parameters(world: World, unread: bool) -> None:
+    for held, of in runs(world, held_by_a_product, unread):
+        assert held <= of // DEPTH, (held, of)  # those of the last stage
 
 
 def counted() -> tuple[float, int, float]:
