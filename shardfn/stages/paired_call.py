@@ -6,6 +6,7 @@ a layer norm). What autograd saves of parameters and of their tangents are place
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -77,7 +78,7 @@ class PairedCall(Call):
         """A context inside of `torch.func.vjp` for what its graph saves: of parameters and their tangents, places."""
         own = None if self.gathered is None or self.again is False else self.gathered.buffer
         if type(own) is not Tensor:
-            return modes.functions_seen()
+            return contextlib.nullcontext()
         low, high = own.data_ptr(), own.data_ptr() + own.nbytes
 
         def place(x: Tensor | None) -> Any:

@@ -317,11 +317,7 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
     elif (signature.shares_memory or under_autograd.on) and functorch.inside_transform():
         return composed(signature, leaves, mesh)
     elif under_autograd.on:
-        shards, own = _checked(signature, leaves), set(signature.shards)
-        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in own]
-        for i in signature.shards:
-            leaves[i] = None
-        return _schedule_of(mesh).call(signature, leaves, shards, at)
+        return _scheduled(signature, leaves, mesh)
     engine = engine_of(mesh)
     call, shards, inputs = _begun(signature, leaves, mesh, engine.device)
     schedule = Traced(engine, call) if in_graph else engine  # a graph cannot hold memory that is filled again
@@ -341,14 +337,20 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
             return composed(signature, leaves, mesh)
 
 
+def _scheduled(signature: Signature, leaves: list[Any], mesh: DeviceMesh, pairs: Pairs | None = None) -> Any:
+    """Calls a stage under autograd; lets go of the shards among the leaves."""
+    shards, own = _checked(signature, leaves), set(signature.shards)
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in own]
+    for i in own:
+        leaves[i] = None
+    return _schedule_of(mesh).call(signature, leaves, shards, at, pairs)
+
+
 def _pushed(signature: Signature, leaves: list[Any], mesh: DeviceMesh) -> Any:
     """Calls a stage in forward mode by the schedule."""
     pairs = Pairs(signature, leaves)
     if under_autograd.on:
-        shards, own = _checked(pairs.signature, pairs.leaves), set(pairs.signature.shards)
-        at = [i for i, leaf in enumerate(pairs.leaves) if isinstance(leaf, Tensor) and i not in own]
-        rest = [None if i in own else leaf for i, leaf in enumerate(pairs.leaves)]
-        return _schedule_of(mesh).call(pairs.signature, rest, shards, at, pairs)
+        return _scheduled(pairs.signature, pairs.leaves, mesh, pairs)
     engine = engine_of(mesh)
     call, shards, inputs = _begun(pairs.signature, pairs.leaves, mesh, engine.device, pairs.needs)
     call.collected, call.pairs = [None] * len(shards), pairs
