@@ -19,8 +19,8 @@ from shardfn.compat import autograd, functorch, modes
 from shardfn.compat.replacing import replaced
 from shardfn.stages.entry_exit import Call, Place
 from shardfn.stages.forward_mode import Pairs, dual, nobodys, saving
-from shardfn.stages.refusals import refuse_opaque
-from shardfn.stages.replay import RngAndAutocast
+from shardfn.stages.refusals import other_numbers, other_result, refuse_opaque
+from shardfn.stages.replay import RngAndAutocast, Sample, form_of
 from shardfn.transforms.autodiff import detached, moves
 from shardfn.transforms.step import OutsideGradient
 
@@ -166,6 +166,8 @@ class _Again:
         self.surroundings = RngAndAutocast(call.schedule.device, generators, again=True)
         self.sizes = [len(gather.layout.entries) for gather in call.plan.each]
         self.tree: Any = None
+        self.form: Any = None  # of the first run's result, and some of its numbers, if they are compared
+        self.sample: Sample | None = None
         self.parts: list[Any] = []  # of the result: whether it is an output, and its tangent, or else what it is
 
     def arguments(self, xs: Sequence[Tensor]) -> list[Any]:
@@ -174,6 +176,16 @@ class _Again:
         for i, x in zip(self.at, xs, strict=True):
             leaves[i] = x
         return leaves
+
+    def refuse_other(self, result: Any, given: Sequence[Tensor]) -> None:
+        """Raises RuntimeError if the second run returned something else than the first."""
+        form, signature = form_of(result, given)[0], self.call.signature
+        if not self.form.same(form, False):
+            raise RuntimeError(other_result(signature, str(self.form), str(form)))
+        values = [functorch.unpacked(y)[0] for y in optree.tree_leaves(result) if moves(y)]
+        off, self.sample = None if self.sample is None else self.sample.off(values), None
+        if off is not None:
+            raise RuntimeError(other_numbers(signature, off))
 
     def with_tangents(self, outputs: Sequence[Tensor]) -> Any:
         """The result."""
@@ -198,6 +210,7 @@ class _Rerun(torch.autograd.Function):
             views = [[next(each) for _ in range(size)] for size in again.sizes]
             result = again.call._function(again.arguments(xs), views)
             leaves, again.tree = optree.tree_flatten(result)
+            again.form = form_of(result, [*xs, *[p for ps in views for p in ps]])[0]
             outputs = []
             for y in leaves:
                 if not moves(y):
@@ -206,6 +219,8 @@ class _Rerun(torch.autograd.Function):
                 value, tangent = functorch.unpacked(y)
                 again.parts.append((True, None if tangent is None else tangent.detach()))
                 outputs.append(value.detach())
+        signature = again.call.signature
+        again.sample, signature.compared = None if signature.compared else Sample(outputs), True
         ctx.again = again
         ctx.save_for_backward(*tensors[:n])
         ctx.set_materialize_grads(False)
@@ -217,6 +232,7 @@ class _Rerun(torch.autograd.Function):
         with again.surroundings.again(), torch.enable_grad(), functorch.forward_mode_on(), modes.functions_seen():
             xs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
             views, result = again.call.run_again(again.arguments(xs))
+            again.refuse_other(result, [*xs, *[p for ps in views for p in ps]])
             outputs = [y for y in optree.tree_leaves(result) if moves(y)]
             used = [(y, ct) for y, ct in zip(outputs, cotangents, strict=True) if ct is not None and y.requires_grad]
             inputs = [*xs, *[p for ps in views for p in ps]]

@@ -449,7 +449,7 @@ def test_a_generator_among_the_arguments_is_rewound(world: World) -> None:
     assert worst(runs(world, generator_rewound)) == 0
 
 
-def counts_calls() -> str:
+def counts_calls(product: bool) -> str:
     """A function of more than its arguments, in a stage that runs again."""
     count = [0]
 
@@ -457,16 +457,18 @@ def counts_calls() -> str:
         count[0] += 1
         return linear(p, x) * count[0]
 
+    gradient, params = sf.grad(lambda ps: net(sf.stage(layer, remat=True), ps, rows(0))), sharded(tree())
     try:
-        sf.grad(lambda ps: net(sf.stage(layer, remat=True), ps, rows(0)))(sharded(tree()))
+        sf.jvp(gradient, (params,), (params,)) if product else gradient(params)
     except RuntimeError as error:
         return str(error)
     return "nothing"
 
 
+@pytest.mark.parametrize("product", [False, True])
 @pytest.mark.world(2)
-def test_a_second_run_that_gives_something_else_is_an_error(world: World) -> None:
-    for told in runs(world, counts_calls):
+def test_a_second_run_that_gives_something_else_is_an_error(world: World, product: bool) -> None:
+    for told in runs(world, counts_calls, product):
         assert "ran again for its gradient and returned" in told
 
 
