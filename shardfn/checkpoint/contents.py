@@ -119,7 +119,7 @@ class LocalBox:
 
 @dataclass(frozen=True)
 class Copy:
-    """This rank's copy of a parameter of a flat shard.
+    """This rank's copy of a parameter of a flat shard of which ranks hold several.
 
     Attributes:
         index: of the copy, along the axes over which the parameter is replicated.
@@ -145,7 +145,7 @@ class Contents:
         numbers: numbers and strings.
         by_rank: names whose values may differ between ranks.
         optional: names in `numbers` that files may lack, where those are 0.
-        copies: this rank's copy of each parameter of a flat shard.
+        copies: this rank's copy of each parameter of a flat shard that is replicated.
         packed: parameters in few bits.
         keys: for each name the keys from the root of the tree.
         grids: the meshes.
@@ -282,11 +282,14 @@ def _add_name(result: Contents, name: str, tokens: tuple[Any, ...]) -> None:
     result.keys[name] = tokens
 
 
-def _add_copy(result: Contents, name: str, layout: Layout, number: int, by_rank: bool) -> Copy:
-    grid, rank, cut, same = layout.grid, process_groups.global_rank(), layout.cut_axes(number), layout.same_axes(number)
+def _add_copy(result: Contents, name: str, layout: Layout, number: int, by_rank: bool) -> Copy | None:
+    same = layout.same_axes(number)
+    if (count := layout.grid.size(same)) == 1:
+        return None
+    grid, rank, cut = layout.grid, process_groups.global_rank(), layout.cut_axes(number)
     line = f"{cut} of {grid}, ranks {zlib.crc32(repr(grid.ranks).encode())}", grid.index(rank, cut)
-    result.copies[name] = copy = Copy(grid.index(rank, same), grid.size(same), line)
-    if by_rank and copy.count > 1:
+    result.copies[name] = copy = Copy(grid.index(rank, same), count, line)
+    if by_rank:
         result.by_rank.add(name)
     return copy
 
@@ -313,9 +316,10 @@ def _add_flat(
         _add_copy(result, name, layout, number, by_rank)
         if packed is not None:
             result.packed[name] = packed
-    for number, low, high, at in layout.cuts_of(rank):
-        if number in names:
-            result.copies[names[number]].parts.append(values[at - first : at - first + high - low])
+    copies = {number: result.copies[name] for number, name in names.items() if name in result.copies}
+    for number, low, high, at in layout.cuts_of(rank) if copies else ():
+        if number in copies:
+            copies[number].parts.append(values[at - first : at - first + high - low])
     for number, box, at in _cut(layout, rank, shared and not by_rank, values.element_size(), most_of(values)):
         if number in names:
             part = values[at - first : at - first + box.numel].view(box.sizes)
@@ -327,17 +331,19 @@ def _add_blocks(result: Contents, tokens: tuple[Any, ...], node: Blocks, shared:
     result.grids.append(layout.grid)
     keys = _keys(tokens, node)
     shapes = {number: blocks.whole_shape(layout, number) for number in keys}
-    copies: dict[int, Copy] = {}
+    copies: dict[int, Copy | None] = {}
     for number, tokens_of in keys.items():
         _add_name(result, _name(tokens_of), tokens_of)
         result.tensors[_name(tokens_of)] = Kind(node.values.dtype, shapes[number])
         copies[number] = _add_copy(result, _name(tokens_of), layout, number, by_rank)
     values = node.values.detach()
     for number, offsets, start, stop in blocks.parts(node, rank, shared):
-        copy = copies[number]
-        copy.parts.append(values[start:stop])
-        writer = copy.index if by_rank else zlib.crc32(layout.entries[number].path.encode()) % copy.count
-        if (start < stop or shapes[number][-1] == 0) and (not shared or copy.index == writer):
+        writes = True
+        if (copy := copies[number]) is not None:
+            copy.parts.append(values[start:stop])
+            turn = zlib.crc32(layout.entries[number].path.encode()) % copy.count
+            writes = by_rank or not shared or copy.index == turn
+        if (start < stop or shapes[number][-1] == 0) and writes:
             box = Box(offsets, (*(1 for _ in offsets[:-1]), stop - start))
             result.boxes.append(LocalBox(_name(keys[number]), box, values[start:stop].view(box.sizes)))
 

@@ -20,7 +20,7 @@ def digests(held: Contents, plain: bool = False) -> Digests:
     """A digest of this rank's copy of each replicated value, also of whole tensors if `plain`; reads them once."""
     result: Digests = {}
     for name, copy in held.copies.items():
-        if copy.count > 1 and copy.parts:
+        if copy.parts:
             digest = checksum(copy.parts[0]) if len(copy.parts) == 1 else hash(tuple(map(checksum, copy.parts)))
             result[name] = copy.place, digest
         copy.parts.clear()

@@ -253,12 +253,12 @@ class Save:
         with contextlib.closing(Writer(self.folder, team.rank)) as writer:
             for part, values in zip(held.boxes, arrivals(part.values for part in held.boxes), strict=True):
                 self._check_stopped()
-                copy = held.copies[part.name]
+                index = held.copies[part.name].index if part.name in held.by_rank else 0
                 if part.name in alone:
-                    saved_name = _of_rank(part.name, copy.index)
+                    saved_name = _of_rank(part.name, index)
                     writer.written.tensors[saved_name] = held.tensors[part.name]
                     writer.tensor(saved_name, values, part.box)
-                elif part.name not in held.by_rank or copy.index == 0:  # of equal copies that may differ, the first
+                elif index == 0:  # of equal copies that may differ, the first
                     writer.tensor(part.name, values, part.box)
             load = [0] * team.size
             for name, x in held.plain.items():

@@ -299,13 +299,18 @@ class Layout:
 
     def cut_axes(self, number: int) -> tuple[str, ...]:
         """Axes along which ranks hold different elements of a parameter, or some hold none; in the mesh's order."""
-        cut = {*self.placement.axes, *self.placement.only_at_axes, *self.entries[number].spec.axes}
-        return tuple(name for name, _ in self.grid.sizes if name in cut)
+        return self._axes[number][0]
 
     def same_axes(self, number: int) -> tuple[str, ...]:
         """The other axes, along which ranks hold the same elements of a parameter."""
-        cut = self.cut_axes(number)
-        return tuple(name for name, _ in self.grid.sizes if name not in cut)
+        return self._axes[number][1]
+
+    @cached_property
+    def _axes(self) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
+        every = {*self.placement.axes, *self.placement.only_at_axes}
+        cuts = ({*every, *entry.spec.axes} for entry in self.entries)
+        names = tuple(name for name, _ in self.grid.sizes)
+        return tuple((tuple(n for n in names if n in cut), tuple(n for n in names if n not in cut)) for cut in cuts)
 
     def corner(self, number: int, rank: int) -> tuple[int, ...]:
         """Index in the whole parameter at which a rank's value begins."""

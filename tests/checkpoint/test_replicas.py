@@ -44,7 +44,7 @@ PLACED: dict[str, tuple[dict[str, int], Any, Any]] = {
 def elements(tree: Any) -> Any:
     """What this rank holds of each value, without padding."""
     held = contents(tree, shared=False)
-    return {name: copy.parts for name, copy in held.copies.items()}, held.plain, held.numbers
+    return [(box.name, box.values) for box in held.boxes], held.plain, held.numbers
 
 
 def saved_islands(root: str, kind: str) -> Any:
