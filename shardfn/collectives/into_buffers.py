@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -114,9 +114,22 @@ class Later:
         self.start().wait()
 
 
-def arrived(work: Handle, op: str, group: str, stage: str) -> None:
+class _Waited(NamedTuple):
+    """What a work moves: messages name the stage, and ranks meet if the purpose is the same, too."""
+
+    stage: str
+    purpose: int
+
+    def __repr__(self) -> str:
+        return repr(self.stage)
+
+    def __str__(self) -> str:
+        return f"{self.stage} {self.purpose}"
+
+
+def arrived(work: Handle, op: str, group: str, stage: str, purpose: int = 0) -> None:
     """Waits for a work; a long wait is reported as this operation."""
-    with waiting.on(op, group, stage):
+    with waiting.on(op, group, _Waited(stage, purpose)):
         work.wait()
 
 
@@ -185,17 +198,17 @@ def transports(mesh: DeviceMesh, **chosen: str) -> Iterator[None]:
 
 
 def all_gather(
-    whole: Tensor, comm: Communicator, dtype: torch.dtype, own: Tensor | None = None, head: Tensor | None = None
+    whole: Tensor, comm: Communicator, dtype: torch.dtype, own: Tensor | None = None, purpose: int = 0
 ) -> Handle:
     """Fills `whole`, bytes `[size * n]`, with every rank's piece; this rank's piece, `own`, is in place already.
 
-    With `head`, messages begin with one that says what they belong to.
+    Messages between ranks only meet those of the same `purpose` (see `purpose_of`).
     """
     how = _issued("all_gather", comm, (whole.nbytes, dtype))
     if how == "native" and own is not None:  # saves finding the own piece again at every step
         return process_groups.start_all_gather(whole, own, comm.gathers)
-    if how == "direct" and head is not None:
-        return _gather_directly(whole, comm, head)
+    if how == "direct":
+        return _gather_directly(whole, comm, purpose)
     return TRANSPORTS["all_gather"][how](whole, comm)
 
 
@@ -273,22 +286,22 @@ def scatter_pieces(
     numel: int,
     dtype: torch.dtype,
     comm: Communicator,
-    head: Tensor | None = None,
+    purpose: int = 0,
 ) -> Handle:
     """A reduce-scatter of pieces that lie in parts: `parts[i]` go to rank `i`, and rank `i`'s parts for this one come
     into `into[i]`, in the same order; `add` then sums what has come. `numel` counts the elements of all ranks' pieces.
     """
     _issued("reduce_scatter", comm, (numel * dtype.itemsize, dtype))
-    return Together([exchanged(into, parts, comm, head=head)], add)
+    return Together([exchanged(into, parts, comm, purpose=purpose)], add)
 
 
 def reduce_scatter(
-    flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor], head: Tensor | None = None
+    flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor], purpose: int = 0
 ) -> Handle:
     """Fills `out [n]` with the sum over ranks of their pieces of `flat [size * n]` for this rank.
 
     `out` may have a wider dtype than `flat`; `scratch(n)` lends memory for `n` elements of `flat`'s dtype until the
-    wait. With `head`, messages begin with one that says what they belong to.
+    wait. Messages between ranks only meet those of the same `purpose`.
     """
     if flat.is_complex():
         complex_scratch, flat, out = scratch, _real(flat), _real(out)
@@ -298,7 +311,7 @@ def reduce_scatter(
 
     how = _issued("reduce_scatter", comm, (flat.nbytes, flat.dtype))
     if how == "direct":
-        return _scatter_directly(flat, out, comm, scratch, head)
+        return _scatter_directly(flat, out, comm, scratch, purpose)
     return TRANSPORTS["reduce_scatter"][how](flat, out, comm, scratch)
 
 
@@ -352,10 +365,10 @@ def _gather_by_broadcasts(whole: Tensor, comm: Communicator) -> Handle:
     )
 
 
-def _gather_directly(whole: Tensor, comm: Communicator, head: Tensor | None = None) -> Handle:
+def _gather_directly(whole: Tensor, comm: Communicator, purpose: int = 0) -> Handle:
     pieces = whole.view(comm.axis.size, -1).unbind()
     own = [pieces[comm.axis.index]]
-    return exchanged([[piece] for piece in pieces], [own] * len(pieces), comm, gathers=True, head=head)
+    return exchanged([[piece] for piece in pieces], [own] * len(pieces), comm, gathers=True, purpose=purpose)
 
 
 def exchanged(
@@ -363,71 +376,33 @@ def exchanged(
     out: Sequence[Sequence[Tensor]],
     comm: Communicator,
     gathers: bool = False,
-    head: Tensor | None = None,
+    purpose: int = 0,
 ) -> Handle:
     """Sends `out[i]` to each other rank `i`, and receives into `into[i]` what that rank has for this one.
 
     By the group that moves gradients, or with `gathers` by the one that moves parameters. gloo ends the process if a
-    message's length differs from the expected one; so the tag contains the length, and a message of another length only
-    waits. A `head` (see `head_of`) goes before the messages, and is compared before they are awaited.
+    message's length differs from the expected one; so the tag tells the length and the purpose, and a message of
+    another one only waits, until the watchdog says what ranks wait for.
     """
     if current.watch is not None:
         refuse_traced("messages into memory that is filled again")
     others = [i for i in range(comm.axis.size) if i != comm.axis.index]
-    group, tag = (comm.gathers, 1) if gathers else (comm.reductions, 2)
-    heads = [] if head is None else [torch.empty_like(head) for _ in others]
+    group = comm.gathers if gathers else comm.reductions
 
     def launch() -> list[Any]:
-        works = [group.recv([x], i, _tagged(tag, x)) for i in others for x in into[i] if x.nbytes]
-        works += [] if head is None else [group.send([head], i, _HEADS + tag) for i in others]
-        works += [group.send([x], i, _tagged(tag, x)) for i in others for x in out[i] if x.nbytes]
-        return works + [group.recv([x], i, _HEADS + tag) for i, x in zip(others, heads, strict=False)]
+        works = [group.recv([x], i, _tag(x, gathers, purpose)) for i in others for x in into[i] if x.nbytes]
+        return works + [group.send([x], i, _tag(x, gathers, purpose)) for i in others for x in out[i] if x.nbytes]
 
-    return Launched(launch, group) if head is None else _Headed(launch, group, head, heads)
+    return Launched(launch, group)
 
 
-_HEADS = 2**30  # tags of heads, more than any other tag here
-HEAD = 96  # bytes of a head
+def purpose_of(identity: str) -> int:
+    """A number of 30 bits for what messages are for, the same on all ranks; 0 stands for no purpose in particular."""
+    return zlib.crc32(identity.encode()) % 2**30
 
 
-def head_of(identity: str, described: str) -> Tensor:
-    """A message that says what those after it belong to: bytes `[HEAD]`, a digest and a description."""
-    digest = hashlib.blake2b(identity.encode(), digest_size=8).digest()
-    return torch.tensor(list((digest + described.encode())[:HEAD].ljust(HEAD)), dtype=torch.uint8, device="cpu")
-
-
-class _Headed(Launched):
-    """Messages whose heads are compared first: of ranks that do different things, each gets an error."""
-
-    __slots__ = ("head", "heads")
-
-    def __init__(self, start: Callable[[], list[Any]], group: Any, head: Tensor, heads: list[Tensor]) -> None:
-        super().__init__(start, group)
-        self.head, self.heads = head, heads
-
-    def wait(self) -> None:
-        """Waits until all have arrived.
-
-        Raises:
-            RuntimeError: another rank does something else.
-        """
-        works = None if self.works is None else self.works.result()
-        while works and self.heads:
-            works.pop().wait()
-            theirs = self.heads.pop()
-            if not torch.equal(theirs, self.head):
-                _mixed.append((works, self.left))  # what will not come may be written to for as long as it is expected
-                self.works = None
-                ours, other = (bytes(x[8:].tolist()).decode(errors="replace").strip() for x in (self.head, theirs))
-                raise RuntimeError(f"this rank {ours}, and another one {other}: ranks run different stages")
-        super().wait()
-
-
-_mixed: list[Any] = []
-
-
-def _tagged(tag: int, x: Tensor) -> int:
-    return tag + 4 * (x.nbytes % 2**27)
+def _tag(x: Tensor, gathers: bool, purpose: int) -> int:
+    return (purpose + 61 * x.nbytes) % 2**30 if purpose else 2**30 + 2 * (x.nbytes % 2**28) + gathers
 
 
 def _scatter_natively(flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor]) -> Handle:
@@ -439,7 +414,7 @@ def _scatter_natively(flat: Tensor, out: Tensor, comm: Communicator, scratch: Ca
 
 
 def _scatter_directly(
-    flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor], head: Tensor | None = None
+    flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor], purpose: int = 0
 ) -> Handle:
     pieces = flat.view(comm.axis.size, -1).unbind()
     own, index = pieces[comm.axis.index], comm.axis.index
@@ -455,7 +430,7 @@ def _scatter_directly(
             out.copy_(wide)
 
     into = [[piece] for piece in [*received[:index], own, *received[index:]]]
-    return Together([exchanged(into, [[piece] for piece in pieces], comm, head=head)], add)
+    return Together([exchanged(into, [[piece] for piece in pieces], comm, purpose=purpose)], add)
 
 
 def _scatter_by_exchange(flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor]) -> Handle:

@@ -21,7 +21,7 @@ from shardfn.collectives.into_buffers import (
     all_gather,
     arrived,
     gather_by_hops,
-    head_of,
+    purpose_of,
     transport,
 )
 from shardfn.collectives.late_checks import check
@@ -168,15 +168,15 @@ class Gathered:
             _decode(self.buffer, gather)
             return
         dtype = gather.dtype if wire is None else torch.uint8
-        headed = not layout.placement.hierarchical and transport("all_gather", comm) == "direct"
-        if not headed and comm.axis.index == comm.axis.size - 1:
+        tagged = not layout.placement.hierarchical and transport("all_gather", comm) == "direct"
+        if not tagged and comm.axis.index == comm.axis.size - 1:
             _tail(gather, region).copy_(_tag(gather, region.device))
         if layout.placement.hierarchical:
             hops = [hop for name in reversed(layout.placement.axes) if (hop := by.communicator_of((name,))) is not None]
             work = gather_by_hops(region, comm.axis.index, hops, dtype)
         else:
-            work = all_gather(region, comm, dtype, own.view(torch.uint8), _head(gather, self.again) if headed else None)
-        arrival = _Arrival(work, comm, gather, self.buffer, checks=not headed)
+            work = all_gather(region, comm, dtype, own.view(torch.uint8), _purpose(gather, self.again))
+        arrival = _Arrival(work, comm, gather, self.buffer, self.again, checks=not tagged)
         self.works.append(arrival if wire is None or by.stream is None else by.stream.decoded(arrival))
 
     @staticmethod
@@ -210,14 +210,18 @@ class Gathered:
 class _Arrival:
     """A gather that, when it arrives, checks whether ranks gathered the same stage, and decodes it."""
 
-    __slots__ = ("buffer", "checks", "gather", "group", "work")
+    __slots__ = ("again", "buffer", "checks", "gather", "group", "work")
 
-    def __init__(self, work: Handle, comm: Communicator, gather: Gather, buffer: Tensor, checks: bool) -> None:
+    def __init__(
+        self, work: Handle, comm: Communicator, gather: Gather, buffer: Tensor, again: bool, checks: bool
+    ) -> None:
         self.work, self.group, self.gather, self.buffer = work, comm.gathers.group_name, gather, buffer
+        self.again = again
         self.checks = checks and comm.checks and comm.axis.index < comm.axis.size - 1
 
     def wait(self) -> None:
-        arrived(self.work, "all_gather", self.group, self.gather.layout.stage)
+        op, stage = "second all_gather" if self.again else "all_gather", self.gather.layout.stage
+        arrived(self.work, op, self.group, stage, _purpose(self.gather, self.again))
         if self.checks:
             check(_tail(self.gather, region_of(self.buffer, self.gather)), functools.partial(_wrong, self.gather))
         _decode(self.buffer, self.gather)
@@ -251,10 +255,9 @@ def _tag(gather: Gather, device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _head(gather: Gather, again: bool) -> Tensor:
-    layout, kind = gather.layout, "gathers again" if again else "gathers"
-    identity = repr((kind, layout.stage, layout.entries, layout.padded, gather.wire or gather.dtype))
-    return head_of(identity, f"{kind} {layout.stage!r}")
+def _purpose(gather: Gather, again: bool) -> int:
+    layout = gather.layout
+    return purpose_of(repr((again, layout.stage, layout.entries, layout.padded, gather.wire or gather.dtype)))
 
 
 def _wrong(gather: Gather, tail: Tensor) -> str | None:

@@ -96,7 +96,7 @@ class Reduction:
         layout: how the first scatter divides the buffer.
         memory: the scratch memory from which it is sent.
         format: the quantized format in which it is sent, if any.
-        head: what messages begin with, so that ranks see that they belong to the same gradient.
+        purpose: by which only messages for the same gradient meet.
     """
 
     layout: Layout
@@ -104,7 +104,7 @@ class Reduction:
     dtypes: Dtypes
     memory: Memory
     format: Format | None = None
-    head: Tensor | None = None
+    purpose: int = 0
 
     def in_pieces(self) -> bool:
         """Whether gradients are sent from where they are, without a copy. All ranks decide alike."""
@@ -188,7 +188,7 @@ class PendingReduction:
                 self.under_way = all_reduce(out, along)
             else:
                 self.into = out.new_empty(len(out) // along.axis.size) if room_for is None else room_for
-                self.under_way = reduce_scatter(out, self.into, along, out.new_empty, self.reduction.head)
+                self.under_way = reduce_scatter(out, self.into, along, out.new_empty, self.reduction.purpose)
         return self
 
     def _begin_encoded(self, op: str, along: Communicator, format: Format, room_for: Tensor | None) -> PendingReduction:
@@ -260,7 +260,7 @@ class PendingReduction:
         (op, along), handle, stage = self.along, self.under_way, self.reduction.layout.stage
         self.under_way, self.lent = None, False
         try:
-            arrived(handle, op, along.reductions.group_name, stage)
+            arrived(handle, op, along.reductions.group_name, stage, self.reduction.purpose)
         except RuntimeError as error:
             raise RuntimeError(
                 f"stage {stage!r}: summing its gradient failed on this rank: {error}"
@@ -419,7 +419,9 @@ class Reductions:
         name = ("received", reduction.memory)
         if reduction.format is None:
             out = torch.empty(layout.piece, dtype=reduction.dtypes.shard, device=self.device)
-            handle = reduce_scatter(flat, out, shard, lambda n: self.scratch.view(name, n, flat.dtype), reduction.head)
+            handle = reduce_scatter(
+                flat, out, shard, lambda n: self.scratch.view(name, n, flat.dtype), reduction.purpose
+            )
         else:
             dtype = torch.promote_types(reduction.dtypes.sum, torch.float32)
             first = reduction.route.levels[0]
@@ -464,7 +466,7 @@ class Reductions:
                     target.add_(other[n])
 
         expected = [*into[:index], [], *into[index:]]
-        handle = scatter_pieces(parts, expected, add, layout.padded, dtype, shard, reduction.head)
+        handle = scatter_pieces(parts, expected, add, layout.padded, dtype, shard, reduction.purpose)
         return self._sent(PendingReduction(reduction, out, total, deferred).scattering(handle, shard, dtype))
 
     def _encoding(self) -> Any:

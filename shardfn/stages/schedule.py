@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.check import recording
 from shardfn.collectives import functional
-from shardfn.collectives.into_buffers import Communicator, communicator_of, head_of
+from shardfn.collectives.into_buffers import Communicator, communicator_of, purpose_of
 from shardfn.collectives.late_checks import late_checks
 from shardfn.collectives.ledger import attributed_to, open_ledgers, record_buffers, unscheduled
 from shardfn.collectives.ledger import recording as ledger_open
@@ -501,8 +501,8 @@ class Schedule:
             route = Route(self.communicator(axes), split, replica, levels)
             dtypes = Dtypes(gather.dtype, summed, dtype)
             identity = repr((layout.stage, layout.entries, layout.padded, str(summed), divides))
-            head = head_of(f"reduces {identity}", f"reduces {layout.stage!r}")
-            reduction = self._reductions[key] = Reduction(first, route, dtypes, memory, format, head)
+            purpose = purpose_of(f"reduces {identity}")
+            reduction = self._reductions[key] = Reduction(first, route, dtypes, memory, format, purpose)
         return reduction
 
     def _levels(self, axes: tuple[str, ...]) -> tuple[Level, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 import shardfn as sf
 from shardfn.compat import functorch
 from shardfn.compat.replacing import replaced
+from shardfn.mesh import watchdog
 from shardfn.stages.schedule import schedule_of
-from shardfn.testing import World
+from shardfn.testing import World, WorldError
 from shardfn.transforms.autodiff import differentiating
 from shardfn.transforms.step import under_autograd
 from tests.models import distance, normal, variables
@@ -684,25 +684,29 @@ def test_a_step_after_an_error(world: World, where: str) -> None:
 # --- ranks that run different stages ---
 
 
-def different(sizes: bool) -> tuple[str, float]:
+def different(how: str) -> None:
+    watchdog.PATIENCE, watchdog.TICK = 0.3, 0.05
     plain = tree()
-    if sizes:
+    if how == "other sizes":
         plain[1] = {"w": torch.cat([plain[1]["w"]] * 3, 1), "b": plain[1]["b"]}
     flat, staged, rank = sharded(plain), sf.stage(lambda p, x: torch.tanh(x @ p["w"][:, :D])), dist.get_rank()
     for k in range(DEPTH):  # so that each is known
         sf.grad(lambda ps, k=k: staged(ps[k], rows(0)).sum())(flat)
-    start = time.monotonic()
-    try:
+    if how == "forward and backward":
+        if rank == 0:
+            sf.grad(lambda x: staged(flat[2], staged(flat[1], staged(flat[0], x))).sum())(rows(0))
+        for k in (0, 1, 2, 1):
+            staged(flat[k], rows(0))
+    else:
         sf.grad(lambda ps: staged(ps[rank], staged(ps[2], rows(0))).square().sum())(flat)
-    except RuntimeError as error:
-        return str(error), time.monotonic() - start
-    return "nothing", 0.0
 
 
-@pytest.mark.parametrize("sizes", [False, True], ids=["same size", "other sizes"])
-def test_ranks_that_run_different_stages_are_told_at_once(sizes: bool) -> None:
-    with World(2, kind="processes", deadline=60) as world:
-        for told, seconds in runs(world, different, sizes):
-            assert "gathers '0'" in told
-            assert "gathers '1'" in told
-            assert seconds < 5
+@pytest.mark.parametrize("how", ["same size", "other sizes", "forward and backward"])
+def test_ranks_that_run_different_stages_are_told_on_each(how: str) -> None:
+    words = ("'0'", "'1'") if how != "forward and backward" else ("second all_gather of '1'", "for all_gather of '1'")
+    with World(2, kind="processes", deadline=60) as world, pytest.raises(WorldError) as caught:
+        runs(world, different, how)
+    assert len(caught.value.failures) == 2
+    for failure in caught.value.failures.values():
+        assert failure.how == "raised", failure
+        assert all(word in failure.message for word in words), failure.message
