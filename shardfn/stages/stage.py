@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives.capturing import capturing
-from shardfn.compat import dispatch, dynamo, functorch
+from shardfn.compat import dispatch, dynamo, functorch, modes
 from shardfn.mesh import planned
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import elsewhere, mesh_of
@@ -350,7 +350,8 @@ def _pushed(signature: Signature, leaves: list[Any], mesh: DeviceMesh) -> Any:
     """Calls a stage in forward mode by the schedule."""
     pairs = Pairs(signature, leaves)
     if under_autograd.on:
-        return _scheduled(pairs.signature, pairs.leaves, mesh, pairs)
+        with modes.functions_unseen():  # a stage's own calls; those of its function are seen
+            return _scheduled(pairs.signature, pairs.leaves, mesh, pairs)
     engine = engine_of(mesh)
     call, shards, inputs = _begun(pairs.signature, pairs.leaves, mesh, engine.device, pairs.needs)
     call.collected, call.pairs = [None] * len(shards), pairs
