@@ -290,7 +290,7 @@ class Call:
             if own is not None and autograd.storage_of(x) == autograd.storage_of(own):
                 self.saved = True
                 offset = x.storage_offset() * x.dtype.itemsize - own.storage_offset() * own.dtype.itemsize
-                return Place(self, parameter, x.dtype, x.shape, x.stride(), int(offset))
+                return Place(self, parameter, x, int(offset))
         return None
 
     def decode_again(self, parameter: DecodedParameter) -> Tensor:
@@ -385,16 +385,22 @@ class _Exit(torch.autograd.Function):
 class Place:
     """A tensor that lies in what was gathered; of a class of its own, since users' hooks may return anything."""
 
-    __slots__ = ("call", "decoded", "dtype", "offset", "shape", "stride")
+    __slots__ = ("call", "decoded", "dtype", "node", "offset", "recorder", "shape", "stride")
 
-    def __init__(
-        self, call: Call, decoded: DecodedParameter | None, dtype: torch.dtype, shape: Any, stride: Any, offset: int
-    ) -> None:
-        self.call, self.decoded, self.dtype = call, decoded, dtype
-        self.shape, self.stride, self.offset = shape, stride, offset
+    def __init__(self, call: Call, decoded: DecodedParameter | None, x: Tensor, offset: int) -> None:
+        self.call, self.decoded, self.dtype = call, decoded, x.dtype
+        self.shape, self.stride, self.offset = x.shape, x.stride(), offset
+        self.recorder = recording.current()  # of a checked call, which knows along which axes a parameter varies
+        self.node = 0 if self.recorder is None else self.recorder.values.node_of(x)
 
     def found(self) -> Tensor:
         """The tensor, in what was gathered again."""
+        x = self._found()
+        if self.recorder is not None and self.recorder is recording.current():
+            self.recorder.values.keep(x, self.node)
+        return x
+
+    def _found(self) -> Tensor:
         call, dtype = self.call, self.dtype
         if self.decoded is None:
             whole = call.flat.get(dtype)
@@ -430,7 +436,7 @@ def _hooks(call: Call, leave: Any) -> Any:
         if high and type(x) is Tensor and x.layout is torch.strided:
             if low <= (at := x.data_ptr()) < high and not (x.is_conj() or x.is_neg()):
                 call.saved = True
-                return Place(call, None, x.dtype, x.shape, x.stride(), at - low)
+                return Place(call, None, x, at - low)
         elif (place := call.place(x)) is not None:
             return place
         if leave is not None and (view := leave(x)) is not None:

@@ -86,7 +86,7 @@ class PairedCall(Call):
                 return x
             if not low <= (at := x.data_ptr()) < high:
                 return x
-            return Place(self, None, x.dtype, x.shape, x.stride(), at - low)
+            return Place(self, None, x, at - low)
 
         def pack(x: Tensor) -> Any:
             x = functorch.unwrapped(x)  # the wrapper would hold its operation, which holds what it has saved
