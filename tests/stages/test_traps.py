@@ -689,26 +689,31 @@ def uncut(p: Any, x: Tensor, axis: Any = ()) -> Tensor:
     return x + sf.parallel.from_parallel(torch.tanh(h @ p["up"]) @ p["down"], axis) + p["b"]
 
 
-def checked() -> float:
-    """The gradient of a tensor-parallel model, in a call whose gradients are judged."""
+def checked(remat: bool, product: bool) -> float:
+    """A derivative of a tensor-parallel model, in a call whose gradients are judged."""
     shapes = {"n": (D,), "b": (D,), "up": (D, 2 * D), "down": (2 * D, D)}
     plain = [{name: normal(*s, seed=9 * k + len(s)) for name, s in shapes.items()} for k in range(DEPTH)]
     specs = sf.by_path([(r".*up", sf.P(None, "tensor")), (r".*down", sf.P("tensor")), (r".*", sf.P())])
     grid = sf.make_mesh(shard=2, tensor=2, device="cpu")
-    flat, staged = sf.shard(plain, grid, sf.full_shard("shard"), specs=specs), sf.stage(uncut)
+    flat, staged = sf.shard(plain, grid, sf.full_shard("shard"), specs=specs), sf.stage(uncut, remat=remat)
 
     @sf.shard_map(mesh=grid, in_specs=(..., sf.P("shard")), out_specs=...)
     def found(flat: Any, x: Tensor) -> Any:
-        return sf.grad(lambda ps: sf.psum(net(lambda p, x: staged(p, x, "tensor"), ps, x), "shard"))(flat)
+        return of(sf.grad(lambda ps: sf.psum(net(lambda p, x: staged(p, x, "tensor"), ps, x), "shard")), flat)
 
-    gradient = sf.unshard(found(flat, rows(grid.get_local_rank("shard"))))
-    return distance(gradient, sf.grad(lambda ps: net(uncut, ps, torch.cat([rows(0), rows(1)])))(plain))
+    def of(gradient: Any, at: Any) -> Any:
+        return sf.jvp(gradient, (at,), (at,))[1] if product else gradient(at)
+
+    result = sf.unshard(found(flat, rows(grid.get_local_rank("shard"))))
+    return distance(result, of(sf.grad(lambda ps: net(uncut, ps, torch.cat([rows(0), rows(1)]))), plain))
 
 
 @pytest.mark.world(4)
-def test_a_saved_weight_is_known_to_be_the_same_on_ranks(world: World) -> None:
+@pytest.mark.parametrize("product", [False, True], ids=["gradient", "product with a Hessian"])
+@pytest.mark.parametrize("remat", [False, True], ids=["", "recomputed"])
+def test_a_saved_weight_is_known_to_be_the_same_on_ranks(world: World, remat: bool, product: bool) -> None:
     """What backward finds in a buffer again varies along the axes of its parameter, not along those of the buffer."""
-    assert max(runs(world, checked)) < 1e-12
+    assert max(runs(world, checked, remat, product)) < 1e-12
 
 
 # --- ranks that run different stages ---
