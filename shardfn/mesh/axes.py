@@ -149,7 +149,7 @@ def forget_runs() -> None:
         stored: dict[Hashable, Any] = mesh.__dict__.get("_shardfn", {})
         for key in list(stored):
             match key:
-                case ("engine", lane_name) | ("team", lane_name, _) if lane_name == lane():
+                case ("engine" | "schedule" | "gathers again", at) | ("team", at, _) if at == lane():
                     stored.pop(key, None)
 
 

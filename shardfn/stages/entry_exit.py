@@ -8,6 +8,7 @@ saves of a gathered parameter is its place in the buffer, and is found again in 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Sequence
 from threading import get_ident
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardfn.check import recording
-from shardfn.collectives.ledger import open_ledgers, unscheduled
+from shardfn.collectives.ledger import attributed_to, open_ledgers, unscheduled
 from shardfn.compat import autograd, functorch
 from shardfn.debugging import debugging
 from shardfn.mesh.axes import known_axes
@@ -48,6 +49,16 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
 NOTHING = contextlib.nullcontext()
 
 
+def names_stages() -> bool:
+    """Whether anything asks which stage a collective is for."""
+    return bool(open_ledgers) or debugging.collectives
+
+
+def named(stage: str, backward: bool | None = None) -> Any:
+    """A context whose collectives are a stage's."""
+    return attributed_to(stage, backward) if names_stages() else NOTHING
+
+
 class _Running(threading.local):
     """The calls whose functions are running on this thread, one within the other."""
 
@@ -75,10 +86,12 @@ class Call:
         index: position on the tape.
         done: whether its backward has run.
         away: its activations that have left the device.
+        attribution: what makes collectives between its exit and its entry in backward its own, and on which thread.
     """
 
     gathered: Gathered | None = None
     secondary: Secondary | None = None
+    attribution: tuple[int, attributed_to] | None = None
     saved = keeps = done = stays = forward = False
     index, opened_in = 0, -1
     key: Any = None
@@ -197,7 +210,8 @@ class Call:
         generators = [x for x in (*leaves, *signature.closed_over().values()) if type(x) is torch.Generator]
         surroundings = RngAndAutocast(self.schedule.device, generators, again=True)
         contexts = remat() if callable(remat) else ()
-        frame = Recomputed(signature, run, tensors, surroundings, contexts)
+        here = functools.partial(self.schedule.in_backward, self)
+        frame = Recomputed(signature, run, tensors, surroundings, contexts, here)
         compares, signature.compared = not signature.compared, True
         return frame.first(tensors, compares)
 
@@ -308,10 +322,11 @@ class Call:
         Raises:
             RuntimeError: a shard was written into since forward.
         """
-        if self.gathered is None:
-            self.schedule.gather_again(self)
-        assert self.gathered is not None, "it is under way"
-        buffer = self.gathered.wait()
+        with self.schedule.in_backward(self):
+            if self.gathered is None:
+                self.schedule.gather_again(self)
+            assert self.gathered is not None, "it is under way"
+            buffer = self.gathered.wait()
         whole = self.flat[dtype] = buffer[: len(buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
         return whole
 
@@ -324,10 +339,21 @@ class Call:
             self.bad = nonfinite.kinds(nonfinite.not_finite([x for x in cotangents if x is not None]))
         with schedule.in_backward(self):
             schedule.leaving(self)
+        if names_stages():
+            self.end_attribution()
+            self.attribution = get_ident(), attributed_to(self.signature.stage, backward=True, scheduled=False)
+            self.attribution[1].__enter__()
+
+    def end_attribution(self) -> None:
+        """Collectives that follow in backward are not this call's."""
+        if self.attribution is not None and self.attribution[0] == get_ident():
+            self.attribution[1].__exit__()
+        self.attribution = None
 
     def entering(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The entry in backward: reduces the gradients of parameters to those of shards."""
         schedule, parted = self.schedule, self._parted(gradients)
+        self.end_attribution()
         with schedule.in_backward(self):
             first = next((g for g in gradients if g is not None), None)
             if torch.is_grad_enabled() or (first is not None and functorch.batched(first)):
@@ -437,6 +463,8 @@ def _hooks(call: Call, leave: Any) -> Any:
             if low <= (at := x.data_ptr()) < high and not (x.is_conj() or x.is_neg()):
                 call.saved = True
                 return Place(call, None, x, at - low)
+            if at == 0 and (place := call.place(x)) is not None:  # without elements
+                return place
         elif (place := call.place(x)) is not None:
             return place
         if leave is not None and (view := leave(x)) is not None:

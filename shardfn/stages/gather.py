@@ -129,7 +129,8 @@ class Gathered:
         self.works: list[Handle] = []
         self.version: int | None = None
         self.stream = by.stream
-        self.buffer = by.empty(plan.nbytes, shards[0])
+        with torch.inference_mode(False):  # training may find what inference has gathered
+            self.buffer = by.empty(plan.nbytes, shards[0])
         if by.stream is None:
             self._start(by)
         else:

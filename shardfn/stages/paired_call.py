@@ -105,6 +105,7 @@ class PairedCall(Call):
     def entering(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The entry in backward: reduces gradients, and their tangents, to those of shards."""
         schedule, parted = self.schedule, self._parted(gradients)
+        self.end_attribution()
         if torch.is_grad_enabled() and not (self.step is not None and self.step.pushed):
             raise OutsideGradient
         with schedule.in_backward(self), modes.functions_unseen(), torch.no_grad():
@@ -229,7 +230,8 @@ class _Rerun(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         again: _Again = ctx.again
-        with again.surroundings.again(), torch.enable_grad(), functorch.forward_mode_on(), modes.functions_seen():
+        here = again.call.schedule.in_backward(again.call), again.surroundings.again()
+        with here[0], here[1], torch.enable_grad(), functorch.forward_mode_on(), modes.functions_seen():
             xs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
             views, result = again.call.run_again(again.arguments(xs))
             again.refuse_other(result, [*xs, *[p for ps in views for p in ps]])

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from shardfn.stages.replay import Form, RngAndAutocast, Sample, form_of
 from shardfn.stages.signature import Signature
 
 Run = Callable[[Sequence[Tensor]], Any]
+Kind = tuple[torch.Size, torch.dtype]
 
 
 class _Keep(torch.autograd.Function):
@@ -33,11 +35,24 @@ class _Keep(torch.autograd.Function):
         raise AssertionError("nothing depends on it")
 
 
+class _Saved:
+    """What autograd holds in place of a tensor; its number in the order of those that it still holds after the run."""
+
+    __slots__ = ("__weakref__", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
 class Recomputed:
     """One call of a function: how to run it again, and what that has given so far.
 
+    A run may also make graphs that are dropped before it ends, such as a probe in the first run alone. So what counts
+    is what autograd still holds after a run, in the order in which it was saved.
+
     Attributes:
-        count: how many tensors autograd saved in the first run.
+        saved: what autograd saved in the first run, while it runs.
+        kinds: shapes and dtypes of what it still holds after it.
         again: those of the second run that backward has not asked for yet, with their versions.
         sample: some numbers of the first run's result, if they are compared.
     """
@@ -49,14 +64,17 @@ class Recomputed:
         tensors: Sequence[Tensor],
         surroundings: RngAndAutocast,
         contexts: Sequence[Any],
+        here: Callable[[], Any],
     ) -> None:
         self.signature, self.run, self.surroundings, self.contexts = signature, run, surroundings, list(contexts)
+        self.here = here
         places = {id(x): i for i, x in reversed(list(enumerate(tensors)))}
         unique = sorted(set(places.values()))  # a tensor may be given twice
         self.at = [unique.index(places[id(x)]) for x in tensors]
         tensors = [tensors[i] for i in unique]
         self.needs = [x.requires_grad for x in tensors]
-        self.count = 0
+        self.saved: list[weakref.ref[_Saved]] = []
+        self.kinds: list[Kind] = []
         self.again: dict[int, tuple[Tensor, int]] = {}
         self.sample: Sample | None = None
         self.form: Form | None = None  # of the first run's result, once it has ended
@@ -71,6 +89,11 @@ class Recomputed:
                 stack.enter_context(self.contexts.pop(0))
             stack.enter_context(autograd.hooked(self._pack, self._unpack))
             result = self.run(tensors)
+        kinds, self.kinds = self.kinds, []
+        for number, saved in _held(self.saved):
+            self.kinds.append(kinds[saved.number])
+            saved.number = number
+        self.saved.clear()
         if _versions(tensors) != versions:
             raise RuntimeError(writes(self.signature))
         self.form, outputs = form_of(result, tensors)
@@ -81,14 +104,16 @@ class Recomputed:
             self.sample = Sample([y.detach() if k >= 0 else None for y, k in zip(outputs, order, strict=True)])
         return result
 
-    def _pack(self, x: Tensor) -> int:
-        self.count += 1
-        return self.count - 1
+    def _pack(self, x: Tensor) -> _Saved:
+        saved = _Saved(len(self.saved))
+        self.saved.append(weakref.ref(saved))
+        self.kinds.append((x.shape, x.dtype))
+        return saved
 
-    def _unpack(self, number: int) -> Tensor:
-        if number not in self.again:
+    def _unpack(self, saved: _Saved) -> Tensor:
+        if saved.number not in self.again:
             self._second()
-        x, version = self.again.pop(number)
+        x, version = self.again.pop(saved.number)
         if x._version != version:
             raise RuntimeError(autograd.modified(x, version))
         return x
@@ -100,36 +125,53 @@ class Recomputed:
             for x, needs in zip(self.kept.grad_fn.saved_tensors, self.needs, strict=True)
         ]
         tensors = [unique[i] for i in self.at]
-        found: dict[int, tuple[Tensor, int]] = {}
+        found: list[tuple[Tensor, int]] = []
+        references: list[weakref.ref[_Saved]] = []
 
-        def keep(x: Tensor) -> int:
-            found[len(found)] = x.detach(), x._version
-            return len(found) - 1
+        def keep(x: Tensor) -> _Saved:
+            saved = _Saved(len(found))
+            references.append(weakref.ref(saved))
+            found.append((x.detach(), x._version))
+            return saved
 
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self.here())
             stack.enter_context(self.surroundings.again())
             stack.enter_context(torch.enable_grad())
             if self.contexts:  # of a policy, which keeps results for one run
                 stack.enter_context(self.contexts.pop())
-            stack.enter_context(autograd.hooked(keep, lambda number: found[number][0]))
+            stack.enter_context(autograd.hooked(keep, lambda saved: found[saved.number][0]))
             result = self.run(tensors)
-        self.again = found
-        if self.form is None:
+        if self.form is None:  # the first run has not ended, and asks for what it has saved so far
+            self.again = dict(enumerate(found))
             return
+        self.again = {number: found[saved.number] for number, saved in _held(references)}
         form, outputs = form_of(result, tensors)
         if not self.form.same(form, False):
             raise RuntimeError(other_result(self.signature, str(self.form), str(form)))
         for i, (y, had_gradient) in enumerate(zip(outputs, self.differentiable, strict=True)):
             if y.requires_grad is not had_gradient:
-                words = f"output {i} with a gradient", "without one"
-                raise RuntimeError(other_result(self.signature, *(words if had_gradient else words[::-1])))
+                first, then = ("with", "without") if had_gradient else ("without", "with")
+                raise RuntimeError(other_result(self.signature, f"output {i} {first} a gradient", f"{then} one"))
         if self.sample is not None:
             off, self.sample = self.sample.off(outputs), None
             if off is not None:
                 raise RuntimeError(other_numbers(self.signature, off))
-        if len(found) != self.count:
-            first, then = (f"what saves {n} tensors for its gradient" for n in (self.count, len(found)))
+        kinds = [(x.shape, x.dtype) for x, _ in self.again.values()]
+        if kinds != self.kinds:
+            first, then = (f"what saves {_described(each)} for its gradient" for each in (self.kinds, kinds))
             raise RuntimeError(other_result(self.signature, first, then))
+
+
+def _held(saved: Sequence[weakref.ref[_Saved]]) -> Iterator[tuple[int, _Saved]]:
+    """Those that autograd still holds, numbered."""
+    return enumerate(x for reference in saved if (x := reference()) is not None)
+
+
+def _described(kinds: Sequence[Kind]) -> str:
+    most = 3
+    shown = ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype in kinds[:most])
+    return f"{len(kinds)} tensors ({shown}{', ...' * (len(kinds) > most)})"
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:

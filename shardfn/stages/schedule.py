@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 import math
+import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -24,9 +25,9 @@ from shardfn.check import recording
 from shardfn.collectives import functional
 from shardfn.collectives.into_buffers import Communicator, communicator_of, purpose_of
 from shardfn.collectives.late_checks import late_checks
-from shardfn.collectives.ledger import attributed_to, open_ledgers, record_buffers, unscheduled
+from shardfn.collectives.ledger import attributed_to, record_buffers, unscheduled
 from shardfn.collectives.ledger import recording as ledger_open
-from shardfn.compat import autograd, functorch
+from shardfn.compat import autograd, devices, functorch
 from shardfn.debugging import debugging
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import device_of, per_mesh, sizes
@@ -36,7 +37,7 @@ from shardfn.mesh.scope import independent_axes, refuse_independent, scope
 from shardfn.stages import nonfinite
 from shardfn.stages.activation_offload import Away
 from shardfn.stages.consistency import callers, compare, lane_state
-from shardfn.stages.entry_exit import NOTHING, Call, versions_of
+from shardfn.stages.entry_exit import Call, named, names_stages, versions_of
 from shardfn.stages.forward_mode import Pairs
 from shardfn.stages.gather import Gathered, Gathering, region_of
 from shardfn.stages.paired_call import PairedCall
@@ -154,7 +155,7 @@ class Schedule:
         pairs: Pairs | None = None,
     ) -> Any:
         """Calls a stage, or one of pairs; `at` says which leaves are tensors, besides the shards."""
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" and not devices.capturing(self.device):
             late_checks().read()
         for layout in signature.layouts if independent_axes() else ():
             refuse_independent(layout.placement.axes, f"stage {signature.name}: gathering {layout.stage!r}")
@@ -171,16 +172,19 @@ class Schedule:
             call = PairedCall(pairs, self, shards, trains, step)
         call.key = key_of(plan, shards, call.versions)
         inside = autograd.inside_backward()  # by a function that runs again
+        if self.passes and not inside:  # one failed, and did not come to its end
+            for number in [*self.passes]:
+                self._end_pass(number)
         if records and not inside:
             self._tape(step, call).add(call)
         call.keeps = records and (signature.keep in (True, "step") or not autograd.saved_tensors_hooks_allowed())
         call.again = self._gathers_again(call, records)
-        with attributed_to(signature.stage, backward=inside) if open_ledgers else NOTHING:
+        with named(signature.stage, inside):
             return call.run(leaves, at, records)
 
     def in_backward(self, call: Call) -> Any:
         """A context for communication of a call in backward, on whichever thread autograd runs it."""
-        if get_ident() == call.thread and not open_ledgers:
+        if get_ident() == call.thread and not names_stages():
             return self.alone
         stack = contextlib.ExitStack()
         stack.enter_context(in_lane(self.lane))
@@ -235,7 +239,7 @@ class Schedule:
         if not call.plan.nbytes:
             call.owned = [autograd.storage_of(x) for x in call.shards]
             return None
-        self._turn([Wanted(call.key, call.plan, call.shards, call.shards), *self._announced(call)])
+        self._turn(call, [Wanted(call.key, call.plan, call.shards, call.shards), *self._announced(call)])
         gathered = self._found(call.key)
         assert gathered is not None, "it has been started"
         if call.keeps:
@@ -291,9 +295,15 @@ class Schedule:
             if layout.placement.tiers.params == "disk":
                 self.gathering.disk.announce(shard)
 
-    def _turn(self, wanted: Sequence[Wanted]) -> None:
-        """Starts what is needed now and what is likely to be next, and lets go of all else; who needs it holds it."""
-        stays = [one.key for one in wanted]
+    def _turn(self, call: Call, wanted: Sequence[Wanted]) -> None:
+        """Starts what is needed now and what is likely to be next.
+
+        Lets go of all else, which those hold who need it; but where less comes next than may be gathered early, what
+        came last stays in its place, as backward begins with that.
+        """
+        stays = {one.key for one in wanted}
+        places = 1 + call.signature.options.prefetch - len(stays)
+        stays.update([key for key in reversed(self.buffers) if key not in stays][:places] if places > 0 else ())
         for key in [key for key in self.buffers if key not in stays]:
             self.buffers.pop(key).wait()  # if nobody used it, its memory is written to until it has come
         for one in wanted:
@@ -302,10 +312,11 @@ class Schedule:
                 if ledger_open():
                     pieces = {id(x): x.nbytes for kept in self.tape.secondary.values() for x in kept.shards}
                     record_buffers(self.gathering.pool.nbytes() + sum(pieces.values()))
-                with attributed_to(one.key[0].stage) if open_ledgers else NOTHING:
+                with named(one.key[0].stage):
                     found = Gathered(one.plan, one.shards, self.gathering, one.again)
                     found.of = one.of
-            self.buffers[one.key] = found
+            self.buffers.pop(one.key, None)
+            self.buffers[one.key] = found  # as the latest
 
     def forget(self, gathered: Gathered) -> None:
         """What was gathered must not be used again."""
@@ -340,7 +351,7 @@ class Schedule:
     def gather_again(self, call: Call) -> None:
         """Starts to gather a call's parameters for backward, and those of the calls before it."""
         if call.again:
-            self._turn([self._again(call), *self._before(call)])
+            self._turn(call, [self._again(call), *self._before(call)])
             call.gathered = self._found(call.key)
         else:  # no exit told the other ranks' that it is needed, but they have the same call
             one = self._again(call)
@@ -414,6 +425,7 @@ class Schedule:
 
     def release(self, call: Call) -> None:
         """Ends a call's backward: nothing asks for its parameters any more."""
+        call.end_attribution()
         if call in self.open:
             self.open.remove(call)
         if not call.stays:
@@ -582,6 +594,7 @@ class Schedule:
             self.gathering.disk.give_up()
             for call in self.open[:]:
                 self.release(call)
+            self.passes.clear()
             for tape in (*self.tapes, self.tape):
                 tape.end()
             self.tapes, self.tape = [], CallTape(None)
@@ -594,5 +607,8 @@ def schedule_of(mesh: DeviceMesh) -> Schedule:
     """The schedule of a mesh for this lane, whose threads take turns; on one rank alone each thread has its own."""
     schedules: dict[int, Schedule] = per_mesh(mesh, ("schedule", lane()), dict)
     thread = 0 if mesh.size() > 1 else get_ident()
+    if thread and autograd.autograd_thread():  # on which functions run again, for one of the others
+        owners = schedules.keys() & {other.ident for other in threading.enumerate()}
+        thread = owners.pop() if len(owners) == 1 else thread
     schedule = schedules.get(thread)
     return schedules.setdefault(thread, Schedule(mesh)) if schedule is None else schedule

@@ -269,8 +269,8 @@ def told(name: str, strategy: str, options: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize("strategy", ["full_shard", "ddp"])
 def test_gradients_are_those_without_remat(world: World, strategy: str) -> None:
     for name in FUNCTIONS:
-        if under_autograd.on and name == "with_static_memory":
-            continue  # as in torch's checkpoints, backward runs on the first run's graph
+        if under_autograd.on and name in ("with_static_memory", "frozen_for_a_while"):
+            continue  # as in torch's checkpoints, backward runs on the first run's graph; parameters are no leaves
         for off in world.run(told, name, strategy, {}):
             assert worst(off) < 1e-14, (name, off)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -400,8 +401,8 @@ def other_blocks(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "hybrid_shard", "hfsdp", "hpz"])
 def test_replicas_that_sum_the_gradients_of_different_stages_are_told(strategy: str) -> None:
-    """The rank that has the end of the buffer is; the others notice at their next collective."""
+    """The rank that has the end of the buffer is, or all by what they wait for."""
     with World(4) as four:
         errors = four.errors(other_blocks, strategy)
-    told = [error for error in errors if "different stages" in str(error)]
+    told = [error for error in errors if re.search("different stages|in vain for", str(error))]
     assert len(told) >= (4 if strategy == "ddp" else 1), errors
