@@ -230,6 +230,59 @@ def leaves_of(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return leaves
 
 
+Operation = tuple[str, tuple[str, ...]]
+"""The name of its backward, and what each argument is."""
+
+
+def last_node() -> int:
+    """The number of the last node that this thread has added to a graph."""
+    with torch.enable_grad():
+        return int(torch.empty(0, device="cpu", requires_grad=True).view(0).grad_fn._sequence_nr())  # type: ignore[union-attr]
+
+
+def operations(
+    results: Iterable[torch.Tensor], inputs: Sequence[torch.Tensor], after: int, outside: set[Any]
+) -> list[Operation]:
+    """The operations of a graph in the order in which they ran: each with where its arguments come from.
+
+    Args:
+        results: where the graph ends.
+        inputs: where it begins.
+        after: the number of the last node before it, on this thread.
+        outside: nodes that are no part of it, to which those are added that are older.
+    """
+    begins = {(x.grad_fn, x.output_nr): k for k, x in enumerate(inputs) if x.grad_fn is not None}
+    leaves = {id(x): k for k, x in enumerate(inputs) if x.grad_fn is None}
+    found: dict[Any, list[Any]] = {}
+
+    def place(node: Any, number: int) -> Any:
+        """What an argument is: `input 0`, or the result of a node that is a part, and of which number."""
+        if node is None or (node, number) in begins:
+            return "nothing" if node is None else f"input {begins[node, number]}"
+        if not node.next_functions and (leaf := getattr(node, "variable", None)) is not None:
+            return f"input {leaves[id(leaf)]}" if id(leaf) in leaves else "a leaf"
+        if node in outside or (node not in found and node._sequence_nr() <= after):
+            outside.add(node)
+            return "something outside"
+        if node not in found:
+            found[node] = []
+            pending.append(node)
+        return node, number
+
+    pending: list[Any] = []
+    for y in results:
+        place(y.grad_fn, y.output_nr)
+    while pending:
+        node = pending.pop()
+        found[node] = [place(*parent) for parent in node.next_functions]
+    order = {node: at for at, node in enumerate(sorted(found, key=lambda node: node._sequence_nr()))}
+
+    def spelled(place: Any) -> str:
+        return place if isinstance(place, str) else f"result {place[1]} of operation {order[place[0]]}"
+
+    return [(node.name(), tuple(map(spelled, found[node]))) for node in order]
+
+
 def held_leaves(results: Iterable[torch.Tensor], but: Iterable[torch.Tensor]) -> bool:
     """Whether something refers to other leaves of these graphs; nobody can differentiate by one that was lost."""
     return any(count > _LOST for count in _leaf_counts(results, {id(x) for x in but}))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -53,6 +54,8 @@ class Recomputed:
     Attributes:
         saved: what autograd saved in the first run, while it runs.
         kinds: shapes and dtypes of what it still holds after it.
+        operations: those of the first run. Only if they are those of the second, too, does the one's graph take what
+            the other has saved.
         again: those of the second run that backward has not asked for yet, with their versions.
         sample: some numbers of the first run's result, if they are compared.
     """
@@ -75,6 +78,8 @@ class Recomputed:
         self.needs = [x.requires_grad for x in tensors]
         self.saved: list[weakref.ref[_Saved]] = []
         self.kinds: list[Kind] = []
+        self.operations: list[autograd.Operation] = []
+        self.outside: set[Any] = set()  # nodes of what the function closes over
         self.again: dict[int, tuple[Tensor, int]] = {}
         self.sample: Sample | None = None
         self.form: Form | None = None  # of the first run's result, once it has ended
@@ -83,7 +88,7 @@ class Recomputed:
 
     def first(self, tensors: Sequence[Tensor], compares: bool) -> Any:
         """The function's result."""
-        versions = _versions(tensors)
+        versions, last = _versions(tensors), autograd.last_node()
         with contextlib.ExitStack() as stack:
             if self.contexts:
                 stack.enter_context(self.contexts.pop(0))
@@ -98,6 +103,7 @@ class Recomputed:
             raise RuntimeError(writes(self.signature))
         self.form, outputs = form_of(result, tensors)
         self.differentiable = [y.requires_grad for y in outputs]
+        self.operations = autograd.operations(outputs, tensors, last, self.outside)
         self.again.clear()  # for a gradient that the function itself took
         if compares:
             order = self.form.order
@@ -125,6 +131,7 @@ class Recomputed:
             for x, needs in zip(self.kept.grad_fn.saved_tensors, self.needs, strict=True)
         ]
         tensors = [unique[i] for i in self.at]
+        last = autograd.last_node()
         found: list[tuple[Tensor, int]] = []
         references: list[weakref.ref[_Saved]] = []
 
@@ -160,6 +167,12 @@ class Recomputed:
         kinds = [(x.shape, x.dtype) for x, _ in self.again.values()]
         if kinds != self.kinds:
             first, then = (f"what saves {_described(each)} for its gradient" for each in (self.kinds, kinds))
+            raise RuntimeError(other_result(self.signature, first, then))
+        operations = autograd.operations(outputs, tensors, last, self.outside)
+        if operations != self.operations:
+            both = itertools.zip_longest(self.operations, operations, fillvalue=("nothing", ()))
+            at, (one, other) = next((at, two) for at, two in enumerate(both) if two[0] != two[1])
+            first, then = (f"operation {at}, {name} of {', '.join(of)}" for name, of in (one, other))
             raise RuntimeError(other_result(self.signature, first, then))
 
 

@@ -269,7 +269,7 @@ def told(name: str, strategy: str, options: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize("strategy", ["full_shard", "ddp"])
 def test_gradients_are_those_without_remat(world: World, strategy: str) -> None:
     for name in FUNCTIONS:
-        if under_autograd.on and name in ("with_static_memory", "frozen_for_a_while"):
+        if under_autograd.on and name in ("with_static_memory", "frozen_for_a_while", "that_looks_for_the_best_order"):
             continue  # as in torch's checkpoints, backward runs on the first run's graph; parameters are no leaves
         for off in world.run(told, name, strategy, {}):
             assert worst(off) < 1e-14, (name, off)

@@ -277,9 +277,7 @@ def made_anew() -> list[int]:
 @pytest.mark.world(2)
 def test_a_stage_that_is_made_anew_agrees_once(world: World) -> None:
     for counts in runs(world, made_anew):
-        assert (
-            counts[1] == counts[2] == 3 * DEPTH - 3
-        )  # not gathered again: the first, the last two
+        assert counts[1] == counts[2] == 3 * DEPTH - 3  # not gathered again: the first, the last two
 
 
 # --- parts of the loss, and of the graph ---
@@ -476,6 +474,49 @@ def probed_once(product: bool) -> float:
 @pytest.mark.world(2)
 def test_a_first_run_may_try_something(world: World, product: bool) -> None:
     assert worst(runs(world, probed_once, product)) < 1e-12
+
+
+def reordered() -> str:
+    """Saves as many tensors of the same shapes in its second run, of operations in another order."""
+    runs = [0]
+
+    def layer(p: Any, x: Tensor) -> Tensor:
+        runs[0] += 1
+        a, b, c = x.T @ x, p["w"].tanh(), p["w"].sin()
+        return x + x @ (((a @ b) @ c) if runs[0] % 2 else (a @ (b @ c)))
+
+    def loss(ps: Any) -> Tensor:
+        return sf.stage(layer, remat=True)(ps[0], rows(0)).square().sum()
+
+    try:
+        sf.grad(loss)(sharded(tree()))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.world(2)
+def test_a_second_run_of_other_operations_is_an_error(world: World) -> None:
+    for told in runs(world, reordered):
+        assert "ran again for its gradient and returned something else: first operation 2, MmBackward0 of" in told
+
+
+def closed_over() -> float:
+    """A recomputed function that closes over an activation and over a leaf, which need gradients."""
+    x, rank = rows(dist.get_rank()), dist.get_rank()
+    flat, w = sharded(tree()), normal(D, D, seed=77).requires_grad_()
+
+    def value(layer: Any, ps: Any) -> Tensor:
+        h = torch.tanh(x @ w)
+        return net(layer(lambda p, x: linear(p, x, rank) * h + x @ w), ps, x)
+
+    found = torch.autograd.grad(value(lambda f: sf.stage(f, remat=True), flat), w)[0]
+    return float((found - torch.autograd.grad(value(lambda f: f, tree()), w)[0]).abs().max())
+
+
+@pytest.mark.world(2)
+def test_a_second_run_reads_what_the_function_closes_over(world: World) -> None:
+    assert worst(runs(world, closed_over)) < 1e-12
 
 
 def attends(p: Any, x: Tensor, rank: int = 0) -> Tensor:
