@@ -322,12 +322,12 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             f"{GRADIENTS}[hybrid_shard-4]",
         ),
         "no wait for the sum over replicas": (
-            "            arrived(handle, op, along.reductions.group_name, stage)",
+            "            arrived(handle, op, along.reductions.group_name, stage, self.reduction.purpose)",
             "            op[:3] == 'all' or arrived(handle, op, along.reductions.group_name, stage)",
             FOUR,
         ),
         "gradients are not cut further": (
-            "self.under_way = reduce_scatter(out, self.into, along, out.new_empty, self.reduction.head)",
+            "self.under_way = reduce_scatter(out, self.into, along, out.new_empty, self.reduction.purpose)",
             "self.out = out.view(along.axis.size, -1)[along.axis.index].clone()",
             f"{GRADIENTS}[hfsdp-4]",
         ),

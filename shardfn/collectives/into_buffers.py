@@ -129,7 +129,7 @@ class _Waited(NamedTuple):
 
 def arrived(work: Handle, op: str, group: str, stage: str, purpose: int = 0) -> None:
     """Waits for a work; a long wait is reported as this operation."""
-    with waiting.on(op, group, _Waited(stage, purpose)):
+    with waiting.on(op, group, _Waited(stage, purpose) if purpose else stage):
         work.wait()
 
 

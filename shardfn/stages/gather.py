@@ -58,10 +58,10 @@ class Pool:
             self.storages.append(storage)
         return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (nbytes,))  # type: ignore[call-overload]
 
-    def trim(self) -> None:
-        """Gives memory back, except for as many storages as were in use at the same time."""
-        self._drop(sorted(unused(self.storages), key=torch.UntypedStorage.nbytes, reverse=True)[self.most :])
-        self.most = 0
+    def trim(self, most: int | None = None) -> None:
+        """Gives memory back, except for so many storages; by default, as many as were in use at the same time."""
+        kept, self.most = (self.most, 0) if most is None else (most, self.most)
+        self._drop(sorted(unused(self.storages), key=torch.UntypedStorage.nbytes, reverse=True)[kept:])
 
     def nbytes(self) -> int:
         """Bytes of all storages."""

@@ -70,7 +70,7 @@ class Recomputed:
         here: Callable[[], Any],
     ) -> None:
         self.signature, self.run, self.surroundings, self.contexts = signature, run, surroundings, list(contexts)
-        self.here = here
+        self.here, self.kernels = here, [allowed() for allowed, _ in _KERNELS]
         places = {id(x): i for i, x in reversed(list(enumerate(tensors)))}
         unique = sorted(set(places.values()))  # a tensor may be given twice
         self.at = [unique.index(places[id(x)]) for x in tensors]
@@ -144,6 +144,7 @@ class Recomputed:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.here())
             stack.enter_context(self.surroundings.again())
+            stack.enter_context(_allowing(self.kernels))
             stack.enter_context(torch.enable_grad())
             if self.contexts:  # of a policy, which keeps results for one run
                 stack.enter_context(self.contexts.pop())
@@ -174,6 +175,28 @@ class Recomputed:
             at, (one, other) = next((at, two) for at, two in enumerate(both) if two[0] != two[1])
             first, then = (f"operation {at}, {name} of {', '.join(of)}" for name, of in (one, other))
             raise RuntimeError(other_result(self.signature, first, then))
+
+
+# As by torch.nn.attention.sdpa_kernel around a forward; they hold for all threads, and on all devices.
+_KERNELS: list[tuple[Callable[[], bool], Callable[[bool], None]]] = [
+    (getattr(torch.backends.cuda, f"{kind}_sdp_enabled"), getattr(torch.backends.cuda, f"enable_{kind}_sdp"))
+    for kind in ("flash", "mem_efficient", "math", "cudnn")
+]
+
+
+@contextlib.contextmanager
+def _allowing(kernels: Sequence[bool]) -> Iterator[None]:
+    """A context in which attention may use these kernels, in the order of `_KERNELS`."""
+    changed = [
+        (allow, yes, not yes) for (allowed, allow), yes in zip(_KERNELS, kernels, strict=True) if allowed() is not yes
+    ]
+    for allow, yes, _ in changed:
+        allow(yes)
+    try:
+        yield
+    finally:
+        for allow, _, before in changed:
+            allow(before)
 
 
 def _held(saved: Sequence[weakref.ref[_Saved]]) -> Iterator[tuple[int, _Saved]]:

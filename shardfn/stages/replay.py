@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -40,13 +40,13 @@ _NOT_AGAIN = (
 
 
 class RngAndAutocast:
-    """The random state, autocast, `Written` and the kernels allowed for attention, on which a function may depend
-    besides its arguments, for running it again.
+    """The random state, autocast and `Written`, on which a function may depend besides its arguments, for running it
+    again.
 
     The random state is read only if it may run `again`.
     """
 
-    __slots__ = ("device", "generators", "numbers", "more", "autocast", "written", "kernels")  # noqa: RUF023
+    __slots__ = ("device", "generators", "numbers", "more", "autocast", "written")  # noqa: RUF023
 
     def __init__(self, device: torch.device, generators: Sequence[torch.Generator], again: bool) -> None:
         self.device = device
@@ -54,7 +54,6 @@ class RngAndAutocast:
         self.numbers = torch.get_rng_state() if again else None
         on_device = again and device.type != "cpu" and capturing() is None
         self.more = torch.get_device_module(device).get_rng_state(device) if on_device else None
-        self.kernels = [allowed() for allowed, _ in _KERNELS] if again else []
         kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
         self.written = Written.active()
         self.autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
@@ -96,16 +95,8 @@ class RngAndAutocast:
             generator.set_state(state)
         if self.more is not None:
             torch.get_device_module(self.device).set_rng_state(self.more, self.device)
-        for (allowed, allow), yes in zip(_KERNELS, self.kernels, strict=True):
-            if allowed() is not yes:
-                allow(yes)
 
 
-# As by torch.nn.attention.sdpa_kernel around a forward; they hold for all threads, and on all devices.
-_KERNELS: list[tuple[Callable[[], bool], Callable[[bool], None]]] = [
-    (getattr(torch.backends.cuda, f"{kind}_sdp_enabled"), getattr(torch.backends.cuda, f"enable_{kind}_sdp"))
-    for kind in ("flash", "mem_efficient", "math", "cudnn")
-]
 TENSOR: Any = object()
 _DISCRETE = (bool, int, str, bytes, torch.dtype, torch.device)
 

@@ -437,6 +437,7 @@ class Schedule:
             held[1] -= 1
             if held[1] == 0:
                 del call.tape.held[call.key]
+            self.gathering.pool.trim(1 + call.signature.options.prefetch)  # gradients take the place of parameters
         call.done = True
         self.away.done()
 

@@ -806,7 +806,7 @@ def checked(remat: bool, product: bool) -> float:
 @pytest.mark.parametrize("remat", [False, True], ids=["", "recomputed"])
 def test_a_saved_weight_is_known_to_be_the_same_on_ranks(world: World, remat: bool, product: bool) -> None:
     """What backward finds in a buffer again varies along the axes of its parameter, not along those of the buffer."""
-    assert max(runs(world, checked, remat, product)) < 1e-12
+    assert worst(runs(world, checked, remat, product)) < 1e-12
 
 
 # --- ranks that run different stages ---
