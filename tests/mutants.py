@@ -44,6 +44,7 @@ CHAOS = "tests/stages/test_chaos.py::test_training_is_that_of_one_process_whatev
 TWO, FOUR = f"{CHAOS}[2-1-12]", f"{CHAOS}[4-1-8]"
 GRADIENTS = "tests/shards/test_strategies.py::test_gradients_are_those_of_one_process"
 RANKS = "tests/stages/test_stage_ranks.py"
+TRAPS = "tests/stages/test_traps.py"
 REFUSALS = "tests/stages/test_stage_refusals.py"
 DTYPES = "tests/stages/test_stage_dtypes.py"
 OWN = "tests/stages/test_chaos.py"
@@ -300,6 +301,30 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "tests/optim/test_state_offload.py::test_a_state_that_has_left_its_tier_is_refused",
         )
     },
+    "stages/recompute.py": {
+        "a second run of other operations": (
+            "if operations != self.operations:",
+            "if False:",
+            f"{TRAPS}::test_a_second_run_of_other_operations_is_an_error",
+        ),
+        "a second run in other kernels": (
+            "        allow(yes)",
+            "        pass",
+            f"{TRAPS}::test_a_second_run_uses_the_kernels_of_the_first",
+        ),
+        "what is dropped counts": (
+            "enumerate(x for reference in saved if (x := reference()) is not None)",
+            "enumerate(x if (x := reference()) is not None else _Saved(i) for i, reference in enumerate(saved))",
+            f"{TRAPS}::test_a_first_run_may_try_something",
+        ),
+    },
+    "stages/entry_exit.py": {
+        "axes of a saved parameter": (
+            "self.recorder.values.keep(x, self.node)",
+            "pass",
+            f"{TRAPS}::test_a_saved_weight_is_known_to_be_the_same_on_ranks",
+        ),
+    },
     "stages/reduction.py": {
         "no wait for gradients that leave": (
             "        self.grad_offload.settle()\n",
@@ -398,6 +423,13 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "        if written:\n",
             "        if False:\n",
             f"{REFUSALS}::test_what_a_stage_must_not_do_is_refused",
+        ),
+    },
+    "stages/schedule.py": {
+        "no buffer stays for backward": (
+            "if places > 0 else ())",
+            "if False else ())",
+            f"{TRAPS}::test_a_stage_that_is_made_anew_agrees_once",
         ),
     },
     "stages/gather_stream.py": {

@@ -187,16 +187,14 @@ _KERNELS: list[tuple[Callable[[], bool], Callable[[bool], None]]] = [
 @contextlib.contextmanager
 def _allowing(kernels: Sequence[bool]) -> Iterator[None]:
     """A context in which attention may use these kernels, in the order of `_KERNELS`."""
-    changed = [
-        (allow, yes, not yes) for (allowed, allow), yes in zip(_KERNELS, kernels, strict=True) if allowed() is not yes
-    ]
-    for allow, yes, _ in changed:
+    changed = [(allow, yes) for (allowed, allow), yes in zip(_KERNELS, kernels, strict=True) if allowed() is not yes]
+    for allow, yes in changed:
         allow(yes)
     try:
         yield
     finally:
-        for allow, _, before in changed:
-            allow(before)
+        for allow, yes in changed:
+            allow(not yes)
 
 
 def _held(saved: Sequence[weakref.ref[_Saved]]) -> Iterator[tuple[int, _Saved]]:
