@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import gc
 import itertools
 import linecache
 import os
@@ -115,18 +116,34 @@ class Site:
     def _parsed(self) -> ast.expr | None:
         """Parses the expression that is computed there."""
         try:
-            return ast.parse(self.expression or "", mode="eval").body
+            return _tree(self.expression or "", "eval").body
         except SyntaxError:
             return None
 
     def _statement(self) -> ast.Module:
         """Parses the line by itself; an empty module if it is part of a longer statement."""
         try:
-            return ast.parse(self.text.split("#")[0].strip())
+            return _tree(self.text.split("#")[0].strip(), "exec")
         except SyntaxError:
             return ast.Module([], [])
 
 
+def _tree(source: str, mode: Literal["eval", "exec"]) -> Any:
+    """Parses in one go: Python 3.11 has one count of a tree's depth for all threads, and fails where another parses.
+
+    Nothing but a collection lets another thread run meanwhile.
+    """
+    with _PARSING:
+        collected = gc.isenabled()
+        gc.disable()
+        try:
+            return ast.parse(source, mode=mode)
+        finally:
+            if collected:
+                gc.enable()
+
+
+_PARSING = threading.Lock()
 _SHORT = 80  # most characters of source that a message quotes
 # With the files: equal lines give equal code.
 _sites: dict[tuple[CodeType, str, int, CodeType, str, int], Site] = {}

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,29 @@ def test_the_files_by_which_callers_are_known_are_there() -> None:
         callsites._FUNCTIONAL,
     ):
         assert Path(place).exists(), place
+
+
+def test_another_thread_reads_a_line_while_this_one_is_read(tmp_path: Path) -> None:
+    """A collection in the middle lets it run."""
+    file = tmp_path / "line.py"
+    file.write_text("y = f(g(a + b, [c for d in e if (c, d)], {1: h(i)}))\n")
+    site = callsites.Site(str(file), 1, "f", 0, (1, 1, 4, 52))
+    here, others = threading.get_ident(), ThreadPoolExecutor(1)
+
+    def collected(phase: str, _: object) -> None:
+        if threading.get_ident() == here and phase == "start":
+            others.submit(lambda: site.target).result(60)
+
+    before = gc.get_threshold()
+    gc.callbacks.append(collected)
+    gc.set_threshold(5)
+    try:
+        read = {(site.given, site.target) for _ in range(5)}
+    finally:
+        gc.callbacks.remove(collected)
+        gc.set_threshold(*before)
+        others.shutdown()
+    assert read == {("g(a + b, [c for d in e if (c, d)], {1: h(i)})", "y")}
 
 
 @pytest.fixture(scope="module")
