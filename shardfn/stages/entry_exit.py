@@ -179,7 +179,7 @@ class Call:
 
     def _hooks(self) -> Any:
         offloader = offloading(self.schedule.away, self.schedule.mesh, self) if self._offloads() else None
-        places = (self.gathered is not None and not self.keeps) or self.signature.packed
+        places = (self.gathered is not None and not (self.keeps and self.again is False)) or self.signature.packed
         if not places and offloader is None:
             return NOTHING
         return _hooks(self, offloader)
@@ -453,7 +453,7 @@ def _hooks(call: Call, leave: Any) -> Any:
     """
     around = autograd.saved_tensors_hooks()
     low = high = 0  # as long as the buffer lives, an address in there means one of its parameters
-    may_gather = call.gathered is not None and call.again is not False and not call.keeps
+    may_gather = call.gathered is not None and call.again is not False
     if may_gather and type(buffer := call.gathered.buffer) is Tensor and not call.signature.packed:  # type: ignore[union-attr]
         low = buffer.data_ptr()
         high = low + buffer.nbytes
@@ -462,7 +462,8 @@ def _hooks(call: Call, leave: Any) -> Any:
         if high and type(x) is Tensor and x.layout is torch.strided:
             if low <= (at := x.data_ptr()) < high and not (x.is_conj() or x.is_neg()):
                 call.saved = True
-                return Place(call, None, x, at - low)
+                if not call.keeps:
+                    return Place(call, None, x, at - low)
             if at == 0 and (place := call.place(x)) is not None:  # without elements
                 return place
         elif (place := call.place(x)) is not None:

@@ -34,7 +34,8 @@ from shardfn.tiers.offload import DiskPrefetch
 
 
 class Pool:
-    """Storages on a CPU. One that nothing else refers to is handed out again, for smaller requests too.
+    """Storages on a CPU. One that nothing else refers to is handed out again; for a smaller request, too, if that is
+    soon over.
 
     Attributes:
         most: how many were in use at the same time since the last `trim`.
@@ -44,16 +45,18 @@ class Pool:
         self.storages: list[torch.UntypedStorage] = []
         self.most = 0
 
-    def empty(self, nbytes: int) -> Tensor:
-        """Bytes `[nbytes]` that nothing else refers to."""
+    def empty(self, nbytes: int, keeps: bool) -> Tensor:
+        """Bytes `[nbytes]` that nothing else refers to; with `keeps`, until backward."""
         free = unused(self.storages)
         self.most = max(self.most, len(self.storages) - len(free) + 1)
-        fitting = [storage for storage in free if storage.nbytes() >= nbytes]
+        fitting = [
+            storage for storage in free if storage.nbytes() == nbytes or (storage.nbytes() > nbytes and not keeps)
+        ]
         if fitting:
             storage = min(fitting, key=torch.UntypedStorage.nbytes)
         else:
             storage = torch.UntypedStorage(nbytes, device="cpu")
-            if free:  # the largest of those that are too small gives way
+            if free:  # the largest of those that do not fit gives way
                 self._drop([max(free, key=torch.UntypedStorage.nbytes)])
             self.storages.append(storage)
         return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (nbytes,))  # type: ignore[call-overload]
@@ -86,10 +89,10 @@ class Gathering:
         self.disk, self.pool = DiskPrefetch(), Pool()
         self.stream = None if device.type in ("cpu", "meta") else GatherStream(device)
 
-    def empty(self, nbytes: int, like: Tensor) -> Tensor:
-        """A buffer of so many bytes, on the device of the mesh."""
+    def empty(self, nbytes: int, like: Tensor, keeps: bool) -> Tensor:
+        """A buffer of so many bytes, on the device of the mesh; with `keeps`, until backward."""
         if self.device.type == "cpu" and type(like) is Tensor:
-            return self.pool.empty(nbytes)
+            return self.pool.empty(nbytes, keeps)
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
 
@@ -121,7 +124,9 @@ class Gathered:
         version: of the buffer, once it is there.
     """
 
-    def __init__(self, plan: GatherPlan, shards: Sequence[Tensor], by: Gathering, again: bool) -> None:
+    def __init__(
+        self, plan: GatherPlan, shards: Sequence[Tensor], by: Gathering, again: bool, keeps: bool = False
+    ) -> None:
         self.plan, self.shards, self.again = plan, shards, again
         self.of: Sequence[Tensor] = shards
         if _left:
@@ -130,7 +135,7 @@ class Gathered:
         self.version: int | None = None
         self.stream = by.stream
         with torch.inference_mode(False):  # training may find what inference has gathered
-            self.buffer = by.empty(plan.nbytes, shards[0])
+            self.buffer = by.empty(plan.nbytes, shards[0], keeps)
         if by.stream is None:
             self._start(by)
         else:

@@ -61,6 +61,7 @@ class Wanted(NamedTuple):
     shards: Sequence[Tensor]
     of: Sequence[Tensor]  # the shards by which it is known
     again: bool = False
+    keeps: bool = False
 
 
 def key_of(plan: GatherPlan, shards: Sequence[Tensor], versions: Sequence[int]) -> Key:
@@ -107,7 +108,8 @@ class Schedule:
         kept: the same, for calls that keep it until the step ends.
         open: calls whose exit has run in backward, and whose entry has not.
         orders: orders that `layers` announced, the latest last.
-        last: by the layouts of a stage, how its last call gathered it; the next is expected to do the same.
+        last: by the layouts of a stage, how its last call gathered it, and whether it kept that; the next is expected
+            to do the same.
         agreed: by kind of call, whether backward of such a call gathers again; the same on all ranks.
     """
 
@@ -124,7 +126,7 @@ class Schedule:
         self.kept: dict[Key, Gathered] = {}
         self.open: list[Call] = []
         self.orders: deque[PrefetchOrder] = deque(maxlen=ORDERS)
-        self.last: dict[Any, GatherPlan] = {}
+        self.last: dict[Any, tuple[GatherPlan, bool]] = {}
         self.agreed: dict[Any, bool] = per_mesh(mesh, ("gathers again", self.lane), dict)
         self.tape = CallTape(None)
         self.tapes: list[CallTape] = []  # of the step, before that one
@@ -177,8 +179,12 @@ class Schedule:
                 self._end_pass(number)
         if records and not inside:
             self._tape(step, call).add(call)
-        call.keeps = records and (signature.keep in (True, "step") or not autograd.saved_tensors_hooks_allowed())
-        call.again = self._gathers_again(call, records)
+        hooked = autograd.saved_tensors_hooks_allowed()
+        keeps = signature.keep in (True, "step") or not hooked
+        seen = not keeps or (signature.keep is True and hooked and pairs is None and not signature.packed)
+        asks = self._asks_again(call, records) if seen else records and bool(plan.nbytes)
+        call.keeps = keeps and asks is not False
+        call.again = False if call.keeps and asks else asks
         with named(signature.stage, inside):
             return call.run(leaves, at, records)
 
@@ -192,9 +198,11 @@ class Schedule:
         stack.enter_context(attributed_to(call.signature.stage, backward=True))
         return stack
 
-    def _gathers_again(self, call: Call, records: bool) -> bool | None:
-        """Whether backward of a call gathers again; None if ranks have not agreed on it for calls of its kind."""
-        if not records or call.keeps or not call.plan.nbytes:
+    def _asks_again(self, call: Call, records: bool) -> bool | None:
+        """Whether backward of a call asks for its parameters again; None if ranks have not agreed on it for calls of
+        its kind.
+        """
+        if not records or not call.plan.nbytes:
             return False
         remat = call.signature.options.remat
         if not any(call.trains) or not (remat is False or call._offloads()):
@@ -213,6 +221,7 @@ class Schedule:
         call.again, kind, signature = call.saved, self._kind(call), call.signature
         if planned():  # no other rank says anything
             self.agreed[kind] = call.saved or not signature.computes
+            call.again = call.saved and not call.keeps
             return
         with unscheduled(), scope(self.mesh), torch.no_grad():
             flags = torch.tensor([float(call.saved), float(signature.computes)], device=self.device)
@@ -220,6 +229,8 @@ class Schedule:
         call.again = bool(saved)
         if computing:
             self.agreed[kind] = call.again
+        if call.keeps:
+            call.again = False
 
     # --- gathers ---
 
@@ -239,7 +250,8 @@ class Schedule:
         if not call.plan.nbytes:
             call.owned = [autograd.storage_of(x) for x in call.shards]
             return None
-        self._turn(call, [Wanted(call.key, call.plan, call.shards, call.shards), *self._announced(call)])
+        own = Wanted(call.key, call.plan, call.shards, call.shards, keeps=call.keeps)
+        self._turn(call, [own, *self._announced(call)])
         gathered = self._found(call.key)
         assert gathered is not None, "it has been started"
         if call.keeps:
@@ -270,11 +282,12 @@ class Schedule:
             call.step.meet(self)
         elif call.tape is not None:
             call.tape.held.setdefault(call.key, [gathered, 0])[1] += 1
+            self.buffers.pop(call.key, None)
 
     def _announced(self, call: Call) -> list[Wanted]:
         """The stages that `layers` announced to come next, if a call has shown how they are gathered."""
         signature, count = call.signature, call.signature.options.prefetch
-        self.last[signature.layouts] = call.plan
+        self.last[signature.layouts] = call.plan, call.keeps
         groups = None
         for order in reversed(self.orders):
             groups = order.after(call.shards[0], 2 * count)
@@ -282,9 +295,9 @@ class Schedule:
                 break
         found = []
         for layouts, shards in (groups or ())[:count]:
-            plan = self.last.get(layouts)
+            plan, keeps = self.last.get(layouts, (None, False))
             if plan is not None and plan.nbytes and -1 not in (versions := versions_of(shards)):
-                found.append(Wanted(key_of(plan, shards, versions), plan, shards, shards))
+                found.append(Wanted(key_of(plan, shards, versions), plan, shards, shards, keeps=keeps))
         for layouts, shards in (groups or ())[count:]:
             self._announce(layouts, shards)
         return found
@@ -313,7 +326,7 @@ class Schedule:
                     pieces = {id(x): x.nbytes for kept in self.tape.secondary.values() for x in kept.shards}
                     record_buffers(self.gathering.pool.nbytes() + sum(pieces.values()))
                 with named(one.key[0].stage):
-                    found = Gathered(one.plan, one.shards, self.gathering, one.again)
+                    found = Gathered(one.plan, one.shards, self.gathering, one.again, one.keeps)
                     found.of = one.of
             self.buffers.pop(one.key, None)
             self.buffers[one.key] = found  # as the latest
@@ -437,7 +450,7 @@ class Schedule:
             held[1] -= 1
             if held[1] == 0:
                 del call.tape.held[call.key]
-            self.gathering.pool.trim(1 + call.signature.options.prefetch)  # gradients take the place of parameters
+            self.gathering.pool.trim(0)  # gradients take the place of parameters
         call.done = True
         self.away.done()
 
