@@ -23,6 +23,7 @@ _LIBRARY = (*ELSEWHERE, str(pathlib.Path(os.__file__).parent) + "/", "<")
 # What part of the package makes memory for what; a folder or a file of it. The first that is on the stack decides.
 _PARTS = {
     "stages/ring.py": "gathered",
+    "stages/gather.py": "gathered",
     "stages/residency.py": "gathered",
     "stages/gather_stream.py": "gathered",
     "stages/decoding.py": "gathered",
@@ -90,6 +91,8 @@ class Places:
                     again = True
                 elif code.name == "stages/engine.py backward":
                     phase = phase or ("recompute" if again else "backward")
+                elif code.name == "stages/recompute.py _second":
+                    phase = phase or "recompute"
                 elif code.name in _PASSES:
                     phase = phase or _PASSES[code.name]
             elif code.name == "unpack_hook":  # of torch.utils.checkpoint

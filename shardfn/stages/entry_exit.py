@@ -337,6 +337,7 @@ class Call:
         schedule = self.schedule
         if debugging.nan:
             self.bad = nonfinite.kinds(nonfinite.not_finite([x for x in cotangents if x is not None]))
+        schedule.end_others(self)
         with schedule.in_backward(self):
             schedule.leaving(self)
         if names_stages():

@@ -406,6 +406,17 @@ class Schedule:
             step.catch_up(tape, call.index)
         self._begin(call)
 
+    def end_others(self, call: Call) -> None:
+        """Ends the backward of calls that this one comes after, as of those without an entry there; outside of any
+        context, as that ends theirs.
+        """
+        around, outer, now = set(), call.outer, autograd.backward_pass()
+        while outer is not None:
+            around.add(outer)
+            outer = outer.outer
+        for other in [other for other in self.open if other.opened_in == now and other not in around]:
+            self.release(other)
+
     def _begin(self, call: Call) -> None:
         if call.tape is not None:
             call.tape.closed = True
@@ -413,12 +424,6 @@ class Schedule:
         if now != -1 and now not in self.passes:  # what a pass has opened ends with it
             self.passes.add(now)
             autograd.at_end_of_pass(functools.partial(self._end_pass, now))
-        around, outer = set(), call.outer
-        while outer is not None:
-            around.add(outer)
-            outer = outer.outer
-        for other in [other for other in self.open if other.opened_in == now and other not in around]:
-            self.release(other)
         call.opened_in = now
         self.away.ahead(call.tape, call)
         if call not in self.open:
@@ -570,6 +575,7 @@ class Schedule:
         for call in reversed(tape.runs[stop:front]):
             if call.done or (any(call.trains) and not any(x is not None for x in call.collected)):
                 continue  # its gradient goes through autograd, which has no use for one from here
+            self.end_others(call)
             with attributed_to(call.signature.stage, backward=True):
                 self._begin(call)
                 if call.again and call.gathered is not None:

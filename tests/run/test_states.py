@@ -40,7 +40,9 @@ def by_torch() -> tuple[dict[str, Any], Step]:
 
     @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
     def step(state: Any, x: Tensor) -> Any:
-        loss, grads = sf.value_and_grad(lambda p: layer(p["layer"], x).square().sum())(state["params"])
+        loss, grads = sf.value_and_grad(lambda p: sf.pmean(layer(p["layer"], x).square().sum(), "shard"))(
+            state["params"]
+        )
         params, remembered = optimizer.step(state["params"], grads, state["optimizer"])
         return {"params": params, "optimizer": remembered}, {"loss": loss}
 

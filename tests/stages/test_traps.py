@@ -21,6 +21,7 @@ import shardfn as sf
 from shardfn.compat import functorch
 from shardfn.compat.replacing import replaced
 from shardfn.mesh import watchdog
+from shardfn.mesh.scope import scope
 from shardfn.stages.schedule import schedule_of
 from shardfn.testing import World, WorldError
 from shardfn.transforms.autodiff import differentiating
@@ -710,6 +711,29 @@ def test_nothing_is_left_behind(world: World) -> None:
     for loose, stepped, off in runs(world, left_behind):
         assert loose == stepped == [0, 0, 0]
         assert off < 1e-12
+
+
+def attributed() -> tuple[str, bool]:
+    """To what a collective after a step is attributed whose frozen stages have no entry in backward."""
+    flat, staged = sharded(tree()), sf.stage(linear)
+
+    def loss(ps: Any, x: Tensor) -> Tensor:
+        for p, trains in zip(ps, (True, False, True, False), strict=True):
+            x = staged(p if trains else optree.tree_map(torch.detach, p), x)
+        return x.square().sum()
+
+    with sf.ledger() as log:
+        sf.grad(loss)([*flat, flat[0]], rows(dist.get_rank()))
+        with scope(mesh()):
+            sf.psum(torch.ones(3), "shard")
+    last = log.records[-1]
+    return last.stage, last.backward
+
+
+@pytest.mark.world(2)
+def test_what_follows_a_step_is_not_attributed_to_its_stages(world: World) -> None:
+    for found in runs(world, attributed):
+        assert found == ("", False)
 
 
 def freed_without_the_collector() -> list[int]:
