@@ -91,7 +91,7 @@ class Places:
                     again = True
                 elif code.name == "stages/engine.py backward":
                     phase = phase or ("recompute" if again else "backward")
-                elif code.name == "stages/recompute.py _second":
+                elif code.name == "stages/recompute.py second":
                     phase = phase or "recompute"
                 elif code.name in _PASSES:
                     phase = phase or _PASSES[code.name]

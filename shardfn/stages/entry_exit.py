@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Sequence
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -27,17 +28,16 @@ from shardfn.mesh.scope import current_mesh, scope
 from shardfn.quant.packed import Packed
 from shardfn.stages import nonfinite
 from shardfn.stages.activation_offload import View, offloading
+from shardfn.stages.gather import Gathered, offset_in
 from shardfn.stages.options import Offload
 from shardfn.stages.parameters import record_parameters
 from shardfn.stages.recompute import Recomputed
 from shardfn.stages.refusals import refuse_mixed, writes
-from shardfn.stages.replay import RngAndAutocast
 from shardfn.stages.signature import GatherPlan, Signature, cast, cast_all
 from shardfn.stages.tape import Secondary
 from shardfn.transforms.step import Step
 
 if TYPE_CHECKING:
-    from shardfn.stages.gather import Gathered
     from shardfn.stages.schedule import CallTape, Schedule
 
 
@@ -86,12 +86,14 @@ class Call:
         index: position on the tape.
         done: whether its backward has run.
         away: its activations that have left the device.
+        frame: how its function runs again in backward.
         attribution: what makes collectives between its exit and its entry in backward its own, and on which thread.
     """
 
     gathered: Gathered | None = None
     secondary: Secondary | None = None
     attribution: tuple[int, attributed_to] | None = None
+    frame: weakref.ref[Recomputed] | None = None
     saved = keeps = done = stays = forward = False
     index, opened_in = 0, -1
     key: Any = None
@@ -208,10 +210,11 @@ class Call:
             return self._function(arguments, parts)
 
         generators = [x for x in (*leaves, *signature.closed_over().values()) if type(x) is torch.Generator]
-        surroundings = RngAndAutocast(self.schedule.device, generators, again=True)
         contexts = remat() if callable(remat) else ()
+        surroundings = self.schedule.surroundings(generators, bool(contexts))
         here = functools.partial(self.schedule.in_backward, self)
         frame = Recomputed(signature, run, tensors, surroundings, contexts, here)
+        self.frame = weakref.ref(frame)  # what autograd saved holds it
         compares, signature.compared = not signature.compared, True
         return frame.first(tensors, compares)
 
@@ -298,13 +301,15 @@ class Call:
         if x.layout is not torch.strided or x.is_conj() or x.is_neg():
             return None
         for parameter in (None, *self.decodes):
-            if parameter is None and (self.gathered is None or self.keeps or self.again is False):
+            if parameter is not None:
+                offset = None if parameter.x is None else offset_in(parameter.x, x)
+            elif self.gathered is None or self.again is False:
                 continue
-            own = self.gathered.buffer if parameter is None else parameter.x  # type: ignore[union-attr]
-            if own is not None and autograd.storage_of(x) == autograd.storage_of(own):
+            else:
+                offset = self.gathered.offset_of(x)
+            if offset is not None:
                 self.saved = True
-                offset = x.storage_offset() * x.dtype.itemsize - own.storage_offset() * own.dtype.itemsize
-                return Place(self, parameter, x, int(offset))
+                return None if parameter is None and self.keeps else Place(self, parameter, x, offset)
         return None
 
     def decode_again(self, parameter: DecodedParameter) -> Tensor:
@@ -316,8 +321,8 @@ class Call:
             found = self.decoded[parameter] = self.signature.decode(parameter.form.having(bytes_))
         return found
 
-    def whole(self, dtype: torch.dtype) -> Tensor:
-        """The buffer that was gathered again, as numbers of a dtype; gathers it if no exit did.
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """What was gathered again, as numbers of a dtype; gathers it if no exit did.
 
         Raises:
             RuntimeError: a shard was written into since forward.
@@ -326,9 +331,8 @@ class Call:
             if self.gathered is None:
                 self.schedule.gather_again(self)
             assert self.gathered is not None, "it is under way"
-            buffer = self.gathered.wait()
-        whole = self.flat[dtype] = buffer[: len(buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
-        return whole
+            found = self.flat[dtype] = self.gathered.numbers(dtype)
+        return found
 
     # --- backward ---
 
@@ -344,6 +348,8 @@ class Call:
             self.end_attribution()
             self.attribution = get_ident(), attributed_to(self.signature.stage, backward=True, scheduled=False)
             self.attribution[1].__enter__()
+        if self.frame is not None and (frame := self.frame()) is not None:
+            frame.second()  # here, and so on every rank, whatever its graph asks for
 
     def end_attribution(self) -> None:
         """Collectives that follow in backward are not this call's."""
@@ -431,7 +437,7 @@ class Place:
         call, dtype = self.call, self.dtype
         if self.decoded is None:
             whole = call.flat.get(dtype)
-            whole = call.whole(dtype) if whole is None else whole
+            whole = call.numbers(dtype) if whole is None else whole
         else:
             whole = call.decode_again(self.decoded).view(-1).view(dtype)
         return whole.as_strided(self.shape, self.stride, self.offset // dtype.itemsize)

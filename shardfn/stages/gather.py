@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from shardfn.collectives.into_buffers import (
 )
 from shardfn.collectives.late_checks import check
 from shardfn.compat import devices
-from shardfn.compat.autograd import unused
+from shardfn.compat.autograd import storage_of, unused
 from shardfn.stages.compressed import zero_padding
 from shardfn.stages.gather_stream import Copied, GatherStream
 from shardfn.stages.signature import Gather, GatherPlan
@@ -101,17 +102,27 @@ _left: deque[tuple[GatherStream, list[Handle], tuple[Tensor, ...]]] = deque()
 devices.clears.append(_left.clear)
 
 
-def _free_left() -> None:
+def free_left() -> None:
     """Frees such memory, for the allocator to use again only after the gathers."""
     while _left and not devices.capturing(_left[0][0].device):
         try:
-            stream, _, memory = _left.popleft()
+            left = _left.popleft()
         except IndexError:  # another thread took it
             return
-        for x in memory:
-            if x.device.type != "cpu":  # where shards may be
-                x.record_stream(stream.stream)
-                x.record_stream(stream.decoding)
+        free(left)
+
+
+def free(left: tuple[GatherStream, list[Handle], tuple[Tensor, ...]]) -> None:
+    """Lets the allocator use memory again only after gathers for which its own stream has not waited."""
+    stream, _, memory = left
+    for x in memory:
+        _used_on(stream.stream, x)
+        _used_on(stream.decoding, x)
+
+
+def _used_on(stream: Any, x: Tensor) -> None:
+    if x.device.type != "cpu":  # where shards may be
+        x.record_stream(stream)
 
 
 class Gathered:
@@ -130,10 +141,11 @@ class Gathered:
         self.plan, self.shards, self.again = plan, shards, again
         self.of: Sequence[Tensor] = shards
         if _left:
-            _free_left()
+            free_left()
         self.works: list[Handle] = []
         self.version: int | None = None
         self.stream = by.stream
+        self.made_on = None if by.stream is None else by.stream.now()
         with torch.inference_mode(False):  # training may find what inference has gathered
             self.buffer = by.empty(plan.nbytes, shards[0], keeps)
         if by.stream is None:
@@ -200,6 +212,10 @@ class Gathered:
         works, self.works = self.works, []
         for work in works:
             work.wait()
+        if self.stream is not None and (now := self.stream.now()) != self.made_on:
+            _used_on(now, self.buffer)
+            if works:  # the stream to which this memory returns has not waited for them
+                free((self.stream, works, (self.buffer, *self.shards)))
         if self.version is None and not self.buffer.is_inference():
             self.version = self.buffer._version
         return self.buffer
@@ -211,6 +227,26 @@ class Gathered:
     def parameters(self, gather: Gather) -> list[Tensor]:
         """The parameters of one gather, as views."""
         return gather.layout.views(self.buffer[gather.start : gather.stop].view(gather.dtype))
+
+    def storages(self) -> list[int]:
+        """The memory that it lies in."""
+        return [storage_of(self.buffer)]
+
+    def offset_of(self, x: Tensor) -> int | None:
+        """Where a tensor begins, in bytes; None if it does not lie in here."""
+        return offset_in(self.buffer, x)
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """The parameters as numbers of a dtype, once they are there."""
+        buffer = self.wait()
+        return buffer[: len(buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
+
+
+def offset_in(own: Tensor, x: Tensor) -> int | None:
+    """Where a tensor begins in the memory of another, in bytes from that one's beginning; None if it lies elsewhere."""
+    if storage_of(x) != storage_of(own):
+        return None
+    return int(x.storage_offset() * x.dtype.itemsize - own.storage_offset() * own.dtype.itemsize)
 
 
 class _Arrival:

@@ -47,6 +47,10 @@ class GatherStream:
         with self.module.stream(self.stream):
             yield
 
+    def now(self) -> Any:
+        """The stream that computes."""
+        return self.module.current_stream(self.device)
+
     def end_of_use(self) -> Any:
         """An event at the end of what the current stream has been given; None while a graph is captured."""
         if devices.capturing(self.device):

@@ -7,7 +7,6 @@ which are found again in the buffer that is gathered for backward.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import weakref
 from collections import Counter, OrderedDict
@@ -15,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
@@ -23,17 +21,17 @@ from shardfn.collectives.capturing import Watch, capturing
 from shardfn.collectives.ledger import attributed_to
 from shardfn.collectives.scheduled import Scheduled, run
 from shardfn.compat import autograd
-from shardfn.compat.modes import DispatchMode, innermost_unseen
 from shardfn.mesh.lanes import in_lane
 from shardfn.shards.placement import Keep
 from shardfn.stages.call import Call, Residuals, differentiated, evaluate
 from shardfn.stages.engine import Engine
 from shardfn.stages.options import Offload
-from shardfn.stages.reduction import PendingReduction, Reduction
+from shardfn.stages.reduction import Reduction
 from shardfn.stages.refusals import refuse_closure, refuse_returned
 from shardfn.stages.replay import entered
 from shardfn.stages.ring import Slot
 from shardfn.stages.signature import GatherPlan
+from shardfn.stages.traced import Drawing, Reducing, order_of
 from shardfn.transforms.step import GradientSum, Step, owned, wider
 
 
@@ -92,62 +90,6 @@ class Gathering(Scheduled):
     def prepare(self) -> None:
         """Frees the slots of the engine's ring."""
         self.engine.residency.ring.leave()
-
-
-class Reducing(Scheduled):
-    """The reduction of a buffer's gradients: `gradients of its parameters -> gradient of its shard`.
-
-    Args:
-        part: "all"; "scatter", without the sum over replicas; "replicas", that sum of what was scattered.
-        begins: whether it is the first of its stage's.
-    """
-
-    def __init__(self, engine: Engine, reduction: Reduction, stage: str, part: str, begins: bool) -> None:
-        super().__init__()
-        self.engine, self.reduction, self.stage, self.part, self.begins = engine, reduction, stage, part, begins
-
-    def __str__(self) -> str:
-        layout = self.reduction.layout
-        return f"reduce {layout.stage}: {layout.padded} {self.reduction.dtypes.sum}, {self.part}"
-
-    def like(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
-        """Tensors like its results."""
-        n, split = self.reduction.layout.piece, self.reduction.route.split
-        if self.part != "scatter" and split is not None:
-            n //= split.axis.size
-        return [torch.empty(n, dtype=self.reduction.dtypes.shard, device=self.engine.device)]
-
-    def start(self, inputs: Sequence[Tensor | None]) -> PendingReduction:
-        """Starts it."""
-        reductions = self.engine.reductions
-        if self.begins:
-            reductions.turn()
-        with in_lane(self.engine.lane), attributed_to(self.stage, backward=True):
-            if self.part == "replicas":
-                (out,) = inputs
-                assert out is not None, "it was scattered"
-                return reductions._sent(PendingReduction(self.reduction, out.clone(), None, False, scattered=True))
-            pending = reductions.start(
-                self.reduction, inputs, None, "replicas" if self.part == "scatter" else "nothing"
-            )
-            assert pending is not None, "it starts at once"
-            return pending
-
-    def finish(self, started: PendingReduction) -> list[Tensor]:
-        """Waits for it; returns its results."""
-        reductions = self.engine.reductions
-        found = [reductions.wait(started)]
-        if not reductions.in_flight:
-            reductions.free_scratch()
-            reductions.turns = 0
-        return found
-
-    def abandon(self) -> None:
-        """Forgets reductions that an error has left on their way."""
-        reductions = self.engine.reductions
-        reductions.in_flight.clear()
-        reductions.moving.clear()
-        reductions.scratch.forget()
 
 
 @dataclass(eq=False)
@@ -265,7 +207,7 @@ class Traced:
         hooks = self._hooks(wholes) if records and signature.keeps_graph else None
         policies = [[each] for each in call.contexts] or [[], []]
         call.contexts = [
-            entered([*each, _Drawing(self.drawn, k > 0, policy=bool(each))]) for k, each in enumerate(policies)
+            entered([*each, Drawing(self.drawn, k > 0, policy=bool(each))]) for k, each in enumerate(policies)
         ]
         with attributed_to(signature.stage):
             try:
@@ -275,7 +217,7 @@ class Traced:
                     raise
                 # A transform of torch.func inside: then the graph keeps gathered parameters.
                 self.drawn.clear()
-                call.contexts = [_Drawing(self.drawn, False), *call.contexts]
+                call.contexts = [Drawing(self.drawn, False), *call.contexts]
                 residuals = evaluate(call, parameters, inputs, records)
         storages = refuse_returned(signature, residuals.outputs, {autograd.storage_of(x) for x in (*wholes, *shards)})
         if records or any(y.requires_grad for y in residuals.outputs):
@@ -344,7 +286,7 @@ class Traced:
         residuals, self.residuals = self.residuals, None
         with attributed_to(call.signature.stage, backward=True):
             if residuals is None:
-                call.contexts = call.contexts or [_Drawing(self.drawn, True)]
+                call.contexts = call.contexts or [Drawing(self.drawn, True)]
                 wholes = self._gathered(self.keep, backward=True)
                 with call.surroundings.autocast_again():
                     parameters = self._parameters(wholes)
@@ -393,7 +335,7 @@ class Traced:
 
         def pack(x: Tensor) -> Any:
             k = at.get(autograd.storage_of(x)) if x.layout is torch.strided else None
-            if k is None or x.dtype != wholes[k].dtype or _order(x.shape, x.stride()) is None:
+            if k is None or x.dtype != wholes[k].dtype or order_of(x.shape, x.stride()) is None:
                 return x.detach()
             return k, x.shape, x.stride(), x.storage_offset() - wholes[k].storage_offset()
 
@@ -415,58 +357,10 @@ def _apart(outputs: Sequence[Tensor], storages: list[int], inputs: Sequence[Tens
     return tuple([y.detach() if yes else y.detach().clone() for y, yes in zip(outputs, alone, strict=True)])
 
 
-def _order(shape: torch.Size, stride: tuple[int, ...]) -> list[int] | None:
-    """The dimensions by their place in memory, if a tensor is a permutation of a contiguous one."""
-    order = sorted(range(len(shape)), key=lambda d: (-stride[d], shape[d] == 1))
-    expected = 1
-    for d in reversed(order):
-        if shape[d] != 1 and stride[d] != expected:
-            return None
-        expected *= shape[d]
-    return order
-
-
 def _place(whole: Tensor, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
     """A view of a gathered buffer: a parameter, or its transpose, by views that compilers know."""
-    order = _order(shape, stride)
+    order = order_of(shape, stride)
     assert order is not None, "only such places are saved"
     sizes = [shape[d] for d in order]
     ordered = whole.narrow(0, offset, math.prod(sizes)).view(sizes)
     return ordered if order == list(range(len(order))) else ordered.permute([order.index(d) for d in range(len(order))])
-
-
-class _Drawing(DispatchMode):
-    """Keeps the random numbers of a first run, and uses them in the following runs in place of new ones.
-
-    A policy right around it does not see them, as it counts operations, which are others in the second run.
-    """
-
-    def __init__(self, drawn: list[Any], again: bool, policy: bool = False) -> None:
-        super().__init__()
-        self.drawn, self.again, self.at, self.policy = drawn, again, 0, policy
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded not in func.tags or not _draws(func, args, kwargs or {}):
-            return func(*args, **(kwargs or {}))
-        with innermost_unseen() if self.policy else contextlib.nullcontext():
-            if not self.again:
-                result = func(*args, **(kwargs or {}))
-                kept = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, result)
-                self.drawn.append((func, kept))
-                return result
-            if self.at == len(self.drawn) or self.drawn[self.at][0] is not func:
-                raise RuntimeError(
-                    f"a stage that runs again in backward draws other random numbers there: {func.name()}"
-                )
-            numbers = self.drawn[self.at][1]
-            self.at += 1
-            return args[0].copy_(numbers) if func._schema.is_mutable else numbers
-
-
-def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operation that may draw random numbers does: attention draws none without dropout."""
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            value: Any = kwargs.get("dropout_p", args[i] if i < len(args) else argument.default_value)
-            return bool(value)
-    return True

@@ -92,6 +92,7 @@ class Recomputed:
         with contextlib.ExitStack() as stack:
             if self.contexts:
                 stack.enter_context(self.contexts.pop(0))
+            stack.enter_context(self.surroundings.drawing(again=False))
             stack.enter_context(autograd.hooked(self._pack, self._unpack))
             result = self.run(tensors)
         kinds, self.kinds = self.kinds, []
@@ -117,14 +118,14 @@ class Recomputed:
         return saved
 
     def _unpack(self, saved: _Saved) -> Tensor:
-        if saved.number not in self.again:
-            self._second()
+        if saved.number not in self.again:  # for a gradient that does not come through the call's outputs
+            self.second()
         x, version = self.again.pop(saved.number)
         if x._version != version:
             raise RuntimeError(autograd.modified(x, version))
         return x
 
-    def _second(self) -> None:
+    def second(self) -> None:
         """Runs the function again, and keeps what autograd saves."""
         unique = [
             x.detach().requires_grad_(needs) if needs else x.detach()
@@ -148,6 +149,7 @@ class Recomputed:
             stack.enter_context(torch.enable_grad())
             if self.contexts:  # of a policy, which keeps results for one run
                 stack.enter_context(self.contexts.pop())
+            stack.enter_context(self.surroundings.drawing(again=True))
             stack.enter_context(autograd.hooked(keep, lambda saved: found[saved.number][0]))
             result = self.run(tensors)
         if self.form is None:  # the first run has not ended, and asks for what it has saved so far

@@ -58,6 +58,10 @@ class RngAndAutocast:
         self.written = Written.active()
         self.autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
 
+    def drawing(self, again: bool) -> Any:
+        """A context for what draws random numbers, in a first run and `again`."""
+        return contextlib.nullcontext()
+
     def uncached(self) -> Any:
         """The present autocast without its cache, which goes by tensors: those in a slot get other numbers."""
         return entered([torch.autocast(kind, dtype, cache_enabled=False) for kind, dtype in self.autocast.items()])

@@ -23,11 +23,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.check import recording
 from shardfn.collectives import functional
+from shardfn.collectives.capturing import capturing, written_by_graphs
 from shardfn.collectives.into_buffers import Communicator, communicator_of, purpose_of
 from shardfn.collectives.late_checks import late_checks
 from shardfn.collectives.ledger import attributed_to, record_buffers, unscheduled
 from shardfn.collectives.ledger import recording as ledger_open
-from shardfn.compat import autograd, devices, functorch
+from shardfn.compat import autograd, functorch
 from shardfn.debugging import debugging
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import device_of, per_mesh, sizes
@@ -39,11 +40,12 @@ from shardfn.stages.activation_offload import Away
 from shardfn.stages.consistency import callers, compare, lane_state
 from shardfn.stages.entry_exit import Call, named, names_stages, versions_of
 from shardfn.stages.forward_mode import Pairs
-from shardfn.stages.gather import Gathered, Gathering, region_of
+from shardfn.stages.gather import Gathered, Gathering, free_left, region_of
 from shardfn.stages.paired_call import PairedCall
 from shardfn.stages.parameters import record_gradients, record_sum
 from shardfn.stages.prefetch import PrefetchOrder
 from shardfn.stages.reduction import Dtypes, Level, Reduction, Reductions, Route
+from shardfn.stages.replay import RngAndAutocast
 from shardfn.stages.signature import Gather, GatherPlan, Signature
 from shardfn.stages.tape import Secondary
 from shardfn.tiers.offload import GradOffload
@@ -131,6 +133,7 @@ class Schedule:
         self.tape = CallTape(None)
         self.tapes: list[CallTape] = []  # of the step, before that one
         self.passes: set[int] = set()  # backward passes that have opened calls
+        written_by_graphs(self)
         self._communicators: dict[tuple[str, ...], Communicator | None] = {}
         self._reductions: dict[Any, Reduction] = {}
 
@@ -157,14 +160,12 @@ class Schedule:
         pairs: Pairs | None = None,
     ) -> Any:
         """Calls a stage, or one of pairs; `at` says which leaves are tensors, besides the shards."""
-        if self.device.type != "cpu" and not devices.capturing(self.device):
+        if self.device.type != "cpu" and capturing() is None:
             late_checks().read()
         for layout in signature.layouts if independent_axes() else ():
             refuse_independent(layout.placement.axes, f"stage {signature.name}: gathering {layout.stage!r}")
         plan, step = signature.plan(shards), current_step()
-        if (plan, signature.summed) not in self.met:
-            compare(self.mesh, signature, plan, self.lane_state)
-            self.met.add((plan, signature.summed))
+        self.meet(signature, plan)
         differentiates = torch.is_grad_enabled()
         trains = [differentiates and x.requires_grad for x in shards]
         records = any(trains) or (differentiates and any(leaves[i].requires_grad for i in at))
@@ -187,6 +188,16 @@ class Schedule:
         call.again = False if call.keeps and asks else asks
         with named(signature.stage, inside):
             return call.run(leaves, at, records)
+
+    def meet(self, signature: Signature, plan: GatherPlan) -> None:
+        """Compares a stage with the other ranks', before its first call."""
+        if (plan, signature.summed) not in self.met:
+            compare(self.mesh, signature, plan, self.lane_state)
+            self.met.add((plan, signature.summed))
+
+    def surroundings(self, generators: Sequence[torch.Generator], policy: bool) -> RngAndAutocast:
+        """What a function may depend on besides its arguments, for running it again, perhaps under a policy."""
+        return RngAndAutocast(self.device, generators, again=True)
 
     def in_backward(self, call: Call) -> Any:
         """A context for communication of a call in backward, on whichever thread autograd runs it."""
@@ -232,6 +243,16 @@ class Schedule:
         if call.keeps:
             call.again = False
 
+    # --- graphs of a device ---
+
+    def empty(self) -> None:
+        """Forgets what was gathered: it is not used in a graph, or what a graph has gathered outside of it."""
+        self._drop_buffers()
+        free_left()
+
+    def used(self) -> None:
+        """Nothing: a graph has memory of its own."""
+
     # --- gathers ---
 
     def announce(self, order: PrefetchOrder) -> None:
@@ -251,20 +272,20 @@ class Schedule:
             call.owned = [autograd.storage_of(x) for x in call.shards]
             return None
         own = Wanted(call.key, call.plan, call.shards, call.shards, keeps=call.keeps)
-        self._turn(call, [own, *self._announced(call)])
+        self._turn(call, [own, *self.announced(call)])
         gathered = self._found(call.key)
         assert gathered is not None, "it has been started"
         if call.keeps:
             self._keep(call, gathered)
         try:
-            buffer = gathered.wait()
+            gathered.wait()
         except RuntimeError as error:
             self.forget(gathered)
             raise RuntimeError(
                 f"stage {call.signature.name}: gathering its parameters failed on this rank: {error}"
             ) from waiting.cause(error)
         call.gathered = gathered
-        call.owned = [autograd.storage_of(buffer)]
+        call.owned = gathered.storages()
         call.owned += [autograd.storage_of(x) for g, x in zip(call.plan.each, call.shards, strict=True) if not g.moves]
         return gathered
 
@@ -284,7 +305,7 @@ class Schedule:
             call.tape.held.setdefault(call.key, [gathered, 0])[1] += 1
             self.buffers.pop(call.key, None)
 
-    def _announced(self, call: Call) -> list[Wanted]:
+    def announced(self, call: Call) -> list[Wanted]:
         """The stages that `layers` announced to come next, if a call has shown how they are gathered."""
         signature, count = call.signature, call.signature.options.prefetch
         self.last[signature.layouts] = call.plan, call.keeps
@@ -322,14 +343,18 @@ class Schedule:
         for one in wanted:
             found = self._found(one.key)
             if found is None:
-                if ledger_open():
-                    pieces = {id(x): x.nbytes for kept in self.tape.secondary.values() for x in kept.shards}
-                    record_buffers(self.gathering.pool.nbytes() + sum(pieces.values()))
                 with named(one.key[0].stage):
-                    found = Gathered(one.plan, one.shards, self.gathering, one.again, one.keeps)
-                    found.of = one.of
+                    found = self.start(call, one)
+                found.of = one.of
             self.buffers.pop(one.key, None)
             self.buffers[one.key] = found  # as the latest
+
+    def start(self, call: Call, one: Wanted) -> Gathered:
+        """Starts a gather, for a call."""
+        if ledger_open():
+            pieces = {id(x): x.nbytes for kept in self.tape.secondary.values() for x in kept.shards}
+            record_buffers(self.gathering.pool.nbytes() + sum(pieces.values()))
+        return Gathered(one.plan, one.shards, self.gathering, one.again, one.keeps)
 
     def forget(self, gathered: Gathered) -> None:
         """What was gathered must not be used again."""
@@ -349,26 +374,26 @@ class Schedule:
         secondary = call.tape.secondary
         if call.key not in secondary:
             shards = [
-                shard if gather is secondary else self._piece(gathered, secondary).clone()
+                shard if gather is secondary else self.piece(gathered, secondary)
                 for gather, secondary, shard in zip(call.plan.each, plan.each, call.shards, strict=True)
             ]
             secondary[call.key] = Secondary(plan, tuple(shards))
         call.secondary = secondary[call.key]
 
-    def _piece(self, gathered: Gathered, gather: Gather) -> Tensor:
+    def piece(self, gathered: Gathered, gather: Gather) -> Tensor:
+        """A copy of this rank's own part of what was gathered, from which backward gathers."""
         comm = self.communicator(gather.layout.placement.axes)
-        return gathered.own(gather, region_of(gathered.buffer, gather), 0 if comm is None else comm.axis.index)
+        return gathered.own(gather, region_of(gathered.buffer, gather), 0 if comm is None else comm.axis.index).clone()
 
     # --- backward ---
 
     def gather_again(self, call: Call) -> None:
         """Starts to gather a call's parameters for backward, and those of the calls before it."""
         if call.again:
-            self._turn(call, [self._again(call), *self._before(call)])
+            self._turn(call, [self._again(call), *self.before(call)])
             call.gathered = self._found(call.key)
         else:  # no exit told the other ranks' that it is needed, but they have the same call
-            one = self._again(call)
-            call.gathered = Gathered(one.plan, one.shards, self.gathering, again=True)
+            call.gathered = self.start(call, self._again(call))
 
     def _again(self, call: Call) -> Wanted:
         if versions_of(call.shards) != call.versions:
@@ -380,7 +405,7 @@ class Schedule:
             return Wanted(call.key, call.secondary.plan, call.secondary.shards, call.shards, again=True)
         return Wanted(call.key, call.plan, call.shards, call.shards, again=True)
 
-    def _before(self, call: Call) -> list[Wanted]:
+    def before(self, call: Call) -> list[Wanted]:
         """The gathers of the calls whose backward comes next."""
         found = []
         gathers = announcements = call.signature.options.prefetch
@@ -475,7 +500,7 @@ class Schedule:
             if recorder is not None:
                 record_gradients(recorder, gather.layout, gradients[k])
             variable = call.collected[k] if collects else None
-            reduction = self._reduction(call.signature, gather, (k, turn), shard.dtype, variable is not None)
+            reduction = self.reduction_of(call.signature, gather, (k, turn), shard.dtype, variable is not None)
             total = step.sum_of(variable, reduction, self.reductions) if step and variable is not None else None
             defer = step.defer if step and total else "nothing"
             pending = self.reductions.start(reduction, gradients[k], total, defer)
@@ -514,7 +539,7 @@ class Schedule:
                 found.append(flat)
         return found
 
-    def _reduction(
+    def reduction_of(
         self, signature: Signature, gather: Gather, memory: tuple[int, int], dtype: torch.dtype, divides: bool
     ) -> Reduction:
         """How a buffer's gradient is reduced; with `divides`, to the layout of the shard's optimizer state."""

@@ -34,6 +34,7 @@ from shardfn.stages.options import Options, Remat
 from shardfn.stages.prefetch import Group, PrefetchOrder
 from shardfn.stages.refusals import refuse_inside, refuse_reentrant
 from shardfn.stages.signature import Signature, signature_of
+from shardfn.stages.traced import traced_schedule
 from shardfn.transforms import custom_vjp
 from shardfn.transforms.autodiff import moves
 from shardfn.transforms.modules import refuse_module
@@ -312,6 +313,8 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
     if in_graph:
         if capturing() is None or functorch.inside_transform() or functorch.inside_forward_mode():
             return composed(signature, leaves, mesh)
+        if under_autograd.on:
+            return _scheduled(signature, leaves, mesh, schedule=traced_schedule(mesh))
     elif functorch.inside_batching_or_forward():
         return _pushed(signature, leaves, mesh) if scheduled(signature, leaves) else composed(signature, leaves, mesh)
     elif (signature.shares_memory or under_autograd.on) and functorch.inside_transform():
@@ -337,13 +340,15 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
             return composed(signature, leaves, mesh)
 
 
-def _scheduled(signature: Signature, leaves: list[Any], mesh: DeviceMesh, pairs: Pairs | None = None) -> Any:
+def _scheduled(
+    signature: Signature, leaves: list[Any], mesh: DeviceMesh, pairs: Pairs | None = None, schedule: Any = None
+) -> Any:
     """Calls a stage under autograd; lets go of the shards among the leaves."""
     shards, own = _checked(signature, leaves), set(signature.shards)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in own]
     for i in own:
         leaves[i] = None
-    return _schedule_of(mesh).call(signature, leaves, shards, at, pairs)
+    return (schedule or _schedule_of(mesh)).call(signature, leaves, shards, at, pairs)
 
 
 def _pushed(signature: Signature, leaves: list[Any], mesh: DeviceMesh) -> Any:

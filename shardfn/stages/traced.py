@@ -1,0 +1,402 @@
+"""The schedule of a step that is traced into one graph: gathers and reductions are operations of that graph.
+
+It gathers where a call needs it, and not ahead: the compiler moves what starts a gather to before what computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardfn.collectives.capturing import Watch, capturing
+from shardfn.collectives.ledger import attributed_to
+from shardfn.collectives.scheduled import Scheduled, run
+from shardfn.compat.autograd import storage_of
+from shardfn.compat.modes import DispatchMode, innermost_unseen
+from shardfn.mesh.lanes import in_lane
+from shardfn.stages.entry_exit import Call
+from shardfn.stages.gather import Gathered, offset_in
+from shardfn.stages.options import Offload
+from shardfn.stages.reduction import PendingReduction, Reduction
+from shardfn.stages.replay import RngAndAutocast
+from shardfn.stages.schedule import CallTape, Schedule, Wanted, schedule_of
+from shardfn.stages.signature import Gather, GatherPlan, Signature
+from shardfn.transforms.step import GradientSum, Step, wider
+
+
+class Gathering(Scheduled):
+    """The gather of a stage's parameters: `shards -> gathered buffers`, those of `plan` that move.
+
+    Args:
+        pieces: of which of its parts it also returns a copy of this rank's own, from which backward gathers.
+    """
+
+    def __init__(self, schedule: Schedule, wanted: Wanted, pieces: Sequence[Gather], ahead: int) -> None:
+        super().__init__()
+        self.schedule, self.plan, self.again = schedule, wanted.plan, wanted.again
+        self.pieces, self.ahead = pieces, ahead
+
+    def __str__(self) -> str:
+        return f"gather {self.plan.stage}: {', '.join(f'{g.layout.padded} {g.dtype}' for g in self.plan.each)}"
+
+    def like(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+        """Tensors like its results."""
+        device = self.schedule.device
+        found = [torch.empty(g.layout.padded, dtype=g.dtype, device=device) for g in self.plan.each if g.moves]
+        for gather in self.pieces:
+            n, dtype = gather.layout.piece, gather.dtype
+            if gather.wire is not None:
+                n, dtype = gather.wire.length, torch.uint8
+            found.append(torch.empty(n, dtype=dtype, device=device))
+        return found
+
+    def start(self, inputs: Sequence[Tensor | None]) -> Gathered:
+        """Starts it."""
+        schedule, shards = self.schedule, [x for x in inputs if x is not None]
+        with in_lane(schedule.lane), attributed_to(self.plan.stage, self.again):
+            return Gathered(self.plan, shards, schedule.gathering, self.again)
+
+    def finish(self, started: Gathered) -> list[Tensor]:
+        """Waits for it; returns its results."""
+        with attributed_to(self.plan.stage, self.again):
+            buffer = started.wait()
+        wholes = [buffer[g.start : g.stop].view(g.dtype) for g in self.plan.each if g.moves]
+        return [*wholes, *(self.schedule.piece(started, gather) for gather in self.pieces)]
+
+    def prepare(self) -> None:
+        """Frees what the schedule has gathered."""
+        self.schedule.empty()
+
+
+class Reducing(Scheduled):
+    """The reduction of a buffer's gradients: `gradients of its parameters -> gradient of its shard`.
+
+    Args:
+        part: "all"; "scatter", without the sum over replicas; "replicas", that sum of what was scattered.
+        begins: whether it is the first of its stage's.
+    """
+
+    def __init__(self, schedule: Any, reduction: Reduction, stage: str, part: str, begins: bool) -> None:
+        super().__init__()
+        self.schedule, self.reduction, self.stage, self.part, self.begins = schedule, reduction, stage, part, begins
+
+    def __str__(self) -> str:
+        layout = self.reduction.layout
+        return f"reduce {layout.stage}: {layout.padded} {self.reduction.dtypes.sum}, {self.part}"
+
+    def like(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+        """Tensors like its results."""
+        n, split = self.reduction.layout.piece, self.reduction.route.split
+        if self.part != "scatter" and split is not None:
+            n //= split.axis.size
+        return [torch.empty(n, dtype=self.reduction.dtypes.shard, device=self.schedule.device)]
+
+    def start(self, inputs: Sequence[Tensor | None]) -> PendingReduction:
+        """Starts it."""
+        reductions = self.schedule.reductions
+        if self.begins:
+            reductions.turn()
+        with in_lane(self.schedule.lane), attributed_to(self.stage, backward=True):
+            if self.part == "replicas":
+                (out,) = inputs
+                assert out is not None, "it was scattered"
+                return reductions._sent(PendingReduction(self.reduction, out.clone(), None, False, scattered=True))
+            pending = reductions.start(
+                self.reduction, inputs, None, "replicas" if self.part == "scatter" else "nothing"
+            )
+            assert pending is not None, "it starts at once"
+            return pending
+
+    def finish(self, started: PendingReduction) -> list[Tensor]:
+        """Waits for it; returns its results."""
+        reductions = self.schedule.reductions
+        found = [reductions.wait(started)]
+        if not reductions.in_flight:
+            reductions.free_scratch()
+            reductions.turns = 0
+        return found
+
+    def abandon(self) -> None:
+        """Forgets reductions that an error has left on their way."""
+        reductions = self.schedule.reductions
+        reductions.in_flight.clear()
+        reductions.moving.clear()
+        reductions.scratch.forget()
+
+
+class GatheredInGraph:
+    """A stage's whole parameters in a graph, with what `Gathered` has; each buffer is a tensor of its own."""
+
+    buffer = None
+
+    def __init__(self, plan: GatherPlan, found: Sequence[Tensor], pieces: Sequence[Gather]) -> None:
+        moving = [gather.start for gather in plan.each if gather.moves]
+        self.wholes = dict(zip(moving, found, strict=False))  # by where they would begin in one buffer
+        self.pieces = dict(zip(pieces, found[len(moving) :], strict=True))
+        self.of: Sequence[Tensor] = ()
+        self.versions = [whole._version for whole in found]
+
+    def wait(self) -> None:
+        """Nothing: the graph waits where it uses them."""
+
+    def written(self) -> bool:
+        """Whether something has been written into the parameters."""
+        return [whole._version for whole in (*self.wholes.values(), *self.pieces.values())] != self.versions
+
+    def parameters(self, gather: Gather) -> list[Tensor]:
+        """The parameters of one gather, as views."""
+        return gather.layout.views(self.wholes[gather.start])
+
+    def storages(self) -> list[int]:
+        """The memory that it lies in."""
+        return [storage_of(whole) for whole in self.wholes.values()]
+
+    def offset_of(self, x: Tensor) -> int | None:
+        """Where a tensor would begin in one buffer, in bytes; None if no views that compilers know lead to it."""
+        for start, whole in self.wholes.items():
+            offset = offset_in(whole, x)
+            if offset is not None and x.dtype == whole.dtype and order_of(x.shape, x.stride()) is not None:
+                return start + offset
+        return None
+
+    def numbers(self, dtype: torch.dtype) -> Any:
+        """What views of a dtype are made from."""
+        return _Numbers(self, dtype)
+
+
+class _Numbers:
+    """The buffers of one dtype, as if they were one tensor."""
+
+    def __init__(self, gathered: GatheredInGraph, dtype: torch.dtype) -> None:
+        self.gathered, self.dtype = gathered, dtype
+
+    def as_strided(self, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+        """A view: a parameter, or its transpose."""
+        order = order_of(shape, stride)
+        assert order is not None, "only such places are saved"
+        sizes, at = [shape[d] for d in order], offset * self.dtype.itemsize
+        for start, whole in self.gathered.wholes.items():
+            if whole.dtype == self.dtype and start <= at <= start + whole.nbytes:
+                ordered = whole.narrow(0, (at - start) // self.dtype.itemsize, math.prod(sizes)).view(sizes)
+                straight = order == list(range(len(order)))
+                return ordered if straight else ordered.permute([order.index(d) for d in range(len(order))])
+        raise AssertionError("a place is in one of the buffers")
+
+
+class Reductions:
+    """Reductions as operations of a graph, with what those of a schedule have.
+
+    Attributes:
+        stage: whose gradients are reduced.
+        wholes: whole gradients of which all reduction is deferred, one for each parameter.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule, self.begins, self.turns, self.stage = schedule, False, 0, ""
+        self.wholes: dict[GradientSum, list[Tensor | None]] = {}
+
+    def turn(self) -> int:
+        """Begins the reductions of a stage, in one of two scratch memories."""
+        self.begins, self.turns = True, self.turns + 1
+        return self.turns % 2
+
+    def start(
+        self, reduction: Reduction, gradients: Sequence[Tensor | None], total: GradientSum | None, defer: str
+    ) -> Tensor | None:
+        """The sum over ranks, unless it is added to a total, or deferred."""
+        if defer == "everything" and total is not None:
+            self._add(total, gradients)
+            return None
+        out = self._run(reduction, gradients, "scatter" if defer == "replicas" else "all")
+        if total is None:
+            return out
+        total.add(out)
+        return None
+
+    def _run(self, reduction: Reduction, gradients: Sequence[Tensor | None], part: str) -> Tensor:
+        work = Reducing(self.schedule, reduction, self.stage, part, self.begins and part != "replicas")
+        self.begins = self.begins and part == "replicas"
+        (found,) = run(work, gradients)
+        return found
+
+    def _add(self, total: GradientSum, gradients: Sequence[Tensor | None]) -> None:
+        """Adds whole gradients up on this rank, until the step reduces their sum."""
+        dtype = wider(total.reduction.dtypes.sum, total.accumulator)
+        before = self.wholes.get(total, [None] * len(gradients))
+        now = [None if g is None else g.to(dtype) for g in gradients]
+        self.wholes[total] = [b if a is None else a if b is None else a + b for a, b in zip(before, now, strict=True)]
+
+    def wait(self, pending: Tensor) -> Tensor:
+        """The same: the graph waits where it uses a gradient."""
+        return pending
+
+    def added(self, reduction: Any, total: Tensor | None, out: Tensor) -> Tensor:
+        """The sum of a gradient so far and `out`."""
+        return out if total is None else total + out
+
+    def settle(self, step: Step) -> None:
+        """Reduces the gradients that the step has deferred."""
+        for total in [total for total in step.sums.values() if total.reductions is self]:
+            route, dtypes, self.stage = total.reduction.route, total.reduction.dtypes, total.reduction.layout.stage
+            if total.out is not None:
+                total.out = total.out.to(dtypes.shard)
+            if step.defer == "everything":
+                self.begins = True
+                whole = [None if g is None else g.to(dtypes.sum) for g in self.wholes.pop(total)]
+                total.out = self._run(total.reduction, whole, "all")
+            elif step.defer == "replicas" and (route.split is not None or route.replica is not None):
+                total.out = self._run(total.reduction, [total.out], "replicas")
+
+    def drain(self) -> None:
+        """Nothing: the graph waits."""
+
+    free_scratch = forget = drain
+
+
+class Traced(Schedule):
+    """The schedule of the stages of one traced step on one mesh.
+
+    Attributes:
+        runs: the schedule that runs the graph's gathers and reductions.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__(mesh)
+        self.runs, self.alone = schedule_of(mesh), contextlib.nullcontext()
+        self.reductions: Any = Reductions(self.runs)
+
+    def call(self, signature: Signature, *rest: Any) -> Any:
+        """Calls a stage."""
+        remat = signature.options.remat
+        if isinstance(remat, Offload) and remat.moves(self.device.type):
+            raise RuntimeError(
+                f"{signature}: remat={remat} moves activations to the {remat.to} and back, which a compiled step "
+                f"cannot do: use remat=True or False"
+            )
+        return super().call(signature, *rest)
+
+    def meet(self, signature: Signature, plan: GatherPlan) -> None:
+        """Nothing: ranks compare the collectives of their graphs."""
+
+    def surroundings(self, generators: Sequence[torch.Generator], policy: bool) -> RngAndAutocast:
+        """What a function may depend on besides its arguments, and the random numbers that it draws."""
+        return _Drawn(self.device, policy)
+
+    def ran(self, call: Call) -> None:
+        """Goes by this rank alone where a stage was not called before."""
+        if call.again is None:
+            call.again = call.saved and not call.keeps
+
+    def announced(self, call: Call) -> list[Wanted]:
+        """Nothing."""
+        return []
+
+    before = announced
+
+    def start(self, call: Call, one: Wanted) -> Any:
+        """Puts a gather into the graph."""
+        secondary, keep = one.plan.secondary, call.signature.keep
+        leaves = not one.again and isinstance(keep, tuple) and call.tape is not None and call.again is not False
+        pieces: list[Gather] = []
+        if leaves and secondary is not None:
+            pieces = [b for a, b in zip(one.plan.each, secondary.each, strict=True) if a is not b]
+        work = Gathering(self.runs, one, pieces, call.signature.options.prefetch)
+        return GatheredInGraph(one.plan, run(work, one.shards), pieces)
+
+    def piece(self, gathered: Any, gather: Gather) -> Tensor:
+        """A copy of this rank's own part of what was gathered, from which backward gathers."""
+        piece: Tensor = gathered.pieces[gather]
+        return piece
+
+    def reduce(self, call: Call, gradients: list[list[Tensor | None]], nothing: bool = False) -> list[Tensor | None]:
+        """Puts reductions into the graph."""
+        self.reductions.stage = call.signature.stage
+        return super().reduce(call, gradients, nothing)
+
+    def catch_up(self, tape: CallTape, stop: int) -> None:
+        """Nothing: in a graph all ranks run the same stages."""
+
+
+_traced: weakref.WeakKeyDictionary[Watch, dict[DeviceMesh, Traced]] = weakref.WeakKeyDictionary()
+
+
+def traced_schedule(mesh: DeviceMesh) -> Traced:
+    """The schedule of the step that is being traced."""
+    watch = capturing()
+    assert watch is not None, "a step is traced under a watch"
+    schedules = _traced.setdefault(watch, {})
+    if mesh not in schedules:
+        schedules[mesh] = Traced(mesh)
+    return schedules[mesh]
+
+
+def order_of(shape: torch.Size, stride: tuple[int, ...]) -> list[int] | None:
+    """The dimensions by their place in memory, if a tensor is a permutation of a contiguous one."""
+    order = sorted(range(len(shape)), key=lambda d: (-stride[d], shape[d] == 1))
+    expected = 1
+    for d in reversed(order):
+        if shape[d] != 1 and stride[d] != expected:
+            return None
+        expected *= shape[d]
+    return order
+
+
+class _Drawn(RngAndAutocast):
+    """The same in a graph, which has no state of random numbers: it keeps the numbers of the first run."""
+
+    def __init__(self, device: torch.device, policy: bool) -> None:
+        super().__init__(device, [], again=False)
+        self.policy, self.drawn = policy, list[Any]()
+
+    def again(self) -> Any:
+        """A context with the autocast of that time."""
+        return self.autocast_again()
+
+    def drawing(self, again: bool) -> Any:
+        """A context for what draws random numbers, in a first run and `again`."""
+        return Drawing(self.drawn, again, self.policy)
+
+
+class Drawing(DispatchMode):
+    """Keeps the random numbers of a first run, and uses them in the following runs in place of new ones.
+
+    A policy right around it does not see them, as it counts operations, which are others in the second run.
+    """
+
+    def __init__(self, drawn: list[Any], again: bool, policy: bool = False) -> None:
+        super().__init__()
+        self.drawn, self.again, self.at, self.policy = drawn, again, 0, policy
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags or not _draws(func, args, kwargs or {}):
+            return func(*args, **(kwargs or {}))
+        with innermost_unseen() if self.policy else contextlib.nullcontext():
+            if not self.again:
+                result = func(*args, **(kwargs or {}))
+                kept = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, result)
+                self.drawn.append((func, kept))
+                return result
+            if self.at == len(self.drawn) or self.drawn[self.at][0] is not func:
+                raise RuntimeError(
+                    f"a stage that runs again in backward draws other random numbers there: {func.name()}"
+                )
+            numbers = self.drawn[self.at][1]
+            self.at += 1
+            return args[0].copy_(numbers) if func._schema.is_mutable else numbers
+
+
+def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation that may draw random numbers does: attention draws none without dropout."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            value: Any = kwargs.get("dropout_p", args[i] if i < len(args) else argument.default_value)
+            return bool(value)
+    return True
