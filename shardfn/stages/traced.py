@@ -137,19 +137,22 @@ class GatheredInGraph:
 
     buffer = None
 
-    def __init__(self, plan: GatherPlan, found: Sequence[Tensor], pieces: Sequence[Gather]) -> None:
+    def __init__(self, plan: GatherPlan, found: Sequence[Tensor], pieces: dict[Gather, Tensor]) -> None:
         moving = [gather.start for gather in plan.each if gather.moves]
         self.wholes = dict(zip(moving, found, strict=False))  # by where they would begin in one buffer
-        self.pieces = dict(zip(pieces, found[len(moving) :], strict=True))
+        self.pieces = pieces
         self.of: Sequence[Tensor] = ()
-        self.versions = [whole._version for whole in found]
+        self.versions = self._versions()
 
     def wait(self) -> None:
         """Nothing: the graph waits where it uses them."""
 
     def written(self) -> bool:
         """Whether something has been written into the parameters."""
-        return [whole._version for whole in (*self.wholes.values(), *self.pieces.values())] != self.versions
+        return self._versions() != self.versions
+
+    def _versions(self) -> list[int]:
+        return [whole._version for whole in self.wholes.values()]
 
     def parameters(self, gather: Gather) -> list[Tensor]:
         """The parameters of one gather, as views."""
@@ -309,7 +312,10 @@ class Traced(Schedule):
         if leaves and secondary is not None:
             pieces = [b for a, b in zip(one.plan.each, secondary.each, strict=True) if a is not b]
         work = Gathering(self.runs, one, pieces, call.signature.options.prefetch)
-        return GatheredInGraph(one.plan, run(work, one.shards), pieces)
+        found = run(work, one.shards)
+        own = dict(zip(one.plan.each, one.shards, strict=True) if one.again else ())  # it is gathered from these
+        own.update(zip(pieces, found[len(found) - len(pieces) :], strict=True))
+        return GatheredInGraph(one.plan, found, own)
 
     def piece(self, gathered: Any, gather: Gather) -> Tensor:
         """A copy of this rank's own part of what was gathered, from which backward gathers."""
