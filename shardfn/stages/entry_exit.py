@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import weakref
 from collections.abc import Sequence
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -86,14 +85,14 @@ class Call:
         index: position on the tape.
         done: whether its backward has run.
         away: its activations that have left the device.
-        frame: how its function runs again in backward.
+        frame: how its function runs again in backward, until the exit has it.
         attribution: what makes collectives between its exit and its entry in backward its own, and on which thread.
     """
 
     gathered: Gathered | None = None
     secondary: Secondary | None = None
     attribution: tuple[int, attributed_to] | None = None
-    frame: weakref.ref[Recomputed] | None = None
+    frame: Recomputed | None = None
     saved = keeps = done = stays = forward = False
     index, opened_in = 0, -1
     key: Any = None
@@ -214,9 +213,10 @@ class Call:
         surroundings = self.schedule.surroundings(generators, bool(contexts))
         here = functools.partial(self.schedule.in_backward, self)
         frame = Recomputed(signature, run, tensors, surroundings, contexts, here)
-        self.frame = weakref.ref(frame)  # what autograd saved holds it
         compares, signature.compared = not signature.compared, True
-        return frame.first(tensors, compares)
+        result = frame.first(tensors, compares)
+        self.frame = frame
+        return result
 
     def _function(self, leaves: Sequence[Any], views: Sequence[Sequence[Tensor]]) -> Any:
         """Calls the function with whole parameters."""
@@ -266,6 +266,7 @@ class Call:
 
     def _apart(self, result: Any, inputs: Sequence[Tensor], token: Tensor | None = None) -> Any:
         """The result, with outputs that are no memory of parameters, and through the exit if autograd records."""
+        frame, self.frame = self.frame, None  # what refers to this call is not to be referred to by it
         leaves, tree = ([result], None) if type(result) is Tensor else optree.tree_flatten(result)
         numbers = [i for i, y in enumerate(leaves) if isinstance(y, Tensor)]
         for i in numbers:
@@ -281,7 +282,7 @@ class Call:
                 storage = autograd.storage_of(y) if y.layout is torch.strided else 0
                 fresh.append(storage not in own)
                 own.add(storage)
-            outputs = _Exit.apply(self, fresh, token, *through)  # type: ignore[no-untyped-call]
+            outputs = _Exit.apply(self, frame, fresh, token, *through)  # type: ignore[no-untyped-call]
             outside = {id(y): out for y, out in zip(through, outputs, strict=True)}
             if (recorder := recording.current()) is not None:
                 for y, out in zip(through, outputs, strict=True):
@@ -336,8 +337,8 @@ class Call:
 
     # --- backward ---
 
-    def leaving(self, cotangents: Sequence[Tensor | None]) -> None:
-        """The exit in backward: gathers again, and the calls before it."""
+    def leaving(self, cotangents: Sequence[Tensor | None], frame: Recomputed | None) -> None:
+        """The exit in backward: gathers again, for the calls before it, too, and runs the function again."""
         schedule = self.schedule
         if debugging.nan:
             self.bad = nonfinite.kinds(nonfinite.not_finite([x for x in cotangents if x is not None]))
@@ -348,7 +349,7 @@ class Call:
             self.end_attribution()
             self.attribution = get_ident(), attributed_to(self.signature.stage, backward=True, scheduled=False)
             self.attribution[1].__enter__()
-        if self.frame is not None and (frame := self.frame()) is not None:
+        if frame is not None:
             frame.second()  # here, and so on every rank, whatever its graph asks for
 
     def end_attribution(self) -> None:
@@ -404,15 +405,17 @@ class _Exit(torch.autograd.Function):
     """Passes outputs on; in backward, gathers again before anything asks for a parameter."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, fresh: list[bool], token: Tensor, *outputs: Tensor) -> Any:
-        ctx.call = call
+    def forward(
+        ctx: Any, call: Call, frame: Recomputed | None, fresh: list[bool], token: Tensor, *outputs: Tensor
+    ) -> Any:
+        ctx.call, ctx.frame = call, frame
         ctx.set_materialize_grads(False)
         return tuple([y.detach() if own else y for y, own in zip(outputs, fresh, strict=True)])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        ctx.call.leaving(cotangents)
-        return None, None, None, *cotangents
+        ctx.call.leaving(cotangents, ctx.frame)
+        return None, None, None, None, *cotangents
 
 
 class Place:

@@ -21,7 +21,7 @@ import shardfn as sf
 from shardfn.compat import functorch
 from shardfn.compat.replacing import replaced
 from shardfn.mesh import watchdog
-from shardfn.mesh.scope import scope
+from shardfn.mesh.scope import current_mesh, scope
 from shardfn.stages.schedule import schedule_of
 from shardfn.testing import World, WorldError
 from shardfn.transforms.autodiff import differentiating
@@ -123,6 +123,12 @@ def func_on_one_rank(p: Any, x: Tensor, rank: int) -> Tensor:
     return torch.func.grad(lambda y: torch.tanh(y @ p["w"]).sum())(x) if rank == 0 else linear(p, x)
 
 
+def sums_on_the_way(p: Any, x: Tensor, rank: int) -> Tensor:
+    """Saves something on one rank alone; all take part in a collective, wherever the function runs."""
+    count = sf.psum(torch.ones(()), "shard") if current_mesh() is not None else torch.tensor(1.0)
+    return (torch.tanh(x @ p["w"]) if rank == 0 else x + p["b"]) + 0 * count
+
+
 # --- what stages had to refuse while their memory was lent ---
 
 
@@ -187,6 +193,7 @@ def two_outputs_of_one_memory(p: Any, x: Tensor, rank: int) -> Tensor:
 RIGHT: list[Layer] = [
     linear, branch_by_rank, branch_without_parameters, handed_through, unused, func_on_one_rank, on_context,
     checkpointed, on_the_host, tuples_saved, in_place, with_func, mapped, hooked, two_outputs_of_one_memory,
+    sums_on_the_way,
 ]  # fmt: skip
 OPTIONS: list[dict[str, Any]] = [
     {}, {"remat": True}, {"reshard": False}, {"reshard": "step"}, {"prefetch": 0}, {"prefetch": 3}
@@ -711,6 +718,26 @@ def test_nothing_is_left_behind(world: World) -> None:
     for loose, stepped, off in runs(world, left_behind):
         assert loose == stepped == [0, 0, 0]
         assert off < 1e-12
+
+
+def kept() -> list[int]:
+    """How many parameters calls keep for backward, once ranks have agreed on it: of functions that save them or not."""
+    flat, found = sharded(tree()), []
+    schedule = schedule_of(flat[0].layout.grid.mesh())
+    for layer in (lambda p, x: linear(p, x), lambda p, x: unused(p, x, 0)):
+        staged = sf.stage(layer, reshard=False)
+        for _ in range(2):
+            y = net(staged, variables(flat), rows(0))
+            count = len(schedule.tape.held)
+            y.backward()
+        found.append(count)
+    return found
+
+
+@pytest.mark.world(2)
+def test_what_backward_does_not_ask_for_is_not_kept(world: World) -> None:
+    for counts in runs(world, kept):
+        assert counts == [DEPTH - 1, 0]  # nobody asks for the gradient of the first one's argument
 
 
 def attributed() -> tuple[str, bool]:
