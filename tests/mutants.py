@@ -324,6 +324,11 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "pass",
             f"{TRAPS}::test_a_saved_weight_is_known_to_be_the_same_on_ranks",
         ),
+        "a second run only where a graph asks for it": (
+            "            frame.second()",
+            "            pass",
+            f"{TRAPS}::test_gradients_are_those_of_one_process",
+        ),
     },
     "stages/reduction.py": {
         "no wait for gradients that leave": (
@@ -430,6 +435,16 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "if places > 0 else ())",
             "if False else ())",
             f"{TRAPS}::test_a_stage_that_is_made_anew_agrees_once",
+        ),
+        "what backward does not ask for is kept": (
+            "call.keeps = keeps and asks is not False",
+            "call.keeps = keeps and records",
+            f"{TRAPS}::test_what_backward_does_not_ask_for_is_not_kept",
+        ),
+        "an attribution that ends in the next call's": (
+            "            self.release(other)\n\n    def _begin",
+            "            pass\n\n    def _begin",
+            f"{TRAPS}::test_what_follows_a_step_is_not_attributed_to_its_stages",
         ),
     },
     "stages/gather_stream.py": {

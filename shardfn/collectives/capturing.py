@@ -48,9 +48,25 @@ def written_by_graphs(buffers: Any) -> None:
 
 def empty(device: torch.device) -> None:
     """Ends transfers into the memory that a graph is about to write, and forgets what is in it."""
+    apart(device)
     for buffers in list(_buffers):
         if buffers.device == device:
             buffers.empty()
+
+
+_gathered: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def not_in_graphs(schedule: Any) -> None:
+    """Notes what has gathered memory of its own; `apart()` runs before a graph and at its end."""
+    _gathered.add(schedule)
+
+
+def apart(device: torch.device) -> None:
+    """Forgets what was gathered: it is not used in a graph, or what a graph has gathered outside of it."""
+    for schedule in list(_gathered):
+        if schedule.device == device:
+            schedule.empty()
 
 
 def used(device: torch.device) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.check import recording
 from shardfn.collectives import functional
-from shardfn.collectives.capturing import capturing, written_by_graphs
+from shardfn.collectives.capturing import capturing, not_in_graphs
 from shardfn.collectives.into_buffers import Communicator, communicator_of, purpose_of
 from shardfn.collectives.late_checks import late_checks
 from shardfn.collectives.ledger import attributed_to, record_buffers, unscheduled
@@ -32,6 +32,7 @@ from shardfn.compat import autograd, functorch
 from shardfn.debugging import debugging
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import device_of, per_mesh, sizes
+from shardfn.mesh.groups import world_of_thread
 from shardfn.mesh.lanes import in_lane, lane
 from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import independent_axes, refuse_independent, scope
@@ -117,7 +118,7 @@ class Schedule:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = weakref.ref(mesh)
-        self.device, self.lane = device_of(mesh), lane()
+        self.device, self.lane, self.world = device_of(mesh), lane(), world_of_thread()
         self.lane_state = lane_state()
         self.alone: Any = self.lane_state if mesh.size() > 1 else contextlib.nullcontext()
         self.met: set[tuple[GatherPlan, str]] = set()
@@ -133,7 +134,7 @@ class Schedule:
         self.tape = CallTape(None)
         self.tapes: list[CallTape] = []  # of the step, before that one
         self.passes: set[int] = set()  # backward passes that have opened calls
-        written_by_graphs(self)
+        not_in_graphs(self)
         self._communicators: dict[tuple[str, ...], Communicator | None] = {}
         self._reductions: dict[Any, Reduction] = {}
 
@@ -246,12 +247,10 @@ class Schedule:
     # --- graphs of a device ---
 
     def empty(self) -> None:
-        """Forgets what was gathered: it is not used in a graph, or what a graph has gathered outside of it."""
-        self._drop_buffers()
-        free_left()
-
-    def used(self) -> None:
-        """Nothing: a graph has memory of its own."""
+        """Forgets what was gathered, before and after a graph."""
+        if self.lane == lane() and self.world is world_of_thread():  # other threads may be in the midst of a call
+            self._drop_buffers()
+            free_left()
 
     # --- gathers ---
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import late_checks
-from shardfn.collectives.capturing import Late, Note, Watch, empty, used
+from shardfn.collectives.capturing import Late, Note, Watch, apart, empty, used
 from shardfn.collectives.ledger import Ledger, ledger, record_again
 from shardfn.compat import autograd, dispatch
 from shardfn.quoting import short
@@ -105,7 +105,7 @@ class Program:
 
     def rehearse(self, leaves: list[Any]) -> tuple[list[Any], optree.PyTreeSpec]:
         """Runs the step as it will be captured, and notes what it does."""
-        empty(self.device)  # as before the graph, whose operations are compared with these
+        apart(self.device)  # as before the graph, whose operations are compared with these
         watch = Watch(self.name, _tensors(leaves), self.device)
         found, tree = self.watched(watch, leaves)
         late_checks.after_replay(watch.late)
@@ -124,7 +124,7 @@ class Program:
         with watch:
             found, tree = self.step(leaves)
             if not watch.traces:
-                empty(self.device)
+                apart(self.device)
         watch.finish(found)
         shared = {autograd.storage_of(leaves[i]) for i in self.roles.carried}
         for i, version in versions.items():
@@ -220,7 +220,7 @@ class Captured:
         carried = self.program.roles.carried
         own = [x.detach() if i in carried else x for i, x in enumerate(leaves)]
         if first and self.program.form is not None:
-            empty(self.program.device)
+            apart(self.program.device)
             watch = Watch(self.program.name, _tensors(own), self.program.device, self.program.notes)
             found, self.tree = self.program.watched(watch, own)
         else:
