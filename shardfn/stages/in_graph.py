@@ -31,7 +31,7 @@ from shardfn.stages.refusals import refuse_closure, refuse_returned
 from shardfn.stages.replay import entered
 from shardfn.stages.ring import Slot
 from shardfn.stages.signature import GatherPlan
-from shardfn.stages.traced import Drawing, Reducing, order_of
+from shardfn.stages.traced import Drawing, Reducing, like_gathered, order_of
 from shardfn.transforms.step import GradientSum, Step, owned, wider
 
 
@@ -55,14 +55,7 @@ class Gathering(Scheduled):
 
     def like(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
         """Tensors like its results."""
-        device = self.engine.device
-        found = [torch.empty(g.layout.padded, dtype=g.dtype, device=device) for g in self.plan.each if g.moves]
-        for gather in self.pieces:
-            n, dtype = gather.layout.piece, gather.dtype
-            if gather.wire is not None:
-                n, dtype = gather.wire.length, torch.uint8
-            found.append(torch.empty(n, dtype=dtype, device=device))
-        return found
+        return like_gathered(self.plan, self.pieces, self.engine.device)
 
     def start(self, inputs: Sequence[Tensor | None]) -> Slot:
         """Starts it."""

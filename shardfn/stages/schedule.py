@@ -230,7 +230,7 @@ class Schedule:
         """Agrees, after the first call of its kind, on whether backward gathers again: where any rank saved a place."""
         if call.again is not None:
             return
-        call.again, kind, signature = call.saved, self._kind(call), call.signature
+        kind, signature = self._kind(call), call.signature
         if planned():  # no other rank says anything
             self.agreed[kind] = call.saved or not signature.computes
             call.again = call.saved and not call.keeps
@@ -238,11 +238,9 @@ class Schedule:
         with unscheduled(), scope(self.mesh), torch.no_grad():
             flags = torch.tensor([float(call.saved), float(signature.computes)], device=self.device)
             saved, computing = functional.psum(flags, callers(self.mesh, signature)).tolist()
-        call.again = bool(saved)
         if computing:
-            self.agreed[kind] = call.again
-        if call.keeps:
-            call.again = False
+            self.agreed[kind] = bool(saved)
+        call.again = bool(saved) and not call.keeps
 
     # --- graphs of a device ---
 

@@ -49,14 +49,7 @@ class Gathering(Scheduled):
 
     def like(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
         """Tensors like its results."""
-        device = self.schedule.device
-        found = [torch.empty(g.layout.padded, dtype=g.dtype, device=device) for g in self.plan.each if g.moves]
-        for gather in self.pieces:
-            n, dtype = gather.layout.piece, gather.dtype
-            if gather.wire is not None:
-                n, dtype = gather.wire.length, torch.uint8
-            found.append(torch.empty(n, dtype=dtype, device=device))
-        return found
+        return like_gathered(self.plan, self.pieces, self.schedule.device)
 
     def start(self, inputs: Sequence[Tensor | None]) -> Gathered:
         """Starts it."""
@@ -74,6 +67,17 @@ class Gathering(Scheduled):
     def prepare(self) -> None:
         """Frees what the schedule has gathered."""
         self.schedule.empty()
+
+
+def like_gathered(plan: GatherPlan, pieces: Sequence[Gather], device: torch.device) -> list[Tensor]:
+    """Tensors like the buffers of a plan that move, and like pieces of this rank's own."""
+    found = [torch.empty(g.layout.padded, dtype=g.dtype, device=device) for g in plan.each if g.moves]
+    for gather in pieces:
+        n, dtype = gather.layout.piece, gather.dtype
+        if gather.wire is not None:
+            n, dtype = gather.wire.length, torch.uint8
+        found.append(torch.empty(n, dtype=dtype, device=device))
+    return found
 
 
 class Reducing(Scheduled):
