@@ -702,7 +702,10 @@ def staged(f: Any, stage: Stage) -> Any:
 
 
 def plainly(apart: bool) -> Callable[[Any, Stage], Any]:
-    """A wrapper that replaces `sf.stage` for whole parameters; with `apart`, inputs and outputs are copied."""
+    """A wrapper that replaces `sf.stage` for whole parameters.
+
+    With `apart`, inputs and outputs are copied, but for an output that is an input.
+    """
 
     def wrap(f: Any, stage: Stage) -> Any:
         def to(dtype: torch.dtype) -> Callable[[Any], Any]:
@@ -718,8 +721,10 @@ def plainly(apart: bool) -> Callable[[Any, Stage], Any]:
 
         def called(p: Any, *args: Any, **kwargs: Any) -> Any:
             p = optree.tree_map(lambda x: to(torch.float32)(x.view_as(x)), p)
-            out = f(p, *(to(torch.float32)(own(x)) for x in args), **kwargs)
+            given = [to(torch.float32)(own(x)) for x in args]
+            out = f(p, *given, **kwargs)
             copies = {id(y): own(y) for y in optree.tree_leaves(out)}  # a tensor that is returned twice stays one
+            copies |= {id(x): before for x, before in zip(given, args, strict=True)}
             return optree.tree_map(lambda y: to(torch.float64)(copies[id(y)]), out)
 
         return called
