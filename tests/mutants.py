@@ -637,6 +637,11 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "        if False:\n            for k,",
             "tests/stages/test_stage_lent.py::test_other_numbers_are_refused_whatever_the_strategy",
         ),
+        "bytes are not compared after a call": (
+            "            number = first_written(self.twins, self.before)",
+            "            number = None",
+            f"{TRAPS}::test_writing_into_a_parameter_is_an_error",
+        ),
         "bytes are not compared": (
             "if (written := first_written(self.twins, self.before)) is not None:",
             "if (written := None) is not None:",

@@ -132,6 +132,11 @@ def autograd_thread() -> bool:
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Returns the versions of tensors; -1 for one that may change unseen."""
+    return [-1 if x.is_inference() else x._version for x in tensors]
+
+
 def storage_of(x: torch.Tensor) -> int:
     """Returns a number equal for tensors that share memory; works for tensors without data, such as fake ones."""
     return x.untyped_storage()._cdata

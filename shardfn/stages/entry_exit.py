@@ -32,17 +32,13 @@ from shardfn.stages.options import Offload
 from shardfn.stages.parameters import record_parameters
 from shardfn.stages.recompute import Recomputed
 from shardfn.stages.refusals import refuse_mixed, writes
+from shardfn.stages.returned import Snapshot
 from shardfn.stages.signature import GatherPlan, Signature, cast, cast_all
 from shardfn.stages.tape import Secondary
 from shardfn.transforms.step import Step
 
 if TYPE_CHECKING:
     from shardfn.stages.schedule import CallTape, Schedule
-
-
-def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """The versions of tensors; -1 for one that may change unseen."""
-    return [-1 if x.is_inference() else x._version for x in tensors]
 
 
 NOTHING = contextlib.nullcontext()
@@ -86,6 +82,7 @@ class Call:
         done: whether its backward has run.
         away: its activations that have left the device.
         frame: how its function runs again in backward, until the exit has it.
+        before: its parameters before its function ran, while that runs and if they are compared.
         attribution: what makes collectives between its exit and its entry in backward its own, and on which thread.
     """
 
@@ -93,6 +90,7 @@ class Call:
     secondary: Secondary | None = None
     attribution: tuple[int, attributed_to] | None = None
     frame: Recomputed | None = None
+    before: Snapshot | None = None
     saved = keeps = done = stays = forward = False
     index, opened_in = 0, -1
     key: Any = None
@@ -115,7 +113,7 @@ class Call:
         self.outer = _running.calls[-1] if _running.calls else None
         variables = step.variables if step is not None else {}
         self.collected = [x if need and id(x) in variables else None for x, need in zip(shards, trains, strict=True)]
-        self.versions, self.thread = versions_of(shards), get_ident()
+        self.versions, self.thread = autograd.versions_of(shards), get_ident()
         self.flat: dict[torch.dtype, Tensor] = {}  # what was gathered again, as numbers of each kind
         self.away: list[Any] = []
         self.decodes: list[DecodedParameter] = []
@@ -224,20 +222,27 @@ class Call:
         arguments = [cast(x, options.input_dtype) for x in leaves] if options.input_dtype else leaves
         mesh = self.schedule.mesh
         here = scope(mesh, known_axes(mesh)) if current_mesh() is not mesh else NOTHING
+        if self.schedule.compares(self):
+            self.before = Snapshot(signature, [gather.layout for gather in self.plan.each], views)
         _running.calls.append(self)
         try:
             with here, unscheduled() if open_ledgers else NOTHING:
                 result = signature.call(arguments, views, self._decode if signature.packed else None)
+            if self.before is not None:
+                self.before.check()
         except RuntimeError as error:
             refuse_mixed(signature, error, views, leaves)
             raise
         finally:
+            self.before = None
             _running.calls.pop()
         return result if options.output_dtype is None else cast_all(result, options.output_dtype)
 
     def _decode(self, packed: Packed) -> Tensor:
         """A quantized parameter, decoded; what autograd saves of it is decoded again."""
         x = self.signature.decode(packed)
+        if self.before is not None:
+            self.before.add(x)
         if self.forward and not self.keeps:
             bytes_ = self.place(packed.values)
             if bytes_ is not None or not self.plan.nbytes:
@@ -259,7 +264,7 @@ class Call:
         if gathered is not None and gathered.written():
             self.schedule.forget(gathered)
             raise RuntimeError(writes(self.signature))
-        if versions_of(self.shards) != self.versions:
+        if autograd.versions_of(self.shards) != self.versions:
             raise RuntimeError(writes(self.signature))
         if gathered is not None:
             self.schedule.leave(self, gathered)

@@ -88,7 +88,7 @@ class Recomputed:
 
     def first(self, tensors: Sequence[Tensor], compares: bool) -> Any:
         """The function's result."""
-        versions, last = _versions(tensors), autograd.last_node()
+        versions, last = autograd.versions_of(tensors), autograd.last_node()
         with contextlib.ExitStack() as stack:
             if self.contexts:
                 stack.enter_context(self.contexts.pop(0))
@@ -100,7 +100,7 @@ class Recomputed:
             self.kinds.append(kinds[saved.number])
             saved.number = number
         self.saved.clear()
-        if _versions(tensors) != versions:
+        if autograd.versions_of(tensors) != versions:
             raise RuntimeError(writes(self.signature))
         self.form, outputs = form_of(result, tensors)
         self.differentiable = [y.requires_grad for y in outputs]
@@ -208,7 +208,3 @@ def _described(kinds: Sequence[Kind]) -> str:
     most = 3
     shown = ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype in kinds[:most])
     return f"{len(kinds)} tensors ({shown}{', ...' * (len(kinds) > most)})"
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    return [0 if x.is_inference() else x._version for x in tensors]

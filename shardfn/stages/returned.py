@@ -14,8 +14,10 @@ from torch import Tensor
 
 from shardfn.check.bits import bits, whole
 from shardfn.check.callsites import quietly
-from shardfn.compat import functorch
+from shardfn.compat import autograd, functorch
+from shardfn.shards.layout import Layout
 from shardfn.stages.decoding import Decoding
+from shardfn.stages.refusals import writes
 from shardfn.stages.replay import kind_of
 from shardfn.stages.signature import GatherPlan, Signature
 
@@ -107,6 +109,50 @@ class Returned:
     def path(self, number: int) -> str:
         """The quoted path of a parameter in the whole tree."""
         return repr([entry.path for gather in self.plan.each for entry in gather.layout.entries][number])
+
+
+class Snapshot:
+    """Parameters as they are before a function runs, to compare with what they are after it.
+
+    Attributes:
+        twins: other tensors of the same memory, with their checksums in `before`. A write through `.data` changes no
+            version counter.
+    """
+
+    def __init__(self, signature: Signature, layouts: Iterable[Layout], parameters: Parameters) -> None:
+        self.signature = signature
+        self.paths = [repr(entry.path) for layout in layouts for entry in layout.entries]
+        self.parameters = list[Tensor]()
+        self.twins, self.before, self.versions = list[Tensor](), list[Any](), list[int]()
+        for ps in parameters:
+            for p in ps:
+                self.add(p)
+
+    def add(self, p: Tensor) -> None:
+        """Adds a parameter, decoded, if it is none of those that have paths."""
+        with functorch.outside_transforms():
+            twin = functorch.unwrapped(p).detach()
+            self.parameters.append(p)
+            self.twins.append(twin)
+            self.before += sums_of([twin])
+            self.versions += autograd.versions_of([twin])
+
+    def check(self) -> None:
+        """Compares.
+
+        Raises:
+            RuntimeError: the function wrote into a parameter, or put another tensor into its `.data`.
+        """
+        if autograd.versions_of(self.twins) != self.versions:
+            raise RuntimeError(writes(self.signature))
+        with functorch.outside_transforms():
+            paths = [*self.paths, *["a parameter in few bits"] * (len(self.twins) - len(self.paths))]
+            for path, p, twin in zip(paths, self.parameters, self.twins, strict=True):
+                if not keeps_numbers(p, twin):
+                    raise RuntimeError(_assigned(self.signature, path, p, twin))
+            number = first_written(self.twins, self.before)
+            if number is not None:
+                raise RuntimeError(_written(self.signature, paths[number]))
 
 
 def held(parameters: Parameters) -> list[Any]:

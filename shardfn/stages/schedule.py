@@ -39,7 +39,7 @@ from shardfn.mesh.scope import independent_axes, refuse_independent, scope
 from shardfn.stages import nonfinite
 from shardfn.stages.activation_offload import Away
 from shardfn.stages.consistency import callers, compare, lane_state
-from shardfn.stages.entry_exit import Call, named, names_stages, versions_of
+from shardfn.stages.entry_exit import Call, named, names_stages
 from shardfn.stages.forward_mode import Pairs
 from shardfn.stages.gather import Gathered, Gathering, free_left, region_of
 from shardfn.stages.paired_call import PairedCall
@@ -122,6 +122,7 @@ class Schedule:
         self.lane_state = lane_state()
         self.alone: Any = self.lane_state if mesh.size() > 1 else contextlib.nullcontext()
         self.met: set[tuple[GatherPlan, str]] = set()
+        self.compared: set[Any] = set()
         self.gathering = Gathering(self.device, self.communicator)
         self.away = Away(self.device)
         self.reductions = Reductions(self.device, GradOffload(lambda: self.mesh))
@@ -226,6 +227,16 @@ class Schedule:
         """What calls have in common, also if their stage is made anew at every step."""
         return call.signature.code, call.plan, tuple(call.trains)
 
+    def compares(self, call: Call) -> bool:
+        """Whether the bytes of a call's parameters are compared before and after its function: at the first of its
+        kind.
+        """
+        kind = (*self._kind(call), call.forward)
+        if planned() or (kind in self.compared and not debugging.memory):
+            return False
+        self.compared.add(kind)
+        return True
+
     def ran(self, call: Call) -> None:
         """Agrees, after the first call of its kind, on whether backward gathers again: where any rank saved a place."""
         if call.again is not None:
@@ -314,7 +325,7 @@ class Schedule:
         found = []
         for layouts, shards in (groups or ())[:count]:
             plan, keeps = self.last.get(layouts, (None, False))
-            if plan is not None and plan.nbytes and -1 not in (versions := versions_of(shards)):
+            if plan is not None and plan.nbytes and -1 not in (versions := autograd.versions_of(shards)):
                 found.append(Wanted(key_of(plan, shards, versions), plan, shards, shards, keeps=keeps))
         for layouts, shards in (groups or ())[count:]:
             self._announce(layouts, shards)
@@ -393,7 +404,7 @@ class Schedule:
             call.gathered = self.start(call, self._again(call))
 
     def _again(self, call: Call) -> Wanted:
-        if versions_of(call.shards) != call.versions:
+        if autograd.versions_of(call.shards) != call.versions:
             raise RuntimeError(
                 f"{call.signature}: a shard has been modified by an inplace operation between forward and backward, "
                 f"which would compute with other numbers: update parameters after backward"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -642,7 +643,7 @@ def test_returned_parameters_are_the_callers_own(world: World, options: dict[str
         assert same
 
 
-def writes(how: str, strategy: str) -> str:
+def writes(how: str, strategy: str) -> dict[str, str]:
     place = sf.full_shard("shard") if strategy == "full_shard" else sf.ddp("shard")
 
     def layer(p: Any, x: Tensor) -> Tensor:
@@ -651,23 +652,44 @@ def writes(how: str, strategy: str) -> str:
                 p["w"].mul_(2)
             elif how == "view":
                 p["w"][0].zero_()
-            else:
+            elif how == "detached":
                 p["w"].detach().T.add_(1)
+            elif how == "data":
+                p["w"].data[0] += 1
+            else:
+                p["w"].data = p["w"].data * 2
         return linear(p, x)
 
-    try:
-        sf.grad(lambda ps: net(sf.stage(layer), ps, rows(0)))(sf.shard(tree(), mesh(), place))
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
+    flat = sf.shard(tree(), mesh(), place)
+    loss = lambda ps: net(sf.stage(layer), ps, rows(0))  # noqa: E731
+    ways: dict[str, Callable[[], Any]] = {
+        "alone": lambda: loss(flat),
+        "grad": lambda: sf.grad(loss)(flat),
+        "torch.func": lambda: torch.func.grad(loss)(flat),
+        "vmap": lambda: torch.func.vmap(lambda x: net(sf.stage(layer), flat, x))(rows(0)[None]),
+        "jvp": lambda: torch.func.jvp(loss, (flat,), (flat,)),
+        "product": lambda: sf.jvp(sf.grad(loss), (flat,), (flat,)),
+    }
+    if how == "other data":  # it gets pairs that are its own
+        del ways["product"]
+    found = {}
+    for way, take in ways.items():
+        found[way] = "nothing"
+        try:
+            take()
+        except RuntimeError as error:
+            found[way] = str(error)
+    return found
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "ddp"])
-@pytest.mark.parametrize("how", ["whole", "view", "detached"])
+@pytest.mark.parametrize("how", ["whole", "view", "detached", "data", "other data"])
 @pytest.mark.world(2)
 def test_writing_into_a_parameter_is_an_error(world: World, how: str, strategy: str) -> None:
     for told in runs(world, writes, how, strategy):
-        assert "writes into its parameters" in told
+        for way, said in told.items():
+            own = r"writes into its parameters|writes into '\d.w' past autograd|something else into \.data of '\d.w'"
+            assert re.search(own + "|mutating directly with `.data`", said), (way, said)
 
 
 def stage_in_stage() -> float:
