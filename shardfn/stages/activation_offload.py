@@ -286,6 +286,7 @@ class Away:
         with self._module().stream(side):
             activation.back.copy_(activation.host, non_blocking=True)
             activation.arrived = side.record_event()
+        activation.back.record_stream(side)  # nobody may wait for it: a graph may be dropped before it asks
 
     def bring(self, activation: Activation) -> Tensor:
         """The bytes of a range, on the device.

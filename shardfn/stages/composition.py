@@ -17,16 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn.check import recording
 from shardfn.collectives import functional
 from shardfn.collectives.ledger import attributed_to, unscheduled
-from shardfn.compat import autograd, dispatch, dynamo, functorch, process_groups
+from shardfn.compat import autograd, dynamo, functorch, process_groups
 from shardfn.mesh.axes import known_axes, per_mesh
-from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import current_mesh, elsewhere, scope
 from shardfn.quant.packed import Packed
 from shardfn.shards.layout import FlatShard, Layout
 from shardfn.stages.options import Options
 from shardfn.stages.parameters import record_parameters
 from shardfn.stages.refusals import enter, refuse_mixed, running, writes
-from shardfn.stages.returned import Snapshot
+from shardfn.stages.returned import snapshot
 from shardfn.stages.signature import Signature, cast, cast_all, wire_of
 
 
@@ -43,7 +42,9 @@ def composed(signature: Signature, leaves: Sequence[Any], mesh: DeviceMesh) -> A
             shards = zip(signature.shards, signature.layouts, strict=True)
             whole = [_parameters(leaves[i], layout, options) for i, layout in shards]
             parameters = [functorch.unwrapped(p) for ps in whole for p in ps]
-            before, versions = _snapshot(signature, whole, mesh), autograd.versions_of(parameters)
+            compared = per_mesh(mesh, "compared parameters", set[Any])
+            before = snapshot(signature, signature.layouts, whole, compared, (signature.code, signature.layouts))
+            versions = autograd.versions_of(parameters)
             try:
                 result = signature.call(arguments, whole)
             except RuntimeError as error:
@@ -58,16 +59,6 @@ def composed(signature: Signature, leaves: Sequence[Any], mesh: DeviceMesh) -> A
     finally:
         running.stage = None
     return cast_all(result, options.output_dtype) if options.output_dtype else result
-
-
-def _snapshot(signature: Signature, whole: list[list[Tensor]], mesh: DeviceMesh) -> Snapshot | None:
-    """The parameters before the first call of its kind; None for others, and where there are no bytes."""
-    compared = per_mesh(mesh, "compared parameters", set[Any])
-    kind = signature.code, signature.layouts
-    if kind in compared or elsewhere() or planned() or dispatch.in_graph():
-        return None
-    compared.add(kind)
-    return Snapshot(signature, signature.layouts, whole)
 
 
 def _parameters(shard: Tensor, layout: Layout, options: Options) -> list[Tensor]:

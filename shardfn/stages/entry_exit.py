@@ -32,7 +32,7 @@ from shardfn.stages.options import Offload
 from shardfn.stages.parameters import record_parameters
 from shardfn.stages.recompute import Recomputed
 from shardfn.stages.refusals import refuse_mixed, writes
-from shardfn.stages.returned import Snapshot
+from shardfn.stages.returned import Snapshot, snapshot
 from shardfn.stages.signature import GatherPlan, Signature, cast, cast_all
 from shardfn.stages.tape import Secondary
 from shardfn.transforms.step import Step
@@ -222,8 +222,8 @@ class Call:
         arguments = [cast(x, options.input_dtype) for x in leaves] if options.input_dtype else leaves
         mesh = self.schedule.mesh
         here = scope(mesh, known_axes(mesh)) if current_mesh() is not mesh else NOTHING
-        if self.schedule.compares(self):
-            self.before = Snapshot(signature, [gather.layout for gather in self.plan.each], views)
+        layouts = [gather.layout for gather in self.plan.each]
+        self.before = snapshot(signature, layouts, views, self.schedule.compared, self.schedule.kind_of(self))
         _running.calls.append(self)
         try:
             with here, unscheduled() if open_ledgers else NOTHING:

@@ -7,6 +7,7 @@ them would last in a process that holds them whole, and is lost here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor
 from shardfn.check.bits import bits, whole
 from shardfn.check.callsites import quietly
 from shardfn.compat import autograd, functorch
+from shardfn.debugging import debugging
+from shardfn.mesh.planned import planned
 from shardfn.shards.layout import Layout
 from shardfn.stages.decoding import Decoding
 from shardfn.stages.refusals import writes
@@ -115,12 +118,15 @@ class Snapshot:
     """Parameters as they are before a function runs, to compare with what they are after it.
 
     Attributes:
+        passed: called where nothing has changed.
         twins: other tensors of the same memory, with their checksums in `before`. A write through `.data` changes no
             version counter.
     """
 
-    def __init__(self, signature: Signature, layouts: Iterable[Layout], parameters: Parameters) -> None:
-        self.signature = signature
+    def __init__(
+        self, signature: Signature, layouts: Iterable[Layout], parameters: Parameters, passed: Callable[[], object]
+    ) -> None:
+        self.signature, self.passed = signature, passed
         self.paths = [repr(entry.path) for layout in layouts for entry in layout.entries]
         self.parameters = list[Tensor]()
         self.twins, self.before, self.versions = list[Tensor](), list[Any](), list[int]()
@@ -153,6 +159,18 @@ class Snapshot:
             number = first_written(self.twins, self.before)
             if number is not None:
                 raise RuntimeError(_written(self.signature, paths[number]))
+        self.passed()
+
+
+def snapshot(
+    signature: Signature, layouts: Iterable[Layout], parameters: Parameters, compared: set[Any], kind: Any
+) -> Snapshot | None:
+    """The parameters before a call of a kind that has not been `compared`; None for others, and without memory."""
+    if kind in compared and not debugging.memory:
+        return None
+    if planned() or any(type(functorch.unwrapped(p)) is not Tensor for ps in parameters for p in ps[:1]):
+        return None
+    return Snapshot(signature, layouts, parameters, functools.partial(compared.add, kind))
 
 
 def held(parameters: Parameters) -> list[Any]:

@@ -113,6 +113,7 @@ class Schedule:
         orders: orders that `layers` announced, the latest last.
         last: by the layouts of a stage, how its last call gathered it, and whether it kept that; the next is expected
             to do the same.
+        compared: kinds of calls whose functions left their parameters as they were.
         agreed: by kind of call, whether backward of such a call gathers again; the same on all ranks.
     """
 
@@ -220,28 +221,18 @@ class Schedule:
         remat = call.signature.options.remat
         if not any(call.trains) or not (remat is False or call._offloads()):
             return True  # of a frozen stage ranks may differ in whether there is a backward; what runs again reads all
-        return self.agreed.get(self._kind(call))
+        return self.agreed.get(self.kind_of(call))
 
     @staticmethod
-    def _kind(call: Call) -> Any:
+    def kind_of(call: Call) -> Any:
         """What calls have in common, also if their stage is made anew at every step."""
         return call.signature.code, call.plan, tuple(call.trains)
-
-    def compares(self, call: Call) -> bool:
-        """Whether the bytes of a call's parameters are compared before and after its function: at the first of its
-        kind.
-        """
-        kind = (*self._kind(call), call.forward)
-        if planned() or (kind in self.compared and not debugging.memory):
-            return False
-        self.compared.add(kind)
-        return True
 
     def ran(self, call: Call) -> None:
         """Agrees, after the first call of its kind, on whether backward gathers again: where any rank saved a place."""
         if call.again is not None:
             return
-        kind, signature = self._kind(call), call.signature
+        kind, signature = self.kind_of(call), call.signature
         if planned():  # no other rank says anything
             self.agreed[kind] = call.saved or not signature.computes
             call.again = call.saved and not call.keeps

@@ -297,10 +297,6 @@ class Traced(Schedule):
         """What a function may depend on besides its arguments, and the random numbers that it draws."""
         return _Drawn(self.device, policy)
 
-    def compares(self, call: Call) -> bool:
-        """Never: in a graph there are no bytes."""
-        return False
-
     def ran(self, call: Call) -> None:
         """Goes by this rank alone where a stage was not called before."""
         if call.again is None:

@@ -130,6 +130,23 @@ def training(mesh: Any, strategy: Any, **options: Any) -> Step:
     return mapped(mesh, vg, sharded(mesh, strategy), drawn(8, WIDTH))
 
 
+def stopping_early(mesh: Any) -> Step:
+    """A gradient of a value in the middle; activations of the layers before it come back, and nobody takes them."""
+    shards, x = sharded(mesh, STRATEGIES["full_shard"], layers=4), drawn(64, WIDTH)
+    stage = sf.stage(block, remat=sf.offload(above=0))
+
+    def step() -> None:
+        values = [x.clone().requires_grad_()]
+        for p in shards["blocks"]:
+            values.append(stage(p, values[-1]))
+        torch.autograd.grad(values[-1].square().sum(), values[2])
+        values.clear()
+        for _ in range(40):
+            drawn(64, WIDTH).square()
+
+    return step
+
+
 def psum_in_a_stage(mesh: Any, **options: Any) -> Step:
     def crossed(p: Any, x: Tensor) -> Tensor:
         h = torch.tanh(sf.pvary(x, "shard") @ p["up"] + sf.pvary(p["b"], "shard"))
@@ -333,6 +350,7 @@ def cases() -> dict[str, Callable[[Any], Step]]:
     found["mixture, dropless"] = mixing
     plain = {"a parameter used twice": tied, "backward by the user": backward_by_the_user, "vocabulary": language}
     plain |= {"a sum of a number": counted, "norms as numbers": norms_as_numbers, "a global norm": one_norm}
+    plain |= {"a gradient in the middle": stopping_early}
     plain |= {"a loss that is printed": printed, "unshard": unsharded, "staging": staging}
     return found | plain
 
