@@ -15,7 +15,7 @@ from tests.interpreted import Call, process
 # In every test, and in every process that a test starts, memory that nobody should read is filled with nan.
 os.environ.setdefault("SHARDFN_DEBUG", "memory")
 
-pytest_plugins = ["shardfn.testing.plugin", "tests.durations", "tests.mechanisms"]
+pytest_plugins = ["shardfn.testing.plugin", "tests.durations"]
 
 # Modules that the ranks of some tests would otherwise import in every world, which takes seconds.
 COMPILER = ("torch._inductor.compile_fx",)

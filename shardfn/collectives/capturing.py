@@ -38,22 +38,6 @@ Late = tuple[Tensor, Callable[[Tensor], str | None]]
 Note = tuple[Any, tuple[Any, ...]]
 
 
-_buffers: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def written_by_graphs(buffers: Any) -> None:
-    """Notes memory in which graphs and eager calls take turns; `empty()` runs before a graph, and `used()` after."""
-    _buffers.add(buffers)
-
-
-def empty(device: torch.device) -> None:
-    """Ends transfers into the memory that a graph is about to write, and forgets what is in it."""
-    apart(device)
-    for buffers in list(_buffers):
-        if buffers.device == device:
-            buffers.empty()
-
-
 _gathered: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -67,13 +51,6 @@ def apart(device: torch.device) -> None:
     for schedule in list(_gathered):
         if schedule.device == device:
             schedule.empty()
-
-
-def used(device: torch.device) -> None:
-    """Notes that the current stream was given a graph, which writes to that memory."""
-    for buffers in list(_buffers):
-        if buffers.device == device:
-            buffers.used()
 
 
 class _Current(threading.local):

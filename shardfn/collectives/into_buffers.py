@@ -247,38 +247,6 @@ def transport(op: str, comm: Communicator) -> str:
     return comm.overrides.get(op) or comm.chosen[op]
 
 
-class Pieces(NamedTuple):
-    """A buffer to gather, with this rank's piece elsewhere; the last piece ends in `tag` in place of its own end.
-
-    Attributes:
-        whole: `[size * n]` bytes, filled except for this rank's piece.
-        own: `[n]` bytes, this rank's piece.
-        tag: the end of the last piece.
-        dtype: dtype of the numbers.
-    """
-
-    whole: Tensor
-    own: Tensor
-    tag: Tensor
-    dtype: torch.dtype
-
-
-def gather_pieces(buffers: Sequence[Pieces], comm: Communicator) -> Handle:
-    """Like `all_gather` of each of these buffers, with all messages under way at the same time."""
-    size, is_last = comm.axis.size, comm.axis.index == comm.axis.size - 1
-    _issued("all_gather", comm, *[(buffer.whole.nbytes, buffer.dtype) for buffer in buffers])
-    into: list[list[Tensor]] = [[] for _ in range(size)]
-    out: list[Tensor] = []
-    for whole, own, tag, _ in buffers:
-        end = len(own) - len(tag)
-        *pieces, last_piece = whole.view(size, -1).unbind()
-        for i, piece in enumerate(pieces):
-            into[i].append(piece)
-        into[-1] += [last_piece[:end], last_piece[end:]]
-        out += [own[:end], tag] if is_last else [own]
-    return exchanged(into, [out] * size, comm, gathers=True)
-
-
 def scatter_pieces(
     parts: Sequence[Sequence[Tensor]],
     into: Sequence[Sequence[Tensor]],

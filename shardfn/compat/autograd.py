@@ -303,13 +303,6 @@ with torch.inference_mode(False), torch.enable_grad():
     _LOST = _leaf_counts([torch.ones((), device="cpu").requires_grad_() * 1], ())[0]
 
 
-def result_of(node: Any, number: int) -> tuple[tuple[int, ...], torch.dtype]:
-    """Returns shape and dtype of the result whose gradient a node of autograd's graph takes as input `number`."""
-    variable = getattr(node, "variable", None)
-    result = node._input_metadata[number] if variable is None else variable
-    return tuple(result.shape), result.dtype
-
-
 def at_end_of_pass(call: Callable[[], None]) -> None:
     """Calls something when the running backward pass ends; not if it ends with an error."""
     torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -365,10 +365,6 @@ class Offloading:
             self.left.append(weakref.ref(view.activation))
         return view
 
-    def lets_go(self, x: Tensor) -> bool:
-        """Whether the stage's graph should not hold this argument."""
-        return self._movable(x) and x.nbytes >= max(self.asked.above, 1)
-
     def _movable(self, x: Tensor) -> bool:
         """Whether a tensor is ordinary memory of the device: strided, without subclass or transform, not on disk."""
         plain = x.layout is torch.strided and not functorch.wrapped(x)

@@ -23,8 +23,8 @@ from shardfn.mesh.scope import current_mesh, elsewhere, scope
 from shardfn.quant.packed import Packed
 from shardfn.shards.layout import FlatShard, Layout
 from shardfn.stages.options import Options
-from shardfn.stages.parameters import record_parameters
-from shardfn.stages.refusals import enter, refuse_mixed, running, writes
+from shardfn.stages.recorded import record_parameters
+from shardfn.stages.refusals import refuse_mixed, writes
 from shardfn.stages.returned import snapshot
 from shardfn.stages.signature import Signature, cast, cast_all, wire_of
 
@@ -33,31 +33,27 @@ def composed(signature: Signature, leaves: Sequence[Any], mesh: DeviceMesh) -> A
     """The result of a call."""
     options = signature.options
     arguments = [cast(leaf, options.input_dtype) for leaf in leaves]
-    enter(signature)
-    try:
-        with (
-            attributed_to(signature.stage, scheduled=False),
-            scope(mesh, known_axes(mesh)) if current_mesh() is not mesh else contextlib.nullcontext(),
-        ):
-            shards = zip(signature.shards, signature.layouts, strict=True)
-            whole = [_parameters(leaves[i], layout, options) for i, layout in shards]
-            parameters = [functorch.unwrapped(p) for ps in whole for p in ps]
-            compared = per_mesh(mesh, "compared parameters", set[Any])
-            before = snapshot(signature, signature.layouts, whole, compared, (signature.code, signature.layouts))
-            versions = autograd.versions_of(parameters)
-            try:
-                result = signature.call(arguments, whole)
-            except RuntimeError as error:
-                if " of View is a view and " in str(error):  # as torch.func calls those of `Layout.views`
-                    raise RuntimeError(writes(signature)) from error
-                refuse_mixed(signature, error, whole, arguments)
-                raise
-            if before is not None:
-                before.check()
-            if autograd.versions_of(parameters) != versions:
-                raise RuntimeError(writes(signature))
-    finally:
-        running.stage = None
+    with (
+        attributed_to(signature.stage, scheduled=False),
+        scope(mesh, known_axes(mesh)) if current_mesh() is not mesh else contextlib.nullcontext(),
+    ):
+        shards = zip(signature.shards, signature.layouts, strict=True)
+        whole = [_parameters(leaves[i], layout, options) for i, layout in shards]
+        parameters = [functorch.unwrapped(p) for ps in whole for p in ps]
+        compared = per_mesh(mesh, "compared parameters", set[Any])
+        before = snapshot(signature, signature.layouts, whole, compared, (signature.code, signature.layouts))
+        versions = autograd.versions_of(parameters)
+        try:
+            result = signature.call(arguments, whole)
+        except RuntimeError as error:
+            if " of View is a view and " in str(error):  # as torch.func calls those of `Layout.views`
+                raise RuntimeError(writes(signature)) from error
+            refuse_mixed(signature, error, whole, arguments)
+            raise
+        if before is not None:
+            before.check()
+        if autograd.versions_of(parameters) != versions:
+            raise RuntimeError(writes(signature))
     return cast_all(result, options.output_dtype) if options.output_dtype else result
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import random
 import re
 import threading
@@ -24,19 +23,15 @@ from torch import Tensor
 from shardfn.collectives.capturing import capturing
 from shardfn.collectives.ledger import ledger
 from shardfn.compat import autograd, dispatch, functorch, modes, together
-from shardfn.compat.norms import Written
 from shardfn.quoting import short
 from shardfn.shards.layout import FlatShard
-from shardfn.stages.call import Call
-from shardfn.stages.engine import Engine
 from shardfn.stages.options import Offload
 from shardfn.stages.refusals import writes
-from shardfn.stages.replay import entered
 from shardfn.stages.signature import Signature, signature_of
 from shardfn.transforms.autodiff import detached, moves
 from shardfn.transforms.jvp import WRITES, belonging, running
 from shardfn.transforms.shortage import RandomNumbers
-from shardfn.transforms.step import OutsideGradient, current_step, pushes, under_autograd
+from shardfn.transforms.step import current_step, pushes
 
 
 def scheduled(signature: Signature, leaves: Sequence[Any]) -> bool:
@@ -64,8 +59,8 @@ class Pairs:
         signature: of the stage of pairs.
         leaves: its arguments, without tangents: the values of all leaves, followed by the tangents of some.
         count: how many of them are values.
-        needs: which of them are differentiated.
-        tangents: of the outputs, once it has run.
+        tangent_of: by the number of a shard, that of its tangent.
+        unread: shards of whose gradient the tangent alone is used.
     """
 
     def __init__(self, signature: Signature, leaves: Sequence[Any]) -> None:
@@ -87,48 +82,14 @@ class Pairs:
             function = functools.wraps(signature.function)(functools.partial(_on_pairs, signature, *kind))
             made = signature.paired[kind] = signature_of(signature.name, function, signature.options, *arguments)
             made.computes = signature.computes
-        self.signature, self.source, self.written = signature.paired[kind], signature, Written.active()
+        self.signature = signature.paired[kind]
         self.leaves: list[Any] = optree.tree_leaves(arguments)
-        self.needs = needs + [False] * (len(self.leaves) - len(needs))
-        self.tangents: list[Tensor | None] = []
         self.count = len(leaves)
         count = sum(i < len(leaves) for i in self.signature.shards)
         source_of = {leaf: k for k, source in enumerate(signature.sources) for leaf in source}
         paired = [k for k, i in enumerate(signature.shards) if has[source_of[i]]]
         self.tangent_of = dict(zip(paired, range(count, len(self.signature.shards)), strict=True))
         self.unread = {k for k in paired if unread[source_of[signature.shards[k]]]}
-
-    def watching(self) -> Any:
-        """A context for backward of a graph of pairs, in which torch's checkpoints run a part of the function again."""
-        kind = Written.active() or self.written
-        return (
-            entered([modes.functions_seen(), kind()]) if kind is not None and not self.source.reverses else entered([])
-        )
-
-    def ran(self, outputs: Sequence[Any]) -> None:
-        """Keeps the tangents of the outputs."""
-        tangents = [functorch.tangent_of(y) for y in outputs]
-        self.tangents = [None if t is None else t.detach() for t in tangents]
-
-    def parted(self, needs: Sequence[bool], gradients: Any, parameters: Sequence[Sequence[Tensor]]) -> Any:
-        """What is needed, and the gradients; those of tangents of parameters are the tangents of gradients."""
-        lent = _ranges(p for ps in parameters for p in ps)
-        (of_parameters, of_inputs), needs = gradients, list(needs)
-
-        def apart(x: Any) -> Any:
-            """A gradient in memory of its own: what is lent has aliases with other storages in pairs."""
-            own: Any = None if x is None else x.detach()
-            shares = type(own) is Tensor and any(start <= own.data_ptr() < stop for start, stop in lent)
-            return own.clone() if shares else own
-
-        for k, t in self.tangent_of.items():
-            pairs = [(None, None) if g is None else functorch.unpacked(g) for g in of_parameters[k]]
-            of_parameters[t], needs[t] = [apart(dg) for _, dg in pairs], needs[k]
-            of_parameters[k] = [None if k in self.unread else apart(g) for g, _ in pairs]
-            needs[k] = needs[k] and k not in self.unread
-        pairs = [(None, None) if g is None else functorch.unpacked(g) for g in of_inputs]
-        of_inputs = [apart(g) if dg is None else functorch.dual(apart(g), apart(dg)) for g, dg in pairs]
-        return needs, (of_parameters, of_inputs)
 
 
 def nodes_of(signature: Signature, leaves: Sequence[Any]) -> list[Any]:
@@ -199,7 +160,7 @@ def _recorded(signature: Signature, has: Sequence[bool], nodes: list[Any], movin
     """Calls it on pairs whose graph autograd records."""
     pairs = _paired(has, nodes, moving)
     try:
-        with modes.functions_seen(), running(None, _ranges(optree.tree_leaves(pairs)) if under_autograd.on else ()):
+        with modes.functions_seen(), running(None, _ranges(optree.tree_leaves(pairs))):
             result = _called(signature, pairs)
     except RuntimeError as error:
         if WRITES in str(error) or "modified inplace. This view was created inside a custom Function" in str(error):
@@ -418,39 +379,6 @@ def _apart(given: set[int], y: Any) -> Any:
     return functorch.dual(value, tangent.clone()) if shares else y  # type: ignore[union-attr]
 
 
-# --- its place in autograd ---
-
-
-class Pushed(torch.autograd.Function):
-    """`(engine, call, *shards, *inputs) -> outputs` of a stage of pairs. Cotangents and gradients have tangents."""
-
-    @staticmethod
-    def forward(ctx: Any, engine: Engine, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Runs the call."""
-        n = len(call.signature.shards)
-        ctx.engine, ctx.call = engine, call
-        with functorch.forward_mode_on(), modes.functions_unseen():
-            outputs = engine.forward(call, tensors[:n], tensors[n:])
-        ctx.save_for_backward(*tensors[n:])
-        ctx.mark_non_differentiable(*[y for y, yes in zip(outputs, call.differentiable, strict=True) if not yes])
-        ctx.set_materialize_grads(False)
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        """The gradients, with tangents."""
-        engine, call = ctx.engine, ctx.call
-        if torch.is_grad_enabled() and not (call.step is not None and call.step.pushed):
-            raise OutsideGradient
-        with modes.functions_unseen():
-            gradients = engine.backward(call, call.needs, cotangents, tuple(ctx.saved_tensors), False)
-        for k, t in call.pairs.tangent_of.items():
-            g, dg, gradients[t] = gradients[k], gradients[t], None
-            if dg is not None:
-                gradients[k] = functorch.dual(torch.full_like(dg, math.nan) if g is None else g, dg)
-        return (None, None, *gradients)
-
-
 class _Tangent(torch.autograd.Function):
     """A tangent of an output, whose gradient nobody takes."""
 
@@ -484,16 +412,6 @@ def _refuse_gradient(stage: str, of_tangent: Tensor) -> None:
     with dispatch.outside_modes() if watch is not None and on_cpu else contextlib.nullcontext():
         if bool(some):  # the host waits
             raise RuntimeError(wrong)
-
-
-def with_tangents(call: Call, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs with their tangents."""
-    assert call.pairs is not None, "a call in forward mode"
-    depends = [x for x in tensors if x.requires_grad] if torch.is_grad_enabled() else []
-    return [
-        y if t is None else functorch.dual(y, nobodys(call.signature.stage, t, depends))
-        for y, t in zip(outputs, call.pairs.tangents, strict=True)
-    ]
 
 
 def nobodys(stage: str, tangent: Tensor, depends: Sequence[Tensor]) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -125,6 +126,19 @@ def _used_on(stream: Any, x: Tensor) -> None:
         x.record_stream(stream)
 
 
+@dataclass(frozen=True, eq=False)
+class Secondary:
+    """Larger pieces of a stage's parameters, which forward keeps for backward (ZeRO++, Wang et al. 2023, section 3.2).
+
+    Attributes:
+        plan: how they are gathered.
+        shards: the pieces.
+    """
+
+    plan: GatherPlan
+    shards: tuple[Tensor, ...]
+
+
 class Gathered:
     """A stage's whole parameters, under way until `wait`.
 
@@ -151,7 +165,7 @@ class Gathered:
         if by.stream is None:
             self._start(by)
         else:
-            with by.stream.starting(None, None):
+            with by.stream.starting():
                 self._start(by)
 
     def __del__(self) -> None:

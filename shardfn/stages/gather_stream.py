@@ -1,13 +1,13 @@
 """The stream of an accelerator on which gathers start, next to the one that computes.
 
-A gather that started on the computing stream would wait for all that this stream has been given, such as the stage
-before, although it needs only two things: that its slot is free and that its shards are there. Here it waits for these.
+A gather waits for what the computing stream had been given when it was issued: then its shards are there, and its
+buffer is free. What that stream is given afterwards, such as the stage before its own, runs at the same time.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,34 +28,18 @@ class GatherStream:
         self.stream, self.decoding = (self.module.Stream(device=device, priority=-1) for _ in range(2))
 
     @contextlib.contextmanager
-    def starting(self, free: Any, ready: Sequence[Any] | None) -> Iterator[None]:
-        """A context for the start of a gather.
-
-        Args:
-            free: the event after which nothing uses its slot, which another stream may have used; None if there is
-                none.
-            ready: the events after which nothing writes to its shards; None if they are not known. Without one of the
-                two, the gather also waits for all that the current stream has been given.
-        """
+    def starting(self) -> Iterator[None]:
+        """A context for the start of a gather, which waits for all that the current stream has been given."""
         if devices.capturing(self.device):  # a graph cannot wait for events from outside of it
             yield
             return
-        if free is None or ready is None:
-            self.stream.wait_stream(self.module.current_stream(self.device))
-        for event in (*([] if free is None else [free]), *(ready or ())):
-            self.stream.wait_event(event)
+        self.stream.wait_stream(self.module.current_stream(self.device))
         with self.module.stream(self.stream):
             yield
 
     def now(self) -> Any:
         """The stream that computes."""
         return self.module.current_stream(self.device)
-
-    def end_of_use(self) -> Any:
-        """An event at the end of what the current stream has been given; None while a graph is captured."""
-        if devices.capturing(self.device):
-            return None
-        return self.module.current_stream(self.device).record_event()
 
     def decoded(self, work: Handle) -> Copied:
         """Waits for a work that decodes what arrives, on the stream for that; returns a handle of both."""

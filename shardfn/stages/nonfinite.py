@@ -17,7 +17,6 @@ from shardfn.collectives.agree import gathered, ranks_along, texts
 from shardfn.collectives.ledger import unscheduled
 from shardfn.mesh.axes import axis_of
 from shardfn.quoting import listed
-from shardfn.stages.call import Residuals
 from shardfn.stages.consistency import callers
 from shardfn.stages.replay import kind_of
 
@@ -27,11 +26,9 @@ def after_forward(
     run: Any,
     parameters: Sequence[Sequence[Tensor]],
     inputs: Sequence[Tensor],
-    results: Residuals | Sequence[Tensor],
+    outputs: Sequence[Tensor],
 ) -> None:
     """Raises FloatingPointError on all ranks that run the stage, if an output on any of them is not finite."""
-    outputs = results.outputs if isinstance(results, Residuals) else results
-    outputs = [y for y in outputs if isinstance(y, Tensor)]
     text = ""
     if bad := not_finite(outputs):
         entries = [entry for gather in run.plan.each for entry in gather.layout.entries]
@@ -61,34 +58,6 @@ def after_backward(mesh: DeviceMesh, run: Any, came: str, gradients: Sequence[Se
         if came:
             cause = f"a gradient that was not finite when it came in ({came}): what follows the stage made it"
         text = f"the backward made gradients of {listed(paths, 6)} that are not finite, of {cause}"
-    compare(mesh, run, text)
-
-
-def after_old_backward(
-    mesh: DeviceMesh,
-    run: Any,
-    inputs: Sequence[Tensor],
-    cotangents: Sequence[Tensor | None],
-    gradients: tuple[list[list[Tensor | None]], list[Tensor | None]],
-) -> None:
-    """Raises FloatingPointError on all ranks that run the stage, if a gradient on any of them is not finite."""
-    paths = [
-        entry.path
-        for gather, gs in zip(run.plan.each, gradients[0], strict=True)
-        for entry, x in zip(gather.layout.entries, gs, strict=False)  # empty for a shard that needs no gradient
-        if x is not None and not_finite([x])
-    ]
-    text = ""
-    bad_inputs = not_finite(x for x in gradients[1] if x is not None)
-    if paths or bad_inputs:
-        parts = [f"gradients of {listed(paths, 6)}"] if paths else []
-        parts += [f"gradients of its inputs ({kinds(bad_inputs)})"] if bad_inputs else []
-        cause = "a finite gradient"
-        if not_finite(x for x in cotangents if x is not None):
-            cause = "a gradient that was not finite when it came in: what follows the stage, outside of any, made it"
-        elif bad := not_finite(inputs):
-            cause = f"a finite gradient and inputs that were not ({kinds(bad)}): what is before the stage made them"
-        text = f"the backward made {' and '.join(parts)} that are not finite, of {cause}"
     compare(mesh, run, text)
 
 

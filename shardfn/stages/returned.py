@@ -19,99 +19,11 @@ from shardfn.compat import autograd, functorch
 from shardfn.debugging import debugging
 from shardfn.mesh.planned import planned
 from shardfn.shards.layout import Layout
-from shardfn.stages.decoding import Decoding
 from shardfn.stages.refusals import writes
 from shardfn.stages.replay import kind_of
-from shardfn.stages.signature import GatherPlan, Signature
+from shardfn.stages.signature import Signature
 
 Parameters = Sequence[Sequence[Tensor]]
-
-
-class Returned:
-    """The parameters of one run, as they are before it.
-
-    Attributes:
-        at: the address of each.
-        held: the form of each, and whether it needs a gradient.
-        looked: called after their bytes have been compared; None if they are not compared.
-        twins: if they are, other tensors of the same memory, with their checksums in `before`. A write through `.data`
-            changes no version counter.
-    """
-
-    __slots__ = ("at", "before", "decoding", "held", "looked", "parameters", "plan", "signature", "twins")
-
-    def __init__(
-        self,
-        signature: Signature,
-        plan: GatherPlan,
-        parameters: Parameters,
-        held: Sequence[Any],
-        decoding: Decoding | None,
-        looked: Callable[[], object] | None,
-    ) -> None:
-        self.signature, self.plan, self.parameters, self.decoding = signature, plan, parameters, decoding
-        self.at, self.held, self.looked = _at(parameters), held, looked
-        self.twins = [p.detach() for ps in parameters for p in ps] if looked else []
-        self.before = sums_of(self.twins) if looked else []
-
-    def changed(self) -> bool:
-        """Whether the function changed the tensors themselves."""
-        return held(self.parameters) != self.held or _at(self.parameters) != self.at
-
-    def check(self, changed: bool, originals: Callable[[], Parameters]) -> None:
-        """Raises RuntimeError if numbers have changed, or something was attached to a parameter that would be lost.
-
-        Args:
-            changed: the result of `changed`.
-            originals: makes the original parameters again.
-        """
-        params = [p for ps in self.parameters for p in ps]
-        if changed:
-            for k, (p, original) in enumerate(zip(params, (q for qs in originals() for q in qs), strict=True)):
-                if not keeps_numbers(p, original):
-                    raise RuntimeError(_assigned(self.signature, self.path(k), p, original))
-        if self.looked is not None:
-            if (written := first_written(self.twins, self.before)) is not None:
-                raise RuntimeError(_written(self.signature, self.path(written)))
-            for k in range(len(self.twins)):
-                if params[k].grad is not None:
-                    raise RuntimeError(
-                        f"{self.signature}: its function leaves a gradient in .grad of {self.path(k)}, which is lent "
-                        f"to it for one run: it would be lost. Return it, or let the loss depend on what it is the "
-                        f"gradient of"
-                    )
-        for decoded in self.decoding.each if self.decoding is not None else ():
-            if not keeps_numbers(decoded.parameter, decoded.twin):
-                raise RuntimeError(
-                    _assigned(self.signature, "a parameter in few bits", decoded.parameter, decoded.twin)
-                )
-        if self.looked is not None and self.decoding is not None and not self.decoding.intact():
-            raise RuntimeError(_written(self.signature, "a parameter in few bits"))
-        if self.looked is not None:
-            self.looked()
-        self.twins.clear()  # a loan counts the references to that memory
-
-    def check_hooks(self) -> None:
-        """As `check`, after the backward of a run, in which hooks of the function may have run."""
-        twins = iter(self.twins)
-        self.check(self.changed(), lambda: [[next(twins) for _ in ps] for ps in self.parameters])
-
-    def refuse_shared(self) -> None:
-        """Raises RuntimeError if the function changed what autograd does with a parameter that an earlier call shares.
-
-        That is, whether it needs a gradient or has a hook.
-        """
-        for k, (after, before) in enumerate(zip(held(self.parameters), self.held, strict=True)):
-            if after[-2:] != before[-2:]:
-                raise RuntimeError(
-                    f"{self.signature}: its function calls requires_grad_() on a parameter, or puts a hook on it "
-                    f"({self.path(k)}), in this call and not in an earlier one whose gradient is still to come. Both "
-                    f"were lent the same tensor: do so in every call, or use p.detach() in this one"
-                )
-
-    def path(self, number: int) -> str:
-        """The quoted path of a parameter in the whole tree."""
-        return repr([entry.path for gather in self.plan.each for entry in gather.layout.entries][number])
 
 
 class Snapshot:
@@ -171,15 +83,6 @@ def snapshot(
     if planned() or any(type(functorch.unwrapped(p)) is not Tensor for ps in parameters for p in ps[:1]):
         return None
     return Snapshot(signature, layouts, parameters, functools.partial(compared.add, kind))
-
-
-def held(parameters: Parameters) -> list[Any]:
-    """The form of each parameter, whether it needs a gradient, and whether it has no hooks."""
-    return [(p.dtype, p.shape, p.stride(), p.requires_grad, p._backward_hooks is None) for ps in parameters for p in ps]
-
-
-def _at(parameters: Parameters) -> list[int]:
-    return [p.data_ptr() for ps in parameters for p in ps]
 
 
 def keeps_numbers(now: Any, before: Tensor) -> bool:

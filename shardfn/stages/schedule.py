@@ -41,14 +41,13 @@ from shardfn.stages.activation_offload import Away
 from shardfn.stages.consistency import callers, compare, lane_state
 from shardfn.stages.entry_exit import Call, named, names_stages
 from shardfn.stages.forward_mode import Pairs
-from shardfn.stages.gather import Gathered, Gathering, free_left, region_of
+from shardfn.stages.gather import Gathered, Gathering, Secondary, free_left, region_of
 from shardfn.stages.paired_call import PairedCall
-from shardfn.stages.parameters import record_gradients, record_sum
 from shardfn.stages.prefetch import PrefetchOrder
+from shardfn.stages.recorded import record_gradients, record_sum
 from shardfn.stages.reduction import Dtypes, Level, Reduction, Reductions, Route
 from shardfn.stages.replay import RngAndAutocast
 from shardfn.stages.signature import Gather, GatherPlan, Signature
-from shardfn.stages.tape import Secondary
 from shardfn.tiers.offload import GradOffload
 from shardfn.transforms.step import Step, current_step
 

@@ -22,23 +22,22 @@ from shardfn.quant.packed import Packed, is_packed
 from shardfn.shards.layout import ALIGNMENT, Layout, assemble, is_stage, stage_shards
 from shardfn.shards.placement import Keep, keep_of
 from shardfn.stages.compressed import Wire
-from shardfn.stages.options import Offload, Options
+from shardfn.stages.options import Options
 
 
 @dataclass(frozen=True, eq=False)
 class Gather:
-    """How one buffer of a stage is gathered into a slot.
+    """How the parameters of one layout are gathered into a stage's buffer.
 
     Attributes:
         layout: layout of the parameters.
-        dtype: their dtype in the slot.
-        start: first byte in the slot.
+        dtype: their dtype in the buffer.
+        start: first byte in the buffer.
         stop: byte behind the last.
-        moves: whether it needs the slot at all: on one rank, in its own dtype, the shard is the parameters.
+        moves: whether it needs the buffer at all: on one rank, in its own dtype, the shard is the parameters.
         tag: bytes for the end of the last piece, where no parameter is, that identify the buffer.
-        whole: whether this rank's own piece has to be copied into the slot too.
         wire: the quantized format in which it is sent, if any.
-        encoded: first byte in the slot of the encoded pieces.
+        encoded: first byte in the buffer of the encoded pieces.
     """
 
     layout: Layout
@@ -47,21 +46,20 @@ class Gather:
     stop: int
     moves: bool
     tag: Tensor
-    whole: bool = False
     wire: Wire | None = None
     encoded: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class GatherPlan:
-    """The gathers of all buffers of a stage, and how many bytes of a slot they take."""
+    """The gathers of all layouts of a stage, and how many bytes of a buffer they take."""
 
     each: tuple[Gather, ...]
     nbytes: int
 
     @functools.cached_property
     def secondary(self) -> GatherPlan | None:
-        """The same slot, filled from copies that are cut less; None if there are no such copies."""
+        """The same buffer, filled from copies that are cut less; None if there are no such copies."""
         if all(gather.layout.secondary is None for gather in self.each):
             return None
         gathers = []
@@ -69,14 +67,9 @@ class GatherPlan:
             layout = gather.layout.secondary
             if layout is not None:
                 tag = _tag(layout, gather.wire or gather.dtype, len(gather.tag))
-                gather = replace(gather, layout=layout, tag=tag, whole=True)
+                gather = replace(gather, layout=layout, tag=tag)
             gathers.append(gather)
         return GatherPlan(tuple(gathers), self.nbytes)
-
-    @functools.cached_property
-    def copying(self) -> GatherPlan:
-        """The same slot, into which this rank's own pieces are copied, too."""
-        return GatherPlan(tuple(replace(gather, whole=True) for gather in self.each), self.nbytes)
 
     @functools.cached_property
     def stage(self) -> str:
@@ -98,7 +91,6 @@ class Signature:
         layouts: layouts of the flat shards, in the same order.
         wholes: quantized parameters that are not sharded, by the indices of their leaves.
         known: plans by the dtypes of the shards.
-        shares_memory: whether outputs were seen to share memory, which transforms cannot represent.
         writable: whether there are lists, dicts or deques among the arguments.
         computes: whether the function uses the parameters, or this rank only takes part in the collectives.
         compared: whether the numbers of a second run were compared with those of the first.
@@ -117,7 +109,6 @@ class Signature:
     layouts: tuple[Layout, ...]
     wholes: dict[int, Packed] = field(default_factory=dict)
     known: dict[Any, GatherPlan] = field(default_factory=dict)
-    shares_memory: bool = False
     writable: bool = False
     computes: bool = True
     compared: bool = False
@@ -151,11 +142,6 @@ class Signature:
             return keep_of(self.options.reshard)
         requested = [layout.placement.keep for layout in self.layouts]
         return "step" if "step" in requested else True if True in requested else max(requested, key=bool)
-
-    @functools.cached_property
-    def keeps_graph(self) -> bool:
-        """Whether the graph of forward is kept for backward; otherwise the function runs again."""
-        return self.options.remat is False or isinstance(self.options.remat, Offload)
 
     @functools.cached_property
     def only_at_axes(self) -> tuple[str, ...]:
@@ -230,14 +216,6 @@ class Signature:
                 contents[name] = cell.cell_contents
         return contents
 
-    def named(self) -> list[tuple[str, Tensor]]:
-        """Tensors that the function's code names and does not get, from closures and globals; for messages."""
-        function, values = inspect.unwrap(self.function), self.closed_over()
-        globals_ = getattr(function, "__globals__", {})
-        code = getattr(function, "__code__", None)
-        values |= {name: globals_[name] for name in (code.co_names if code else ()) if name in globals_}
-        return [(name, x) for name, value in values.items() for x in optree.tree_leaves(value) if isinstance(x, Tensor)]
-
     @functools.cached_property
     def _cells(self) -> tuple[tuple[str, Any], ...]:
         function = inspect.unwrap(self.function)
@@ -310,16 +288,15 @@ def _plan_of(
         wire = wire_of(layout, own, format)
         stop = at + layout.padded * dtype.itemsize * moves
         tail = min(layout.padded - layout.total, layout.piece) * dtype.itemsize
-        whole = layout.secondary is not None or layout.placement.hierarchical
         tag = _tag(layout, dtype if wire is None else wire, min(tail, ALIGNMENT) if wire is None else ALIGNMENT)
         encoded = up(stop)
-        gathers.append(Gather(layout, dtype, at, stop, moves, tag, whole, wire, encoded))
+        gathers.append(Gather(layout, dtype, at, stop, moves, tag, wire, encoded))
         at = encoded if wire is None else up(encoded + layout.size * wire.length)
     return GatherPlan(tuple(gathers), at)
 
 
 def up(nbytes: int) -> int:
-    """The least multiple of 512 that is `nbytes` or more, where the next buffer in a slot may begin."""
+    """The least multiple of 512 that is `nbytes` or more, where the next part of a buffer may begin."""
     return -(-nbytes // 512) * 512
 
 

@@ -15,7 +15,6 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 import optree
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives.capturing import capturing
 from shardfn.compat import dispatch, dynamo, functorch, modes
@@ -24,21 +23,14 @@ from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import elsewhere, mesh_of
 from shardfn.quant.formats import Format
 from shardfn.shards.layout import FlatShard, is_stage, stage_shards
-from shardfn.shards.partition import with_leaves
-from shardfn.stages.call import Call, SharedMemory
 from shardfn.stages.composition import composed, in_function
-from shardfn.stages.engine import Engine, engine_of
-from shardfn.stages.forward_mode import Pairs, Pushed, scheduled, with_tangents
-from shardfn.stages.in_graph import Traced
+from shardfn.stages.forward_mode import Pairs, scheduled
 from shardfn.stages.options import Options, Remat
 from shardfn.stages.prefetch import Group, PrefetchOrder
-from shardfn.stages.refusals import refuse_inside, refuse_reentrant
+from shardfn.stages.schedule import Schedule, schedule_of
 from shardfn.stages.signature import Signature, signature_of
 from shardfn.stages.traced import traced_schedule
-from shardfn.transforms import custom_vjp
-from shardfn.transforms.autodiff import moves
 from shardfn.transforms.modules import refuse_module
-from shardfn.transforms.step import under_autograd
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -159,13 +151,6 @@ def made(name: str, function: Callable[..., Any], options: Options, computes: bo
     return staged
 
 
-def _schedule_of(mesh: DeviceMesh) -> Any:
-    """The schedule of a mesh under autograd, whose modules are only loaded where they are used."""
-    from shardfn.stages.schedule import schedule_of
-
-    return schedule_of(mesh)
-
-
 class Layers(Sequence[T]):
     """The sequence that `layers` returns. While it is alive, the engine knows which stage follows which."""
 
@@ -179,17 +164,14 @@ class Layers(Sequence[T]):
                 groups.setdefault(flats[0].layout.grid, []).append(group)
         self._orders = {grid: PrefetchOrder(members) for grid, members in groups.items()}
         for grid, order in self._orders.items():
-            mesh = mesh_of(grid, "layers: a stage")
-            _schedule_of(mesh).announce(order) if under_autograd.on else engine_of(mesh).prefetch.announce(order)
+            schedule_of(mesh_of(grid, "layers: a stage")).announce(order)
 
     def __iter__(self) -> Iterator[T]:
-        if under_autograd.on:
-            for grid, order in self._orders.items():
-                _schedule_of(mesh_of(grid, "layers: a stage")).announce(order)
+        for grid, order in self._orders.items():
+            schedule_of(mesh_of(grid, "layers: a stage")).announce(order)
         yield from self._items
-        if under_autograd.on:
-            for grid, order in self._orders.items():
-                _schedule_of(mesh_of(grid, "layers: a stage")).withdraw(order)
+        for grid, order in self._orders.items():
+            schedule_of(mesh_of(grid, "layers: a stage")).withdraw(order)
 
     def __getitem__(self, i: Any) -> Any:
         return self._items[i]
@@ -309,132 +291,28 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
         return composed(signature, leaves, mesh)
     if signature.only_at_axes:
         signature.refuse_elsewhere()
-    in_graph = dispatch.in_graph()
-    if in_graph:
+    if dispatch.in_graph():
         if capturing() is None or functorch.inside_transform() or functorch.inside_forward_mode():
             return composed(signature, leaves, mesh)
-        if under_autograd.on:
-            return _scheduled(signature, leaves, mesh, schedule=traced_schedule(mesh))
-    elif functorch.inside_batching_or_forward():
-        return _pushed(signature, leaves, mesh) if scheduled(signature, leaves) else composed(signature, leaves, mesh)
-    elif (signature.shares_memory or under_autograd.on) and functorch.inside_transform():
-        return composed(signature, leaves, mesh)
-    elif under_autograd.on:
-        return _scheduled(signature, leaves, mesh)
-    engine = engine_of(mesh)
-    call, shards, inputs = _begun(signature, leaves, mesh, engine.device)
-    schedule = Traced(engine, call) if in_graph else engine  # a graph cannot hold memory that is filled again
-    if not any(call.needs) and not call.transformed:
-        if call.step is not None and not torch.is_grad_enabled():
-            refuse_reentrant(signature, [id(shard) in call.step.variables for shard in shards])
-        return call.rebuilt(schedule.forward(call, shards, inputs), inputs)
-    variables = call.step.variables if call.step is not None else {}
-    call.collected = [shard if id(shard) in variables else None for shard in shards]
-    try:
-        with engine.saving_arguments(call, shards):
-            outputs = custom_vjp.call(_Staged(schedule, call), *shards, *inputs)
-        return call.rebuilt(outputs, inputs)
-    except SharedMemory:
-        signature.shares_memory = True
-        with call.surroundings.again():
+        return _scheduled(traced_schedule(mesh), signature, leaves)
+    if functorch.inside_batching_or_forward():
+        if not scheduled(signature, leaves):
             return composed(signature, leaves, mesh)
+        pairs = Pairs(signature, leaves)
+        with modes.functions_unseen():  # a stage's own calls; those of its function are seen
+            return _scheduled(schedule_of(mesh), pairs.signature, pairs.leaves, pairs)
+    if functorch.inside_transform():
+        return composed(signature, leaves, mesh)
+    return _scheduled(schedule_of(mesh), signature, leaves)
 
 
-def _scheduled(
-    signature: Signature, leaves: list[Any], mesh: DeviceMesh, pairs: Pairs | None = None, schedule: Any = None
-) -> Any:
-    """Calls a stage under autograd; lets go of the shards among the leaves."""
+def _scheduled(schedule: Schedule, signature: Signature, leaves: list[Any], pairs: Pairs | None = None) -> Any:
+    """Calls a stage by a schedule; lets go of the shards among the leaves."""
     shards, own = _checked(signature, leaves), set(signature.shards)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in own]
     for i in own:
         leaves[i] = None
-    return (schedule or _schedule_of(mesh)).call(signature, leaves, shards, at, pairs)
-
-
-def _pushed(signature: Signature, leaves: list[Any], mesh: DeviceMesh) -> Any:
-    """Calls a stage in forward mode by the schedule."""
-    pairs = Pairs(signature, leaves)
-    if under_autograd.on:
-        with modes.functions_unseen():  # a stage's own calls; those of its function are seen
-            return _scheduled(pairs.signature, pairs.leaves, mesh, pairs)
-    engine = engine_of(mesh)
-    call, shards, inputs = _begun(pairs.signature, pairs.leaves, mesh, engine.device, pairs.needs)
-    call.collected, call.pairs = [None] * len(shards), pairs
-    if any(call.needs):
-        outputs = Pushed.apply(engine, call, *shards, *inputs)  # type: ignore[no-untyped-call]
-    else:
-        outputs = engine.forward(call, shards, inputs)
-    return call.rebuilt(with_tangents(call, outputs, (*shards, *inputs)), inputs)
-
-
-def _begun(
-    signature: Signature, leaves: list[Any], mesh: DeviceMesh, device: torch.device, needs: Sequence[bool] | None = None
-) -> tuple[Call, tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """A call that is about to run, its shards, and its other tensors; `needs` says what of all leaves needs a gradient.
-
-    Raises:
-        RuntimeError: a stage's function is running.
-        TypeError, ValueError: a tensor is sparse, or no piece of its layout.
-    """
-    refuse_inside(signature)
-    shards, own = _checked(signature, leaves), set(signature.shards)
-    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in own]
-    inputs = tuple([leaves[i] for i in at])
-    for x in inputs:
-        if x.layout is not torch.strided:
-            raise TypeError(
-                f"{signature}: a tensor of shape {tuple(x.shape)} among its arguments is sparse ({x.layout}), which "
-                f"stages do not take: pass x.to_dense(), or its indices and values"
-            )
-    static = list(leaves)
-    for i in (*signature.shards, *at):
-        static[i] = None
-    if needs is not None:
-        needed = [needs[i] for i in (*signature.shards, *at)]
-    elif functorch.inside_transform():  # in which each may be differentiated
-        needed = [*map(moves, shards, signature.layouts), *map(moves, inputs)]
-    else:
-        records = torch.is_grad_enabled()
-        needed = [records and x.requires_grad for x in (*shards, *inputs)]
-    return Call(signature, mesh, device, static, at, needed), shards, inputs
-
-
-class _Staged:
-    """A call by the schedule, as `custom_vjp.call` takes it: `(*shards, *inputs) -> outputs`."""
-
-    def __init__(self, engine: Engine | Traced, call: Call) -> None:
-        self.engine, self.call, self.trains = engine, call, call.needs
-        self.differentiable: list[bool] = []
-        self.collects = False
-
-    def pure(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The outputs, by collectives that every transform can differentiate."""
-        call = self.call
-        leaves = with_leaves(call.leaves, (*call.signature.shards, *call.at), tensors)
-        with call.surroundings.again():
-            result = composed(call.signature, leaves, call.mesh)
-        return tuple(call.outputs(result, tensors[len(call.signature.shards) :], transformed=True))
-
-    def fwd(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """The outputs, and the inputs as residuals."""
-        call, n = self.call, len(self.call.signature.shards)
-        outputs = self.engine.forward(call, tensors[:n], tensors[n:])
-        self.differentiable = call.differentiable
-        return outputs, tensors[n:]
-
-    def begin(self, again: bool) -> None:
-        """First does this rank's part in the backward of later calls whose outputs its own loss does not use."""
-        step, tape, run = self.call.step, self.call.tape, self.call.run
-        collects = step is not None and step.collects()
-        if step is not None and collects and tape is not None and run is not None:
-            step.catch_up(tape, run.index)
-        self.collects = collects and not again
-
-    def bwd(
-        self, residuals: Sequence[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]
-    ) -> list[Tensor | None]:
-        """Gradients of shards and inputs; None also for gradients that the step collects."""
-        return self.engine.backward(self.call, needs, cotangents, tuple(residuals), self.collects)
+    return schedule.call(signature, leaves, shards, at, pairs)
 
 
 def _checked(signature: Signature, leaves: Sequence[Any]) -> tuple[Tensor, ...]:

@@ -23,7 +23,7 @@ from shardfn.shards.layout import FlatShard, Layout, is_flat, local_parameters
 from shardfn.shards.partition import with_leaves
 from shardfn.shards.parts import PARTS, note_gradients
 from shardfn.transforms.modules import module_told
-from shardfn.transforms.step import OutsideGradient, Step, escaped, owner
+from shardfn.transforms.step import OutsideGradient, Step
 
 
 def value_and_grad(
@@ -308,19 +308,12 @@ def reaches_others(results: Any, variables: Sequence[Tensor]) -> bool:
     """Whether the loss or aux also depends on other leaves of autograd, over which the function closes.
 
     Variables of evaluations that have ended are none: nothing outside can have them.
-
-    Raises:
-        RuntimeError: it depends on a tensor inside a stage, which cannot be differentiated from outside.
     """
     if torch.compiler.is_compiling():
         return False
     own = {id(variable) for variable in variables}
     leaves = [leaf for leaf in autograd.leaves_of(tensors_of(results)) if id(leaf) not in own]
-    others = [leaf for leaf in leaves if not hasattr(leaf, "_shardfn_differentiated")]
-    for leaf in others:
-        if owner(leaf) is not None:
-            raise escaped(str(owner(leaf)))
-    return bool(others)
+    return any(not hasattr(leaf, "_shardfn_differentiated") for leaf in leaves)
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import late_checks
-from shardfn.collectives.capturing import Late, Note, Watch, apart, empty, used
+from shardfn.collectives.capturing import Late, Note, Watch, apart
 from shardfn.collectives.ledger import Ledger, ledger, record_again
 from shardfn.compat import autograd, dispatch
 from shardfn.quoting import short
@@ -194,12 +194,11 @@ class Captured:
             results = self._on_cpu(leaves, first)
         else:
             late_checks.look(self.program.device)
-            empty(self.program.device)
+            apart(self.program.device)
             self._record_stream()
             if not first:
                 self._fill(leaves)
             self.graph.replay()
-            used(self.program.device)
             results = self._returned()
             late_checks.after_replay(self.late)
             if not first:  # open ledgers have heard the capture
@@ -264,7 +263,7 @@ def captured(program: Program, leaves: list[Any], stream: Any, pool: Any) -> Cap
     if program.device.type == "cpu":
         return Captured(program)
     late_checks.look(program.device, wait=True)
-    empty(program.device)
+    apart(program.device)
     carried = program.roles.carried
     own = [x.detach() if i in carried else x.clone() if isinstance(x, Tensor) else x for i, x in enumerate(leaves)]
     module, error = torch.get_device_module(program.device), None

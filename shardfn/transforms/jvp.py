@@ -22,7 +22,7 @@ from shardfn.compat.scripted import written_in_python
 from shardfn.quoting import short
 from shardfn.shards.partition import with_leaves
 from shardfn.transforms.autodiff import moves, name_of
-from shardfn.transforms.step import OutsideGradient, escaped, pushing
+from shardfn.transforms.step import OutsideGradient, pushing
 
 
 def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], *, has_aux: bool = False) -> Any:
@@ -123,13 +123,22 @@ class Watched(Padded):
         return result
 
 
+def _escaped(stage: str) -> RuntimeError:
+    """The error for a loss that depends on a tensor inside a stage, which has lost its gradient there."""
+    return RuntimeError(
+        f"stage {stage!r}: the loss depends on a tensor that this stage's function computed but did not return: a "
+        f"hook, an attribute or a list kept it. Its gradient would be lost. Return it from the stage, "
+        f"or keep y.detach().clone() of it"
+    )
+
+
 def _refuse_leaks(given: Any) -> None:
     """Raises an error if what a stage's function kept has lost a gradient that is needed."""
     for x in optree.tree_leaves(given) if torch.is_grad_enabled() else ():
         if isinstance(x, Tensor) and functorch.lost(x):
             stages = [stage for y in functorch.layers(x) if (stage := getattr(y, _STAGE, None)) is not None]
             if stages:
-                raise escaped(stages[0])
+                raise _escaped(stages[0])
 
 
 def _refuse_applied(function: Any, args: Sequence[Any]) -> None:
@@ -138,7 +147,7 @@ def _refuse_applied(function: Any, args: Sequence[Any]) -> None:
         for x in args:
             stage = getattr(x, _VALUE, None) if isinstance(x, Tensor) and not x.requires_grad else None
             if stage is not None:
-                raise escaped(stage)
+                raise _escaped(stage)
     _refuse_once(function, args)
 
 

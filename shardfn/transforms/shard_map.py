@@ -29,7 +29,6 @@ from shardfn.shards.parts import Parts, note_again, note_parts
 from shardfn.shards.replicated import checksum
 from shardfn.transforms.autodiff import name_of
 from shardfn.transforms.checking import Checked, asked, claim
-from shardfn.transforms.given import given
 
 Function = Callable[..., Any]
 F = TypeVar("F", bound=Function)
@@ -138,7 +137,7 @@ def shard_map(
                 claim(inside, f"shard_map({name_of(function)})", "in_specs", entered.leaves, entered.pieces, on)
             elif when != "off" and entered.new and on.size() > 1 and not traced() and not planned():
                 return _check(function, entered, out_specs, on, seen, _differentiated((args, kwargs)), parts)
-            result = _called(function, entered, on)
+            result = function(*entered.args, **entered.kwargs)
             leaves = _leave(function, result, out_specs, on, seen, inside is not None, parts)
             if inside is not None:
                 values = [leaf.value for leaf in leaves]
@@ -178,14 +177,6 @@ class _Entered(NamedTuple):
     pieces: list[Any]
 
 
-def _called(f: Function, entered: _Entered, mesh: DeviceMesh) -> Any:
-    """The function's result."""
-    if mesh.device_type in ("cpu", "meta"):
-        return f(*entered.args, **entered.kwargs)
-    with given(optree.tree_leaves((entered.args, entered.kwargs))):
-        return f(*entered.args, **entered.kwargs)
-
-
 def _check(
     f: Function, entered: _Entered, out_specs: Any, mesh: DeviceMesh, seen: set[Any], outer: bool, parts: Known
 ) -> Any:
@@ -193,7 +184,7 @@ def _check(
     checked = Checked(f, mesh, outer)
     with checked.recorder:
         checked.take(entered.leaves, entered.pieces)
-        result = _called(f, entered, mesh)
+        result = f(*entered.args, **entered.kwargs)
         checked.finish(_leave(f, result, out_specs, mesh, seen, True, parts))
     return result
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, Protocol
@@ -16,18 +15,8 @@ from shardfn.compat import autograd
 from shardfn.compat.replacing import replaced
 from shardfn.debugging import debugging
 from shardfn.mesh import callsites
-from shardfn.transforms.given import given
 
 Defer = Literal["nothing", "replicas", "everything"]
-
-
-class UnderAutograd:
-    """Whether stages run under torch's own autograd, in place of graphs of their own on memory that is lent."""
-
-    on = os.environ.get("SHARDFN_STAGE") == "autograd"
-
-
-under_autograd = UnderAutograd()
 
 
 _numbers = itertools.count(1)
@@ -128,20 +117,17 @@ class Step:
         self.engines: list[Member] = []
         self.tapes: list[tuple[Member, Any]] = []
         self.watched: Any = None
-        self._given = given(variables)
 
     def __enter__(self) -> Step:
         if debugging.collectives:
             self.watched = callsites.body()
             self.watched.__enter__()
-        self._given.__enter__()
         _steps.open.append(self)
         self.live = True
         return self
 
     def __exit__(self, *error: Any) -> None:
         _steps.open.remove(self)
-        self._given.__exit__(None, None, None)
         self.live = False
         try:
             for engine in self.engines:
@@ -249,38 +235,3 @@ _steps = _Steps()
 def current_step() -> Step | None:
     """The innermost evaluation of gradients on this thread; None if there is none."""
     return _steps.open[-1] if _steps.open else None
-
-
-# --- leaves of a stage's own graph, which must not be differentiated from outside ---
-
-
-def owned(x: Tensor, need: bool, stage: str, checked: bool = False) -> Tensor:
-    """Makes `x` a leaf of a stage's own graph, which must not be differentiated from outside.
-
-    A `backward()` from outside raises an error, by a hook; with `checked` the caller looks for such leaves itself.
-    """
-    if need:
-        x.requires_grad_()
-        x._shardfn_stage = stage  # type: ignore[attr-defined]
-        if not checked:
-            x.register_post_accumulate_grad_hook(_refuse_escaped)
-    return x
-
-
-def owner(x: Tensor) -> str | None:
-    """The stage to whose graph a leaf belongs; None if it belongs to none."""
-    return getattr(x, "_shardfn_stage", None)
-
-
-def escaped(stage: str) -> RuntimeError:
-    """The error for a loss that depends on a tensor inside a stage."""
-    return RuntimeError(
-        f"stage {stage!r}: the loss depends on a tensor that this stage's function computed but did not return: a "
-        f"hook, an attribute or a list kept it. Its gradient would be lost. Return it from the stage, "
-        f"or keep y.detach().clone() of it; where numbers are read too late, SHARDFN_DEBUG=memory shows nan"
-    )
-
-
-def _refuse_escaped(leaf: Tensor) -> None:
-    leaf.grad = None
-    raise escaped(owner(leaf) or "")

@@ -13,7 +13,7 @@ from torch import Tensor
 import shardfn as sf
 import shardfn.optim as so
 from shardfn import quant
-from shardfn.stages.engine import engine_of
+from shardfn.stages.schedule import schedule_of
 from shardfn.testing import world
 from shardfn.tiers import placing, transfers
 from tests.models import STRATEGIES
@@ -98,9 +98,9 @@ def there(runs: list[Any], folder: str) -> list[dict[str, int]]:
         with sf.ledger() as log:
             for _ in range(2):
                 params, state = step(params, state, tokens)
-        engine = engine_of(mesh)
+        schedule = schedule_of(mesh)
         files = {kind: placing.file_of(mesh, kind).nbytes for kind in ("params", "grads", "state")}
-        reducing = sum(len(x) for x in engine.reductions.scratch.memories.values())
+        reducing = sum(len(x) for x in schedule.reductions.scratch.memories.values())
         found.append({"gathered": log.gathered, "reducing": reducing, "moving": transfers.buffers.nbytes} | files)
     return found
 

@@ -23,7 +23,7 @@ import shardfn.optim as so
 from benchmarks import plan_trackers
 from shardfn import interop
 from shardfn.plans.schedule import Held
-from shardfn.stages import reduction, ring
+from shardfn.stages import gather, reduction
 from shardfn.testing import World, WorldError, simulated, world
 from shardfn.tiers.transfers import copy_streams
 from tests.models import STRATEGIES
@@ -490,7 +490,7 @@ def test_a_module_has_its_own_memory_on_the_host() -> None:
 def left_on_devices() -> list[int]:
     """How many tensors of devices are kept after a plan."""
     programs.planned([("full_shard", "few bits")], 2, 0)
-    kept: list[Any] = [reduction._marks, reduction._tag, ring._tag, copy_streams]
+    kept: list[Any] = [reduction._marks, reduction._tag, gather._tag, copy_streams]
     return [f.cache_info().currsize for f in kept]
 
 

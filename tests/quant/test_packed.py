@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import optree
 import pytest
@@ -322,37 +321,3 @@ def ruled() -> dict[str, Any]:
 def test_rules_are_told_the_shape_of_the_parameter_and_cannot_cut_its_bytes(world: World) -> None:
     for found in world.run(ruled):
         assert found == {f"{rule} blocks.0.w": (16, 8) for rule in ("stages", "strategy", "frozen", "specs")}
-
-
-def decodes(remat: bool, debug: bool) -> tuple[int, float]:
-    """How often a parameter is decoded in a step of three layers and a head, and how far its gradient is off."""
-    mesh = mesh_of(shard=-1)
-    packed, decoded = tree(quant.nf4(double=True))
-    x, _ = rows(mesh)
-    params = sf.shard(packed, mesh, sf.full_shard("shard"))
-    count, decode = 0, quant.Format.decode
-
-    def counted(*args: Any) -> Tensor:
-        nonlocal count
-        count += 1
-        return decode(*args)
-
-    staged, ends = sf.stage(block, remat=remat), sf.stage(head)
-    sf.value_and_grad(loss_of(staged, ends))(params, x)  # what is lent is compared, the first time
-    with mock.patch.object(quant.Format, "decode", counted), sf.debug(memory=debug):
-        _, grads = sf.value_and_grad(loss_of(staged, ends))(params, x)
-    want = torch.func.grad(loss_of(block, head))(decoded, x)
-    few = [grads["blocks"][i] for i in range(3)]
-    return count, distance(gathered(few), [want["blocks"][i][name] for i in range(3) for name in ("a", "b")])
-
-
-@pytest.mark.world(1)
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("debug", [False, True])
-def test_what_is_decoded_still_is_not_decoded_again(world: World, remat: bool, debug: bool) -> None:
-    ((count, off),) = world.run(decodes, remat, debug)
-    again = 3 + (remat and debug) * 3
-    # Two matrices a layer and the head's; backward of the head, whose parameter is there, does not decode.
-    compared = debug * (7 + 6 * remat)  # what is lent is decoded once more after each run
-    assert count == 2 * 3 + 2 * again + (2 if debug else 1) + compared
-    assert off < 1e-12

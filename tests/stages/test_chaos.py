@@ -21,14 +21,13 @@ import shardfn as sf
 import shardfn.optim as so
 from shardfn import checkpoint, parallel
 from shardfn.collectives import into_buffers
-from shardfn.stages.engine import engine_of
+from shardfn.stages.schedule import schedule_of
 from shardfn.testing import World
 from shardfn.testing import world as shared_world
 from shardfn.testing.chaos import Chaos, chaos
 from tests import models
-from tests.models import DATA, block, blocks, by_backward, by_value_and_grad, distance, normal
+from tests.models import DATA, block, blocks, by_backward, distance, normal
 from tests.reference import worst
-from tests.refusals import refused
 
 D, DEPTH, STEPS, ROWS = 6, 4, 3, 6
 STRATEGIES: dict[str, sf.Strategy] = {
@@ -219,7 +218,7 @@ def test_layers_that_look_ahead_by_counts_of_their_own(world: World) -> None:
 
 
 def switched() -> tuple[int, int]:
-    """Bytes that are kept, and messages nobody waited for, after steps by stages that keep their parameters or not."""
+    """Buffers that are kept, and messages nobody waited for, after steps that keep parameters or not."""
     mesh = sf.make_mesh(device="cpu", shard=-1)
     flat = sf.shard(params(), mesh, sf.full_shard("shard"))
     with chaos(mesh) as hold:
@@ -227,7 +226,7 @@ def switched() -> tuple[int, int]:
         for options in ({"reshard": False}, {}, {"reshard": False}, {"remat": True}):
             f, g = sf.stage(block, **options), sf.stage(head, **options)
             sf.grad(lambda p, f=f, g=g: loss(f, g, p, batch(0, 1)[0]))(flat)
-        return engine_of(mesh).residency.ring.lent, len(hold.left)
+        return len(schedule_of(mesh).buffers), len(hold.left)
 
 
 @pytest.mark.world(2)
@@ -275,54 +274,6 @@ def changed_ahead() -> float:
 @pytest.mark.world(2)
 def test_parameters_that_change_when_they_are_gathered_already(world: World) -> None:
     assert worst(world.run(changed_ahead)) < 1e-12
-
-
-def after_the_loan(by_debug: bool) -> list[bool]:
-    """Whether numbers are nan that a function kept of its parameters, once its stage has ended."""
-    mesh = sf.make_mesh(device="cpu", shard=-1)
-    flat = sf.shard(params(), mesh, sf.full_shard("shard"))
-    kept: list[Tensor] = []
-
-    def keeping(p: Any, x: Tensor) -> Tensor:
-        # What this rank's piece holds whole may be lent from there, and stays.
-        kept.extend(view for view in (p["w"].detach(), p["v"].detach()) if view.data_ptr() not in own)
-        return block(p, x)
-
-    own = {x.data_ptr() for x in optree.tree_leaves(flat)}
-    with sf.debug(memory=by_debug), torch.no_grad():
-        sf.stage(keeping)(flat["blocks"][0], batch(0, 1)[0])
-    return [bool(x.isnan().any()) for x in kept]
-
-
-@pytest.mark.world(2)
-def test_lent_memory_is_nan_when_it_is_given_back(world: World) -> None:
-    assert any(any(found) for found in world.run(after_the_loan, True))
-    assert not any(any(found) for found in world.run(after_the_loan, False))
-
-
-def escaping(way: str, options: dict[str, Any]) -> str:
-    """A loss that reads an activation past the stage's outputs."""
-    mesh = sf.make_mesh(device="cpu", shard=-1)
-    flat, inside = sf.shard(params(), mesh, sf.full_shard("shard")), []
-
-    def leaking(p: Any, x: Tensor) -> Tensor:
-        inside.append(torch.tanh(x @ p["w"]))
-        return inside[-1] @ p["v"]
-
-    def total(ps: Any) -> Tensor:
-        y = sf.stage(leaking, **options)(ps["blocks"][0], batch(0, 1)[0])
-        return y.sum() + inside[-1].sum()
-
-    engine = by_backward if way == "backward" else by_value_and_grad
-    return refused(lambda: engine(total, flat), RuntimeError)
-
-
-@pytest.mark.parametrize("way", ["value_and_grad", "backward"])
-@pytest.mark.parametrize("options", [{}, {"remat": True}], ids=str)
-@pytest.mark.world(2)
-def test_a_loss_of_what_escaped_is_refused(world: World, way: str, options: Any) -> None:
-    for told in world.run(escaping, way, options):
-        assert "computed but did not return" in told
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardfn as sf
 from shardfn import interop
 from shardfn.compat import autograd
-from shardfn.stages.engine import engine_of
+from shardfn.stages.schedule import schedule_of
 from shardfn.testing import World, simulated
 from shardfn.testing import world as shared_world
 from shardfn.tiers import tensors
@@ -213,14 +212,6 @@ def test_numbers_are_those_of_what_stays(world: World, tmp_path: Any, function: 
             assert nbytes > 0, way
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"reshard": False}, {"prefetch": 3}], ids=str)
-def test_every_way_to_a_gradient_finds_them(world: World, tmp_path: Any, way: str, options: Any) -> None:
-    for equal, nbytes in world.run(same, way, "plain", str(tmp_path), **options):
-        assert equal
-        assert nbytes > 0
-
-
 # --- when ---
 
 
@@ -325,7 +316,7 @@ def kept(above: int, scratch: str) -> list[int]:
         y.backward(retain_graph=True)
         del y
         gc.collect()
-        engine_of(mesh).end()
+        schedule_of(mesh).end()
         file = file_of(mesh, "activations")
         tensors.collect()
         found.append(file.nbytes - sum(len(free) * nbytes for nbytes, free in file._free.items()))
@@ -338,27 +329,6 @@ def test_stretches_are_given_back_whether_or_not_a_backward_comes(world: World, 
         assert nbytes > 0
     for found in world.run(kept, 2**20, str(tmp_path)):
         assert found == [0] * 5, "what is small stays"
-
-
-def together(scratch: str) -> list[int]:
-    """Storages that move for a tensor that is saved once, several times, and as a view."""
-    mesh, flat, x = setting(scratch, 1)
-    found = []
-    for f in (
-        lambda p, y: y.exp(),
-        lambda p, y: (y @ p["w"]) * y.exp() * y.sin(),
-        lambda p, y: y.t().exp().t() * y[1:].sin().sum() * y.view(-1).cos().sum(),
-    ):
-        stage = sf.stage(f, remat=EVERYTHING)
-        leaves, x = variables(flat), x.clone().requires_grad_()
-        y = stage(leaves[0], x)
-        found.append(sum(key[0] == autograd.storage_of(x) for key in engine_of(mesh).away._activations))
-        y.sum().backward()
-    return found
-
-
-def test_what_is_saved_several_times_moves_once(world: World, tmp_path: Any) -> None:
-    assert world.run(together, str(tmp_path)) == [[1, 1, 1]] * 2
 
 
 # --- what is refused, and what is told ---
@@ -391,42 +361,6 @@ def changed_outside(scratch: str, remat: Any) -> None:
 def test_what_was_saved_must_not_change(world: World, tmp_path: Any, run: Any, remat: Any) -> None:
     for error in world.errors(run, str(tmp_path), remat):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            raise error or AssertionError("nothing")
-
-
-def written_to(scratch: str) -> None:
-    _, flat, x = setting(scratch)
-    stage = sf.stage(lambda p, x: x.add_(1) @ p["w"], remat=EVERYTHING)
-    sf.value_and_grad(lambda ps, x: stage(ps[0], x).sum(), argnums=(0, 1))(flat, x)
-
-
-def nowhere(scratch: str) -> None:
-    os.environ.pop("SHARDFN_SCRATCH", None)
-    mesh = sf.make_mesh(shard=-1, device="cpu")
-    flat = sf.shard(squares(1), mesh, sf.full_shard("shard"))
-    sf.grad(lambda ps: model(sf.stage(plain, remat=sf.offload("disk")), ps, rows(0)))(flat)
-
-
-def transforming(scratch: str) -> None:
-    _, flat, x = setting(scratch)
-
-    def energy(p: Any, x: Tensor) -> Tensor:
-        return torch.func.grad(lambda x: plain(p, x).square().sum())(x)
-
-    sf.grad(lambda ps: model(sf.stage(energy, remat=EVERYTHING), ps, x))(flat)
-
-
-@pytest.mark.parametrize(
-    ("run", "kind", "message"),
-    [
-        (written_to, RuntimeError, "writes into its parameters, or into another tensor that it was given"),
-        (nowhere, ValueError, r"stage plain \('0'\): remat=offload\(to=\"disk\"\).*make_mesh\(..., scratch=folder\)"),
-        (transforming, RuntimeError, "stage energy: its function uses a transform of torch.func.*remat=True or False"),
-    ],
-)
-def test_what_cannot_be_is_refused(world: World, tmp_path: Any, run: Any, kind: Any, message: str) -> None:
-    for error in world.errors(run, str(tmp_path)):
-        with pytest.raises(kind, match=message):
             raise error or AssertionError("nothing")
 
 

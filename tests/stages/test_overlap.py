@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,7 @@ from torch import Tensor
 import shardfn as sf
 import shardfn.optim as so
 from shardfn import quant
-from shardfn.stages import engine
-from shardfn.stages.gather_stream import GatherStream
-from shardfn.stages.ring import Slot
 from shardfn.testing import simulated, world
-from shardfn.transforms import given
 from tests.models import distance
 
 WIDTH, LAYERS, STEPS = 8, 5, 3
@@ -112,62 +107,15 @@ def stages_before_each_gather(shards: str, differentiated: bool, **options: Any)
     return before
 
 
-@pytest.mark.parametrize("differentiated", [True, False])
-def test_a_gather_waits_for_no_stage_but_the_last_user_of_its_slot(differentiated: bool) -> None:
-    run = world(1, "alone").run
-    assert run(stages_before_each_gather, "as_given", differentiated) == [[0, 0, 1, 2, 3]]
-    assert run(stages_before_each_gather, "as_given", differentiated, prefetch=2) == [[0, 0, 0, 1, 2]]
-    assert run(stages_before_each_gather, "as_given", differentiated, prefetch=0) == [[0, 1, 2, 3, 4]]
-
-
 @pytest.mark.parametrize("shards", ["computed", "rewritten"])
 def test_a_gather_waits_for_shards_that_the_step_itself_computes(shards: str) -> None:
     assert world(1, "alone").run(stages_before_each_gather, shards, True) == [[0, 1, 2, 3, 4]]
 
 
-def test_only_gathers_whose_shards_changed_wait_for_them() -> None:
-    # The first and the fourth are as they were given, the others are not.
-    assert world(1, "alone").run(stages_before_each_gather, "taken_in_turn", True) == [[0, 1, 2, 2, 4]]
-
-
 # --- loops that end early ---
 
 
-def ended_early(reshard: Any, marks: bool = True) -> list[str]:
-    """Races if a mesh goes while a gather is under way; the allocator may be told that its memory is in use."""
-    with simulated(4) as device, sf.debug(memory=False), pytest.MonkeyPatch.context() as patch:
-        if not marks:
-            patch.delattr(Slot, "__del__")
-        for _ in range(2):
-            mesh = sf.make_mesh(shard=4, device=device.name)
-            params, x = made(mesh)
-            layer = sf.stage(block, reshard=reshard)
-
-            def loss(params: Any, x: Tensor, layers: int, layer: Any = layer) -> Tensor:
-                for _, p in zip(range(layers), sf.layers(params["blocks"]), strict=False):
-                    x = layer(p, x)
-                return x.sum()
-
-            run = sf.shard_map(loss, mesh=mesh, in_specs=..., out_specs=..., check=False)
-            run(params, x, LAYERS)
-            run(params, x, 1)
-            del mesh, params, run, layer, loss
-            gc.collect()
-        return device.races
-
-
-@pytest.mark.parametrize("reshard", [None, False, "step"])
-def test_a_mesh_may_go_while_a_gather_that_nobody_needs_is_under_way(reshard: Any) -> None:
-    assert world(1, "alone").run(ended_early, reshard) == [[]]
-    assert world(1, "alone").run(ended_early, reshard, marks=False) != [[]]
-
-
 # --- what is sent in few bits ---
-
-
-def test_parameters_in_few_bits_are_gathered_as_early() -> None:
-    run = world(1, "alone").run
-    assert run(stages_before_each_gather, "as_given", True, gather=quant.int8(16)) == [[0, 0, 1, 2, 3]]
 
 
 def beside(**options: Any) -> tuple[int, int, list[int]]:
@@ -253,86 +201,6 @@ def test_gathers_that_start_early_give_the_cpus_numbers_without_a_race(tmp_path:
 
 
 # --- what the clocks find if a wait is missing ---
-
-
-class Ignored:
-    """An event that nothing waits for."""
-
-    def wait(self, stream: Any = None) -> None:
-        pass
-
-
-def free_at_once(patch: Any) -> None:
-    patch.setattr(GatherStream, "end_of_use", lambda stream: Ignored())
-
-
-def ready_at_once(patch: Any) -> None:
-    patch.setattr(engine, "ready_since", lambda shards: ())
-
-
-def never_changed(patch: Any) -> None:
-    ready_since = given.ready_since
-
-    def whatever_the_version(tensors: Any) -> Any:
-        for known in given._given.open:
-            known.update({key: (x, x._version, event) for key, (x, _, event) in known.items()})
-        return ready_since(tensors)
-
-    patch.setattr(engine, "ready_since", whatever_the_version)
-
-
-MUTANTS: dict[str, tuple[Callable[[Any], None], str]] = {
-    "the slot is not waited for": (free_at_once, "as_given"),
-    "computed shards are not waited for": (ready_at_once, "computed"),
-    "the optimizer is not waited for": (ready_at_once, "as_given"),
-    "versions are not looked at": (never_changed, "rewritten"),
-}
-
-
-def raced(mutant: str, mutate: bool) -> list[str]:
-    change, shards = MUTANTS[mutant]
-    with simulated(4) as device, pytest.MonkeyPatch.context() as patch, sf.debug(memory=False):
-        if mutate:
-            change(patch)
-        trained(device.name, shards)
-        return device.races
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_missing_wait_of_a_gather_is_a_race(mutant: str) -> None:
-    assert world(1, "alone").run(raced, mutant, False) == [[]]
-    (races,) = world(1, "alone").run(raced, mutant, True)
-    assert races
-
-
-def evaluated_in_turn() -> tuple[list[str], int]:
-    """Races of evaluations with quantized parameters on two streams, which nothing orders; memories that are kept."""
-    with simulated(4) as device, torch.no_grad(), sf.debug(memory=False):
-        module, mesh = torch.get_device_module(device.name), sf.make_mesh(shard=4, device=device.name)
-        whole = quant.quantize([torch.ones(64, 64) for _ in range(3)], quant.nf4(), names=".*")
-        params, layer = sf.shard(whole, mesh, sf.full_shard("shard")), sf.stage(lambda w, x: torch.tanh(x @ w))
-
-        @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
-        def evaluated(params: Any, x: Tensor) -> Tensor:
-            for w in sf.layers(params):
-                x = layer(w, x)
-            return x
-
-        x = torch.ones(2, 64, device=device.name)
-        kept = [evaluated(params, x) for _ in range(2)]
-        streams = [module.Stream() for _ in range(2)]
-        for stream in streams:
-            stream.wait_stream(module.current_stream())
-        device.forget()
-        for stream in streams * 2:
-            with module.stream(stream):
-                kept.append(evaluated(params, x))
-        memories = engine.engine_of(mesh).memories
-        return device.races, sum(latest() is not None for latest in memories._latest.values())
-
-
-def test_streams_do_not_meet_in_decoded_parameters() -> None:
-    assert world(1, "alone").run(evaluated_in_turn) == [([], 1)]
 
 
 def outgrown() -> list[str]:

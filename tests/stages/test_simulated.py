@@ -508,29 +508,6 @@ def test_initialisation_touches_no_generator_of_the_device() -> None:
     assert world(1, "alone").run(generators)[0] == [{}, {}, {}]
 
 
-def generators_of_calls() -> list[dict[str, int]]:
-    found = []
-    each: list[dict[str, Any]] = [{}, {"remat": True}]
-    with simulated(RANKS) as device:
-        mesh = sf.make_mesh(replica=2, shard=4, device=device.name)
-        params, x = sharded(mesh, STRATEGIES["full_shard"]), drawn(8, WIDTH)
-        for options in each:
-            loss = losing(sf.stage(block, **options))
-            for run in (loss, sf.grad(loss)):
-                step = mapped(mesh, run, params, x)
-                step()
-                device.forget()
-                step()
-                found.append(dict(device.generators))
-    return found
-
-
-def test_random_state_is_read_where_a_stage_may_run_again() -> None:
-    n = 2  # stages
-    kept, again = {"get_rng_state": n}, {"get_rng_state": 2 * n, "set_rng_state": 2 * n}
-    assert world(1, "alone").run(generators_of_calls)[0] == [{}, kept, {}, again]
-
-
 def copies_of_gradients() -> list[tuple[int, int, int]]:
     """Of each call that copies gradients: the numbers of tensors and of dtypes, and how many differ in strides."""
     found = []
@@ -628,11 +605,6 @@ def engines(ranks: int) -> int:
         for _ in range(2):
             step(params, torch.ones(4, WIDTH, device=device.name))
         return len(mesh.__dict__["_shardfn"]["engine", ""])
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_what_is_recomputed_on_another_thread_uses_the_same_engine(ranks: int) -> None:
-    assert world(1, "alone").run(engines, ranks) == [1]
 
 
 def on_gloo() -> list[Any]:

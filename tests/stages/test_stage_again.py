@@ -16,7 +16,6 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.testing import World
-from shardfn.transforms.step import under_autograd
 from tests.models import distance, everyone, layer, normal, squares, variables
 from tests.reference import worst
 from tests.refusals import told
@@ -138,7 +137,7 @@ def test_a_function_that_returns_something_else_in_its_second_run_is_told(world:
         assert len(found) == len(WAYS) * len(CHANGES), "what is measured may differ"
         for name, message in found.items():
             way, _, change = name.partition(": ")
-            if under_autograd.on and not WAYS[way][1]:
+            if not WAYS[way][1]:
                 continue  # nothing runs again
             if way == "a second derivative" and change in ("no gradient", "a gradient", "a tensor twice"):
                 continue  # which nobody can know inside a transform

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import optree
@@ -17,7 +16,6 @@ import shardfn as sf
 from shardfn.testing import World, WorldError
 from tests.models import by_backward, distance, everyone, layer, normal, squares, variables
 from tests.reference import worst
-from tests.refusals import told
 
 D, DEPTH = 4, 4
 
@@ -251,65 +249,6 @@ def complex_layers() -> list[float]:
 @both_sizes
 def test_complex_parameters(world: World) -> None:
     assert worst(x for found in world.run(complex_layers) for x in found) < 1e-12
-
-
-@dataclass
-class Opaque:
-    y: Tensor
-
-
-def refused(kind: str) -> tuple[str, float]:
-    """The message, and whether the next step is right."""
-    s = Setting()
-    functions: dict[str, Any] = {"opaque": lambda p, x: Opaque(layer(p, x)), "input": lambda p, x: x.mul_(2) @ p["w"]}
-    message = told(lambda: sf.grad(lambda ps: sf.stage(functions[kind])(ps[0], s.x.clone()).sum())(s.flat))
-    f = sf.stage(layer)
-    return message, s.apart(
-        lambda ps: net(f, ps, s.x).square().sum(), lambda ps, k: net(layer, ps, rows()[k]).square().sum()
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"), [("opaque", "returns a Opaque, which is not a pytree node"), ("input", "writes into")]
-)
-@pytest.mark.world(2, "processes")
-def test_what_would_be_silently_wrong_is_refused(world: World, kind: str, message: str) -> None:
-    for said, apart in world.run(refused, kind):
-        assert message in said
-        assert apart < 1e-12
-
-
-def odd_functions() -> list[float]:
-    s = Setting()
-
-    def hooked(p: Any, x: Tensor) -> Tensor:
-        if p["w"].requires_grad and isinstance(p["w"], Tensor) and p["w"].is_leaf:
-            p["w"].register_hook(lambda g: 2 * g)
-        return layer(p, x)
-
-    def part_frozen(p: Any, x: Tensor) -> Tensor:
-        return layer({"w": p["w"], "b": p["b"].requires_grad_(False)}, x)
-
-    def doubled(ps: Any, k: int) -> Tensor:
-        return torch.stack([net(layer, p, rows()[k]).square().sum() for p in [ps]]).sum()
-
-    plain = torch.func.grad(lambda p: torch.stack([doubled(p, k) for k in range(s.size)]).sum())(s.plain)
-    found = []
-    for _ in range(3):
-        got = sf.unshard(sf.grad(lambda ps: net(sf.stage(hooked), ps, s.x).square().sum())(s.flat))
-        found.append(worst((g["w"] - 2 * w["w"]).abs().max().item() for g, w in zip(got, plain, strict=True)))
-    for _ in range(2):
-        got = sf.unshard(sf.grad(lambda ps: net(sf.stage(part_frozen), ps, s.x).square().sum())(s.flat))
-        found.append(worst((g["w"] - w["w"]).abs().max().item() for g, w in zip(got, plain, strict=True)))
-        found.append(worst(g["b"].abs().max().item() for g in got))
-    got = sf.unshard(sf.grad(lambda ps: net(sf.stage(layer), ps, s.x).square().sum())(s.flat))
-    return [*found, distance(got, plain)]
-
-
-@both_memories
-@both_sizes
-def test_what_a_function_does_to_its_parameters_lasts_for_that_call(world: World, memory: bool) -> None:
-    assert worst(x for found in world.run(under, memory, odd_functions) for x in found) < 1e-12
 
 
 def taped_on_some_ranks(strategy: str, where: int) -> float:

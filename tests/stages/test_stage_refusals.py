@@ -10,14 +10,12 @@ import optree
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
-from shardfn.testing import World, WorldError
-from tests.models import ENGINES, WIDTH, block, distance, embed, head, params
+from shardfn.testing import World
+from tests.models import ENGINES, WIDTH, block, embed, head, params
 from tests.random_programs import Fragile, Interrupted
 from tests.reference import worst
-from tests.refusals import told
 from tests.stages.setting import Setting, on_threads, rows_of, tokens_of
 
 pytestmark = pytest.mark.usefixtures("threads_on_one_core")
@@ -57,17 +55,6 @@ def interrupted(where: str, options: dict[str, Any]) -> Any:
     return found
 
 
-@pytest.mark.parametrize("where", ["in a stage", "between stages", "in backward", "when recomputed"])
-@pytest.mark.parametrize("options", [{}, {"remat": True}, {"reshard": False}, {"prefetch": 2}], ids=str)
-@on_threads
-def test_after_an_exception_the_next_step_is_clean(world: World, where: str, options: Any) -> None:
-    if where == "when recomputed" and not options.get("remat"):
-        options = {**options, "remat": True}
-    for found in world.run(interrupted, where, options):
-        assert len(found) == 2 * len(ENGINES)
-        assert worst(found) < 1e-12
-
-
 @pytest.mark.world(2)
 @pytest.mark.parametrize("where", ["in a stage", "between stages", "in backward"])
 def test_after_an_exception_the_next_step_is_clean_on_processes(world: World, where: str) -> None:
@@ -78,132 +65,6 @@ def test_after_an_exception_the_next_step_is_clean_on_processes(world: World, wh
 # --- refusals ---
 
 W = torch.ones(WIDTH, 5, dtype=torch.float64)
-
-
-def outer_stage(p: Any, x: Tensor) -> Tensor:
-    return sf.stage(block)(p, x)
-
-
-def writing(p: Any, x: Tensor) -> Tensor:
-    p["b"].add_(1)
-    return x @ p["w"]
-
-
-def writing_under_no_grad(p: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        p["b"].add_(1)
-    return x @ p["w"]
-
-
-REFUSED: dict[str, tuple[Any, str]] = {
-    "the parameter": (lambda p, x: p["w"], "returns a parameter, or a view of one"),
-    "a view": (lambda p, x: (x, {"y": p["w"].T[0]}), "returns a parameter, or a view of one"),
-    "an expanded view": (lambda p, x: p["b"].expand(3, 5), "returns a parameter, or a view of one"),
-    "a detached view": (lambda p, x: (x * 1, p["b"].detach()), "returns a parameter, or a view of one"),
-    "a write": (writing, "writes into its parameters"),
-    "a write under no_grad": (writing_under_no_grad, "writes into its parameters"),
-    "an out argument": (
-        lambda p, x: torch.add(x[:1, :1], torch.ones(5), out=p["b"].detach()[None]),
-        "writes into its parameters",
-    ),
-}
-
-
-def refused(name: str, needs: bool, options: dict[str, Any]) -> Any:
-    s = Setting(**options)
-    p = (s.leaves if needs else s.flat)["blocks"][0]
-    f = REFUSED[name][0]
-    return told(lambda: sf.stage(f, **options)(p, rows_of(s.rank))), s.clean_step()
-
-
-@pytest.mark.parametrize("needs", [True, False], ids=["leaves", "values"])
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("options", [{}, {"remat": True}], ids=str)
-@pytest.mark.parametrize("world", [(1, "threads"), (2, "threads")], indirect=True, ids=["1", "2"])
-def test_what_a_stage_must_not_do_is_refused(world: World, name: str, needs: bool, options: Any) -> None:
-    for message, off in world.run(refused, name, needs, options):
-        assert REFUSED[name][1] in message
-        assert "blocks.0" in message
-        # On one rank the shard is the parameters, and what was written stays.
-        assert off < 1e-12 or (world.size == 1 and "writes" in message)
-
-
-def nested_stage() -> Any:
-    s = Setting()
-    found = []
-    for p in (s.flat["blocks"][0], s.leaves["blocks"][0]):
-        for f in (outer_stage, lambda p, x, q=s.flat["blocks"][1]: sf.stage(block)(q, block(p, x))):
-            try:
-                sf.stage(f)(p, rows_of(s.rank))
-            except RuntimeError as error:
-                found.append(str(error))
-    # the stage inside meets whole parameters in the first case: it is a plain function there
-    return found, s.clean_step()
-
-
-@on_threads
-def test_a_stage_inside_a_stage_is_refused(world: World) -> None:
-    for messages, off in world.run(nested_stage):
-        assert len(messages) == 2
-        assert all("inside stage" in message for message in messages)
-        assert off < 1e-12
-
-
-def reentrant_inside(how: str, options: dict[str, Any]) -> Any:
-    s = Setting(**options)
-    again = sf.stage(lambda p, x: checkpoint(lambda x: block(p, x), x, use_reentrant=True), **options)
-    x = rows_of(s.rank).requires_grad_()
-    if how == "backward":
-        again(s.leaves["blocks"][0], x).sum().backward()
-    else:
-        sf.value_and_grad(lambda p: again(p, s.stage(block)(p, x)).sum())(s.flat["blocks"][0])
-
-
-@pytest.mark.parametrize("how", ["backward", "value_and_grad"])
-@pytest.mark.parametrize("options", [{}, {"remat": True}], ids=str)
-def test_a_reentrant_checkpoint_in_a_stage_is_refused_by_the_stages_name(world: World, how: str, options: Any) -> None:
-    with pytest.raises(WorldError, match=r"uses torch.utils.checkpoint with use_reentrant=True.* pass remat=True"):
-        world.run(reentrant_inside, how, options)
-
-
-CLOSED_OVER = [
-    "a leaf", "an activation", "returned", "torch.func", "nothing else needs one", "value_and_grad",
-    "an outer gradient",
-]  # fmt: skip
-
-
-def closing_over(how: str, options: dict[str, Any]) -> Any:
-    s = Setting(**options)
-    p, flat, x, one = s.leaves["blocks"][0], s.flat["blocks"][0], rows_of(s.rank), torch.ones((), dtype=torch.float64)
-    leaf = one.clone().requires_grad_()
-
-    def of(scale: Tensor, p: Any = flat) -> Tensor:
-        return sf.stage(lambda p, x: block(p, x) * scale, **options)(p, x).sum()
-
-    def outer(scale: Tensor) -> Tensor:
-        def inner(p: Any) -> Tensor:
-            return of(torch.tensor(2.0) * scale, p)  # a constant here, and not outside
-
-        return optree.tree_leaves(torch.func.grad(inner)(flat))[0].sum()
-
-    ways: dict[str, Callable[[], Any]] = {
-        "a leaf": lambda: of(leaf, p).backward(),
-        "an activation": lambda: of(sf.stage(block)(p, x), p).backward(),
-        "returned": lambda: sf.stage(lambda p, x: (block(p, x), leaf), **options)(p, x)[0].sum().backward(),
-        "torch.func": lambda: torch.func.grad(of)(one),
-        "nothing else needs one": lambda: of(leaf),
-        "value_and_grad": lambda: sf.grad(of)(one),
-        "an outer gradient": lambda: torch.func.grad(outer)(one),
-    }
-    ways[how]()
-
-
-@pytest.mark.parametrize("how", [*CLOSED_OVER])
-@pytest.mark.parametrize("options", [{}, {"remat": True}], ids=str)
-@on_threads
-def test_a_tensor_closed_over_that_needs_a_gradient_is_refused(world: World, how: str, options: Any) -> None:
-    for error in world.errors(closing_over, how, options):
-        assert "not among its arguments" in str(error)
 
 
 CONSTANTS: dict[str, Callable[[Any], Tensor]] = {
@@ -340,46 +201,3 @@ def test_stages_that_are_new_are_compared_before_anything_moves(world: World, ho
     for error in world.errors(other_stages, how):
         assert isinstance(error, ValueError)
         assert re.search("the stages differ between ranks: rank 0 has .*; rank 1 has .*same way on every", str(error))
-
-
-def energy(p: Any, x: Tensor) -> Tensor:
-    return torch.tanh(x @ p["w"] + p["b"]).pow(2).sum()
-
-
-def forces_by_a_leaf(p: Any, x: Tensor) -> Tensor:
-    with torch.enable_grad():
-        y = x.detach().requires_grad_()
-        return torch.autograd.grad(energy(p, y), y, create_graph=True)[0]
-
-
-def forces_by_torch_func(p: Any, x: Tensor) -> Tensor:
-    return torch.func.grad(energy, argnums=1)(p, x)
-
-
-def forces_by_the_argument(p: Any, x: Tensor) -> Tensor:
-    with torch.enable_grad():
-        return torch.autograd.grad(energy(p, x), x, create_graph=True)[0]
-
-
-def forces() -> Any:
-    s = Setting()
-    p, x = s.flat["blocks"][0], rows_of(s.rank)[..., :WIDTH].clone()
-    losses: dict[Any, Any] = {
-        f: (lambda p, f=f: sf.stage(f)(p, x.clone().requires_grad_(f is forces_by_the_argument)).square().sum())
-        for f in (forces_by_torch_func, forces_by_the_argument)
-    }
-    found = [sf.unshard(sf.grad(loss)(p)) for loss in losses.values()]
-    return told(lambda: sf.grad(lambda p: sf.stage(forces_by_a_leaf)(p, x).square().sum())(p)), found, x
-
-
-@pytest.mark.parametrize("world", [(2, "threads")], indirect=True, ids=["2"])
-def test_a_leaf_that_a_stage_makes_is_refused_with_what_to_write(world: World) -> None:
-    results = world.run(forces)
-    whole = params()["blocks"][0]
-    rows = torch.cat([x for _, _, x in results])
-    want = torch.func.grad(lambda p: forces_by_torch_func(p, rows).square().sum())(whole)
-    for message, found, _ in results:
-        assert "If the function makes it, as y = x.detach().requires_grad_()" in message
-        assert "torch.func.grad inside the stage, or call the stage with an x that requires a gradient" in message
-        for gradient in found:
-            assert distance(gradient, want) < 1e-12

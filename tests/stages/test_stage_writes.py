@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardfn.testing import World
 from tests.models import block, distance, everyone
-from tests.stages.setting import Setting, on_threads, rows_of, staged, straight
+from tests.stages.setting import Setting, on_threads, rows_of, staged
 
 pytestmark = pytest.mark.usefixtures("threads_on_one_core")
 
@@ -45,28 +45,6 @@ def overwritten_input() -> Any:
 @on_threads
 def test_an_input_that_is_overwritten_before_backward(world: World) -> None:
     for found in world.run(overwritten_input):
-        assert all(found), found
-
-
-def overwritten_shard() -> Any:
-    """So is writing into a shard between forward and backward."""
-    s = Setting()
-    found = []
-    for options in ({}, {"remat": True}, {"reshard": False}, {"prefetch": 0}):
-        loss = straight(lambda f: staged(f, **options), s.leaves, s.rank)  # noqa: B023
-        with torch.no_grad():
-            s.leaves["blocks"][0].values.mul_(2)
-        found.append(refused_or(loss.backward))
-        with torch.no_grad():
-            s.leaves["blocks"][0].values.div_(2)
-        s.collected()
-        found.append(s.clean_step() < 1e-12)
-    return found
-
-
-@on_threads
-def test_a_shard_that_is_overwritten_before_backward_is_an_error(world: World) -> None:
-    for found in world.run(overwritten_shard):
         assert all(found), found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -20,34 +20,17 @@ from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
 from shardfn.compat import functorch
-from shardfn.compat.replacing import replaced
 from shardfn.mesh import watchdog
 from shardfn.mesh.scope import current_mesh, scope
 from shardfn.stages.schedule import schedule_of
 from shardfn.testing import World, WorldError
 from shardfn.transforms.autodiff import differentiating
-from shardfn.transforms.step import under_autograd
 from tests.models import distance, normal, variables
 from tests.reference import worst
 from tests.stages.test_forward_mode import LAYERS, off_of_torch
 
 DEPTH, ROWS, D = 3, 4, 8
 Layer = Callable[[Any, Tensor, int], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _under_autograd() -> Iterator[None]:
-    with replaced(under_autograd, on=True):
-        yield
-
-
-def on_ranks(f: Callable[..., Any], *args: Any) -> Any:
-    with replaced(under_autograd, on=True):
-        return f(*args)
-
-
-def runs(world: World, f: Callable[..., Any], *args: Any) -> list[Any]:
-    return world.run(on_ranks, f, *args)
 
 
 def tree(extra: int = 0) -> list[dict[str, Tensor]]:
@@ -227,7 +210,7 @@ def _hooked_plainly(p: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("layer", [*RIGHT, experts], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("world", [(1, "processes"), (2, "processes"), (4, "threads")], indirect=True, ids=str)
 def test_gradients_are_those_of_one_process(world: World, layer: Layer) -> None:
-    for found in runs(world, gradients, layer, 4 if layer is experts else 0):
+    for found in world.run(gradients, layer, 4 if layer is experts else 0):
         assert not {options: off for options, off in found.items() if not off < 1e-12}
 
 
@@ -247,7 +230,7 @@ def only_later() -> float:
 
 @pytest.mark.world(2)
 def test_a_parameter_that_is_read_only_in_a_later_step(world: World) -> None:
-    assert worst(runs(world, only_later)) < 1e-12
+    assert worst(world.run(only_later)) < 1e-12
 
 
 def empty() -> tuple[float, list[int]]:
@@ -268,7 +251,7 @@ def empty() -> tuple[float, list[int]]:
 
 @pytest.mark.world(2)
 def test_a_tensor_without_elements_is_no_place(world: World) -> None:
-    for off, counts in runs(world, empty):
+    for off, counts in world.run(empty):
         assert off < 1e-12
         assert counts == [0, 0, 0]
 
@@ -285,7 +268,7 @@ def made_anew() -> list[int]:
 
 @pytest.mark.world(2)
 def test_a_stage_that_is_made_anew_agrees_once(world: World) -> None:
-    for counts in runs(world, made_anew):
+    for counts in world.run(made_anew):
         assert counts[1] == counts[2] == 3 * DEPTH - 3  # not gathered again: the first, the last two
 
 
@@ -310,7 +293,7 @@ def in_the_middle() -> tuple[float, float]:
 
 @pytest.mark.world(2)
 def test_a_gradient_in_the_middle_of_a_loss(world: World) -> None:
-    assert worst(off for pair in runs(world, in_the_middle) for off in pair) < 1e-12
+    assert worst(off for pair in world.run(in_the_middle) for off in pair) < 1e-12
 
 
 def of_inputs() -> list[float]:
@@ -337,7 +320,7 @@ def of_inputs() -> list[float]:
 
 @pytest.mark.parametrize("world", [(1, "processes"), (2, "processes"), (4, "threads")], indirect=True, ids=str)
 def test_gradients_of_inputs_and_of_those(world: World) -> None:
-    for offs in runs(world, of_inputs):
+    for offs in world.run(of_inputs):
         assert worst(offs) < 1e-12
 
 
@@ -370,14 +353,14 @@ def twice() -> float:
 
 @pytest.mark.parametrize("world", [(1, "processes"), (2, "processes"), (4, "threads")], indirect=True, ids=str)
 def test_a_derivative_of_a_derivative(world: World) -> None:
-    assert worst(runs(world, twice)) < 1e-11
+    assert worst(world.run(twice)) < 1e-11
 
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.world(2, "processes")
 def test_a_product_with_a_hessian(world: World, name: str) -> None:
     for options in ({}, {"remat": True}, {"reshard": False}):
-        for off in runs(world, off_of_torch, name, "full_shard", options):
+        for off in world.run(off_of_torch, name, "full_shard", options):
             assert worst(off) < 1e-13, (options, off)
 
 
@@ -409,7 +392,7 @@ def held_by_a_product(unread: bool) -> tuple[int, int]:
 @pytest.mark.parametrize("unread", [False, True])
 @pytest.mark.world(2, "processes")
 def test_a_product_with_a_hessian_keeps_no_parameters(world: World, unread: bool) -> None:
-    for held, of in runs(world, held_by_a_product, unread):
+    for held, of in world.run(held_by_a_product, unread):
         assert held <= of // DEPTH, (held, of)  # those of the last stage
 
 
@@ -431,7 +414,7 @@ def counted() -> tuple[float, int, float]:
 
 @pytest.mark.world(2)
 def test_a_function_with_torch_func_inside_runs_once(world: World) -> None:
-    for staged, count, plain in runs(world, counted):
+    for staged, count, plain in world.run(counted):
         assert (staged, count) == (plain, 2 * DEPTH)
 
 
@@ -456,7 +439,7 @@ def generator_rewound() -> float:
 
 @pytest.mark.world(2)
 def test_a_generator_among_the_arguments_is_rewound(world: World) -> None:
-    assert worst(runs(world, generator_rewound)) == 0
+    assert worst(world.run(generator_rewound)) == 0
 
 
 def probed_once(product: bool) -> float:
@@ -482,7 +465,7 @@ def probed_once(product: bool) -> float:
 @pytest.mark.parametrize("product", [False, True])
 @pytest.mark.world(2)
 def test_a_first_run_may_try_something(world: World, product: bool) -> None:
-    assert worst(runs(world, probed_once, product)) < 1e-12
+    assert worst(world.run(probed_once, product)) < 1e-12
 
 
 def reordered() -> str:
@@ -506,7 +489,7 @@ def reordered() -> str:
 
 @pytest.mark.world(2)
 def test_a_second_run_of_other_operations_is_an_error(world: World) -> None:
-    for told in runs(world, reordered):
+    for told in world.run(reordered):
         assert "ran again for its gradient and returned something else: first operation 2, MmBackward0 of" in told
 
 
@@ -525,7 +508,7 @@ def closed_over() -> float:
 
 @pytest.mark.world(2)
 def test_a_second_run_reads_what_the_function_closes_over(world: World) -> None:
-    assert worst(runs(world, closed_over)) < 1e-12
+    assert worst(world.run(closed_over)) < 1e-12
 
 
 def attends(p: Any, x: Tensor, rank: int = 0) -> Tensor:
@@ -548,7 +531,7 @@ def with_kernels() -> float:
 
 @pytest.mark.world(2)
 def test_a_second_run_uses_the_kernels_of_the_first(world: World) -> None:
-    assert worst(runs(world, with_kernels)) < 1e-12
+    assert worst(world.run(with_kernels)) < 1e-12
 
 
 def counts_calls(product: bool) -> str:
@@ -570,7 +553,7 @@ def counts_calls(product: bool) -> str:
 @pytest.mark.parametrize("product", [False, True])
 @pytest.mark.world(2)
 def test_a_second_run_that_gives_something_else_is_an_error(world: World, product: bool) -> None:
-    for told in runs(world, counts_calls, product):
+    for told in world.run(counts_calls, product):
         assert "ran again for its gradient and returned" in told
 
 
@@ -594,7 +577,7 @@ def modified(remat: bool) -> str:
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.world(2)
 def test_a_saved_tensor_that_is_written_into_is_an_error(world: World, remat: bool) -> None:
-    for told in runs(world, modified, remat):
+    for told in world.run(modified, remat):
         assert "modified by an inplace operation" in told
 
 
@@ -637,7 +620,7 @@ def returned(options: dict[str, Any], strategy: str) -> tuple[float, float, bool
 @pytest.mark.parametrize("options", [{}, {"reshard": False}, {"reshard": "step"}, {"remat": True}], ids=str)
 @pytest.mark.parametrize("world", [(1, "processes"), (2, "processes")], indirect=True, ids=str)
 def test_returned_parameters_are_the_callers_own(world: World, options: dict[str, Any], strategy: str) -> None:
-    for off, again, same in runs(world, returned, options, strategy):
+    for off, again, same in world.run(returned, options, strategy):
         assert off < 1e-12
         assert again == 0
         assert same
@@ -686,7 +669,7 @@ def writes(how: str, strategy: str) -> dict[str, str]:
 @pytest.mark.parametrize("how", ["whole", "view", "detached", "data", "other data"])
 @pytest.mark.world(2)
 def test_writing_into_a_parameter_is_an_error(world: World, how: str, strategy: str) -> None:
-    for told in runs(world, writes, how, strategy):
+    for told in world.run(writes, how, strategy):
         for way, said in told.items():
             own = r"writes into its parameters|writes into '\d.w' past autograd|something else into \.data of '\d.w'"
             assert re.search(own + "|mutating directly with `.data`", said), (way, said)
@@ -711,7 +694,7 @@ def stage_in_stage() -> float:
 
 @pytest.mark.parametrize("world", [(1, "processes"), (2, "processes"), (4, "threads")], indirect=True, ids=str)
 def test_a_stage_in_a_stage(world: World) -> None:
-    assert worst(runs(world, stage_in_stage)) < 1e-12
+    assert worst(world.run(stage_in_stage)) < 1e-12
 
 
 # --- what is left behind ---
@@ -737,7 +720,7 @@ def left_behind() -> tuple[list[int], list[int], float]:
 
 @pytest.mark.world(2)
 def test_nothing_is_left_behind(world: World) -> None:
-    for loose, stepped, off in runs(world, left_behind):
+    for loose, stepped, off in world.run(left_behind):
         assert loose == stepped == [0, 0, 0]
         assert off < 1e-12
 
@@ -758,7 +741,7 @@ def kept() -> list[int]:
 
 @pytest.mark.world(2)
 def test_what_backward_does_not_ask_for_is_not_kept(world: World) -> None:
-    for counts in runs(world, kept):
+    for counts in world.run(kept):
         assert counts == [DEPTH - 1, 0]  # nobody asks for the gradient of the first one's argument
 
 
@@ -781,7 +764,7 @@ def attributed() -> tuple[str, bool]:
 
 @pytest.mark.world(2)
 def test_what_follows_a_step_is_not_attributed_to_its_stages(world: World) -> None:
-    for found in runs(world, attributed):
+    for found in world.run(attributed):
         assert found == ("", False)
 
 
@@ -804,7 +787,7 @@ def freed_without_the_collector() -> list[int]:
 
 @pytest.mark.world(2)
 def test_a_step_leaves_no_cycles_that_hold_memory(world: World) -> None:
-    for counts in runs(world, freed_without_the_collector):
+    for counts in world.run(freed_without_the_collector):
         assert max(counts) <= DEPTH
         assert counts[0] <= 2
 
@@ -842,7 +825,7 @@ def interrupted(where: str) -> tuple[str, float]:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.world(2)
 def test_a_step_after_an_error(world: World, where: str) -> None:
-    for told, off in runs(world, interrupted, where):
+    for told, off in world.run(interrupted, where):
         assert told == "on purpose"
         assert off < 1e-12
 
@@ -879,7 +862,7 @@ def checked(remat: bool, product: bool) -> float:
 @pytest.mark.parametrize("remat", [False, True], ids=["", "recomputed"])
 def test_a_saved_weight_is_known_to_be_the_same_on_ranks(world: World, remat: bool, product: bool) -> None:
     """What backward finds in a buffer again varies along the axes of its parameter, not along those of the buffer."""
-    assert worst(runs(world, checked, remat, product)) < 1e-12
+    assert worst(world.run(checked, remat, product)) < 1e-12
 
 
 # --- ranks that run different stages ---
@@ -906,7 +889,7 @@ def different(how: str) -> None:
 def test_ranks_that_run_different_stages_are_told_on_each(how: str) -> None:
     words = ("'0'", "'1'") if how != "forward and backward" else ("second all_gather of '0'", "for all_gather of '0'")
     with World(2, kind="processes", deadline=60) as world, pytest.raises(WorldError) as caught:
-        runs(world, different, how)
+        world.run(different, how)
     assert len(caught.value.failures) == 2
     for failure in caught.value.failures.values():
         assert failure.how == "raised", failure

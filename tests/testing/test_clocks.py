@@ -14,7 +14,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn.collectives import late_checks
 from shardfn.compat import process_groups
-from shardfn.stages import activation_offload, reduction, ring
+from shardfn.stages import activation_offload, gather, reduction
 from shardfn.testing import simulated, world
 
 # --- programs of a few lines ---
@@ -179,7 +179,7 @@ class NoWaits(torch.Stream):
 
 
 def no_wait_for_gathers(patch: Any) -> None:
-    patch.setattr(ring, "arrived", lambda *args: None)
+    patch.setattr(gather, "arrived", lambda *args: None)
 
 
 def flags_read_early(patch: Any) -> None:
@@ -200,12 +200,12 @@ class Together(late_checks.LateChecks):
         Together.add_one(self, x, lambda row: str(row.sum().item())[:0])
 
 
-def slots_filled_early(patch: Any) -> None:
+def buffers_filled_early(patch: Any) -> None:
     start = process_groups.start_all_gather
 
     def early(*args: Any) -> Any:
         module = torch.get_device_module("sim")
-        with module.stream(module.Stream()):  # which does not wait for what reads the slot
+        with module.stream(module.Stream()):  # which does not wait for what reads the buffer
             return start(*args)
 
     patch.setattr(process_groups, "start_all_gather", early)
@@ -223,7 +223,7 @@ def forgotten(name: str, value: Any, patch: Any) -> None:
 
 
 MUTANTS: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
-    "a slot is filled before it has been read": (slots_filled_early, {}),
+    "a buffer is filled before it has been read": (buffers_filled_early, {}),
     "gradients overwrite what is still sent": (functools.partial(forgotten, "left", None), {}),
     "gradients are freed while they are sent": (functools.partial(forgotten, "held", []), {}),
     "activations are read before they are back": (no_wait_for_events, {"remat": sf.offload(above=0)}),

@@ -13,7 +13,6 @@ from torch.func import grad
 
 import shardfn as sf
 from shardfn.testing import World
-from shardfn.transforms.step import under_autograd
 from tests.models import STRATEGIES, distance, normal, plainly, residual, squares
 from tests.reference import worst
 
@@ -336,7 +335,7 @@ def counted(defer: Any, k: int) -> Any:
 @pytest.mark.parametrize(("defer", "scatters", "sums"), [("nothing", 3, 3), ("replicas", 3, 1), ("everything", 1, 1)])
 @pytest.mark.parametrize("world", [(4, "processes"), (4, "threads")], indirect=True, ids=["4", "4-threads"])
 def test_what_is_put_off_moves_once(world: World, defer: Any, scatters: int, sums: int) -> None:
-    gathers = 3 * DEPTH - 2 * under_autograd.on  # where the next forward begins with what backward ended with
+    gathers = 3 * DEPTH - 2  # where the next forward begins with what backward ended with
     assert world.run(counted, defer, 3) == [(DEPTH * scatters, DEPTH * sums, gathers)] * 4
 
 

@@ -19,10 +19,9 @@ import shardfn as sf
 from shardfn.compat import inductor
 from shardfn.mesh.scope import mesh_of
 from shardfn.shards.layout import flat_shards
-from shardfn.stages import in_graph, traced
-from shardfn.stages.engine import engine_of
+from shardfn.stages import traced
+from shardfn.stages.schedule import schedule_of
 from shardfn.testing import Device, simulated, world
-from shardfn.transforms.step import under_autograd
 from tests.models import DATA, drawn
 from tests.transforms.steps import WIDTH, block
 from tests.transforms.test_compiled import ROWS, STEPS, in_turn, of_blocks
@@ -128,11 +127,10 @@ def test_programs_on_two_streams_do_not_meet_in_gathered_parameters(
 def failing(store: str, work: str, after: int) -> Any:
     """Losses of a step as it is, and of a program that fails once in the middle; bytes before and after; races."""
     with rank_of(store, 2) as device, pytest.MonkeyPatch.context() as patch:
-        ways = traced if under_autograd.on else in_graph
-        kind, (step, params, state), left = getattr(ways, work), of_blocks(), list[int]()
+        kind, (step, params, state), left = getattr(traced, work), of_blocks(), list[int]()
         plain, run, losses, sizes = kind.finish, sf.compile(step), list[list[float]](), list[int]()
         batch = drawn(1)(ROWS, WIDTH, WIDTH).to(device.name)
-        ring = engine_of(mesh_of(flat_shards(params)[0].layout.grid, "here")).residency.ring
+        schedule = schedule_of(mesh_of(flat_shards(params)[0].layout.grid, "here"))
 
         def finish(self: Any, started: Any) -> Any:
             if left and not left.pop():
@@ -151,7 +149,7 @@ def failing(store: str, work: str, after: int) -> Any:
                 except torch.OutOfMemoryError:
                     *one, value = call(*saved, batch)
                 found.append(value.item())
-                sizes.append(ring.nbytes())
+                sizes.append(len(schedule.buffers) + len(schedule.kept) + len(schedule.open))
             losses.append(found)
         return losses, sizes[-1] - sizes[-3], device.races
 
