@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +64,7 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
         for unit in leaves.each:
             if unit.layout and unit.trainable:
                 _refuse_placed(name, unit, unit.layout, block, draws)
-        return {"step": 0, "numbers": constants(options), "memory": {unit.name: {} for unit in leaves.each}}
+        return {"step": 0, "numbers": constants(options), "memory": {name: {} for name in _names(leaves.each)}}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, leaves = state["step"] + 1, units(params)
@@ -75,7 +76,7 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
         memory = {name: dict(known) for name, known in state["memory"].items()}
         moved: list[tuple[Tensor, Tensor]] = []
         refuse_overwriting(name, params, grads, state, instead="take an optimizer of shardfn with donate=False")
-        for unit, grad in pairs(leaves, grads):
+        for key, (unit, grad) in zip(_names(leaves.each), pairs(leaves, grads), strict=True):
             if grad is None:
                 continue
             for stretch in _stretches(unit, rules, block):
@@ -83,7 +84,7 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
                 if not (stretch.empty or dense(_cut(unit.values, stretch.start, stretch.stop))):
                     moved.append((unit.values, variable))
                 groups.setdefault(stretch.options, []).append(variable)
-                work.append((variable, unit, memory[unit.name], stretch))
+                work.append((variable, unit, memory[key], stretch))
         if not groups:
             return params, state | {"step": count}
         optimizer = make([{"params": members, **dict(key)} for key, members in groups.items()], **now)
@@ -108,6 +109,12 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
         return params, state | {"step": count, "memory": memory}
 
     return Optimizer(init, on_whole(step))
+
+
+def _names(each: Sequence[Unit]) -> list[str]:
+    """The names of units; where a stage has several, the path of the first parameter of each."""
+    counts = Counter(unit.name for unit in each)
+    return [unit.name if counts[unit.name] == 1 else unit.path(unit.entries[0]) for unit in each]
 
 
 def _numbers_on_host() -> Any:

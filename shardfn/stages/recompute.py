@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardfn.compat import autograd
 from shardfn.stages.refusals import other_numbers, other_result, writes
-from shardfn.stages.replay import Form, RngAndAutocast, Sample, form_of
+from shardfn.stages.replay import Form, RngAndAutocast, Sample, form_of, shape_of
 from shardfn.stages.signature import Signature
 
 Run = Callable[[Sequence[Tensor]], Any]
@@ -114,7 +114,7 @@ class Recomputed:
     def _pack(self, x: Tensor) -> _Saved:
         saved = _Saved(len(self.saved))
         self.saved.append(weakref.ref(saved))
-        self.kinds.append((x.shape, x.dtype))
+        self.kinds.append((shape_of(x), x.dtype))
         return saved
 
     def _unpack(self, saved: _Saved) -> Tensor:
@@ -167,7 +167,7 @@ class Recomputed:
             off, self.sample = self.sample.off(outputs), None
             if off is not None:
                 raise RuntimeError(other_numbers(self.signature, off))
-        kinds = [(x.shape, x.dtype) for x, _ in self.again.values()]
+        kinds = [(shape_of(x), x.dtype) for x, _ in self.again.values()]
         if kinds != self.kinds:
             first, then = (f"what saves {_described(each)} for its gradient" for each in (self.kinds, kinds))
             raise RuntimeError(other_result(self.signature, first, then))

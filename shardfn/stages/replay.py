@@ -164,7 +164,12 @@ def form_of(result: Any, arguments: Sequence[Tensor]) -> tuple[Form, list[Tensor
             outputs += 1
         order.append(k)
     rest = [TENSOR if isinstance(y, Tensor) else y for y in leaves]
-    return Form(tree, rest, [(y.dtype, y.shape) for y in tensors], order), tensors
+    return Form(tree, rest, [(y.dtype, shape_of(y)) for y in tensors], order), tensors
+
+
+def shape_of(x: Tensor) -> torch.Size:
+    """The shape; -1 for a length that may differ in a nested tensor, whose name for it is another in each run."""
+    return torch.Size([x.size(0), *[-1] * (x.dim() - 1)]) if x.is_nested else x.shape
 
 
 def kind_of(dtype: torch.dtype, shape: torch.Size) -> str:
@@ -207,7 +212,8 @@ class Sample:
 
 def _compared(x: Tensor) -> bool:
     """Whether a tensor has numbers to compare; integers may differ where rounding decides a tie."""
-    return type(x) is Tensor and (x.is_floating_point() or x.is_complex()) and x.numel() > 0
+    plain = type(x) is Tensor and not x.is_nested
+    return plain and (x.is_floating_point() or x.is_complex()) and x.numel() > 0
 
 
 def _spread(x: Tensor) -> Tensor:

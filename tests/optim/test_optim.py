@@ -1090,6 +1090,26 @@ RULED: dict[str, tuple[Callable[[], so.Optimizer], Callable[[Any], list[torch.op
 RULED_SHAPES = {"w": (5, 4), "b": (3,)}  # with several ranks, only the first has elements of `b`
 
 
+def of_two_dtypes() -> float:
+    """How far two steps are from torch's, of a stage whose parameters lie in two buffers."""
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    whole = [{"a": torch.ones(5, dtype=torch.float64), "b": torch.ones(5)} for _ in range(2)]
+    params, optimizer = sf.shard(whole, mesh, sf.full_shard("shard")), so.from_torch(torch.optim.RMSprop, lr=0.1)
+    state = optimizer.init(params)
+    want = [x.clone().requires_grad_() for x in optree.tree_leaves(whole)]
+    theirs = torch.optim.RMSprop(want, lr=0.1)
+    for _ in range(2):
+        params, state = optimizer.step(params, optree.tree_map(torch.sin, params), state)
+        for x in want:
+            x.grad = x.detach().sin()
+        theirs.step()
+    return worst(float((x - y).abs().max()) for x, y in zip(optree.tree_leaves(sf.unshard(params)), want, strict=True))
+
+
+def test_an_optimizer_of_torch_moves_each_buffer_of_a_stage_by_its_own_memory() -> None:
+    assert worst(world(2).run(of_two_dtypes)) < 1e-6
+
+
 def ruled(case: str, folder: str, resumes: bool) -> Any:
     """The parameters after three steps, saved after two of them; or loaded there, with one step more."""
     mesh, optimizer = sf.make_mesh(shard=-1, device="cpu"), RULED[case][0]()

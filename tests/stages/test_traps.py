@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -532,6 +533,23 @@ def with_kernels() -> float:
 @pytest.mark.world(2)
 def test_a_second_run_uses_the_kernels_of_the_first(world: World) -> None:
     assert worst(world.run(with_kernels)) < 1e-12
+
+
+def with_nested_tensors(remat: bool) -> float:
+    def layer(p: Any, x: Tensor) -> Tensor:
+        with warnings.catch_warnings(action="ignore"):  # of a prototype
+            rows_apart = torch.nested.as_nested_tensor([x[:1] @ p["w"], x[1:] @ p["w"]])
+        return torch.nested.to_padded_tensor(rows_apart, 0.0).flatten(0, 1)[:ROWS].tanh() + p["b"]
+
+    flat, plain = sharded(tree()), tree()
+    got = sf.grad(lambda ps: net(sf.stage(layer, remat=remat), ps, rows(dist.get_rank())))(flat)
+    return distance(sf.unshard(got), wanted(lambda p, x, k: layer(p, x), plain))
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.world(2)
+def test_tensors_that_have_no_shape(world: World, remat: bool) -> None:
+    assert worst(world.run(with_nested_tensors, remat)) < 1e-12
 
 
 def counts_calls(product: bool) -> str:
