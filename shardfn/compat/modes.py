@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _pop_mode_temporarily, _push_mode
+
+_POLICIES = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 
 
 class DispatchMode(TorchDispatchMode):
@@ -48,6 +53,19 @@ class Watching(DispatchMode):
 def innermost_unseen() -> Any:
     """Returns a context in which the mode that is first to see ops does not see them."""
     return _pop_mode_temporarily()
+
+
+def policies_unseen() -> Any:
+    """Returns a context in which torch's policies of what a checkpoint keeps see no ops, which they count."""
+    return _policies_unseen() if type(innermost()) in _POLICIES else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _policies_unseen() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        while type(innermost()) in _POLICIES:
+            stack.enter_context(_pop_mode_temporarily())
+        yield
 
 
 def seen() -> Any:

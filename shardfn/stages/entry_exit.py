@@ -77,6 +77,7 @@ class Call:
         gathered: what was gathered, while the function runs and again in backward.
         secondary: pieces from which backward gathers, in place of the shards.
         outer: the call in whose function this one is made.
+        nests: whether there are such calls in its own.
         index: position on the tape.
         done: whether its backward has run.
         away: its activations that have left the device.
@@ -90,7 +91,7 @@ class Call:
     attribution: tuple[int, attributed_to] | None = None
     frame: Recomputed | None = None
     before: Snapshot | None = None
-    saved = keeps = done = stays = forward = False
+    saved = keeps = done = stays = forward = nests = False
     index, opened_in = 0, -1
     key: Any = None
     bad = ""  # numbers that are not finite among the gradients that came in
@@ -364,8 +365,10 @@ class Call:
 
     def entering(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The entry in backward: reduces the gradients of parameters to those of shards."""
-        schedule, parted = self.schedule, self._parted(gradients)
+        schedule = self.schedule
+        parted = self._parted([g if g is None or g.layout is torch.strided else g.to_dense() for g in gradients])
         self.end_attribution()
+        schedule.catch_up_inside(self)
         with schedule.in_backward(self):
             first = next((g for g in gradients if g is not None), None)
             if torch.is_grad_enabled() or (first is not None and functorch.batched(first)):

@@ -317,7 +317,8 @@ class _Transposed(torch.autograd.Function):
             # Some formulas of torch are right in forward mode only in grad mode, as with `create_graph`.
             found = torch.autograd.grad(ys, xs, cts, retain_graph=False, create_graph=True, allow_unused=True)
         gradients = [None if g is None else detached(functorch.alive(g)) for g in found]
-        return None, None, None, *[None] * ctx.count, *gradients
+        closed_over = zip(cotangents, ctx.needs_input_grad[3:], strict=False)  # through what the function closes over
+        return None, None, None, *[ct if need else None for ct, need in closed_over], *gradients
 
 
 def _refuse_written(signature: Signature, results: Sequence[Tensor], versions: Sequence[int], ys: Any) -> None:

@@ -19,7 +19,7 @@ from shardfn.compat import autograd, functorch, modes
 from shardfn.compat.replacing import replaced
 from shardfn.stages.entry_exit import Call, Place
 from shardfn.stages.forward_mode import Pairs, dual, nobodys, saving
-from shardfn.stages.refusals import other_numbers, other_result, refuse_opaque
+from shardfn.stages.refusals import closes_over, other_numbers, other_result, refuse_opaque
 from shardfn.stages.replay import RngAndAutocast, Sample, form_of
 from shardfn.transforms.autodiff import detached, moves
 from shardfn.transforms.step import OutsideGradient
@@ -212,7 +212,7 @@ class _Rerun(torch.autograd.Function):
             result = again.call._function(again.arguments(xs), views)
             leaves, again.tree = optree.tree_flatten(result)
             again.form = form_of(result, [*xs, *[p for ps in views for p in ps]])[0]
-            outputs = []
+            outputs, constant = [], list[Tensor]()
             for y in leaves:
                 if not moves(y):
                     again.parts.append((False, y))
@@ -220,9 +220,14 @@ class _Rerun(torch.autograd.Function):
                 value, tangent = functorch.unpacked(y)
                 again.parts.append((True, None if tangent is None else tangent.detach()))
                 outputs.append(value.detach())
-        signature = again.call.signature
+                if not value.requires_grad:
+                    constant.append(outputs[-1])
+            signature, given = again.call.signature, {id(x) for x in [*xs, *[p for ps in views for p in ps]]}
+            if any(id(x) not in given for x in autograd.leaves_of(y for y in leaves if moves(y))):
+                raise RuntimeError(closes_over(signature))
         again.sample, signature.compared = None if signature.compared else Sample(outputs), True
         ctx.again = again
+        ctx.mark_non_differentiable(*constant)
         ctx.save_for_backward(*tensors[:n])
         ctx.set_materialize_grads(False)
         return tuple(outputs)

@@ -84,7 +84,8 @@ class Recomputed:
         self.sample: Sample | None = None
         self.form: Form | None = None  # of the first run's result, once it has ended
         anchor = torch.empty(0, device="cpu", requires_grad=True)
-        self.kept: Any = _Keep.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
+        # What needs a gradient would come back without its subclass.
+        self.kept: Any = _Keep.apply(anchor, *[x.detach() for x in tensors])  # type: ignore[no-untyped-call]
 
     def first(self, tensors: Sequence[Tensor], compares: bool) -> Any:
         """The function's result."""

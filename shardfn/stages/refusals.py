@@ -24,10 +24,9 @@ def refuse_opaque(signature: Signature, leaves: Sequence[Any]) -> None:
         if type(leaf) not in _PLAIN and _hides_tensors(leaf):
             kind = type(leaf).__name__
             raise TypeError(
-                f"{signature} returns a {kind}, which is not a pytree node, with tensors in it: their gradients would "
-                f"be lost, and parameters among them get other numbers later. Return a tuple or dict of tensors, "
-                f"register {kind} with optree, or, for a module, choose stages= so that who reads it is in one stage "
-                f"with it"
+                f"{signature}, in shardfn.jvp: it returns a {kind}, which is not a pytree node, with tensors in it, "
+                f"whose tangents would be lost. Return a tuple or dict of tensors, register {kind} with optree, or, "
+                f"for a module, choose stages= so that who reads it is in one stage with it"
             )
 
 
@@ -85,8 +84,16 @@ def writes(signature: Signature) -> str:
     """The message for a function that writes into parameters."""
     return (
         f"{signature}: its function writes into its parameters, or into another tensor that it was given. Parameters "
-        f"are lent to it, a gathered copy or the shard itself, and it may run again in backward: compute a new tensor, "
-        f"and update parameters outside of stages"
+        f"are a gathered copy or the shard itself, and it may run again in backward: compute a new tensor, and update "
+        f"parameters outside of stages"
+    )
+
+
+def closes_over(signature: Signature) -> str:
+    """The message for a function that runs again with tangents, and closes over what needs a gradient."""
+    return (
+        f"{signature}: in shardfn.jvp of a gradient, with remat, its function uses a tensor that needs a gradient and "
+        f"is not among its arguments, such as one that another stage made: pass it, or use remat=False"
     )
 
 

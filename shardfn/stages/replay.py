@@ -212,7 +212,7 @@ class Sample:
 
 def _compared(x: Tensor) -> bool:
     """Whether a tensor has numbers to compare; integers may differ where rounding decides a tie."""
-    plain = type(x) is Tensor and not x.is_nested
+    plain = type(x) is Tensor and x.layout is torch.strided and not x.is_nested
     return plain and (x.is_floating_point() or x.is_complex()) and x.numel() > 0
 
 

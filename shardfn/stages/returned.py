@@ -1,8 +1,7 @@
-"""Checks that a function leaves its lent parameters as they were, and says what it did to them otherwise.
+"""Checks that a function leaves its parameters as they were, and says what it did to them otherwise.
 
-Parameters are lent to a function for one run. It may assign another dtype or memory order to `.data`, as
-`module.float()` does, and may say that one needs no gradient: this ends with the call. Anything else that it does to
-them would last in a process that holds them whole, and is lost here.
+It may assign another dtype or memory order to `.data`, as `module.float()` does: this ends with the call. Other numbers
+would last in a process that holds the parameters whole, and would be lost here.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from shardfn.check.bits import bits, whole
 from shardfn.check.callsites import quietly
-from shardfn.compat import autograd, functorch
+from shardfn.compat import autograd, functorch, modes
 from shardfn.debugging import debugging
 from shardfn.mesh.planned import planned
 from shardfn.shards.layout import Layout
@@ -48,7 +47,7 @@ class Snapshot:
 
     def add(self, p: Tensor) -> None:
         """Adds a parameter, decoded, if it is none of those that have paths."""
-        with functorch.outside_transforms():
+        with functorch.outside_transforms(), modes.policies_unseen():
             twin = functorch.unwrapped(p).detach()
             self.parameters.append(p)
             self.twins.append(twin)
@@ -63,7 +62,7 @@ class Snapshot:
         """
         if autograd.versions_of(self.twins) != self.versions:
             raise RuntimeError(writes(self.signature))
-        with functorch.outside_transforms():
+        with functorch.outside_transforms(), modes.policies_unseen():
             paths = [*self.paths, *["a parameter in few bits"] * (len(self.twins) - len(self.paths))]
             for path, p, twin in zip(paths, self.parameters, self.twins, strict=True):
                 if not keeps_numbers(p, twin):
@@ -117,8 +116,8 @@ def _assigned(signature: Signature, path: str, now: Tensor, before: Tensor) -> s
     was, is_now = (kind_of(x.dtype, x.shape) for x in (before, now))
     kinds = "other numbers" if was == is_now else f"{was} before, {is_now} now"
     return (
-        f"{signature}: its function puts something else into .data of {path} ({kinds}). Parameters are lent to it for "
-        f"one run, after which that would be lost. It may assign the same numbers in another dtype or memory format. "
+        f"{signature}: its function puts something else into .data of {path} ({kinds}). It would be lost after "
+        f"the call. It may assign the same numbers in another dtype or memory format. "
         f"Let it compute a new tensor, and change parameters outside of stages"
     )
 

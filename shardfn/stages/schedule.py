@@ -28,7 +28,7 @@ from shardfn.collectives.into_buffers import Communicator, communicator_of, purp
 from shardfn.collectives.late_checks import late_checks
 from shardfn.collectives.ledger import attributed_to, record_buffers, unscheduled
 from shardfn.collectives.ledger import recording as ledger_open
-from shardfn.compat import autograd, functorch
+from shardfn.compat import autograd, functorch, modes
 from shardfn.debugging import debugging
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import device_of, per_mesh, sizes
@@ -182,6 +182,8 @@ class Schedule:
                 self._end_pass(number)
         if records and not inside:
             self._tape(step, call).add(call)
+            if call.outer is not None:
+                call.outer.nests = True
         hooked = autograd.saved_tensors_hooks_allowed()
         keeps = signature.keep in (True, "step") or not hooked
         seen = not keeps or (signature.keep is True and hooked and pairs is None and not signature.packed)
@@ -194,7 +196,8 @@ class Schedule:
     def meet(self, signature: Signature, plan: GatherPlan) -> None:
         """Compares a stage with the other ranks', before its first call."""
         if (plan, signature.summed) not in self.met:
-            compare(self.mesh, signature, plan, self.lane_state)
+            with modes.policies_unseen():
+                compare(self.mesh, signature, plan, self.lane_state)
             self.met.add((plan, signature.summed))
 
     def surroundings(self, generators: Sequence[torch.Generator], policy: bool) -> RngAndAutocast:
@@ -236,7 +239,7 @@ class Schedule:
             self.agreed[kind] = call.saved or not signature.computes
             call.again = call.saved and not call.keeps
             return
-        with unscheduled(), scope(self.mesh), torch.no_grad():
+        with unscheduled(), scope(self.mesh), torch.no_grad(), modes.policies_unseen():
             flags = torch.tensor([float(call.saved), float(signature.computes)], device=self.device)
             saved, computing = functional.psum(flags, callers(self.mesh, signature)).tolist()
         if computing:
@@ -270,18 +273,19 @@ class Schedule:
             call.owned = [autograd.storage_of(x) for x in call.shards]
             return None
         own = Wanted(call.key, call.plan, call.shards, call.shards, keeps=call.keeps)
-        self._turn(call, [own, *self.announced(call)])
-        gathered = self._found(call.key)
-        assert gathered is not None, "it has been started"
-        if call.keeps:
-            self._keep(call, gathered)
-        try:
-            gathered.wait()
-        except RuntimeError as error:
-            self.forget(gathered)
-            raise RuntimeError(
-                f"stage {call.signature.name}: gathering its parameters failed on this rank: {error}"
-            ) from waiting.cause(error)
+        with modes.policies_unseen():
+            self._turn(call, [own, *self.announced(call)])
+            gathered = self._found(call.key)
+            assert gathered is not None, "it has been started"
+            if call.keeps:
+                self._keep(call, gathered)
+            try:
+                gathered.wait()
+            except RuntimeError as error:
+                self.forget(gathered)
+                raise RuntimeError(
+                    f"stage {call.signature.name}: gathering its parameters failed on this rank: {error}"
+                ) from waiting.cause(error)
         call.gathered = gathered
         call.owned = gathered.storages()
         call.owned += [autograd.storage_of(x) for g, x in zip(call.plan.each, call.shards, strict=True) if not g.moves]
@@ -424,9 +428,12 @@ class Schedule:
 
     def leaving(self, call: Call) -> None:
         """A call's exit in backward: gathers again, after its part in later calls that its own loss does not use."""
-        step, tape = call.step, call.tape
+        step, tape, outer = call.step, call.tape, call.outer
         if step is not None and tape is not None and step.collects():
-            step.catch_up(tape, call.index)
+            if outer is not None and outer.tape is not None:
+                self.catch_up_inside(outer, call)
+            else:
+                step.catch_up(tape, call.index)
         self._begin(call)
 
     def end_others(self, call: Call) -> None:
@@ -596,22 +603,39 @@ class Schedule:
         """
         front = len(tape.runs) if tape.front is None else tape.front
         for call in reversed(tape.runs[stop:front]):
-            if call.done or (any(call.trains) and not any(x is not None for x in call.collected)):
-                continue  # its gradient goes through autograd, which has no use for one from here
-            self.end_others(call)
-            with attributed_to(call.signature.stage, backward=True):
-                self._begin(call)
-                if call.again and call.gathered is not None:
-                    call.gathered.wait()
-                nothing: list[list[Tensor | None]] = [[None] * len(g.layout.entries) for g in call.plan.each]
-                if debugging.nan and any(call.trains):
-                    nonfinite.compare(self.mesh, call, "")
-                if tape.step is not None and tape.step.graph:
-                    self.transposed(call, nothing)
-                else:
-                    self.reduce(call, nothing, nothing=True)
-                self.release(call)
+            if call.outer is None or call.outer.tape is None:  # else with that one
+                self._without_gradient(call)
         tape.front = min(front, stop)
+
+    def catch_up_inside(self, outer: Call, after: Call | None = None) -> None:
+        """The same for calls in the function of another one, `after` one of these."""
+        step = outer.step if outer.nests else None
+        if step is None or not step.collects():
+            return
+        calls = [(schedule, call) for schedule, tape in step.tapes for call in tape.runs if call.outer is outer]
+        for schedule, call in reversed(calls):
+            if call is after:
+                return
+            schedule._without_gradient(call)
+
+    def _without_gradient(self, call: Call) -> None:
+        """A call's part in backward, on a rank whose loss does not use it."""
+        if call.done or (any(call.trains) and not any(x is not None for x in call.collected)):
+            return  # its gradient goes through autograd, which has no use for one from here
+        self.end_others(call)
+        with attributed_to(call.signature.stage, backward=True):
+            self._begin(call)
+            if call.again and call.gathered is not None:
+                call.gathered.wait()
+            nothing: list[list[Tensor | None]] = [[None] * len(g.layout.entries) for g in call.plan.each]
+            if debugging.nan and any(call.trains):
+                nonfinite.compare(self.mesh, call, "")
+            self.catch_up_inside(call)
+            if call.step is not None and call.step.graph:
+                self.transposed(call, nothing)
+            else:
+                self.reduce(call, nothing, nothing=True)
+            self.release(call)
 
     def _drop_buffers(self, waits: bool = True) -> None:
         for store in (self.buffers, self.kept):

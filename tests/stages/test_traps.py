@@ -53,6 +53,13 @@ def sharded(plain: Any) -> Any:
     return sf.shard(plain, mesh(), sf.full_shard("shard"))
 
 
+def directions() -> list[dict[str, Tensor]]:
+    return [
+        {name: normal(*x.shape, seed=100 + 10 * k + i) for i, (name, x) in enumerate(p.items())}
+        for k, p in enumerate(tree())
+    ]
+
+
 def net(layer: Callable[[Any, Tensor], Tensor], blocks: Any, x: Tensor) -> Tensor:
     for p in sf.layers(blocks):
         x = layer(p, x)
@@ -693,26 +700,112 @@ def test_writing_into_a_parameter_is_an_error(world: World, how: str, strategy: 
             assert re.search(own + "|mutating directly with `.data`", said), (way, said)
 
 
-def stage_in_stage() -> float:
-    rank, plain = dist.get_rank(), tree()
-    flat = sharded(plain)
-
-    def total(stage: Any, ps: Any, k: int) -> Tensor:
-        inner = stage(lambda p, x: linear(p, x), remat=True)
-        outer = stage(lambda p, q, x: linear(p, inner(q, x @ p["w"])) + inner(q, x))
-        return outer(ps[0], ps[1], outer(ps[1], ps[2], rows(k))).square().sum()
-
-    got = sf.grad(lambda ps: total(sf.stage, ps, rank))(flat)
-    plainly = lambda f, **_: f  # noqa: E731
-    want = torch.func.grad(lambda ps: torch.stack([total(plainly, ps, k) for k in range(dist.get_world_size())]).sum())(
-        plain
-    )
-    return distance(sf.unshard(got), want)
+def in_each_other(stage: Any, options: Any, ps: Any, k: int, drops: bool = False) -> Tensor:
+    """A stage in a stage, whose result some ranks may drop, and one that closes over an activation."""
+    inner = stage(linear, **options)
+    outer = stage(lambda p, x: linear(p, inner(ps[1], x @ p["w"])) + inner(ps[1], x), **options)
+    dropping = stage(lambda p, x: (inner(ps[0], x) + linear(p, x), linear(p, x))[drops and k % 2 == 0], **options)
+    h = outer(ps[0], rows(k))
+    closing = stage(lambda p, x: h * torch.sigmoid(x @ p["w"]))
+    return closing(ps[2], dropping(ps[1], h)).square().sum()
 
 
-@pytest.mark.parametrize("world", [(1, "processes"), (2, "processes"), (4, "threads")], indirect=True, ids=str)
-def test_a_stage_in_a_stage(world: World) -> None:
-    assert worst(world.run(stage_in_stage)) < 1e-12
+NESTS: dict[str, dict[str, Any]] = {
+    "kept": {},
+    "remat": {"remat": True},
+    "policy": {"remat": [torch.ops.aten.mm.default]},
+    "no reshard": {"reshard": False},
+}
+
+
+def stage_in_stage(kind: str) -> dict[str, float]:
+    rank, plain, n, options = dist.get_rank(), tree(), dist.get_world_size(), NESTS[kind]
+    flat, along, whole = sharded(plain), sharded(directions()), directions()
+    plainly: Any = lambda f, **_: f  # noqa: E731
+
+    def loss(ps: Any, drops: bool = False) -> Tensor:
+        return in_each_other(sf.stage, options, ps, rank, drops)
+
+    def total(ps: Any, drops: bool = False) -> Tensor:
+        return torch.stack([in_each_other(plainly, {}, ps, k, drops) for k in range(n)]).sum()
+
+    found = {}
+    for drops in (False, True):
+        gradient = sf.grad(lambda ps, drops=drops: loss(ps, drops))
+        want = torch.func.grad(lambda ps, drops=drops: total(ps, drops))(plain)
+        found[f"grad, {drops}"] = distance(sf.unshard(gradient(flat)), want)
+        with sf.ledger() as log:
+            gradient(flat)
+        found[f"calls, {drops}"] = log.count(op="reduce_scatter")
+    leaves, want = variables(flat), torch.func.grad(total)(plain)
+    loss(leaves).backward()
+    found["backward"] = distance(sf.unshard(optree.tree_map(lambda x: x.grad, leaves)), want)
+    found["torch.func"] = distance(sf.unshard(torch.func.grad(loss)(flat)), want)
+    tangent = torch.func.jvp(lambda ps: in_each_other(plainly, {}, ps, rank), (plain,), (whole,))[1]  # type: ignore[misc]
+    found["jvp"] = float((torch.func.jvp(loss, (flat,), (along,))[1] - tangent).abs())  # type: ignore[misc]
+    if not options:
+        product = torch.func.jvp(torch.func.grad(total), (plain,), (whole,))[1]  # type: ignore[misc]
+        found["product"] = distance(sf.unshard(sf.jvp(sf.grad(loss), (flat,), (along,))[1]), product)
+    return found
+
+
+@pytest.mark.parametrize("options", NESTS)
+@pytest.mark.parametrize("world", [(n, "processes") for n in (1, 2, 4)], indirect=True, ids=str)
+def test_stages_in_each_other(world: World, options: str) -> None:
+    for found in world.run(stage_in_stage, options):
+        calls = [found.pop(f"calls, {drops}") for drops in (False, True)]
+        assert calls == ([6, 6] if world.size > 1 else [0, 0])
+        assert worst(found.values()) < 1e-11, found
+
+
+def closes_over_with_remat() -> str:
+    """A product with a Hessian of a function that runs again, and closes over what has a gradient."""
+    flat = sharded(tree())
+
+    def loss(ps: Any) -> Tensor:
+        h = sf.stage(linear)(ps[0], rows(0))
+        return sf.stage(lambda p, x: h * linear(p, x), remat=True)(ps[1], rows(0)).sum()
+
+    try:
+        sf.jvp(sf.grad(loss), (flat,), (flat,))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.world(2)
+def test_what_a_function_that_runs_again_closes_over_is_told_in_a_product(world: World) -> None:
+    for told in world.run(closes_over_with_remat):
+        assert "with remat, its function uses a tensor that needs a gradient" in told
+
+
+class Marked(Tensor):
+    """A subclass without anything of its own."""
+
+
+def odd_tensors(kind: str) -> dict[str, float]:
+    """Sparse gradients and results, and inputs of a subclass."""
+    rank, n, plain = dist.get_rank(), dist.get_world_size(), tree()
+    at = [torch.tensor([1, 2, k, 2]) for k in range(n)]
+    layers: dict[str, Layer] = {
+        "sparse gradient": lambda p, x, k: x + F.embedding(at[k], p["w"], sparse=True),
+        "sparse result": lambda p, x, k: linear(p, x).relu().to_sparse(),
+        "subclass": lambda p, x, k: linear(p, x.as_subclass(Marked)),
+    }
+    found = {}
+    for name, layer in layers.items():
+        dense = lambda p, x, k, layer=layer: layer(p, x, k).to_dense().as_subclass(Tensor)  # noqa: E731
+        staged = sf.stage(lambda p, x, layer=layer: layer(p, x, rank), **NESTS[kind])
+        got = sf.grad(lambda ps, f=staged: net(lambda p, x: f(p, x).to_dense().as_subclass(Tensor), ps, rows(rank)))
+        found[name] = distance(sf.unshard(got(sharded(plain))), wanted(dense, plain))
+    return found
+
+
+@pytest.mark.parametrize("options", NESTS)
+@pytest.mark.world(2, "processes")
+def test_sparse_tensors_and_subclasses(world: World, options: str) -> None:
+    for found in world.run(odd_tensors, options):
+        assert worst(found.values()) < 1e-12, found
 
 
 # --- what is left behind ---
