@@ -20,12 +20,10 @@ class Scheduled(ABC):
 
     Attributes:
         number: by which the graph knows it.
-        lends: whether its results are memory that is given back when the graph does not use them any more.
         ahead: how many of its kind it may start ahead of its place, where what it takes is known; others start at
             their place, and are waited for where a result is used.
     """
 
-    lends = False
     ahead = 0
 
     def __init__(self) -> None:
@@ -47,9 +45,6 @@ class Scheduled(ABC):
     @abstractmethod
     def finish(self, started: Any) -> list[Tensor]:
         """Waits for it; returns its results."""
-
-    def release(self, started: Any) -> None:  # noqa: B027
-        """Takes lent memory back; most lend none."""
 
     def abandon(self) -> None:  # noqa: B027
         """Forgets what an error has left on its way."""

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,35 +21,6 @@ from shardfn.mesh.scope import current_mesh, scope
 from shardfn.shards.partition import with_leaves
 
 Tensors = tuple[Tensor, ...]
-
-
-class Derivative(Protocol):
-    """A function of tensors with its own derivative, as `call` takes it."""
-
-    @property
-    def trains(self) -> Sequence[bool] | None:
-        """Which inputs may have a gradient; None for all."""
-
-    @property
-    def differentiable(self) -> Sequence[bool] | None:
-        """Which outputs may have a gradient, known after `fwd`; None for all."""
-
-    def pure(self, *inputs: Tensor) -> Tensors:
-        """The outputs, by operations that every transform can differentiate."""
-
-    def fwd(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
-        """The same outputs, and residuals, which may be inputs or outputs. Runs without autograd."""
-
-    def begin(self, again: bool) -> None:
-        """Called when a backward pass begins; `again` says that its gradients may be differentiated themselves."""
-
-    def bwd(
-        self, residuals: Sequence[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]
-    ) -> Sequence[Tensor | None]:
-        """The gradients of the inputs that need one; None for the others, and for zeros.
-
-        A cotangent is None if the output is not used.
-        """
 
 
 @dataclass(frozen=True)
@@ -63,18 +34,11 @@ class custom_vjp:
         fwd: `(*inputs) -> (outputs, residuals)`: tuples of tensors. Residuals may be inputs or outputs.
         bwd: `(residuals, cotangents, needs) -> gradients`, one for each input: None if it needs none, or is zero. A
             cotangent is None if the output is not used.
-        trains: which inputs may have a gradient; None for all.
-        differentiable: which outputs may have a gradient; None for all.
     """
 
     pure: Callable[..., Tensors]
     fwd: Callable[..., tuple[Tensors, Tensors]]
     bwd: Callable[..., Sequence[Tensor | None]]
-    trains: Sequence[bool] | None = None
-    differentiable: Sequence[bool] | None = None
-
-    def begin(self, again: bool) -> None:
-        """Does nothing."""
 
     def __call__(self, *inputs: Tensor) -> Tensors:
         """The outputs. The path depends only on the transforms around the call, so all ranks take the same one."""
@@ -83,14 +47,9 @@ class custom_vjp:
         needed = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
         if not needed and not functorch.inside_transform():
             return self.fwd(*inputs)[0]
-        return call(self, *inputs)
-
-
-def call(function: Derivative, *inputs: Tensor) -> Tensors:
-    """Calls a function whose inputs are differentiated, outside of vmap and forward mode."""
-    run = _Run(function)
-    tensors: Tensors = functorch.applied(_Forward if functorch.inside_transform() else _Direct, run, *inputs)
-    return tensors[: run.outputs]
+        run = _Run(self)
+        tensors: Tensors = functorch.applied(_Forward if functorch.inside_transform() else _Direct, run, *inputs)
+        return tensors[: run.outputs]
 
 
 class _Run:
@@ -103,7 +62,7 @@ class _Run:
 
     __slots__ = ("function", "made", "mesh", "outputs", "plan")
 
-    def __init__(self, function: Derivative) -> None:
+    def __init__(self, function: custom_vjp) -> None:
         self.function, self.mesh = function, current_mesh()
         self.outputs, self.plan, self.made = 0, list[int](), list[int]()
 
@@ -134,15 +93,12 @@ class _Run:
     ) -> list[Tensor | None]:
         """Gradients by differentiating `pure`."""
         chosen = [i for i, need in enumerate(needs) if need]
-        mask = self.function.differentiable
 
         def outputs(*variables: Tensor) -> Tensors:
-            results = self.function.pure(*with_leaves(inputs, chosen, variables))
-            return results if mask is None else tuple(y for y, yes in zip(results, mask, strict=False) if yes)
+            return self.function.pure(*with_leaves(inputs, chosen, variables))
 
         values, pull = torch.func.vjp(outputs, *[inputs[i] for i in chosen])[:2]
-        used = cotangents if mask is None else [ct for ct, yes in zip(cotangents, mask, strict=True) if yes]
-        cts = tuple(torch.zeros_like(y) if ct is None else ct for y, ct in zip(values, used, strict=True))
+        cts = tuple(torch.zeros_like(y) if ct is None else ct for y, ct in zip(values, cotangents, strict=True))
         results = dict(zip(chosen, pull(cts), strict=True))
         return [results.get(i) for i in range(len(inputs))]
 
@@ -165,17 +121,13 @@ class _Forward(Function):
         run: _Run = inputs[0]
         ctx.run = run
         ctx.save_for_backward(*inputs[1:], *[output[i] for i in run.made])
-        mask = run.function.differentiable
-        constant = [] if mask is None else [y for y, yes in zip(output, mask, strict=False) if not yes]
-        ctx.mark_non_differentiable(*constant, *output[run.outputs :])
+        ctx.mark_non_differentiable(*output[run.outputs :])
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         run: _Run = ctx.run
         needs = ctx.needs_input_grad[1:]
-        if run.function.trains is not None:
-            needs = [bool(need and can) for need, can in zip(needs, run.function.trains, strict=True)]
         saved = [functorch.alive(x) for x in ctx.saved_tensors]
         if not any(needs):
             return (None,) * (1 + len(needs))
@@ -183,9 +135,7 @@ class _Forward(Function):
         with run.scope():
             if functorch.inside_batching_or_forward() or any(ct is not None and functorch.batched(ct) for ct in cts):
                 return (None, *run.composed(inputs, cts, needs))
-            again = torch.is_grad_enabled()
-            run.function.begin(again)
-            if not again:
+            if not torch.is_grad_enabled():
                 return (None, *run.backward(saved, cts, needs))
             given = [ct is not None for ct in cts]
             present = [ct for ct in cts if ct is not None]

@@ -315,7 +315,6 @@ class _Writer:
         values: what the program refers to by name.
         started: collectives whose results nobody has used.
         gathers: the lines in which gathers have arrived.
-        lent: the collective to which memory is given back, by variable.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -325,7 +324,6 @@ class _Writer:
         self.lines: list[Line] = []
         self.started: dict[fx.Node, tuple[str, str, list[str]]] = {}
         self.gathers: list[Line] = []
-        self.lent: dict[str, str] = {}
         self.made: dict[str, Line] = {}
         self.arguments = [self._new(node) for node in graph.nodes if node.op == "placeholder"]
 
@@ -408,18 +406,14 @@ class _Writer:
         if work.ahead:
             at = self._after(reads, self.gathers[: len(self.gathers) - work.ahead + 1][-1:])
         self._add(start, at)
-        if work.lends:
-            self.lent[name] = constant
         items = {user.args[1]: user for user in node.users}
         self.started[node] = name, constant, [self._new(items.get(i)) for i in range(len(node.meta["val"]))]
-        if work.ahead or work.lends:
-            line = self._finish(node)
-            self.gathers += [line] if work.ahead else []
+        if work.ahead:
+            self.gathers.append(self._finish(node))
 
     def _finish(self, node: fx.Node) -> Line:
         name, constant, makes = self.started.pop(node)
-        for x in makes:
-            self.within[x] = [name] if name in self.lent else []
+        self.within.update({x: [] for x in makes})
         return self._add(Line(f"{constant}.finish({name})", [name], makes))
 
     # --- the whole ---
@@ -441,8 +435,7 @@ class _Writer:
         for name, i in ends.items():
             dying.setdefault(i, []).append(name)
         for i, line in enumerate(self.lines):
-            over = dying.get(i, [])
-            freed = [name for name in over if name not in self.lent]
+            freed = dying.get(i, [])
             into = f"{', '.join(line.makes)}, = " if line.makes and (line.region or ".finish(" in line.does) else ""
             into = into or (f"{line.makes[0]} = " if line.makes else "")
             if line.region:
@@ -454,8 +447,6 @@ class _Writer:
             else:
                 text.append(f"    {into}{line.does}")
             text += [f"    {' = '.join(freed)} = None"] if freed else []
-            for name in over:
-                text += [f"    {self.lent[name]}.release({name})", f"    {name} = None"] if name in self.lent else []
         text.append(f"    return {returned}")
         exec("\n".join(text), self.values)  # as torch.fx makes functions of graphs
         return self.values["program"], "\n".join(text)
