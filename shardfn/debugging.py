@@ -13,7 +13,7 @@ class Debugging:
     """The checks that are on, besides those that cost nothing. Read where it matters: `if debugging.memory: ...`.
 
     Attributes:
-        memory: lent memory is filled with nan when it is given back.
+        memory: parameters are compared after each call of a stage, and memory that is used again is filled with nan.
         collectives: before each collective, ranks compare what they are about to do.
         nan: after each run of a stage, ranks check that it returned only finite numbers.
     """
@@ -38,7 +38,8 @@ def debug(
     Without a block, the environment switches them on: `SHARDFN_DEBUG=collectives`, `memory,collectives`, or `all`.
 
     Args:
-        memory: lent memory is filled with nan when it is given back, so that a later read of it shows.
+        memory: parameters are compared after each call of a stage, of which writes past autograd show; memory that is
+            used again, as that from which gradients are sent, is filled with nan, so that a late read of it shows.
         collectives: before each collective, those of stages and pipelines included, the ranks along its axis compare
             what they are about to do, and from which line. If they differ, all of them raise a ValueError that lists
             what each was about to do; a rank that can no longer take part is named within seconds. Costs an exchange,

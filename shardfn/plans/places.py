@@ -22,11 +22,8 @@ _UNSEEN = ("simulated/", "plans/", "testing/", "compat/modes.py")
 _LIBRARY = (*ELSEWHERE, str(pathlib.Path(os.__file__).parent) + "/", "<")
 # What part of the package makes memory for what; a folder or a file of it. The first that is on the stack decides.
 _PARTS = {
-    "stages/ring.py": "gathered",
     "stages/gather.py": "gathered",
-    "stages/residency.py": "gathered",
     "stages/gather_stream.py": "gathered",
-    "stages/decoding.py": "gathered",
     "stages/reduction.py": "reducing",
     "stages/compressed.py": "reducing",
     "stages/activation_offload.py": "activations",

@@ -124,7 +124,7 @@ class Activation:
 
 
 class Away:
-    """The activations of one engine that have left the device or are in flight."""
+    """The activations of one schedule that have left the device or are in flight."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -17,7 +17,7 @@ from shardfn.compat import devices
 
 
 class GatherStream:
-    """A stream on which the gathers of one engine start, and another on which what arrives encoded is decoded.
+    """A stream on which the gathers of one schedule start, and another on which what arrives encoded is decoded.
 
     On one alone, the next gather would start only when this one has been decoded.
     """

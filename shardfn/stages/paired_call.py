@@ -181,7 +181,7 @@ class _Again:
     def refuse_other(self, result: Any, given: Sequence[Tensor]) -> None:
         """Raises RuntimeError if the second run returned something else than the first."""
         form, signature = form_of(result, given)[0], self.call.signature
-        if not self.form.same(form, False):
+        if not self.form.same(form):
             raise RuntimeError(other_result(signature, str(self.form), str(form)))
         values = [functorch.unpacked(y)[0] for y in optree.tree_leaves(result) if moves(y)]
         off, self.sample = None if self.sample is None else self.sample.off(values), None

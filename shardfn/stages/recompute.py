@@ -158,7 +158,7 @@ class Recomputed:
             return
         self.again = {number: found[saved.number] for number, saved in _held(references)}
         form, outputs = form_of(result, tensors)
-        if not self.form.same(form, False):
+        if not self.form.same(form):
             raise RuntimeError(other_result(self.signature, str(self.form), str(form)))
         for i, (y, had_gradient) in enumerate(zip(outputs, self.differentiable, strict=True)):
             if y.requires_grad is not had_gradient:

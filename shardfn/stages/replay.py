@@ -62,10 +62,6 @@ class RngAndAutocast:
         """A context for what draws random numbers, in a first run and `again`."""
         return contextlib.nullcontext()
 
-    def uncached(self) -> Any:
-        """The present autocast without its cache, which goes by tensors: those in a slot get other numbers."""
-        return entered([torch.autocast(kind, dtype, cache_enabled=False) for kind, dtype in self.autocast.items()])
-
     def autocast_again(self) -> Any:
         """A context with the autocast of that time."""
         contexts: list[Any] = [] if self.written is None else [self.written()]
@@ -120,11 +116,11 @@ class Form(NamedTuple):
     kinds: list[tuple[torch.dtype, torch.Size]]
     order: list[int]
 
-    def same(self, other: Form, transformed: bool) -> bool:
+    def same(self, other: Form) -> bool:
         """Whether a later run returned the same form. Floats may differ, such as a time that the function measured."""
         return (
             self.kinds == other.kinds
-            and (_follows(self.order, other.order) if transformed else self.order == other.order)
+            and self.order == other.order
             and self.tree == other.tree
             and all(map(_alike, self.leaves, other.leaves))
         )
@@ -139,12 +135,6 @@ class Form(NamedTuple):
             text = ", ".join(words)
         through = [i for i, k in enumerate(self.order) if k < 0]
         return short(text, 200) + (f" (arguments are handed through as tensors {through})" if through else "")
-
-
-def _follows(first: Sequence[int], then: Sequence[int]) -> bool:
-    """Whether tensors that are one inside a transform were one before; `x.to(x.dtype)` may be a copy there."""
-    seen: dict[int, int] = {}
-    return all((b >= 0 or a == b) and seen.setdefault(b, a) == a for a, b in zip(first, then, strict=True))
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -1,6 +1,6 @@
 """Stages: functions whose parameters are gathered just before they run, and whose gradients are reduced just after.
 
-The engine's schedule runs a stage's forward and first backward, and both with tangents in `shardfn.jvp`. Everything
+A schedule runs a stage's forward and backward under autograd, and both with tangents in `shardfn.jvp`. Everything
 else (a second derivative, torch.func's forward mode, a batch) runs the stage as a composition of collectives.
 """
 
@@ -71,8 +71,8 @@ def stage(
     """Turns a function of whole parameters into one of flat shards: all-gather, compute, reduce-scatter.
 
     The function gets whole parameters in place of each `FlatShard` among the arguments (or of the dict that `shard`
-    puts in place of a stage's parameters). They are views of a buffer that is lent for the call: compute with them,
-    and do not return them. Calls without any shards run the function as it is. Works as a decorator.
+    puts in place of a stage's parameters). They are views of what was gathered: compute with them, and write into
+    none. Calls without any shards run the function as it is. Works as a decorator.
 
     Args:
         fn: a pure function: its result depends on its arguments (any pytrees), which it does not change.
@@ -152,7 +152,7 @@ def made(name: str, function: Callable[..., Any], options: Options, computes: bo
 
 
 class Layers(Sequence[T]):
-    """The sequence that `layers` returns. While it is alive, the engine knows which stage follows which."""
+    """The sequence that `layers` returns. It tells the schedules which stage follows which."""
 
     def __init__(self, items: Iterable[T]) -> None:
         self._items = list(items)
@@ -190,7 +190,7 @@ def layers(items: Iterable[T]) -> Sequence[T]:
         TypeError: a dict, which iterates over its keys.
 
     Returns:
-        The same items. The engine knows their order as long as this sequence is alive.
+        The same items. Schedules know their order until they have been called.
 
     Example:
         ``for p in layers(params["blocks"]): x = block(p, x)``, or for a whole model

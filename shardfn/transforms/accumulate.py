@@ -218,7 +218,7 @@ def _one_by_one(
         for value, aux, count in losses(wrapped.tree(variables)):
             if recorder is not None and count is not None:
                 recorder.counted(value, count)
-            if step.engines:
+            if step.schedules:
                 reaches_others((value, aux), variables)
             if variables:
                 with step.differentiating([value]):

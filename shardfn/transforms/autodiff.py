@@ -174,11 +174,11 @@ def _by_autograd(
         with Step(variables, unread=unread) as step:
             with refusing_writes():
                 value, aux = loss(*variables)
-            others = bool(recording_outside or step.engines) and reaches_others((value, aux), variables)
+            others = bool(recording_outside or step.schedules) and reaches_others((value, aux), variables)
             connected = any(leaf.requires_grad for leaf in leaves)
             # Stages communicate otherwise where a graph is made: ranks must not decide that by references.
             held = connected or (others and autograd.held_leaves(tensors_of((value, aux)), variables))
-            keep = recording_outside and (held or (others and bool(step.engines)))
+            keep = recording_outside and (held or (others and bool(step.schedules)))
             if keep and step.pushed:
                 raise OutsideGradient
             by_autograd: list[Tensor | None] = [None] * len(variables)

@@ -114,7 +114,7 @@ class Step:
         self.live, self.pushed = False, pushes()
         self.unread = unread and self.pushed
         self.pass_: int | None = None
-        self.engines: list[Member] = []
+        self.schedules: list[Member] = []
         self.tapes: list[tuple[Member, Any]] = []
         self.watched: Any = None
 
@@ -130,8 +130,8 @@ class Step:
         _steps.open.remove(self)
         self.live = False
         try:
-            for engine in self.engines:
-                engine.end(error[0] is not None)
+            for schedule in self.schedules:
+                schedule.end(error[0] is not None)
         finally:
             if self.watched is not None:
                 self.watched.__exit__(*error)
@@ -157,8 +157,8 @@ class Step:
 
     def catch_up(self, tape: Any = None, index: int = -1) -> None:
         """Does this rank's part in the backward of calls after the given one, if its own loss does not use them."""
-        for engine, other in reversed(self.tapes if self.ordered else []):
-            engine.catch_up(other, index + 1 if other is tape else 0)
+        for schedule, other in reversed(self.tapes if self.ordered else []):
+            schedule.catch_up(other, index + 1 if other is tape else 0)
             if other is tape:
                 break
 
@@ -166,21 +166,21 @@ class Step:
         """Whether the running backward pass is the step's own, not one started for something else."""
         return self.live and self.pass_ == autograd.backward_pass()
 
-    def meet(self, engine: Member) -> None:
-        """Registers an engine, which is told when the step ends."""
-        if engine not in self.engines:
-            self.engines.append(engine)
+    def meet(self, schedule: Member) -> None:
+        """Registers a schedule, which is told when the step ends."""
+        if schedule not in self.schedules:
+            self.schedules.append(schedule)
 
-    def join(self, engine: Member, tape: Any) -> None:
+    def join(self, schedule: Member, tape: Any) -> None:
         """Registers a tape, whose calls take part in the step."""
-        self.meet(engine)
-        self.tapes.append((engine, tape))
+        self.meet(schedule)
+        self.tapes.append((schedule, tape))
 
     def finish(self) -> dict[int, Tensor]:
         """Waits for the gradients that stages passed to the step; returns them by the id of their variable."""
-        for engine in self.engines:
-            engine.reductions.drain()
-            engine.reductions.settle(self)
+        for schedule in self.schedules:
+            schedule.reductions.drain()
+            schedule.reductions.settle(self)
         return {key: total.out for key, total in self.sums.items() if total.out is not None}
 
     def sum_of(self, variable: Tensor, reduction: Any, reductions: Collector) -> GradientSum:
@@ -211,7 +211,7 @@ class Collector(Protocol):
 
 
 class Member(Protocol):
-    """The part of an engine's interface that a step uses."""
+    """The part of a schedule's interface that a step uses."""
 
     @property
     def reductions(self) -> Collector:
