@@ -741,10 +741,10 @@ def stage_in_stage(kind: str) -> dict[str, float]:
     loss(leaves).backward()
     found["backward"] = distance(sf.unshard(optree.tree_map(lambda x: x.grad, leaves)), want)
     found["torch.func"] = distance(sf.unshard(torch.func.grad(loss)(flat)), want)
-    tangent = torch.func.jvp(lambda ps: in_each_other(plainly, {}, ps, rank), (plain,), (whole,))[1]  # type: ignore[misc]
-    found["jvp"] = float((torch.func.jvp(loss, (flat,), (along,))[1] - tangent).abs())  # type: ignore[misc]
+    tangent = torch.func.jvp(lambda ps: in_each_other(plainly, {}, ps, rank), (plain,), (whole,))[1]
+    found["jvp"] = float((torch.func.jvp(loss, (flat,), (along,))[1] - tangent).abs())
     if not options:
-        product = torch.func.jvp(torch.func.grad(total), (plain,), (whole,))[1]  # type: ignore[misc]
+        product = torch.func.jvp(torch.func.grad(total), (plain,), (whole,))[1]
         found["product"] = distance(sf.unshard(sf.jvp(sf.grad(loss), (flat,), (along,))[1]), product)
     return found
 
