@@ -279,11 +279,6 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "dict.fromkeys(self.autocast)",
             f"{DTYPES}::test_autocast_inside_a_stage_and_around_it",
         ),
-        "autocast remembers parameters": (
-            "torch.autocast(kind, dtype, cache_enabled=False) for kind",
-            "torch.autocast(kind, dtype, cache_enabled=True) for kind",
-            f"{DTYPES}::test_autocast_around_steps_remembers_no_parameters",
-        ),
     },
     "tiers/streaming.py": {
         "a step leaves state on disk as it was": (
@@ -545,11 +540,6 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "reads[node] += [x for x in _readers(into) if x in inside and x is not node]",
             "pass",
             f"{COMPILED}::test_arguments_are_overwritten_after_all_have_read_them",
-        ),
-        "memory of gathered parameters is given back while views of it are used": (
-            "            self.within[x] = [name] if name in self.lent else []",
-            "            self.within[x] = []",
-            f"{AS_IT_IS}[2-full_shard, plain]",
         ),
     },
     "transforms/pure.py": {

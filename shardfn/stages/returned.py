@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardfn.check.bits import bits, whole
 from shardfn.check.callsites import quietly
-from shardfn.compat import autograd, functorch, modes
+from shardfn.compat import autograd, dispatch, functorch, modes
 from shardfn.debugging import debugging
 from shardfn.mesh.planned import planned
 from shardfn.shards.layout import Layout
@@ -65,7 +65,7 @@ class Snapshot:
         with functorch.outside_transforms(), modes.policies_unseen():
             paths = [*self.paths, *["a parameter in few bits"] * (len(self.twins) - len(self.paths))]
             for path, p, twin in zip(paths, self.parameters, self.twins, strict=True):
-                if not keeps_numbers(p, twin):
+                if not keeps_numbers(functorch.unwrapped(p), twin):
                     raise RuntimeError(_assigned(self.signature, path, p, twin))
             number = first_written(self.twins, self.before)
             if number is not None:
@@ -79,7 +79,11 @@ def snapshot(
     """The parameters before a call of a kind that has not been `compared`; None for others, and without memory."""
     if kind in compared and not debugging.memory:
         return None
-    if planned() or any(type(functorch.unwrapped(p)) is not Tensor for ps in parameters for p in ps[:1]):
+    if (
+        planned()
+        or dispatch.in_graph()
+        or any(type(functorch.unwrapped(p)) is not Tensor for ps in parameters for p in ps[:1])
+    ):
         return None
     return Snapshot(signature, layouts, parameters, functools.partial(compared.add, kind))
 

@@ -309,12 +309,11 @@ def penalized_under_autocast(where: str, options: dict[str, Any]) -> tuple[int, 
 
 
 @pytest.mark.parametrize(("where", "dtype"), [("forward", torch.float16), ("backward", False)])
-@pytest.mark.parametrize("options", [{}, {"remat": True}], ids=str)
 @pytest.mark.world(2)
 def test_what_runs_again_for_a_second_derivative_meets_the_autocast_of_forward(
-    world: World, options: Any, where: str, dtype: Any
+    world: World, where: str, dtype: Any
 ) -> None:
-    for runs, met, off in world.run(penalized_under_autocast, where, options):
+    for runs, met, off in world.run(penalized_under_autocast, where, {"remat": True}):
         assert runs > 1
         assert met == {dtype}
         assert off < 1e-12
