@@ -100,7 +100,8 @@ def formula(adapters: Params, base: Params, where: str) -> Cost:
     """The cost of a step, computed from the sizes of the stages.
 
     With n ranks, each rank sends (n - 1) / n B in a gather or scatter of B bytes. Forward gathers every stage. Backward
-    gathers all but the last two again, which are still in the ring, and scatters the adapters' gradients.
+    gathers all but the last two again, which are still there, and scatters the adapters' gradients. The next
+    micro-batch finds the blocks with which backward ended: both, or one where the embedding takes the other's place.
     """
     flats = optree.tree_leaves({"base": base, "adapters": adapters}, is_leaf=lambda x: isinstance(x, sf.FlatShard))
     own, small = stages(base), stages(adapters)["blocks"]
@@ -112,7 +113,8 @@ def formula(adapters: Params, base: Params, where: str) -> Cost:
     if where == "once":
         moved, gathered = forward + MICROBATCHES * scattered, forward
     else:
-        moved, gathered = MICROBATCHES * (forward + sum(again) + scattered), 2 * max(blocks + ends)
+        found = (MICROBATCHES - 1) * sum(blocks[: 1 if ends else 2])
+        moved, gathered = MICROBATCHES * (forward + sum(again) + scattered) - found, 2 * max(blocks + ends)
     held = sum(flat.values.nbytes for flat in flats) + 2 * sum(
         flat.values.nbytes for flat in flats if flat.layout.trainable
     )

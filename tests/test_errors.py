@@ -540,26 +540,12 @@ MEANT: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         RuntimeError,
         ["parameters of torch.bfloat16", "With gather_dtype=torch.bfloat16"],
     ),
-    "reentrant": (lambda: checkpointed(True), RuntimeError, ["'body'", "use_reentrant=True", "remat=True"]),
-    "closes over": (lambda: closes_over("activation"), RuntimeError, ["'activation', of shape (4, 6), torch.float32"]),
-    "closes over both": (
-        lambda: closes_over("both"),
-        RuntimeError,
-        ["'activation', of shape (4, 6)", "'scale', of shape ()"],
-    ),
-    "closes over a tree": (lambda: closes_over("in a tree"), RuntimeError, ["'held', of shape (4, 6), torch.float32"]),
-    "by an object": (
-        lambda: closes_over("in an object"),
-        RuntimeError,
-        ["uses a tensor of shape (4, 6), torch.float32"],
-    ),
     "writes": (lambda: writes(sf.grad), RuntimeError, ["writes into a parameter", "p * 0.9 for p.mul_(0.9)"]),
     "writes in parts": (
         lambda: writes(lambda f: sf.accumulate(lambda p, _: f(p), [0, 1])),
         RuntimeError,
         ["writes into a parameter", "p * 0.9 for p.mul_(0.9)"],
     ),
-    "returns it": (lambda: closes_over("as it is"), RuntimeError, ["'activation', of shape (4, 6), torch.float32"]),
 }
 
 

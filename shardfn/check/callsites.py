@@ -244,7 +244,7 @@ _STAND_INS = (
 _OPS = _native("collectives/functional.py", "collectives/ops.py", "compat/dispatch.py")
 """Files that implement ops, whoever calls them."""
 _ENGINE = _native(
-    "stages/ring.py", "stages/residency.py", "stages/reduction.py", "stages/prefetch.py", "stages/compressed.py",
+    "stages/gather.py", "stages/gather_stream.py", "stages/reduction.py", "stages/compressed.py",
     "stages/activation_offload.py", "collectives/into_buffers.py", "collectives/messages.py",
     "collectives/agree.py",
 )  # fmt: skip

@@ -231,7 +231,7 @@ class Call:
             if self.before is not None:
                 self.before.check()
         except RuntimeError as error:
-            refuse_mixed(signature, error, views, leaves)
+            refuse_mixed(signature, error, views, arguments)
             raise
         finally:
             self.before = None
@@ -390,7 +390,7 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, *shards: Tensor) -> Any:
-        ctx.call = call
+        ctx.call, ctx.mesh = call, call.schedule.mesh  # which the schedule holds weakly
         ctx.set_materialize_grads(False)
         parameters = call.enter(shards)
         fixed, at = [], 0

@@ -242,6 +242,10 @@ class Gathered:
         """The parameters of one gather, as views."""
         return gather.layout.views(self.buffer[gather.start : gather.stop].view(gather.dtype))
 
+    def piece(self, gather: Gather, index: int) -> Tensor:
+        """A copy of one rank's piece."""
+        return self.own(gather, region_of(self.buffer, gather), index).clone()
+
     def storages(self) -> list[int]:
         """The memory that it lies in."""
         return [storage_of(self.buffer)]

@@ -41,7 +41,7 @@ from shardfn.stages.activation_offload import Away
 from shardfn.stages.consistency import callers, compare, lane_state
 from shardfn.stages.entry_exit import Call, named, names_stages
 from shardfn.stages.forward_mode import Pairs
-from shardfn.stages.gather import Gathered, Gathering, Secondary, free_left, region_of
+from shardfn.stages.gather import Gathered, Gathering, Secondary, free_left
 from shardfn.stages.paired_call import PairedCall
 from shardfn.stages.prefetch import PrefetchOrder
 from shardfn.stages.recorded import record_gradients, record_sum
@@ -188,7 +188,7 @@ class Schedule:
         keeps = signature.keep in (True, "step") or not hooked
         seen = not keeps or (signature.keep is True and hooked and pairs is None and not signature.packed)
         asks = self._asks_again(call, records) if seen else records and bool(plan.nbytes)
-        call.keeps = keeps and asks is not False
+        call.keeps = keeps and (asks is not False or signature.keep == "step")
         call.again = False if call.keeps and asks else asks
         with named(signature.stage, inside):
             return call.run(leaves, at, records)
@@ -338,7 +338,7 @@ class Schedule:
         came last stays in its place, as backward begins with that.
         """
         stays = {one.key for one in wanted}
-        places = 1 + call.signature.options.prefetch - len(stays)
+        places = 1 + call.signature.options.prefetch - (len(stays) - call.keeps)
         stays.update([key for key in reversed(self.buffers) if key not in stays][:places] if places > 0 else ())
         for key in [key for key in self.buffers if key not in stays]:
             self.buffers.pop(key).wait()  # if nobody used it, its memory is written to until it has come
@@ -385,7 +385,7 @@ class Schedule:
     def piece(self, gathered: Gathered, gather: Gather) -> Tensor:
         """A copy of this rank's own part of what was gathered, from which backward gathers."""
         comm = self.communicator(gather.layout.placement.axes)
-        return gathered.own(gather, region_of(gathered.buffer, gather), 0 if comm is None else comm.axis.index).clone()
+        return gathered.piece(gather, 0 if comm is None else comm.axis.index)
 
     # --- backward ---
 

@@ -1103,7 +1103,8 @@ def of_two_dtypes() -> float:
         for x in want:
             x.grad = x.detach().sin()
         theirs.step()
-    return worst(float((x - y).abs().max()) for x, y in zip(optree.tree_leaves(sf.unshard(params)), want, strict=True))
+    found = optree.tree_leaves(sf.unshard(params))
+    return worst(float((x - y.detach()).abs().max()) for x, y in zip(found, want, strict=True))
 
 
 def test_an_optimizer_of_torch_moves_each_buffer_of_a_stage_by_its_own_memory() -> None:

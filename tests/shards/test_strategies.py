@@ -589,8 +589,8 @@ def three_steps(reshard: Any) -> tuple[int, list[int]]:
 @pytest.mark.parametrize("reshard", ["step", False])
 def test_what_is_kept_is_given_back(world: World, reshard: Any) -> None:
     for whole, sizes in world.within(60).run(three_steps, reshard):
-        assert sizes[0] == sizes[1] == sizes[2]
-        assert whole <= sizes[0] <= whole + 6 * 512
+        assert sizes[1] == sizes[2]
+        assert all(whole <= size <= whole + 6 * 512 for size in sizes)
 
 
 def nearby() -> tuple[list[int], int]:
@@ -607,9 +607,9 @@ def nearby() -> tuple[list[int], int]:
 @pytest.mark.world(4)
 def test_copies_for_backward_take_the_memory_of_their_pieces(world: World) -> None:
     for sizes, copies in world.within(60).run(nearby):
-        assert sizes[0] == sizes[1] == sizes[2]
-        slots = 2 * (11 * WIDTH * 8 + 64 * 4 + 512)
-        assert copies <= sizes[0] <= slots + copies
+        assert sizes[1] == sizes[2]
+        buffers = 2 * (11 * WIDTH * 8 + 64 * 4 + 512)
+        assert all(copies <= size <= buffers + copies for size in sizes)
 
 
 # --- replicas ---
