@@ -453,8 +453,8 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             f"{TRAPS}::test_a_stage_that_is_made_anew_agrees_once",
         ),
         "what backward does not ask for is kept": (
-            "call.keeps = keeps and asks is not False",
-            "call.keeps = keeps and records",
+            'keeps and (asks is not False or signature.keep == "step")',
+            "keeps and records",
             f"{TRAPS}::test_what_backward_does_not_ask_for_is_not_kept",
         ),
         "an attribution that ends in the next call's": (
