@@ -222,8 +222,9 @@ class Call:
         arguments = [cast(x, options.input_dtype) for x in leaves] if options.input_dtype else leaves
         mesh = self.schedule.mesh
         here = scope(mesh, known_axes(mesh)) if current_mesh() is not mesh else NOTHING
-        layouts = [gather.layout for gather in self.plan.each]
-        self.before = snapshot(signature, layouts, views, self.schedule.compared, self.schedule.kind_of(self))
+        if (signature.code, self.plan) not in self.schedule.compared or debugging.memory:
+            layouts, kind = [gather.layout for gather in self.plan.each], (signature.code, self.plan)
+            self.before = snapshot(signature, layouts, views, self.schedule.compared, kind)
         _running.calls.append(self)
         try:
             with here, unscheduled() if open_ledgers else NOTHING:
@@ -368,7 +369,8 @@ class Call:
         schedule = self.schedule
         parted = self._parted([g if g is None or g.layout is torch.strided else g.to_dense() for g in gradients])
         self.end_attribution()
-        schedule.catch_up_inside(self)
+        if self.nests:
+            schedule.catch_up_inside(self)
         with schedule.in_backward(self):
             first = next((g for g in gradients if g is not None), None)
             if torch.is_grad_enabled() or (first is not None and functorch.batched(first)):

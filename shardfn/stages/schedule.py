@@ -272,23 +272,30 @@ class Schedule:
         if not call.plan.nbytes:
             call.owned = [autograd.storage_of(x) for x in call.shards]
             return None
-        own = Wanted(call.key, call.plan, call.shards, call.shards, keeps=call.keeps)
-        with modes.policies_unseen():
-            self._turn(call, [own, *self.announced(call)])
-            gathered = self._found(call.key)
-            assert gathered is not None, "it has been started"
-            if call.keeps:
-                self._keep(call, gathered)
-            try:
-                gathered.wait()
-            except RuntimeError as error:
-                self.forget(gathered)
-                raise RuntimeError(
-                    f"stage {call.signature.name}: gathering its parameters failed on this rank: {error}"
-                ) from waiting.cause(error)
+        if modes.innermost() is not None:
+            with modes.policies_unseen():
+                gathered = self._gathered(call)
+        else:
+            gathered = self._gathered(call)
         call.gathered = gathered
         call.owned = gathered.storages()
         call.owned += [autograd.storage_of(x) for g, x in zip(call.plan.each, call.shards, strict=True) if not g.moves]
+        return gathered
+
+    def _gathered(self, call: Call) -> Gathered:
+        own = Wanted(call.key, call.plan, call.shards, call.shards, keeps=call.keeps)
+        self._turn(call, [own, *self.announced(call)])
+        gathered = self._found(call.key)
+        assert gathered is not None, "it has been started"
+        if call.keeps:
+            self._keep(call, gathered)
+        try:
+            gathered.wait()
+        except RuntimeError as error:
+            self.forget(gathered)
+            raise RuntimeError(
+                f"stage {call.signature.name}: gathering its parameters failed on this rank: {error}"
+            ) from waiting.cause(error)
         return gathered
 
     def _found(self, key: Key) -> Gathered | None:
