@@ -88,6 +88,8 @@ WAITS: dict[str, int] = {
     "optimizer, from_torch, all on the device": 1,
     # whether a basis follows its factor, or begins anew: for both factors of the one matrix that this rank works on
     "optimizer, soap": 1,
+    # of the program's own
+    "a gradient in the middle": 1,
     # how many tokens travel where: one table of counts
     "mixture, dropless": 1,
     "mixture, refusing": 1,
@@ -139,6 +141,7 @@ def stopping_early(mesh: Any) -> Step:
         values = [x.clone().requires_grad_()]
         for p in shards["blocks"]:
             values.append(stage(p, values[-1]))
+        torch.get_device_module("sim").synchronize()  # they have left
         torch.autograd.grad(values[-1].square().sum(), values[2])
         values.clear()
         for _ in range(40):
