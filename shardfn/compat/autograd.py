@@ -178,11 +178,6 @@ def saved_by(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:
         pending += [parent for parent, _ in node.next_functions]
 
 
-def references(x: torch.Tensor) -> tuple[int, int]:
-    """Returns how many references to a tensor there are in C++, and in Python."""
-    return x._use_count(), sys.getrefcount(x)  # type: ignore[attr-defined]
-
-
 def storage_references(x: torch.Tensor) -> int:
     """Returns how many tensors and other objects refer to the storage of `x`."""
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata)

@@ -58,16 +58,6 @@ def tangents(x: torch.Tensor) -> list[torch.Tensor]:
         return result + tangents(functorch.get_unwrapped(x) if own else x)
 
 
-def constant(x: torch.Tensor) -> torch.Tensor | None:
-    """Unwraps a tensor from torch.func's gradient levels; None if some level tracks its gradient or a batch."""
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(x):
-        if x.requires_grad or not functorch.is_gradtrackingtensor(x):
-            return None
-        x = functorch.get_unwrapped(x)
-    return x
-
-
 def inside_batching_or_forward() -> bool:
     """Whether tensors may be vmap batches or carry tangents; neither holds under torch.func.grad and vjp alone."""
     if forward_ad._current_level >= 0:

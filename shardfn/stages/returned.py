@@ -130,6 +130,6 @@ def _written(signature: Signature, path: str) -> str:
     """The message for a write past autograd."""
     return (
         f"{signature}: its function writes into {path} past autograd, through .data, numpy, an in-place collective or "
-        f"a kernel of its own. Parameters are lent to it, a gathered copy or the shard itself, and what it writes "
+        f"a kernel of its own. Parameters are a gathered copy or the shard itself, and what it writes "
         f"would be lost, or not, by the strategy: let it compute a new tensor, and change parameters outside of stages"
     )
