@@ -183,10 +183,9 @@ def storage_references(x: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
 
 
-def unused(storages: list[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
-    """Those of the storages in a list to which nothing else refers."""
-    # References in Python: the list's, this loop's, the argument's; in C++: Python's.
-    return [s for s in storages if sys.getrefcount(s) == 3 and torch._C._storage_Use_Count(s._cdata) == 1]
+def references(storage: torch.UntypedStorage) -> tuple[int, int]:
+    """Returns how many references to a storage there are in Python, besides that of this argument, and in C++."""
+    return sys.getrefcount(storage) - 2, torch._C._storage_Use_Count(storage._cdata)
 
 
 def gradients(

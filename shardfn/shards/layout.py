@@ -6,6 +6,7 @@ So gathering the pieces gives the parameters themselves: each is a view, and not
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -57,6 +58,11 @@ def aligned(numel: int, dtype: torch.dtype) -> int:
     """The least multiple of the alignment that is `numel` or more, in elements."""
     step = max(1, ALIGNMENT // dtype.itemsize)
     return -(-numel // step) * step
+
+
+@functools.cache
+def _geometry(*places: Any) -> Any:
+    return object()
 
 
 def _unused(taken: Iterable[tuple[int, int]], length: int) -> tuple[tuple[int, int], ...]:
@@ -190,6 +196,11 @@ class Layout:
             lengths.append(entry.numel)
             at = entry.offset + entry.numel
         return [*lengths, self.padded - at], chosen
+
+    @cached_property
+    def geometry(self) -> Any:
+        """The places of the parameters in the buffer, without their names; the same object if they are equal."""
+        return _geometry(tuple((entry.offset, entry.shape) for entry in self.entries), self.padded)
 
     def views(self, whole: Tensor) -> list[Tensor]:
         """Each parameter as a view of the whole buffer `[padded]`, in the order of the entries."""

@@ -26,13 +26,14 @@ from shardfn.mesh.axes import known_axes
 from shardfn.mesh.scope import current_mesh, scope
 from shardfn.quant.packed import Packed
 from shardfn.stages import nonfinite
-from shardfn.stages.activation_offload import View, offloading
+from shardfn.stages.activation_offload import offloading
 from shardfn.stages.gather import Gathered, Secondary, offset_in
 from shardfn.stages.options import Offload
 from shardfn.stages.recompute import Recomputed
 from shardfn.stages.recorded import record_parameters
 from shardfn.stages.refusals import refuse_mixed, writes
 from shardfn.stages.returned import Snapshot, snapshot
+from shardfn.stages.saved import DecodedParameter, Place, hooks
 from shardfn.stages.signature import GatherPlan, Signature, cast, cast_all
 from shardfn.transforms.step import Step
 
@@ -134,9 +135,7 @@ class Call:
                 self._end(gathered)
             return self._apart(result, [])
         with schedule.alone:
-            token, *flat = _Entry.apply(self, *self.shards)  # type: ignore[no-untyped-call]
-            views = self._parted(flat)
-            del flat
+            token, views = self._entered()
             self._record(views)
             hooks, self.forward = self._hooks(), True
             try:
@@ -154,18 +153,20 @@ class Call:
             schedule.ran(self)
         return self._apart(result, [leaves[i] for i in at], token)
 
-    def enter(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """The parameters of all shards, gathered."""
-        with torch.no_grad():
-            return [p.detach() for ps in self._views(self.schedule.gather(self)) for p in ps]
+    def _entered(self) -> tuple[Tensor, list[list[Tensor]]]:
+        """The parameters as results of the entry, and what leads the exit to it: one of them that has a gradient."""
+        views = self._parted(_Entry.apply(self, *self.shards))  # type: ignore[no-untyped-call]
+        trained = (ps[0] for ps, trains in zip(views, self.trains, strict=True) if trains and ps)
+        return next(trained, self.shards[0]), views
 
     def _views(self, gathered: Gathered | None) -> list[list[Tensor]]:
-        each = []
-        for gather, values in zip(self.plan.each, self.shards, strict=True):
-            each.append(
-                gathered.parameters(gather) if gather.moves and gathered else gather.layout.views(values.detach())
-            )
-        return each
+        """The parameters by shards; no views, of which forward mode would copy the base."""
+        return [
+            gathered.parameters(gather)
+            if gather.moves and gathered
+            else [p.detach() for p in gather.layout.views(values.detach())]
+            for gather, values in zip(self.plan.each, self.shards, strict=True)
+        ]
 
     def _parted(self, flat: Sequence[Any]) -> list[list[Any]]:
         """Parameters, or their gradients, by shards."""
@@ -181,7 +182,7 @@ class Call:
         places = (self.gathered is not None and not (self.keeps and self.again is False)) or self.signature.packed
         if not places and offloader is None:
             return NOTHING
-        return _hooks(self, offloader)
+        return hooks(self, offloader)
 
     def _offloads(self) -> bool:
         return isinstance(self.signature.options.remat, Offload)
@@ -388,25 +389,19 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 class _Entry(torch.autograd.Function):
-    """Gathers; in backward, reduces. The token makes it run also where the function used no parameter."""
+    """Gathers; in backward, reduces. The exit leads to it also where the function used no parameter."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *shards: Tensor) -> Any:
         ctx.call, ctx.mesh = call, call.schedule.mesh  # which the schedule holds weakly
         ctx.set_materialize_grads(False)
-        parameters = call.enter(shards)
-        fixed, at = [], 0
-        for gather, trains in zip(call.plan.each, call.trains, strict=True):
-            n = len(gather.layout.entries)
-            if not trains:
-                fixed += parameters[at : at + n]
-            at += n
-        if fixed:
-            ctx.mark_non_differentiable(*fixed)
-        return torch.empty(0, device=shards[0].device), *parameters
+        views = call._views(call.schedule.gather(call))
+        if not all(call.trains):
+            ctx.mark_non_differentiable(*[p for ps, yes in zip(views, call.trains, strict=True) if not yes for p in ps])
+        return tuple([p for ps in views for p in ps])
 
     @staticmethod
-    def backward(ctx: Any, token: Tensor | None, *gradients: Tensor | None) -> Any:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         return None, *ctx.call.entering(gradients)
 
 
@@ -425,84 +420,3 @@ class _Exit(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         ctx.call.leaving(cotangents, ctx.frame)
         return None, None, None, None, *cotangents
-
-
-class Place:
-    """A tensor that lies in what was gathered; of a class of its own, since users' hooks may return anything."""
-
-    __slots__ = ("call", "decoded", "dtype", "node", "offset", "recorder", "shape", "stride")
-
-    def __init__(self, call: Call, decoded: DecodedParameter | None, x: Tensor, offset: int) -> None:
-        self.call, self.decoded, self.dtype = call, decoded, x.dtype
-        self.shape, self.stride, self.offset = x.shape, x.stride(), offset
-        self.recorder = recording.current()  # of a checked call, which knows along which axes a parameter varies
-        self.node = 0 if self.recorder is None else self.recorder.values.node_of(x)
-
-    def found(self) -> Tensor:
-        """The tensor, in what was gathered again."""
-        x = self._found()
-        if self.recorder is not None and self.recorder is recording.current():
-            self.recorder.values.keep(x, self.node)
-        return x
-
-    def _found(self) -> Tensor:
-        call, dtype = self.call, self.dtype
-        if self.decoded is None:
-            whole = call.flat.get(dtype)
-            whole = call.numbers(dtype) if whole is None else whole
-        else:
-            whole = call.decode_again(self.decoded).view(-1).view(dtype)
-        return whole.as_strided(self.shape, self.stride, self.offset // dtype.itemsize)
-
-
-class DecodedParameter:
-    """A quantized parameter of a call: how to decode it, and from where; while the function runs, also what it is."""
-
-    __slots__ = ("form", "source", "x")
-
-    def __init__(self, form: Packed, source: Place | Tensor, x: Tensor | None) -> None:
-        self.form, self.source, self.x = form, source, x
-
-
-def _hooks(call: Call, leave: Any) -> Any:
-    """A context for what autograd saves of a call.
-
-    Of parameters it saves places; of what leaves the device, views; of other tensors what the hooks around say, or else
-    the tensor and its version, at which autograd does not look any more.
-    """
-    around = autograd.saved_tensors_hooks()
-    low = high = 0  # as long as the buffer lives, an address in there means one of its parameters
-    may_gather = call.gathered is not None and call.again is not False
-    if may_gather and type(buffer := call.gathered.buffer) is Tensor and not call.signature.packed:  # type: ignore[union-attr]
-        low = buffer.data_ptr()
-        high = low + buffer.nbytes
-
-    def pack(x: Tensor) -> Any:
-        if high and type(x) is Tensor and x.layout is torch.strided:
-            if low <= (at := x.data_ptr()) < high and not (x.is_conj() or x.is_neg()):
-                call.saved = True
-                if not call.keeps:
-                    return Place(call, None, x, at - low)
-            if at == 0 and (place := call.place(x)) is not None:  # without elements
-                return place
-        elif (place := call.place(x)) is not None:
-            return place
-        if leave is not None and (view := leave(x)) is not None:
-            return view
-        return (x.detach(), x._version) if around is None else around[0](x)
-
-    def unpack(packed: Any) -> Tensor:
-        kind = type(packed)
-        if kind is Place:
-            return packed.found()
-        if leave is not None and kind is View:
-            x, version = packed.witness, packed.version
-        elif around is not None:
-            return around[1](packed)
-        else:
-            x, version = packed
-        if x._version != version:
-            raise RuntimeError(autograd.modified(x, version))
-        return packed.brought() if kind is View else x
-
-    return autograd.hooked(pack, unpack)

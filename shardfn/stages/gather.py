@@ -8,7 +8,10 @@ memory that the host frees may be allocated again on that stream, without noting
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import operator
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,52 +31,97 @@ from shardfn.collectives.into_buffers import (
 )
 from shardfn.collectives.late_checks import check
 from shardfn.compat import devices
-from shardfn.compat.autograd import storage_of, unused
+from shardfn.compat.autograd import references, storage_of
 from shardfn.stages.compressed import zero_padding
 from shardfn.stages.gather_stream import Copied, GatherStream
 from shardfn.stages.signature import Gather, GatherPlan
 from shardfn.tiers.offload import DiskPrefetch
 
 
-class Pool:
-    """Storages on a CPU. One that nothing else refers to is handed out again; for a smaller request, too, if that is
-    soon over.
+class Buffer:
+    """Memory for a stage's parameters, with the views of it that gathers use again and again.
 
     Attributes:
-        most: how many were in use at the same time since the last `trim`.
+        nbytes: its size.
+        all: all bytes of it.
+        under_way: whether a gather fills it, though nothing may refer to it any more.
+        given: whether it was handed out since the pool was trimmed.
+    """
+
+    __slots__ = ("_made", "_parts", "_storage", "_views", "all", "given", "nbytes", "under_way")
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.all = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.nbytes, self.under_way, self.given = nbytes, False, False
+        self._storage, self._made = self.all.untyped_storage(), 1
+        self._parts: dict[Any, Tensor] = {}
+        self._views: dict[Any, list[Tensor]] = {}
+
+    def part(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Bytes from `start` to `stop` as numbers of a dtype; for gathers alone, as `unheld` knows of it."""
+        found = self._parts.get((start, stop, dtype))
+        if found is None:
+            self._forget_many()
+            found = self._parts[start, stop, dtype] = self.all[start:stop].view(dtype).detach()
+            self._made += 1
+        return found
+
+    def parameters(self, gather: Gather) -> list[Tensor]:
+        """The parameters of one gather."""
+        key = gather.start, gather.dtype, gather.layout.geometry
+        views = self._views.get(key)
+        if views is None:
+            self._forget_many()
+            views = gather.layout.views(self.all[gather.start : gather.stop].view(gather.dtype))
+            views = self._views[key] = [view.detach() for view in views]
+            self._made += len(views)
+        return [view.detach() for view in views]
+
+    def _forget_many(self) -> None:
+        if self._made > 1000:  # of stages whose layouts change
+            self._parts, self._views, self._made = {}, {}, 1
+
+    def unheld(self) -> bool:
+        """Whether nothing refers to it, or to its memory, but the pool, which asks in a comprehension over a list."""
+        storage = self._storage
+        return sys.getrefcount(self) == 4 and references(storage) == (3, 1 + self._made)
+
+
+class Pool:
+    """Buffers on a CPU. One to which nothing else refers is handed out again; for a smaller request, too, if that is
+    soon over.
     """
 
     def __init__(self) -> None:
-        self.storages: list[torch.UntypedStorage] = []
-        self.most = 0
+        self.buffers: list[Buffer] = []
 
-    def empty(self, nbytes: int, keeps: bool) -> Tensor:
-        """Bytes `[nbytes]` that nothing else refers to; with `keeps`, until backward."""
-        free = unused(self.storages)
-        self.most = max(self.most, len(self.storages) - len(free) + 1)
-        fitting = [
-            storage for storage in free if storage.nbytes() == nbytes or (storage.nbytes() > nbytes and not keeps)
-        ]
+    def empty(self, nbytes: int, keeps: bool) -> Buffer:
+        """A buffer of `nbytes` or more that nothing else uses; with `keeps`, until backward."""
+        free = [b for b in self.buffers if b.unheld() and not b.under_way]
+        fitting = [b for b in free if b.nbytes == nbytes or (b.nbytes > nbytes and not keeps)]
         if fitting:
-            storage = min(fitting, key=torch.UntypedStorage.nbytes)
+            buffer = min(fitting, key=_nbytes)
         else:
-            storage = torch.UntypedStorage(nbytes, device="cpu")
             if free:  # the largest of those that do not fit gives way
-                self._drop([max(free, key=torch.UntypedStorage.nbytes)])
-            self.storages.append(storage)
-        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (nbytes,))  # type: ignore[call-overload]
+                self.buffers.remove(max(free, key=_nbytes))
+            buffer = Buffer(nbytes, torch.device("cpu"))
+            self.buffers.append(buffer)
+        buffer.given = True
+        return buffer
 
-    def trim(self, most: int | None = None) -> None:
-        """Gives memory back, except for so many storages; by default, as many as were in use at the same time."""
-        kept, self.most = (self.most, 0) if most is None else (most, self.most)
-        self._drop(sorted(unused(self.storages), key=torch.UntypedStorage.nbytes, reverse=True)[kept:])
+    def trim(self, all: bool = False) -> None:
+        """Gives memory back that nothing uses and nobody asked for since the last time; or `all` that nothing uses."""
+        used = [b for b in self.buffers if not b.unheld() or (b.given and not all)]
+        self.buffers = used
+        for buffer in () if all else used:
+            buffer.given = False
 
     def nbytes(self) -> int:
-        """Bytes of all storages."""
-        return sum(storage.nbytes() for storage in self.storages)
+        """Bytes of all buffers."""
+        return sum(map(_nbytes, self.buffers))
 
-    def _drop(self, gone: Sequence[torch.UntypedStorage]) -> None:
-        self.storages = [s for s in self.storages if not any(s is other for other in gone)]
+
+_nbytes = operator.attrgetter("nbytes")
 
 
 class Gathering:
@@ -91,11 +139,11 @@ class Gathering:
         self.disk, self.pool = DiskPrefetch(), Pool()
         self.stream = None if device.type in ("cpu", "meta") else GatherStream(device)
 
-    def empty(self, nbytes: int, like: Tensor, keeps: bool) -> Tensor:
-        """A buffer of so many bytes, on the device of the mesh; with `keeps`, until backward."""
+    def empty(self, nbytes: int, like: Tensor, keeps: bool) -> Buffer:
+        """A buffer of so many bytes or more, on the device of the mesh; with `keeps`, until backward."""
         if self.device.type == "cpu" and type(like) is Tensor:
             return self.pool.empty(nbytes, keeps)
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return Buffer(nbytes, self.device)
 
 
 _left: deque[tuple[GatherStream, list[Handle], tuple[Tensor, ...]]] = deque()
@@ -160,13 +208,16 @@ class Gathered:
         self.version: int | None = None
         self.stream = by.stream
         self.made_on = None if by.stream is None else by.stream.now()
-        with torch.inference_mode(False):  # training may find what inference has gathered
-            self.buffer = by.empty(plan.nbytes, shards[0], keeps)
-        if by.stream is None:
-            self._start(by)
-        else:
-            with by.stream.starting():
+        # Training may find what inference has gathered.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+            self.memory = by.empty(plan.nbytes, shards[0], keeps)
+            self.buffer = self.memory.part(0, plan.nbytes, torch.uint8)
+            self.memory.under_way = True
+            if by.stream is None:
                 self._start(by)
+                return
+        with by.stream.starting():
+            self._start(by)
 
     def __del__(self) -> None:
         if self.works and self.stream is not None:
@@ -189,33 +240,32 @@ class Gathered:
     def _start_one(self, gather: Gather, values: Tensor, by: Gathering) -> None:
         layout, wire = gather.layout, gather.wire
         comm = by.communicator_of(layout.placement.axes)
-        region = region_of(self.buffer, gather)
-        own = self.own(gather, region, 0 if comm is None else comm.axis.index)
+        index = 0 if comm is None else comm.axis.index
+        own = self.own(gather, index)
         if wire is None or values.dtype == torch.uint8:
             own.copy_(values, non_blocking=True)
         else:
-            holes = layout.holes[0 if comm is None else comm.axis.index]
-            wire.write(zero_padding(values.to(own.device, non_blocking=True), holes), own)
+            wire.write(zero_padding(values.to(own.device, non_blocking=True), layout.holes[index]), own)
         if comm is None:
-            _decode(self.buffer, gather)
+            _decode(self.memory, gather)
             return
+        region = self.memory.part(*gather.sent, torch.uint8)
         dtype = gather.dtype if wire is None else torch.uint8
         tagged = not layout.placement.hierarchical and transport("all_gather", comm) == "direct"
-        if not tagged and comm.axis.index == comm.axis.size - 1:
+        if not tagged and index == comm.axis.size - 1:
             _tail(gather, region).copy_(_tag(gather, region.device))
         if layout.placement.hierarchical:
             hops = [hop for name in reversed(layout.placement.axes) if (hop := by.communicator_of((name,))) is not None]
-            work = gather_by_hops(region, comm.axis.index, hops, dtype)
+            work = gather_by_hops(region, index, hops, dtype)
         else:
-            work = all_gather(region, comm, dtype, own.view(torch.uint8), _purpose(gather, self.again))
-        arrival = _Arrival(work, comm, gather, self.buffer, self.again, checks=not tagged)
+            piece = self.memory.part(*gather.piece(index), torch.uint8)
+            work = all_gather(region, comm, dtype, piece, _purpose(gather, self.again))
+        arrival = _Arrival(work, comm, gather, self.memory, self.again, checks=not tagged)
         self.works.append(arrival if wire is None or by.stream is None else by.stream.decoded(arrival))
 
-    @staticmethod
-    def own(gather: Gather, region: Tensor, index: int) -> Tensor:
-        """A piece of that: numbers, or bytes in a quantized format."""
-        piece = region.view(gather.layout.size, -1)[index]
-        return piece if gather.wire is not None else piece.view(gather.dtype)
+    def own(self, gather: Gather, index: int) -> Tensor:
+        """A rank's piece of one gather: numbers, or bytes in a quantized format."""
+        return self.memory.part(*gather.piece(index), gather.dtype if gather.wire is None else torch.uint8)
 
     def wait(self) -> Tensor:
         """Waits until the parameters are there; returns the buffer.
@@ -226,6 +276,7 @@ class Gathered:
         works, self.works = self.works, []
         for work in works:
             work.wait()
+        self.memory.under_way = False
         if self.stream is not None and (now := self.stream.now()) != self.made_on:
             _used_on(now, self.buffer)
             if works:  # the stream to which this memory returns has not waited for them
@@ -240,11 +291,11 @@ class Gathered:
 
     def parameters(self, gather: Gather) -> list[Tensor]:
         """The parameters of one gather, as views."""
-        return gather.layout.views(self.buffer[gather.start : gather.stop].view(gather.dtype))
+        return self.memory.parameters(gather)
 
     def piece(self, gather: Gather, index: int) -> Tensor:
         """A copy of one rank's piece."""
-        return self.own(gather, region_of(self.buffer, gather), index).clone()
+        return self.own(gather, index).clone()
 
     def storages(self) -> list[int]:
         """The memory that it lies in."""
@@ -256,8 +307,8 @@ class Gathered:
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """The parameters as numbers of a dtype, once they are there."""
-        buffer = self.wait()
-        return buffer[: len(buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
+        self.wait()
+        return self.memory.part(0, self.plan.nbytes // dtype.itemsize * dtype.itemsize, dtype)
 
 
 def offset_in(own: Tensor, x: Tensor) -> int | None:
@@ -270,12 +321,12 @@ def offset_in(own: Tensor, x: Tensor) -> int | None:
 class _Arrival:
     """A gather that, when it arrives, checks whether ranks gathered the same stage, and decodes it."""
 
-    __slots__ = ("again", "buffer", "checks", "gather", "group", "work")
+    __slots__ = ("again", "checks", "gather", "group", "memory", "work")
 
     def __init__(
-        self, work: Handle, comm: Communicator, gather: Gather, buffer: Tensor, again: bool, checks: bool
+        self, work: Handle, comm: Communicator, gather: Gather, memory: Buffer, again: bool, checks: bool
     ) -> None:
-        self.work, self.group, self.gather, self.buffer = work, comm.gathers.group_name, gather, buffer
+        self.work, self.group, self.gather, self.memory = work, comm.gathers.group_name, gather, memory
         self.again = again
         self.checks = checks and comm.checks and comm.axis.index < comm.axis.size - 1
 
@@ -283,25 +334,18 @@ class _Arrival:
         op, stage = "second all_gather" if self.again else "all_gather", self.gather.layout.stage
         arrived(self.work, op, self.group, stage, _purpose(self.gather, self.again))
         if self.checks:
-            check(_tail(self.gather, region_of(self.buffer, self.gather)), functools.partial(_wrong, self.gather))
-        _decode(self.buffer, self.gather)
+            region = self.memory.part(*self.gather.sent, torch.uint8)
+            check(_tail(self.gather, region), functools.partial(_wrong, self.gather))
+        _decode(self.memory, self.gather)
 
 
-def region_of(buffer: Tensor, gather: Gather) -> Tensor:
-    """The bytes that ranks send for one gather."""
-    wire = gather.wire
-    if wire is None:
-        return buffer[gather.start : gather.stop]
-    pieces = (gather.stop - gather.start) // (wire.numel * gather.dtype.itemsize)
-    return buffer[gather.encoded : gather.encoded + pieces * wire.length]
-
-
-def _decode(buffer: Tensor, gather: Gather) -> None:
+def _decode(memory: Buffer, gather: Gather) -> None:
     """Decodes pieces that were gathered in a quantized format."""
     if (wire := gather.wire) is None:
         return
-    numbers = buffer[gather.start : gather.stop].view(gather.dtype).view(-1, wire.numel)
-    for start, decoded in wire.read_all(region_of(buffer, gather).view(len(numbers), -1), gather.dtype):
+    numbers = memory.part(gather.start, gather.stop, gather.dtype).view(-1, wire.numel)
+    encoded = memory.part(*gather.sent, torch.uint8).view(len(numbers), -1)
+    for start, decoded in wire.read_all(encoded, gather.dtype):
         numbers[start : start + len(decoded)].copy_(decoded)
 
 

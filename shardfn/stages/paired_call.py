@@ -17,10 +17,11 @@ from torch import Tensor
 
 from shardfn.compat import autograd, functorch, modes
 from shardfn.compat.replacing import replaced
-from shardfn.stages.entry_exit import Call, Place
+from shardfn.stages.entry_exit import Call
 from shardfn.stages.forward_mode import Pairs, dual, nobodys, saving
 from shardfn.stages.refusals import closes_over, other_numbers, other_result, refuse_opaque
 from shardfn.stages.replay import RngAndAutocast, Sample, form_of
+from shardfn.stages.saved import Place
 from shardfn.transforms.autodiff import detached, moves
 from shardfn.transforms.step import OutsideGradient
 

@@ -492,7 +492,7 @@ class Schedule:
             held[1] -= 1
             if held[1] == 0:
                 del call.tape.held[call.key]
-            self.gathering.pool.trim(0)  # gradients take the place of parameters
+            self.gathering.pool.trim(all=True)  # gradients take the place of parameters
         call.done = True
         self.away.done()
 

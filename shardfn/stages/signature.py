@@ -49,6 +49,19 @@ class Gather:
     wire: Wire | None = None
     encoded: int = 0
 
+    @functools.cached_property
+    def sent(self) -> tuple[int, int]:
+        """First byte of what ranks send, and the byte behind the last."""
+        if self.wire is None:
+            return self.start, self.stop
+        return self.encoded, self.encoded + self.layout.size * self.wire.length
+
+    def piece(self, index: int) -> tuple[int, int]:
+        """The same for one rank's piece."""
+        start, stop = self.sent
+        nbytes = (stop - start) // self.layout.size
+        return start + index * nbytes, start + (index + 1) * nbytes
+
 
 @dataclass(frozen=True, eq=False)
 class GatherPlan:

@@ -159,8 +159,8 @@ class GatheredInGraph:
         return [whole._version for whole in self.wholes.values()]
 
     def parameters(self, gather: Gather) -> list[Tensor]:
-        """The parameters of one gather, as views."""
-        return gather.layout.views(self.wholes[gather.start])
+        """The parameters of one gather."""
+        return [p.detach() for p in gather.layout.views(self.wholes[gather.start])]
 
     def storages(self) -> list[int]:
         """The memory that it lies in."""

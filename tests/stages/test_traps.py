@@ -895,7 +895,7 @@ def freed_without_the_collector() -> list[int]:
             staged = sf.stage(linear, **options)
             for _ in range(3):
                 sf.grad(lambda ps, staged=staged: net(staged, ps, rows(0)))(flat)
-            found.append(len(pool.storages))
+            found.append(len(pool.buffers))
     finally:
         gc.enable()
     return found

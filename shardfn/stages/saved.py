@@ -1,0 +1,101 @@
+"""What autograd saves of a call: of gathered parameters their places, which backward finds in what it gathers again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardfn.check import recording
+from shardfn.compat import autograd
+from shardfn.quant.packed import Packed
+from shardfn.stages.activation_offload import View
+
+if TYPE_CHECKING:
+    from shardfn.stages.entry_exit import Call
+
+
+class DecodedParameter:
+    """A quantized parameter of a call: how to decode it, and from where; while the function runs, also what it is."""
+
+    __slots__ = ("form", "source", "x")
+
+    def __init__(self, form: Packed, source: Place | Tensor, x: Tensor | None) -> None:
+        self.form, self.source, self.x = form, source, x
+
+
+class Place:
+    """A tensor that lies in what was gathered; of a class of its own, since users' hooks may return anything.
+
+    Attributes:
+        call: whose parameters they are.
+        decoded: the quantized parameter in which it lies; None if it lies in the buffer.
+        offset: its first element, counted from the beginning.
+        noted: of a checked call: its recorder, which knows along which axes a parameter varies, and its number there.
+    """
+
+    __slots__ = ("call", "decoded", "dtype", "noted", "offset", "shape", "stride")
+
+    def __init__(self, call: Call, decoded: DecodedParameter | None, x: Tensor, offset: int) -> None:
+        self.call, self.decoded, self.dtype = call, decoded, (dtype := x.dtype)
+        self.shape, self.stride, self.offset = x.shape, x.stride(), offset // dtype.itemsize
+        recorder = recording.current()
+        self.noted = None if recorder is None else (recorder, recorder.values.node_of(x))
+
+    def found(self) -> Tensor:
+        """The tensor, in what was gathered again."""
+        call, decoded = self.call, self.decoded
+        if decoded is not None:
+            whole = call.decode_again(decoded).view(-1).view(self.dtype)
+        elif (whole := call.flat.get(self.dtype)) is None:  # type: ignore[assignment]
+            whole = call.numbers(self.dtype)
+        x = whole.as_strided(self.shape, self.stride, self.offset)
+        if self.noted is not None and self.noted[0] is recording.current():
+            self.noted[0].values.keep(x, self.noted[1])
+        return x
+
+
+def hooks(call: Call, leave: Any) -> Any:
+    """A context for what autograd saves of a call.
+
+    Of parameters it saves places; of what leaves the device, views; of other tensors what the hooks around say, or else
+    the tensor and its version, at which autograd does not look any more.
+    """
+    around, kind, strided = autograd.saved_tensors_hooks(), Tensor, torch.strided
+    low = high = 0  # as long as the buffer lives, an address in there means one of its parameters
+    may_gather = call.gathered is not None and call.again is not False
+    if may_gather and type(buffer := call.gathered.buffer) is Tensor and not call.signature.packed:  # type: ignore[union-attr]
+        low = buffer.data_ptr()
+        high = low + buffer.nbytes
+
+    def pack(x: Tensor) -> Any:
+        if high and type(x) is kind and x.layout is strided:
+            if low <= (at := x.data_ptr()) < high and not (x.is_conj() or x.is_neg()):
+                call.saved = True
+                if not call.keeps:
+                    return Place(call, None, x, at - low)
+            elif at == 0 and (place := call.place(x)) is not None:  # without elements
+                return place
+        elif (place := call.place(x)) is not None:
+            return place
+        if leave is not None and (view := leave(x)) is not None:
+            return view
+        return (x.detach(), x._version) if around is None else around[0](x)
+
+    def unpack(packed: Any) -> Tensor:
+        if type(packed) is Place:
+            return packed.found()
+        if leave is not None and type(packed) is View:
+            x, version = packed.witness, packed.version
+            if x._version == version:
+                return packed.brought()
+        elif around is not None:
+            return around[1](packed)
+        else:
+            x, version = packed
+            if x._version == version:
+                return x  # type: ignore[no-any-return]
+        raise RuntimeError(autograd.modified(x, version))
+
+    return autograd.hooked(pack, unpack)
