@@ -107,11 +107,6 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "create_graph=False, allow_unused=True",
             f"{FORWARD}::test_products_are_those_of_torch[solving]",
         ),
-        "a tangent that is returned is lent": (
-            "return functorch.dual(value, tangent.clone()) if shares else y",
-            "return y",
-            f"{FORWARD}::test_each_order_and_choice_of_derivatives",
-        ),
         "pairs lose that they are conjugates": (
             "if marked or (value",
             "if (value",
@@ -369,7 +364,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         "marks are not looked at": (
             "if torch.equal(end, marks * end[0]):",
             "if True:",
-            f"{RANKS}::test_backward_with_other_stages_on_other_ranks_is_an_error_that_names_one",
+            f"{RANKS}::test_what_comes_with_the_gradients_of_another_stage_tells",
         ),
         "marks stay in gradients": ("    end.zero_()\n", "", ZEROS),
         "gaps keep old numbers": ("        torch._foreach_zero_(gaps)\n", "", ZEROS),
@@ -394,7 +389,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         "tags are not looked at": (
             "if torch.equal(tail, gather.tag):",
             "if True:",
-            f"{REFUSALS}::test_ranks_that_run_different_stages_are_told",
+            f"{REFUSALS}::test_what_comes_with_the_parameters_of_another_stage_tells",
         ),
     },
     "stages/gather_stream.py": {

@@ -167,7 +167,7 @@ def _recorded(signature: Signature, has: Sequence[bool], nodes: list[Any], movin
             raise RuntimeError(writes(signature)) from error
         raise
     signature.reverses &= not refused
-    return optree.tree_map(functools.partial(_apart, _lent((nodes, moving, pairs))), result)
+    return result
 
 
 def _transposed(
@@ -218,8 +218,7 @@ def _transposed(
     if _versions(leaves) != before:
         raise RuntimeError(writes(signature))
     constants, structure, follows, *graph = kept
-    lent = _lent((nodes, moving, leaves))
-    pairs = [functorch.unpacked(_apart(lent, y)) for y in ys[: len(follows)]]
+    pairs = [functorch.unpacked(y) for y in ys[: len(follows)]]
     values = [y for y, _ in pairs]
     if any(follows):
         given = [flat[i] for i in wanted]
@@ -259,12 +258,6 @@ def _paired(has: Sequence[bool], nodes: list[Any], moving: list[Any]) -> list[An
 def _called(signature: Signature, nodes: list[Any]) -> Any:
     args, kwargs = optree.tree_unflatten(signature.outer, nodes)
     return signature.function(*args, **kwargs)
-
-
-def _lent(tree: Any) -> set[int]:
-    """The storages of tensors and their tangents."""
-    tensors = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
-    return {autograd.storage_of(part) for x in tensors for part in functorch.unpacked(x) if part is not None}
 
 
 class _InPlaceOf(torch.autograd.Function):
@@ -367,17 +360,6 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, ct: Tensor) -> tuple[Tensor, None]:
         return ct, None
-
-
-def _apart(given: set[int], y: Any) -> Any:
-    """A result that shares memory with nothing that is lent; the tangent of `p + 1` may be that of `p`."""
-    if not moves(y):
-        return y
-    value, tangent = functorch.unpacked(y)
-    if autograd.storage_of(value) in given:
-        return y.clone()
-    shares = tangent is not None and autograd.storage_of(tangent) in given
-    return functorch.dual(value, tangent.clone()) if shares else y  # type: ignore[union-attr]
 
 
 class _Tangent(torch.autograd.Function):

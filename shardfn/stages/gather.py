@@ -8,7 +8,6 @@ memory that the host frees may be allocated again on that stream, without noting
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
 import sys
@@ -51,7 +50,8 @@ class Buffer:
     __slots__ = ("_made", "_parts", "_storage", "_views", "all", "given", "nbytes", "under_way")
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.all = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):  # training may use what inference has made
+            self.all = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.nbytes, self.under_way, self.given = nbytes, False, False
         self._storage, self._made = self.all.untyped_storage(), 1
         self._parts: dict[Any, Tensor] = {}
@@ -61,9 +61,8 @@ class Buffer:
         """Bytes from `start` to `stop` as numbers of a dtype; for gathers alone, as `unheld` knows of it."""
         found = self._parts.get((start, stop, dtype))
         if found is None:
-            self._forget_many()
-            found = self._parts[start, stop, dtype] = self.all[start:stop].view(dtype).detach()
-            self._made += 1
+            with self._keeping(1):
+                found = self._parts[start, stop, dtype] = self.all[start:stop].view(dtype).detach()
         return found
 
     def parameters(self, gather: Gather) -> list[Tensor]:
@@ -71,15 +70,17 @@ class Buffer:
         key = gather.start, gather.dtype, gather.layout.geometry
         views = self._views.get(key)
         if views is None:
-            self._forget_many()
-            views = gather.layout.views(self.all[gather.start : gather.stop].view(gather.dtype))
-            views = self._views[key] = [view.detach() for view in views]
-            self._made += len(views)
+            with self._keeping(len(gather.layout.entries)):
+                views = gather.layout.views(self.all[gather.start : gather.stop].view(gather.dtype))
+                views = self._views[key] = [view.detach() for view in views]
         return [view.detach() for view in views]
 
-    def _forget_many(self) -> None:
+    def _keeping(self, count: int) -> Any:
+        """A context for views that it keeps."""
         if self._made > 1000:  # of stages whose layouts change
             self._parts, self._views, self._made = {}, {}, 1
+        self._made += count
+        return torch.inference_mode(False)
 
     def unheld(self) -> bool:
         """Whether nothing refers to it, or to its memory, but the pool, which asks in a comprehension over a list."""
@@ -208,16 +209,14 @@ class Gathered:
         self.version: int | None = None
         self.stream = by.stream
         self.made_on = None if by.stream is None else by.stream.now()
-        # Training may find what inference has gathered.
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
-            self.memory = by.empty(plan.nbytes, shards[0], keeps)
-            self.buffer = self.memory.part(0, plan.nbytes, torch.uint8)
-            self.memory.under_way = True
-            if by.stream is None:
-                self._start(by)
-                return
-        with by.stream.starting():
+        self.memory = by.empty(plan.nbytes, shards[0], keeps)
+        self.buffer = self.memory.part(0, plan.nbytes, torch.uint8)
+        self.memory.under_way = True
+        if by.stream is None:
             self._start(by)
+        else:
+            with by.stream.starting():
+                self._start(by)
 
     def __del__(self) -> None:
         if self.works and self.stream is not None:
@@ -308,7 +307,7 @@ class Gathered:
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """The parameters as numbers of a dtype, once they are there."""
         self.wait()
-        return self.memory.part(0, self.plan.nbytes // dtype.itemsize * dtype.itemsize, dtype)
+        return self.memory.part(0, self.plan.nbytes // dtype.itemsize * dtype.itemsize, dtype).detach()
 
 
 def offset_in(own: Tensor, x: Tensor) -> int | None:

