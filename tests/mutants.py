@@ -97,10 +97,10 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "if y._version < n}",
             f"{FORWARD}::test_an_index_that_a_stage_returned_is_not_written_into_while_its_gradient_reads_it",
         ),
-        "a graph reads whether a tangent has a gradient": (
-            "watch is not None and not watch.traces and not on_cpu",
-            "False",
-            f"{GRAPHS}::test_a_product_with_a_hessian_has_a_graph_whatever_functions_make_of_nothing",
+        "the gradient of a tangent is lost": (
+            "        if cotangent is not None:\n            raise",
+            "        if False:\n            raise",
+            f"{FORWARD}::test_the_gradient_of_a_tangent_that_is_unpacked_is_refused",
         ),
         "gradients of pairs are taken without a graph": (
             "create_graph=True, allow_unused=True",
@@ -252,7 +252,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         "a function that runs again has torch's norms": (
             "contexts: list[Any] = [] if self.written is None else [self.written()]",
             "contexts: list[Any] = []",
-            f"{FORWARD}::test_each_order_and_choice_of_derivatives",
+            "tests/stages/test_stage_again.py::test_a_second_run_has_the_norms_of_the_first",
         ),
         "a second run may return any numbers": (
             "                if not difference <= rounding(part):",

@@ -374,27 +374,11 @@ class _Tangent(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor | None) -> Any:
         if cotangent is not None:
-            _refuse_gradient(ctx.stage, cotangent)
+            raise RuntimeError(
+                f"stage {ctx.stage!r}: the gradient of a tangent, in a shardfn.jvp of a function that closes over what "
+                f"is differentiated, or unpacks a tangent: pass it to jvp as a primal, or use torch.func.jvp"
+            )
         return (None, None) + (None,) * ctx.count
-
-
-def _refuse_gradient(stage: str, of_tangent: Tensor) -> None:
-    """Raises RuntimeError unless it is zeros, which a Function on the way may have made of nothing.
-
-    What an accelerator captures is looked at after each of its runs.
-    """
-    some = of_tangent.any()
-    wrong = (
-        f"stage {stage!r}: the gradient of a tangent, in a shardfn.jvp of a function that closes over what is "
-        f"differentiated: pass it to jvp as a primal, or use torch.func.jvp"
-    )
-    watch, on_cpu = capturing(), some.device.type == "cpu"
-    if watch is not None and not watch.traces and not on_cpu:
-        watch.late.append((some, lambda found: wrong if bool(found) else None))
-        return
-    with dispatch.outside_modes() if watch is not None and on_cpu else contextlib.nullcontext():
-        if bool(some):  # the host waits
-            raise RuntimeError(wrong)
 
 
 def nobodys(stage: str, tangent: Tensor, depends: Sequence[Tensor]) -> Tensor:

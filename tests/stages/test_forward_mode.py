@@ -876,6 +876,27 @@ def test_errors(world: World) -> None:
         assert "writes into" in found["returned"]
 
 
+def unpacked() -> list[str]:
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    params, v = (sf.shard({"only": whole(seed)["layers"][0]}, mesh, sf.full_shard("shard"))["only"] for seed in (0, 1))
+    x, found = normal(ROWS, D, seed=1), []
+    for remat in (False, True):
+        layer = sf.stage(mlp, remat=remat)
+
+        def loss(p: Any, layer: Any = layer) -> Tensor:
+            y = layer(p, x)
+            return (y * torch.autograd.forward_ad.unpack_dual(y).tangent).sum()
+
+        found.append(told(lambda loss=loss: sf.jvp(sf.grad(loss), (params,), (v,))))
+    return found
+
+
+@two
+def test_the_gradient_of_a_tangent_that_is_unpacked_is_refused(world: World) -> None:
+    for found in world.run(unpacked):
+        assert all("the gradient of a tangent, in a shardfn.jvp" in text for text in found)
+
+
 @pytest.mark.parametrize("activation", [torch.tanh, F.silu, F.gelu])
 def test_product_with_a_hessian_goes_through_vmap_of_a_product_with_a_matrix(activation: Any) -> None:
     draw = torch.Generator().manual_seed(0)

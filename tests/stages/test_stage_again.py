@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
+from shardfn.compat.norms import WrittenOut
 from shardfn.testing import World
 from tests.models import distance, everyone, layer, normal, squares, variables
 from tests.reference import worst
@@ -215,3 +216,26 @@ def overwritten() -> float:
 @pytest.mark.world(2, "threads")
 def test_a_result_that_is_overwritten_is_compared_as_it_was(world: World) -> None:
     assert worst(world.run(overwritten)) < 1e-12
+
+
+def written_out() -> float:
+    """A forward where norms are elementary operations, and a backward that runs it again where they are torch's."""
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    (flat,), x = sf.shard([{"w": normal(D, D, seed=1)}], mesh, sf.full_shard("shard")), rows(0)
+
+    def norm(p: Any, x: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(x @ p["w"], (D,)).sin()
+
+    found = []
+    for remat in (False, True):
+        (leaf,) = variables([flat])
+        with WrittenOut():
+            loss = sf.stage(norm, remat=remat)(leaf, x).square().sum()
+        loss.backward()
+        found.append(leaf.values.grad)
+    return distance(*found)
+
+
+@pytest.mark.world(2)
+def test_a_second_run_has_the_norms_of_the_first(world: World) -> None:
+    assert worst(world.run(written_out)) < 1e-12
