@@ -720,7 +720,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         "pieces of shards are nothing to the checker": (
             "            if is_unit(leaf.value):\n                allowed",
             "            if is_flat(leaf.value):\n                allowed",
-            "tests/optim/test_kfac.py::test_steps_are_the_papers",
+            "tests/check/test_kinds.py::test_a_piece_of_a_shard_is_the_same_on_all_replicas",
         ),
         "ranks that end their records at different places differ in what comes after": (
             "absent=not trace.prefix",

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardfn as sf
 from shardfn import P
 from shardfn.check import callsites, findings
+from shardfn.shards.pieces import units
 from shardfn.testing import World, WorldError, world
 
 
@@ -289,3 +290,22 @@ def test_who_takes_steps_of_each_rank_under_no_spec_is_told_where_pvary_stands(r
         assert re.search(
             "gradient: .*each rank takes steps of its own, write it outside of what is differentiated", said
         )
+
+
+def piece_that_varies(varies: bool) -> Any:
+    mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
+    flat = sf.shard({"w": torch.ones(4, 4)}, mesh, sf.hybrid_shard(shard="shard", replica="replica"))
+
+    @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
+    def part(flat: Any) -> Any:
+        (unit,) = units(flat).each
+        return unit.part(unit.entries, 0, 4, (unit.values + varies * sf.axis_index("replica"))[:4])
+
+    return part(flat).values.sum()
+
+
+@pytest.mark.world(4)
+def test_a_piece_of_a_shard_is_the_same_on_all_replicas(world: World) -> None:
+    world.run(piece_that_varies, False)
+    with pytest.raises(WorldError, match="replica"):
+        world.run(piece_that_varies, True)
