@@ -60,8 +60,8 @@ from shardfn.shards.random import fold_in
 from shardfn.shards.replicated import assert_replicated
 from shardfn.shards.sharding import shard, shard_named
 from shardfn.shards.unsharding import unshard
-from shardfn.stages.options import offload
 from shardfn.stages.stage import layers, skip, stage
+from shardfn.tiers.activations import offload
 from shardfn.transforms.accumulate import accumulate
 from shardfn.transforms.autodiff import grad, value_and_grad
 from shardfn.transforms.graphed import graphed

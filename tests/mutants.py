@@ -510,7 +510,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             BITS,
         ),
     },
-    "stages/activation_offload.py": {
+    "tiers/activations.py": {
         "memory of what comes back is free at once": (
             "        activation.back.record_stream(side)",
             "        pass",
@@ -518,7 +518,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "[a gradient in the middle]",
         ),
     },
-    "stages/returned.py": {
+    "stages/written.py": {
         "bytes are not compared after a call": (
             "            number = first_written(self.twins, self.before)",
             "            number = None",

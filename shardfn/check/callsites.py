@@ -244,7 +244,7 @@ _STAND_INS = (
 _OPS = _native("collectives/functional.py", "collectives/ops.py", "compat/dispatch.py")
 """Files that implement ops, whoever calls them."""
 _ENGINE = _native(
-    "stages/reduction.py", "stages/compressed.py", "stages/activation_offload.py", "collectives/into_buffers.py",
+    "stages/reduction.py", "collectives/compressed.py", "tiers/activations.py", "collectives/into_buffers.py",
     "collectives/messages.py", "collectives/agree.py",
 )  # fmt: skip
 """Files that fill and free memory that belongs to none of the user's values."""

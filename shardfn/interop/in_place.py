@@ -19,7 +19,7 @@ from shardfn.mesh.scope import current_mesh, scope_of
 from shardfn.mesh.spec import joined
 from shardfn.quoting import listed
 from shardfn.shards.layout import Layout, assemble, flat_shards, is_stage, stage_shards
-from shardfn.stages.returned import first_written, sums_of
+from shardfn.stages.written import first_written, sums_of
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from shardfn.mesh.scope import mesh_of
 from shardfn.mesh.spec import is_dtensor, joined
 from shardfn.quoting import listed
 from shardfn.shards.layout import flat_shards
-from shardfn.stages.returned import keeps_numbers
+from shardfn.stages.written import keeps_numbers
 
 OF_TORCH = ("_parameters", "_buffers", "_modules")
 

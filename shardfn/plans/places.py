@@ -25,8 +25,8 @@ _PARTS = {
     "stages/gather.py": "gathered",
     "stages/gather_stream.py": "gathered",
     "stages/reduction.py": "reducing",
-    "stages/compressed.py": "reducing",
-    "stages/activation_offload.py": "activations",
+    "collectives/compressed.py": "reducing",
+    "tiers/activations.py": "activations",
     "optim/": "update",
 }
 

@@ -25,8 +25,8 @@ from shardfn.shards.layout import FlatShard, Layout
 from shardfn.stages.options import Options
 from shardfn.stages.recorded import record_parameters
 from shardfn.stages.refusals import refuse_mixed, writes
-from shardfn.stages.returned import snapshot
 from shardfn.stages.signature import Signature, cast, cast_all, wire_of
+from shardfn.stages.written import snapshot
 
 
 def composed(signature: Signature, leaves: Sequence[Any], mesh: DeviceMesh) -> Any:

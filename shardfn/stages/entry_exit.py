@@ -26,15 +26,14 @@ from shardfn.mesh.axes import known_axes
 from shardfn.mesh.scope import current_mesh, scope
 from shardfn.quant.packed import Packed
 from shardfn.stages import nonfinite
-from shardfn.stages.activation_offload import offloading
 from shardfn.stages.gather import Gathered, Secondary, offset_in
-from shardfn.stages.options import Offload
 from shardfn.stages.recompute import Recomputed
 from shardfn.stages.recorded import record_parameters
 from shardfn.stages.refusals import refuse_mixed, writes
-from shardfn.stages.returned import Snapshot, snapshot
 from shardfn.stages.saved import DecodedParameter, Place, hooks
 from shardfn.stages.signature import GatherPlan, Signature, cast, cast_all
+from shardfn.stages.written import Snapshot, snapshot
+from shardfn.tiers.activations import Offload, offloading
 from shardfn.transforms.step import Step
 
 if TYPE_CHECKING:

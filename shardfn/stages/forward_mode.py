@@ -22,12 +22,12 @@ from torch import Tensor
 
 from shardfn.collectives.capturing import capturing
 from shardfn.collectives.ledger import ledger
-from shardfn.compat import autograd, dispatch, functorch, modes, together
+from shardfn.compat import autograd, functorch, modes, together
 from shardfn.quoting import short
 from shardfn.shards.layout import FlatShard
-from shardfn.stages.options import Offload
 from shardfn.stages.refusals import writes
 from shardfn.stages.signature import Signature, signature_of
+from shardfn.tiers.activations import Offload
 from shardfn.transforms.autodiff import detached, moves
 from shardfn.transforms.jvp import WRITES, belonging, running
 from shardfn.transforms.shortage import RandomNumbers

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn.collectives.compressed import zero_padding
 from shardfn.collectives.into_buffers import (
     Communicator,
     Handle,
@@ -31,7 +32,6 @@ from shardfn.collectives.into_buffers import (
 from shardfn.collectives.late_checks import check
 from shardfn.compat import devices
 from shardfn.compat.autograd import references, storage_of
-from shardfn.stages.compressed import zero_padding
 from shardfn.stages.gather_stream import Copied, GatherStream
 from shardfn.stages.signature import Gather, GatherPlan
 from shardfn.tiers.offload import DiskPrefetch

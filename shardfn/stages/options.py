@@ -5,58 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from shardfn.quant.formats import Format, check_format
-
-Where = Literal["host", "disk"]
-
-
-@dataclass(frozen=True)
-class Offload:
-    """Activations that leave the device, as made by `offload`."""
-
-    to: Where
-    above: int
-
-    def moves(self, device_type: str) -> bool:
-        """Whether anything leaves a device of this type: a CPU's memory is the host's."""
-        return self.to == "disk" or device_type != "cpu"
-
-
-def offload(to: Where = "host", above: int = 2**20) -> Offload:
-    """A value for `stage(remat=...)`: activations leave the device in forward, and return in time for backward.
-
-    They leave while the function goes on, and return while the backward of the following call computes; the bytes in
-    flight are bounded. A tensor that is saved several times moves once. A stage's other arguments leave too, so the
-    memory of a call does not grow with its activations. Gradients are those of `remat=False`, bit for bit.
-
-    Args:
-        to: "host", pinned memory of the host, which changes nothing on a CPU mesh; "disk", this rank's own file in the
-            folder of `make_mesh(scratch=...)` or of the environment variable `SHARDFN_SCRATCH`.
-        above: bytes; smaller tensors stay on the device.
-
-    Raises:
-        ValueError: there is no such place; a negative number of bytes.
-        TypeError: `above` is not an int.
-
-    Example:
-        ``block = stage(block, remat=sf.offload("disk"))`` on ``make_mesh(shard=-1, scratch="/local/nvme")``
-
-    Source:
-        Rajbhandari et al. 2021, ZeRO-Infinity: activations that are needed again go to slower memory.
-    """
-    if to not in get_args(Where):
-        raise ValueError(f'offload: to={to!r}; it is "host" or "disk"')
-    if not isinstance(above, int) or isinstance(above, bool):
-        raise TypeError(f"offload: above={above!r}; it is a number of bytes")
-    if above < 0:
-        raise ValueError(f"offload: above={above}; it is a number of bytes, 0 or more")
-    return Offload(to, above)
-
+from shardfn.tiers.activations import Offload, offload
 
 Remat = bool | Literal["offload"] | Offload | Callable[..., Any] | Sequence[Any]
 

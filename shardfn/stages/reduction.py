@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardfn.collectives import compressed
 from shardfn.collectives.into_buffers import (
     Communicator,
     Handle,
@@ -34,7 +35,6 @@ from shardfn.mesh import waiting
 from shardfn.quant.formats import Format
 from shardfn.shards.layout import ALIGNMENT, Layout
 from shardfn.shards.placement import Tier
-from shardfn.stages import compressed
 from shardfn.stages.scratch import Scratch
 from shardfn.tiers import placing
 from shardfn.tiers.offload import GradOffload

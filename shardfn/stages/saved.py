@@ -10,7 +10,7 @@ from torch import Tensor
 from shardfn.check import recording
 from shardfn.compat import autograd
 from shardfn.quant.packed import Packed
-from shardfn.stages.activation_offload import View
+from shardfn.tiers.activations import View
 
 if TYPE_CHECKING:
     from shardfn.stages.entry_exit import Call

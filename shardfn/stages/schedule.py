@@ -37,7 +37,6 @@ from shardfn.mesh.lanes import in_lane, lane
 from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import independent_axes, refuse_independent, scope
 from shardfn.stages import nonfinite
-from shardfn.stages.activation_offload import Away
 from shardfn.stages.consistency import callers, compare, lane_state
 from shardfn.stages.entry_exit import Call, named, names_stages
 from shardfn.stages.forward_mode import Pairs
@@ -48,6 +47,7 @@ from shardfn.stages.recorded import record_gradients, record_sum
 from shardfn.stages.reduction import Dtypes, Level, Reduction, Reductions, Route
 from shardfn.stages.replay import RngAndAutocast
 from shardfn.stages.signature import Gather, GatherPlan, Signature
+from shardfn.tiers.activations import Away
 from shardfn.tiers.offload import GradOffload
 from shardfn.transforms.step import Step, current_step
 

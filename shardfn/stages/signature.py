@@ -16,12 +16,12 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.collectives.compressed import Wire
 from shardfn.compat import process_groups
 from shardfn.quant.formats import Format
 from shardfn.quant.packed import Packed, is_packed
 from shardfn.shards.layout import ALIGNMENT, Layout, assemble, is_stage, stage_shards
 from shardfn.shards.placement import Keep, keep_of
-from shardfn.stages.compressed import Wire
 from shardfn.stages.options import Options
 
 

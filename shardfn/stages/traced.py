@@ -24,11 +24,11 @@ from shardfn.compat.modes import DispatchMode, innermost_unseen
 from shardfn.mesh.lanes import in_lane
 from shardfn.stages.entry_exit import Call
 from shardfn.stages.gather import Gathered, offset_in
-from shardfn.stages.options import Offload
 from shardfn.stages.reduction import PendingReduction, Reduction
 from shardfn.stages.replay import RngAndAutocast
 from shardfn.stages.schedule import CallTape, Schedule, Wanted, schedule_of
 from shardfn.stages.signature import Gather, GatherPlan, Signature
+from shardfn.tiers.activations import Offload
 from shardfn.transforms.step import GradientSum, Step, wider
 
 

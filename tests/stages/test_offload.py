@@ -26,7 +26,7 @@ from tests.heard import heard
 from tests.models import squares, variables
 
 on_threads = pytest.mark.world(2, "threads")
-away: Any = importlib.import_module("shardfn.stages.activation_offload")
+away: Any = importlib.import_module("shardfn.tiers.activations")
 D = 4
 EVERYTHING = sf.offload("disk", above=0)
 Function = Callable[[Any, Tensor], Tensor]

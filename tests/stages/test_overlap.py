@@ -128,9 +128,9 @@ def beside(**options: Any) -> tuple[int, int, list[int]]:
         clock, line = device.clocks.now(stream).clock, device.clocks.where()
         if what == "aten::tanh_backward":
             before.append(sum(clock.get(other, 0) >= time for other, time in added) // 3)  # from 3 other ranks
-        if line.startswith(("shardfn/quant/", "shardfn/stages/compressed.py")) and "alltoall" not in what:
+        if line.startswith(("shardfn/quant/", "shardfn/collectives/compressed.py")) and "alltoall" not in what:
             on.append(stream)
-        if what == "aten::add_.Tensor" and line.startswith("shardfn/stages/compressed.py"):
+        if what == "aten::add_.Tensor" and line.startswith("shardfn/collectives/compressed.py"):
             added.append((stream, clock[stream]))
 
     computing = by_the_clocks(lambda: sf.value_and_grad(looping("as_given", **options)), hear)

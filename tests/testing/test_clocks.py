@@ -14,8 +14,9 @@ from torch import Tensor
 import shardfn as sf
 from shardfn.collectives import late_checks
 from shardfn.compat import process_groups
-from shardfn.stages import activation_offload, gather, reduction
+from shardfn.stages import gather, reduction
 from shardfn.testing import simulated, world
+from shardfn.tiers import activations
 
 # --- programs of a few lines ---
 
@@ -164,7 +165,7 @@ class Ignored:
 
 
 def no_wait_for_events(patch: Any) -> None:
-    patch.setattr(activation_offload.Away, "_now", lambda self: NoWaits(), raising=True)
+    patch.setattr(activations.Away, "_now", lambda self: NoWaits(), raising=True)
 
 
 class NoWaits(torch.Stream):

@@ -13,15 +13,13 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.compat import autograd, dynamo, functorch
-from shardfn.stages.options import Offload
-from shardfn.stages.signature import Signature
 from shardfn.tiers import mapping, placing, tensors
 from shardfn.tiers.tensors import ALIGNMENT, File
 from shardfn.tiers.transfers import Buffer, Reading, Transfer, reading, writing
@@ -34,16 +32,63 @@ SPARSE = 8  # a range with more than this many times the bytes of the saved tens
 _log = logging.getLogger("shardfn")
 
 
+Where = Literal["host", "disk"]
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Activations that leave the device, as made by `offload`."""
+
+    to: Where
+    above: int
+
+    def moves(self, device_type: str) -> bool:
+        """Whether anything leaves a device of this type: a CPU's memory is the host's."""
+        return self.to == "disk" or device_type != "cpu"
+
+
+def offload(to: Where = "host", above: int = 2**20) -> Offload:
+    """A value for `stage(remat=...)`: activations leave the device in forward, and return in time for backward.
+
+    They leave while the function goes on, and return while the backward of the following call computes; the bytes in
+    flight are bounded. A tensor that is saved several times moves once. A stage's other arguments leave too, so the
+    memory of a call does not grow with its activations. Gradients are those of `remat=False`, bit for bit.
+
+    Args:
+        to: "host", pinned memory of the host, which changes nothing on a CPU mesh; "disk", this rank's own file in the
+            folder of `make_mesh(scratch=...)` or of the environment variable `SHARDFN_SCRATCH`.
+        above: bytes; smaller tensors stay on the device.
+
+    Raises:
+        ValueError: there is no such place; a negative number of bytes.
+        TypeError: `above` is not an int.
+
+    Example:
+        ``block = stage(block, remat=sf.offload("disk"))`` on ``make_mesh(shard=-1, scratch="/local/nvme")``
+
+    Source:
+        Rajbhandari et al. 2021, ZeRO-Infinity: activations that are needed again go to slower memory.
+    """
+    if to not in get_args(Where):
+        raise ValueError(f'offload: to={to!r}; it is "host" or "disk"')
+    if not isinstance(above, int) or isinstance(above, bool):
+        raise TypeError(f"offload: above={above!r}; it is a number of bytes")
+    if above < 0:
+        raise ValueError(f"offload: above={above}; it is a number of bytes, 0 or more")
+    return Offload(to, above)
+
+
 class CallOfStage(Protocol):
     """What is asked of a call.
 
     Attributes:
+        signature: the stage's name and options.
         away: weak references to its activations that have left.
         index: its position on the tape.
         done: whether its backward has run.
     """
 
-    signature: Signature
+    signature: Any
     away: list[Any]
     index: int
     done: bool
