@@ -319,11 +319,6 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
     },
     "stages/entry_exit.py": {
-        "axes of a saved parameter": (
-            "self.recorder.values.keep(x, self.node)",
-            "pass",
-            f"{TRAPS}::test_a_saved_weight_is_known_to_be_the_same_on_ranks",
-        ),
         "a second run only where a graph asks for it": (
             "            frame.second()",
             "            pass",
@@ -379,13 +374,44 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "        if True:\n",
             f"{ACCUMULATE}::test_uneven_micro_batches_on_processes",
         ),
+    },
+    "stages/saved.py": {
+        "axes of a saved parameter": (
+            "self.noted[0].values.keep(x, self.noted[1])",
+            "pass",
+            f"{TRAPS}::test_a_saved_weight_is_known_to_be_the_same_on_ranks",
+        ),
+    },
+    "stages/routes.py": {
         "narrow gradients are added where they arrive": (
             "(summed.itemsize >= 4 or shard.axis.size == 2)",
             "True",
             NARROW,
         ),
     },
+    "stages/prefetch.py": {
+        "versions do not count in keys": (
+            "*map(id, shards), *versions)",
+            "*map(id, shards))",
+            f"{OWN}::test_parameters_that_change_when_they_are_gathered_already",
+        ),
+        "no buffer stays for backward": (
+            "if places > 0 else ())",
+            "if False else ())",
+            f"{TRAPS}::test_a_stage_that_is_made_anew_agrees_once",
+        ),
+    },
     "stages/gather.py": {
+        "a buffer that somebody holds is handed out": (
+            "references(storage) == (3, 1 + self._made)",
+            "storage is not None",
+            f"{TRAPS}::test_gradients_are_those_of_one_process",
+        ),
+        "a buffer is handed out while backward reads it": (
+            "// dtype.itemsize * dtype.itemsize, dtype).detach()",
+            "// dtype.itemsize * dtype.itemsize, dtype)",
+            "tests/stages/test_second_runs.py::test_gradients_are_those_without_remat_with_other_options",
+        ),
         "tags are not looked at": (
             "if torch.equal(tail, gather.tag):",
             "if True:",
@@ -427,11 +453,6 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "turn = call.index % 2",
             f"{RANKS}::test_hops_begin_in_one_order_whatever_else_is_on_a_ranks_tape[hybrid_shard]",
         ),
-        "versions do not count in keys": (
-            "*map(id, shards), *versions)",
-            "*map(id, shards))",
-            f"{OWN}::test_parameters_that_change_when_they_are_gathered_already",
-        ),
         "each rank decides what backward gathers": (
             "functional.psum(flags, callers(self.mesh, signature)).tolist()",
             "flags.tolist()",
@@ -441,11 +462,6 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "if computing:",
             "if True:",
             "tests/stages/test_skip.py::test_what_all_ranks_skip_at_first_is_gathered_as_ever_later",
-        ),
-        "no buffer stays for backward": (
-            "if places > 0 else ())",
-            "if False else ())",
-            f"{TRAPS}::test_a_stage_that_is_made_anew_agrees_once",
         ),
         "what backward does not ask for is kept": (
             'keeps and (asks is not False or signature.keep == "step")',

@@ -25,7 +25,7 @@ from shardfn.shards.layout import FlatShard, Layout
 from shardfn.stages.options import Options
 from shardfn.stages.recorded import record_parameters
 from shardfn.stages.refusals import refuse_mixed, writes
-from shardfn.stages.signature import Signature, cast, cast_all, wire_of
+from shardfn.stages.signature import GatherPlan, Signature, cast, cast_all, wire_of
 from shardfn.stages.written import snapshot
 
 
@@ -113,3 +113,29 @@ def in_function(name: str, function: Callable[..., Any], args: Any, kwargs: Any)
         dynamo.refuse_compiling(f"stage {name}")
     args, kwargs = optree.tree_unflatten(tree, [x.decoded() if type(x) is Packed else x for x in nodes])
     return function(*args, **kwargs)
+
+
+def transposed(
+    plan: GatherPlan, shards: Sequence[Tensor], trains: Sequence[bool], gradients: Sequence[Sequence[Tensor | None]]
+) -> list[Tensor | None]:
+    """The gradients of shards by those of parameters, by collectives that can be differentiated again."""
+    found: list[Tensor | None] = []
+    for gather, shard, yes, parameters in zip(plan.each, shards, trains, gradients, strict=True):
+        if not yes:
+            found.append(None)
+            continue
+        layout, placement = gather.layout, gather.layout.placement
+        parts, at = [], 0
+        # Depends on something that has a gradient, so that its own backward runs on all ranks or on none.
+        anchor = shard.new_zeros((), dtype=gather.dtype).requires_grad_()
+        for entry, g in zip(layout.entries, parameters, strict=True):
+            parts.append(anchor.expand(entry.offset - at))
+            parts.append(anchor.expand(entry.numel) if g is None else g.reshape(-1))
+            at = entry.offset + entry.numel
+        flat = torch.cat([*parts, anchor.expand(layout.padded - at)]).to(shard.dtype)
+        if layout.size > 1:
+            flat = functional.reduce_scatter(flat, placement.axes)
+        if layout.grid.size(placement.replicas) > 1:
+            flat = functional.psum(flat, placement.replicas)
+        found.append(flat)
+    return found

@@ -26,6 +26,7 @@ from shardfn.mesh.axes import known_axes
 from shardfn.mesh.scope import current_mesh, scope
 from shardfn.quant.packed import Packed
 from shardfn.stages import nonfinite
+from shardfn.stages.composition import transposed
 from shardfn.stages.gather import Gathered, Secondary, offset_in
 from shardfn.stages.recompute import Recomputed
 from shardfn.stages.recorded import record_parameters
@@ -37,7 +38,8 @@ from shardfn.tiers.activations import Offload, offloading
 from shardfn.transforms.step import Step
 
 if TYPE_CHECKING:
-    from shardfn.stages.schedule import CallTape, Schedule
+    from shardfn.stages.schedule import Schedule
+    from shardfn.stages.tape import CallTape
 
 
 NOTHING = contextlib.nullcontext()
@@ -375,7 +377,8 @@ class Call:
             first = next((g for g in gradients if g is not None), None)
             if torch.is_grad_enabled() or (first is not None and functorch.batched(first)):
                 self.stays = True  # a pass through this graph must not communicate where its own nodes say so
-                return schedule.transposed(self, parted)
+                with scope(schedule.mesh):
+                    return transposed(self.plan, self.shards, self.trains, parted)
             if debugging.nan:
                 nonfinite.after_backward(schedule.mesh, self, self.bad, parted)
             found = schedule.reduce(self, parted)

@@ -1,12 +1,35 @@
-"""The order of stages that `layers` announces."""
+"""What is gathered or under way, and what is gathered early.
+
+Two lists say what comes next: the order that `layers` announced, and the calls of this step so far, which backward
+follows in reverse. Both depend on layouts and on the order of calls alone, so all ranks start the same gathers.
+"""
 
 from __future__ import annotations
 
-from torch import Tensor
+import itertools
+import math
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardfn.collectives.into_buffers import Communicator, communicator_of
+from shardfn.collectives.ledger import record_buffers
+from shardfn.collectives.ledger import recording as ledger_open
+from shardfn.compat import autograd, functorch
+from shardfn.mesh import waiting
+from shardfn.mesh.axes import device_of, sizes
 from shardfn.shards.layout import Layout
+from shardfn.stages.entry_exit import Call, named
+from shardfn.stages.gather import Gathered, Gathering, Secondary
+from shardfn.stages.signature import Gather, GatherPlan
+from shardfn.stages.tape import CallTape, Key
 
 Group = tuple[tuple[Layout, ...], tuple[Tensor, ...]]  # the shards of one stage
+_numbers = itertools.count(1)
 
 
 class PrefetchOrder:
@@ -25,3 +48,231 @@ class PrefetchOrder:
             return None
         self.at = next((i for i in places if i >= self.at), places[0]) + 1  # a shard may occur several times
         return self.groups[self.at : self.at + count]
+
+
+class Wanted(NamedTuple):
+    """A gather that is needed, or likely to be next: what it is known by, and how to start it."""
+
+    key: Key
+    plan: GatherPlan
+    shards: Sequence[Tensor]
+    of: Sequence[Tensor]  # the shards by which it is known
+    again: bool = False
+    keeps: bool = False
+
+
+def key_of(plan: GatherPlan, shards: Sequence[Tensor], versions: Sequence[int]) -> Key:
+    """What a buffer is known by, while it holds these tensors."""
+    changing = next(_numbers) if -1 in versions else 0
+    return (plan, changing, *map(id, shards), *versions)
+
+
+ORDERS = 4  # most announced orders
+
+
+class Prefetch:
+    """What the stages of one lane have gathered on one mesh.
+
+    Attributes:
+        buffers: what is gathered or under way, by what it was made of; who needs one holds it, too.
+        kept: the same, for calls that keep it until the step ends.
+        orders: orders that `layers` announced, the latest last.
+        last: by the layouts of a stage, how its last call gathered it, and whether it kept that; the next is expected
+            to do the same.
+        tape: of the calls that are made now.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh, self.device = weakref.ref(mesh), device_of(mesh)
+        self._communicators: dict[tuple[str, ...], Communicator | None] = {}
+        self.gathering = Gathering(self.device, self.communicator)
+        self.buffers: dict[Key, Gathered] = {}
+        self.kept: dict[Key, Gathered] = {}
+        self.orders: deque[PrefetchOrder] = deque(maxlen=ORDERS)
+        self.last: dict[Any, tuple[GatherPlan, bool]] = {}
+        self.tape = CallTape(None)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh; held weakly."""
+        mesh = self._mesh()
+        assert mesh is not None, "a mesh whose stages run is alive"
+        return mesh
+
+    def communicator(self, names: tuple[str, ...]) -> Communicator | None:
+        """The communicator along these axes; None if there is one rank along them."""
+        if names not in self._communicators:
+            several = math.prod(sizes(self.mesh)[name] for name in names) > 1
+            self._communicators[names] = communicator_of(self.mesh, names) if several else None
+        return self._communicators[names]
+
+    # --- in forward ---
+
+    def announce(self, order: PrefetchOrder) -> None:
+        """Announces stages in the order of their use, until it is withdrawn or the step ends."""
+        self.withdraw(order)
+        if not functorch.inside_transform():  # where nothing is gathered ahead
+            self.orders.append(order)
+
+    def withdraw(self, order: PrefetchOrder) -> None:
+        """Takes an order back: all its stages have been called."""
+        if order in self.orders:
+            self.orders.remove(order)
+
+    def _gathered(self, call: Call) -> Gathered:
+        own = Wanted(call.key, call.plan, call.shards, call.shards, keeps=call.keeps)
+        self._turn(call, [own, *self.announced(call)])
+        gathered = self._found(call.key)
+        assert gathered is not None, "it has been started"
+        if call.keeps:
+            self._keep(call, gathered)
+        try:
+            gathered.wait()
+        except RuntimeError as error:
+            self.forget(gathered)
+            raise RuntimeError(
+                f"stage {call.signature.name}: gathering its parameters failed on this rank: {error}"
+            ) from waiting.cause(error)
+        return gathered
+
+    def _found(self, key: Key) -> Gathered | None:
+        """What is there, or under way."""
+        found = self.buffers.get(key) or self.kept.get(key)
+        if found is None and key in self.tape.held:
+            found = self.tape.held[key][0]
+        return found
+
+    def _keep(self, call: Call, gathered: Gathered) -> None:
+        """Keeps what was gathered until the step ends, or until the last call that keeps it has had its backward."""
+        if call.signature.keep == "step" and call.step is not None:
+            self.kept[call.key] = gathered
+            call.step.meet(call.schedule)
+        elif call.tape is not None:
+            call.tape.held.setdefault(call.key, [gathered, 0])[1] += 1
+            self.buffers.pop(call.key, None)
+
+    def announced(self, call: Call) -> list[Wanted]:
+        """The stages that `layers` announced to come next, if a call has shown how they are gathered."""
+        signature, count = call.signature, call.signature.options.prefetch
+        self.last[signature.layouts] = call.plan, call.keeps
+        groups = None
+        for order in reversed(self.orders):
+            groups = order.after(call.shards[0], 2 * count)
+            if groups is not None:
+                break
+        found = []
+        for layouts, shards in (groups or ())[:count]:
+            plan, keeps = self.last.get(layouts, (None, False))
+            if plan is not None and plan.nbytes and -1 not in (versions := autograd.versions_of(shards)):
+                found.append(Wanted(key_of(plan, shards, versions), plan, shards, shards, keeps=keeps))
+        for layouts, shards in (groups or ())[count:]:
+            self._announce(layouts, shards)
+        return found
+
+    def _announce(self, layouts: Sequence[Any], shards: Sequence[Tensor]) -> None:
+        """Starts to read shards from disk that will be gathered after those that are gathered now."""
+        for layout, shard in zip(layouts, shards, strict=True):
+            if layout.placement.tiers.params == "disk":
+                self.gathering.disk.announce(shard)
+
+    def _turn(self, call: Call, wanted: Sequence[Wanted]) -> None:
+        """Starts what is needed now and what is likely to be next.
+
+        Lets go of all else, which those hold who need it; but where less comes next than may be gathered early, what
+        came last stays in its place, as backward begins with that.
+        """
+        stays = {one.key for one in wanted}
+        places = 1 + call.signature.options.prefetch - (len(stays) - call.keeps)
+        stays.update([key for key in reversed(self.buffers) if key not in stays][:places] if places > 0 else ())
+        for key in [key for key in self.buffers if key not in stays]:
+            self.buffers.pop(key).wait()  # if nobody used it, its memory is written to until it has come
+        for one in wanted:
+            found = self._found(one.key)
+            if found is None:
+                with named(one.key[0].stage):
+                    found = self.start(call, one)
+                found.of = one.of
+            self.buffers.pop(one.key, None)
+            self.buffers[one.key] = found  # as the latest
+
+    def start(self, call: Call, one: Wanted) -> Gathered:
+        """Starts a gather, for a call."""
+        if ledger_open():
+            pieces = {id(x): x.nbytes for kept in self.tape.secondary.values() for x in kept.shards}
+            record_buffers(self.gathering.pool.nbytes() + sum(pieces.values()))
+        return Gathered(one.plan, one.shards, self.gathering, one.again, one.keeps)
+
+    def forget(self, gathered: Gathered) -> None:
+        """What was gathered must not be used again."""
+        for store in (self.buffers, self.kept):
+            for key in [key for key, other in store.items() if other is gathered]:
+                del store[key]
+
+    def leave(self, call: Call, gathered: Gathered) -> None:
+        """Ends the use of what was gathered in forward; keeps pieces from which backward gathers, if they are larger
+        than the shards.
+        """
+        if call.tape is None:  # no backward comes, and shards may change unseen until the next call
+            self.buffers.pop(call.key, None)
+        plan = call.plan.secondary
+        if plan is None or not isinstance(call.signature.keep, tuple) or call.tape is None or call.again is False:
+            return
+        secondary = call.tape.secondary
+        if call.key not in secondary:
+            shards = [
+                shard if gather is secondary else self.piece(gathered, secondary)
+                for gather, secondary, shard in zip(call.plan.each, plan.each, call.shards, strict=True)
+            ]
+            secondary[call.key] = Secondary(plan, tuple(shards))
+        call.secondary = secondary[call.key]
+
+    def piece(self, gathered: Gathered, gather: Gather) -> Tensor:
+        """A copy of this rank's own part of what was gathered, from which backward gathers."""
+        comm = self.communicator(gather.layout.placement.axes)
+        return gathered.piece(gather, 0 if comm is None else comm.axis.index)
+
+    # --- in backward ---
+
+    def gather_again(self, call: Call) -> None:
+        """Starts to gather a call's parameters for backward, and those of the calls before it."""
+        if call.again:
+            self._turn(call, [self._again(call), *self.before(call)])
+            call.gathered = self._found(call.key)
+        else:  # no exit told the other ranks' that it is needed, but they have the same call
+            call.gathered = self.start(call, self._again(call))
+
+    def _again(self, call: Call) -> Wanted:
+        if autograd.versions_of(call.shards) != call.versions:
+            raise RuntimeError(
+                f"{call.signature}: a shard has been modified by an inplace operation between forward and backward, "
+                f"which would compute with other numbers: update parameters after backward"
+            )
+        if call.secondary is not None:
+            return Wanted(call.key, call.secondary.plan, call.secondary.shards, call.shards, again=True)
+        return Wanted(call.key, call.plan, call.shards, call.shards, again=True)
+
+    def before(self, call: Call) -> list[Wanted]:
+        """The gathers of the calls whose backward comes next."""
+        found = []
+        gathers = announcements = call.signature.options.prefetch
+        for other in reversed(call.tape.runs[: call.index]) if call.tape is not None else ():
+            if gathers == announcements == 0:
+                break
+            if other.done or not other.again:
+                continue
+            if gathers == 0:
+                if other.secondary is None:
+                    self._announce(other.signature.layouts, other.shards)
+                announcements -= 1
+                continue
+            if other.key != call.key:
+                found.append(self._again(other))
+            gathers -= 1
+        return found
+
+    def _drop_buffers(self, waits: bool = True) -> None:
+        for store in (self.buffers, self.kept):
+            for gathered in store.values() if waits else ():
+                gathered.wait()
+            store.clear()
+        self.gathering.pool.trim()

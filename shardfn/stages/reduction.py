@@ -11,8 +11,7 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ from shardfn.collectives.into_buffers import (
     arrived,
     reduce_scatter,
     scatter_pieces,
-    transport,
 )
 from shardfn.collectives.late_checks import check
 from shardfn.collectives.ledger import attributed_to
@@ -34,99 +32,13 @@ from shardfn.debugging import debugging
 from shardfn.mesh import waiting
 from shardfn.quant.formats import Format
 from shardfn.shards.layout import ALIGNMENT, Layout
-from shardfn.shards.placement import Tier
+from shardfn.stages.routes import Memory, Reduction
 from shardfn.stages.scratch import Scratch
 from shardfn.tiers import placing
 from shardfn.tiers.offload import GradOffload
 from shardfn.transforms.step import Defer, GradientSum, Step, wider
 
 _HOST = torch.device("cpu")
-Memory = tuple[int, int]  # index of a stage's buffer, and which of its two scratch memories
-
-
-class Level(NamedTuple):
-    """A scatter along one of several axes.
-
-    Attributes:
-        along: the communicator of the axis.
-        before: number of pieces along the axes before it, which are scattered later.
-    """
-
-    along: Communicator
-    before: int
-
-    def ordered(self, flat: Tensor) -> Tensor:
-        """A buffer rearranged so that the elements for each rank are contiguous."""
-        return (
-            flat if self.before == 1 else flat.view(self.before, self.along.axis.size, -1).transpose(0, 1).reshape(-1)
-        )
-
-
-@dataclass(frozen=True)
-class Route:
-    """Communicators along which a gradient is scattered and then summed; None where there is one rank.
-
-    Attributes:
-        shard: for the first scatter.
-        split: for the second scatter, of each piece.
-        replica: for the sum.
-        levels: scatters along one axis each, in place of the first scatter.
-    """
-
-    shard: Communicator | None
-    split: Communicator | None
-    replica: Communicator | None
-    levels: tuple[Level, ...] = ()
-
-
-@dataclass(frozen=True)
-class Dtypes:
-    """Dtypes of a gradient: as the function returns it, as it is summed, and as it arrives."""
-
-    function: torch.dtype
-    sum: torch.dtype
-    shard: torch.dtype
-
-
-@dataclass(frozen=True, eq=False)
-class Reduction:
-    """How the gradients of one buffer's parameters become the gradient of its shard; the same at every step.
-
-    Attributes:
-        layout: how the first scatter divides the buffer.
-        memory: the scratch memory from which it is sent.
-        format: the quantized format in which it is sent, if any.
-        purpose: by which only messages for the same gradient meet.
-    """
-
-    layout: Layout
-    route: Route
-    dtypes: Dtypes
-    memory: Memory
-    format: Format | None = None
-    purpose: int = 0
-
-    def in_pieces(self) -> bool:
-        """Whether gradients are sent from where they are, without a copy. All ranks decide alike."""
-        shard, summed = self.route.shard, self.dtypes.sum
-        return (
-            shard is not None
-            and self.format is None
-            and transport("reduce_scatter", shard) == "direct"
-            and self.layout.coarse
-            and self.dtypes.function == summed == self.dtypes.shard
-            and (summed.itemsize >= 4 or shard.axis.size == 2)  # else partial sums would be rounded
-            and not summed.is_complex
-        )
-
-    @property
-    def tier(self) -> Tier:
-        """Where the gradient is kept."""
-        return self.layout.placement.tiers.grads
-
-    def marked(self) -> bool:
-        """Whether the buffer has marks at its end; in a quantized format each piece has a tag instead."""
-        return self.route.shard is not None and self.format is None
 
 
 class PendingReduction:

@@ -95,7 +95,7 @@ def hooks(call: Call, leave: Any) -> Any:
         else:
             x, version = packed
             if x._version == version:
-                return x  # type: ignore[no-any-return]
+                return x
         raise RuntimeError(autograd.modified(x, version))
 
     return autograd.hooked(pack, unpack)

@@ -24,10 +24,13 @@ from shardfn.compat.modes import DispatchMode, innermost_unseen
 from shardfn.mesh.lanes import in_lane
 from shardfn.stages.entry_exit import Call
 from shardfn.stages.gather import Gathered, offset_in
-from shardfn.stages.reduction import PendingReduction, Reduction
+from shardfn.stages.prefetch import Wanted
+from shardfn.stages.reduction import PendingReduction
 from shardfn.stages.replay import RngAndAutocast
-from shardfn.stages.schedule import CallTape, Schedule, Wanted, schedule_of
+from shardfn.stages.routes import Reduction
+from shardfn.stages.schedule import Schedule, schedule_of
 from shardfn.stages.signature import Gather, GatherPlan, Signature
+from shardfn.stages.tape import CallTape
 from shardfn.tiers.activations import Offload
 from shardfn.transforms.step import GradientSum, Step, wider
 
