@@ -379,7 +379,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         "axes of a saved parameter": (
             "self.noted[0].values.keep(x, self.noted[1])",
             "pass",
-            f"{TRAPS}::test_a_saved_weight_is_known_to_be_the_same_on_ranks",
+            f"{TRAPS}::test_a_saved_weight_is_known_to_vary_along_its_own_axes",
         ),
     },
     "stages/routes.py": {

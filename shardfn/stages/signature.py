@@ -54,7 +54,8 @@ class Gather:
         """First byte of what ranks send, and the byte behind the last."""
         if self.wire is None:
             return self.start, self.stop
-        return self.encoded, self.encoded + self.layout.size * self.wire.length
+        pieces = (self.stop - self.start) // (self.wire.numel * self.dtype.itemsize)
+        return self.encoded, self.encoded + pieces * self.wire.length
 
     def piece(self, index: int) -> tuple[int, int]:
         """The same for one rank's piece."""

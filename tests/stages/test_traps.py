@@ -981,6 +981,34 @@ def test_a_saved_weight_is_known_to_be_the_same_on_ranks(world: World, remat: bo
     assert worst(world.run(checked, remat, product)) < 1e-12
 
 
+def not_made_parallel(wrong: bool) -> None:
+    """A linear model, along whose axis the gradient of a norm varies by the saved weights, which look the same."""
+    shapes = {"n": (D,), "up": (D, 2 * D), "down": (2 * D, D)}
+    specs = sf.by_path([(r".*up", sf.P(None, "tensor")), (r".*down", sf.P("tensor")), (r".*", sf.P())])
+    grid = sf.make_mesh(shard=2, tensor=2, device="cpu")
+    plain = {name: torch.full(shape, 0.5, dtype=torch.float64) for name, shape in shapes.items()}
+    flat = sf.shard([plain], grid, sf.full_shard("shard"), specs=specs)
+
+    @sf.stage
+    def linear(p: Any, x: Tensor) -> Tensor:
+        h = x * p["n"]
+        h = h if wrong else sf.parallel.to_parallel(h, "tensor")
+        return sf.parallel.from_parallel((h @ p["up"]) @ p["down"], "tensor")
+
+    @sf.shard_map(mesh=grid, in_specs=(..., sf.P("shard")), out_specs=...)
+    def found(flat: Any, x: Tensor) -> Any:
+        return sf.grad(lambda ps: sf.psum(linear(ps[0], x).sum(), "shard"))(flat)
+
+    found(flat, rows(grid.get_local_rank("shard")))
+
+
+@pytest.mark.world(4)
+def test_a_saved_weight_is_known_to_vary_along_its_own_axes(world: World) -> None:
+    world.run(not_made_parallel, False)
+    with pytest.raises(WorldError, match="tensor"):
+        world.run(not_made_parallel, True)
+
+
 # --- ranks that run different stages ---
 
 
