@@ -1,8 +1,12 @@
-"""The structure of the package: folders, imports between them, the amount of code, and the lengths of functions.
+"""The structure of the package: folders, imports between them, the amount of code, and what a step enters of it.
 
     python -m benchmarks.structure --picture docs/house.png
 
 A room is a folder of `shardfn/`, or a module next to these folders. Imports under `TYPE_CHECKING` do not count.
+
+The core is what a step of one's own needs: which ranks there are (without who waits for whom), collectives, shards,
+stages, and transforms (without compiled and captured steps). A step that is entered is one of two stages on two ranks,
+with its gradients and without an optimizer, after some that have prepared it.
 """
 
 from __future__ import annotations
@@ -10,21 +14,32 @@ from __future__ import annotations
 import ast
 import functools
 import io
-import statistics
+import sys
+import threading
 import tokenize
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
+import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
+import shardfn as sf
 from benchmarks.report import Goal, parser, publish
+from shardfn.testing import World
 
 HOUSE = Path(__file__).resolve().parents[1] / "shardfn"
 ABOVE = ("__init__", "__main__")  # modules that only re-export or start the rest
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+
+
+WAITING = ("callsites", "deadlock", "lanes", "liveness", "rendezvous", "rollcall", "waiting", "watchdog")
+COMPILED = ("compiled", "graphed", "captured", "tracing", "pure", "regions", "surroundings")
+CORE = ("mesh", "collectives", "shards", "stages", "transforms")
+BESIDE = {*(f"mesh.{name}" for name in WAITING), *(f"transforms.{name}" for name in COMPILED)}
 
 
 @dataclass
@@ -33,21 +48,11 @@ class House:
 
     Attributes:
         imports: the modules of the package that each module imports.
-        lengths: the length of every function, in lines.
-        private: the lengths of functions that no folder exports, by name.
-        used_once: the private functions that their file uses once.
-        files: the number of files.
-        lines: the number of lines in all files.
-        code: the number of lines that are neither blank, nor docstrings, nor comments.
+        code: the number of lines of each module that are neither blank, nor docstrings, nor comments.
     """
 
     imports: dict[str, set[str]] = field(default_factory=dict)
-    lengths: list[int] = field(default_factory=list)
-    private: dict[str, int] = field(default_factory=dict)
-    used_once: list[str] = field(default_factory=list)
-    files: int = 0
-    lines: int = 0
-    code: int = 0
+    code: dict[str, int] = field(default_factory=dict)
 
     def rooms(self) -> dict[str, set[str]]:
         """The other rooms that each room imports."""
@@ -55,6 +60,10 @@ class House:
         for name, imported in self.imports.items():
             found[room(name)] |= {room(other) for other in imported} - {room(name)}
         return found
+
+    def lines(self, *rooms: str) -> int:
+        """Lines of code in these rooms, without what is beside the core; of all, if none are named."""
+        return sum(n for name, n in self.code.items() if not rooms or (room(name) in rooms and name not in BESIDE))
 
 
 def room(name: str) -> str:
@@ -67,16 +76,8 @@ def house(root: Path = HOUSE) -> House:
     """Reads the package."""
     files = {_name(path, root): path for path in sorted(root.rglob("*.py"))}
     trees = {name: ast.parse(path.read_text()) for name, path in files.items()}
-    handed_out = {name for module, tree in trees.items() if files[module].name == "__init__.py" for name in _all(tree)}
-    found = House(files=len(files))
+    found = House(code={name: code_lines(files[name].read_text()) for name in files})
     for name, tree in trees.items():
-        text = files[name].read_text()
-        found.lines += text.count("\n")
-        found.code += code_lines(text)
-        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-        found.lengths += [_length(node) for node in functions]
-        found.private |= {f"{name}.{node.name}": _length(node) for node in functions if node.name not in handed_out}
-        found.used_once += [f"{name}.{function}" for function in _used_once(tree)]
         if name not in ABOVE:
             found.imports[name] = {other for other in _imported(tree, files) if other not in (name, *ABOVE)}
     return found
@@ -92,24 +93,6 @@ def code_lines(text: str) -> int:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
             lines.difference_update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     return len(lines)
-
-
-def _length(node: ast.FunctionDef) -> int:
-    return (node.end_lineno or node.lineno) - node.lineno + 1
-
-
-def _all(tree: ast.Module) -> Iterator[str]:
-    """The names in a module's `__all__`."""
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            yield from ast.literal_eval(node.value)
-
-
-def _used_once(tree: ast.Module) -> list[str]:
-    """The private functions of a module that it uses in one place."""
-    named = Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
-    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("_")]
-    return [name for name in functions if named[name] == 1]
 
 
 def _name(path: Path, root: Path) -> str:
@@ -190,6 +173,39 @@ def draw(rooms: dict[str, set[str]], levels: list[list[str]], path: Path) -> Non
     figure.savefig(path)
 
 
+def entered() -> tuple[int, int]:
+    """The functions of the package that one step enters, and their files."""
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    makers = [lambda g: {"w": torch.randn(8, 8, generator=g)}] * 2
+    params, x = sf.init_sharded(makers, 0, mesh, sf.full_shard("shard")), torch.randn(2, 8)
+
+    @sf.stage
+    def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ p["w"])
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for p in sf.layers(params):
+            x = layer(p, x)
+        return sf.psum(x.square().sum(), "shard")
+
+    step = sf.shard_map(sf.value_and_grad(loss), mesh=mesh, in_specs=(..., sf.P("shard")), out_specs=...)
+    for _ in range(5):
+        step(params, x)
+    seen: set[tuple[str, str, int]] = set()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(str(HOUSE)):
+            seen.add((code.co_filename, code.co_qualname, code.co_firstlineno))
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    step(params, x)
+    sys.setprofile(None)
+    threading.setprofile(None)
+    return len(seen), len({file for file, *_ in seen})
+
+
 def main() -> None:
     options = parser("Rooms, floors, imports and circles of the package, and the lengths of its functions.")
     options.add_argument("--picture", type=Path, help="file for a picture of the rooms")
@@ -204,19 +220,16 @@ def main() -> None:
         for n, level in reversed(list(enumerate(levels)))
         for name in level
     ]
+    (functions, of_files), _ = World(2, kind="processes", deadline=120).run(entered)
     goals = [
-        Goal("rooms", len(rooms), 15),
-        Goal("floors", len(levels), 8),
-        Goal("imports between rooms", sum(map(len, rooms.values())), 49),
         Goal("circles of rooms or modules", len(circles(rooms)) + len(circles(found.imports)), 0),
-        Goal("lines of a function, median", statistics.median(found.lengths), 10),
-        Goal("lines of the longest function", max(found.lengths), 80),
-        Goal("lines of the longest function that no folder hands out", max(found.private.values()), 60),
-        Goal("private functions that are used once", len(found.used_once), 390),
-        Goal("files", found.files, 230),
-        Goal("lines of code", found.code, 27_500),
+        Goal("lines of code", found.lines(), 38_000),
+        Goal("lines of code, core", found.lines(*CORE), 8_400),
+        Goal("lines of code, stages", found.lines("stages"), 1_600),
+        Goal("functions that a step enters", functions, 150),
+        Goal("files that a step enters", of_files, 22),
     ]
-    publish(f"shardfn: {found.files} files, {found.lines} lines, {found.code} of them code", rows, goals, args.json)
+    publish(f"shardfn: {len(found.code)} files, {found.lines()} lines of code", rows, goals, args.json)
 
 
 if __name__ == "__main__":

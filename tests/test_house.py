@@ -73,10 +73,10 @@ def twice():
 def test_lines_of_code_are_neither_blank_nor_comments_nor_docstrings(tmp_path: Path) -> None:
     assert code_lines(CODE) == 7
     (tmp_path / "one.py").write_text(CODE)
-    (tmp_path / "__init__.py").write_text('__all__ = ["twice"]\n')
+    (tmp_path / "stages").mkdir()
+    (tmp_path / "stages/two.py").write_text("x = 1\n")
     found = house(tmp_path)
-    assert (found.files, found.code, found.private) == (2, 8, {"one._once": 4})
-    assert found.used_once == ["one._once"]
+    assert (found.code, found.lines(), found.lines("stages")) == ({"one": 7, "stages.two": 1}, 8, 1)
 
 
 def test_every_tensor_that_the_library_makes_says_on_which_device() -> None:
