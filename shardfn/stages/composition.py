@@ -1,15 +1,14 @@
 """The meaning of a stage: its function on parameters that differentiable collectives gather.
 
-Every transform and every later derivative goes through this.
+torch.func's transforms go through this, and gradients of gradients through `transposed`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,15 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn.check import recording
 from shardfn.collectives import functional
 from shardfn.collectives.ledger import attributed_to, unscheduled
-from shardfn.compat import autograd, dynamo, functorch, process_groups
+from shardfn.compat import autograd, functorch, process_groups
 from shardfn.mesh.axes import known_axes, per_mesh
 from shardfn.mesh.scope import current_mesh, elsewhere, scope
-from shardfn.quant.packed import Packed
-from shardfn.shards.layout import FlatShard, Layout
+from shardfn.shards.layout import Layout
+from shardfn.stages.gather_plan import GatherPlan, wire_of
 from shardfn.stages.options import Options
 from shardfn.stages.recorded import record_parameters
 from shardfn.stages.refusals import refuse_mixed, writes
-from shardfn.stages.signature import GatherPlan, Signature, cast, cast_all, wire_of
+from shardfn.stages.signature import Signature, cast, cast_all
 from shardfn.stages.written import snapshot
 
 
@@ -103,16 +102,6 @@ def _refuse_bases(values: Tensor, layout: Layout) -> None:
                 f"torch.func.hessian make them: what comes out are sums of {layout.size} columns. Use shardfn.jacfwd, "
                 f"shardfn.jacrev or shardfn.hessian"
             )
-
-
-def in_function(name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls the function of a stage where torch.compile traces a function that calls it, and no argument is a shard."""
-    dynamo.trace_dicts()
-    nodes, tree = optree.tree_flatten((args, kwargs), is_leaf=lambda x: type(x) in (FlatShard, Packed))
-    if any(type(node) is FlatShard for node in nodes):
-        dynamo.refuse_compiling(f"stage {name}")
-    args, kwargs = optree.tree_unflatten(tree, [x.decoded() if type(x) is Packed else x for x in nodes])
-    return function(*args, **kwargs)
 
 
 def transposed(

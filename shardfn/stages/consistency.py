@@ -1,4 +1,4 @@
-"""Checks that ranks run the same stages in the same order, from one thread at a time."""
+"""Checks, before the first call of a stage, that ranks run the same; tags and marks check later calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from shardfn.mesh.axes import sizes
 from shardfn.mesh.groups import world_of_thread
 from shardfn.mesh.lanes import lane
 from shardfn.mesh.scope import independent_axes
-from shardfn.stages.signature import GatherPlan, Signature
+from shardfn.stages.gather_plan import GatherPlan
+from shardfn.stages.signature import Signature
 
 _STAGES = (
     "the stages",
@@ -29,12 +30,12 @@ class LaneState:
     of autograd works for one that waits for it, which may be inside.
 
     Attributes:
-        compared: plans of the stages that were compared between ranks, and how their gradients are summed.
+        met: plans of the stages that were compared between ranks, and how their gradients are summed.
         inside: the threads that run stages, one within the other.
     """
 
     def __init__(self) -> None:
-        self.compared: set[tuple[GatherPlan, str]] = set()
+        self.met: set[tuple[GatherPlan, str]] = set()
         self.inside: list[Thread] = []
 
     def __enter__(self) -> None:
@@ -70,8 +71,6 @@ def compare(mesh: DeviceMesh, signature: Signature, plan: GatherPlan, lane_state
     Raises:
         RuntimeError: ranks run different stages.
     """
-    if (plan, signature.summed) in lane_state.compared:
-        return
     described = [
         f"{signature.name} on {gather.layout}, gathered as {gather.wire or gather.dtype}{signature.summed}, layout "
         f"with checksum {bytes(gather.tag[:8].tolist()).hex()}"
@@ -79,4 +78,4 @@ def compare(mesh: DeviceMesh, signature: Signature, plan: GatherPlan, lane_state
     ]
     with unscheduled():
         agree(described, mesh, "stage", subject=_STAGES, axes=callers(mesh, signature))
-    lane_state.compared.add((plan, signature.summed))
+    lane_state.met.add((plan, signature.summed))

@@ -28,11 +28,12 @@ from shardfn.quant.packed import Packed
 from shardfn.stages import nonfinite
 from shardfn.stages.composition import transposed
 from shardfn.stages.gather import Gathered, Secondary, offset_in
+from shardfn.stages.gather_plan import GatherPlan
 from shardfn.stages.recompute import Recomputed
 from shardfn.stages.recorded import record_parameters
 from shardfn.stages.refusals import refuse_mixed, writes
 from shardfn.stages.saved import DecodedParameter, Place, hooks
-from shardfn.stages.signature import GatherPlan, Signature, cast, cast_all
+from shardfn.stages.signature import Signature, cast, cast_all
 from shardfn.stages.written import Snapshot, snapshot
 from shardfn.tiers.activations import Offload, offloading
 from shardfn.transforms.step import Step
@@ -71,9 +72,13 @@ class Call:
     What autograd saved refers to it, so it refers to no tensor that autograd made.
 
     Attributes:
+        key: what is gathered for it is known by.
+        versions: of the shards, which must not change until its backward.
         trains: which shards get a gradient.
+        collected: those whose gradients the step collects, so that autograd gets none.
         reduces: for which backward reduces one.
         again: whether backward gathers again, the same on all ranks; None until they have agreed on it.
+        forward: whether its function runs, and autograd records it.
         saved: whether autograd saved a place.
         keeps: whether autograd keeps what was gathered.
         gathered: what was gathered, while the function runs and again in backward.
@@ -81,7 +86,10 @@ class Call:
         outer: the call in whose function this one is made.
         nests: whether there are such calls in its own.
         index: position on the tape.
+        opened_in: the backward pass in which its exit has run.
         done: whether its backward has run.
+        stays: whether what was gathered again stays, for another pass through its graph.
+        decodes: quantized parameters that its function has decoded.
         away: its activations that have left the device.
         frame: how its function runs again in backward, until the exit has it.
         before: its parameters before its function ran, while that runs and if they are compared.
@@ -208,12 +216,12 @@ class Call:
                 rest = rest[n:]
             return self._function(arguments, parts)
 
-        generators = [x for x in (*leaves, *signature.closed_over().values()) if type(x) is torch.Generator]
+        generators = signature.generators(leaves)
         contexts = remat() if callable(remat) else ()
         surroundings = self.schedule.surroundings(generators, bool(contexts))
         here = functools.partial(self.schedule.in_backward, self)
         frame = Recomputed(signature, run, tensors, surroundings, contexts, here)
-        compares, signature.compared = not signature.compared, True
+        compares, signature.sampled = not signature.sampled, True
         result = frame.first(tensors, compares)
         self.frame = frame
         return result
@@ -224,9 +232,9 @@ class Call:
         arguments = [cast(x, options.input_dtype) for x in leaves] if options.input_dtype else leaves
         mesh = self.schedule.mesh
         here = scope(mesh, known_axes(mesh)) if current_mesh() is not mesh else NOTHING
-        if (signature.code, self.plan) not in self.schedule.compared or debugging.memory:
+        if (signature.code, self.plan) not in self.schedule.unwritten or debugging.memory:
             layouts, kind = [gather.layout for gather in self.plan.each], (signature.code, self.plan)
-            self.before = snapshot(signature, layouts, views, self.schedule.compared, kind)
+            self.before = snapshot(signature, layouts, views, self.schedule.unwritten, kind)
         _running.calls.append(self)
         try:
             with here, unscheduled() if open_ledgers else NOTHING:
@@ -270,7 +278,7 @@ class Call:
         if autograd.versions_of(self.shards) != self.versions:
             raise RuntimeError(writes(self.signature))
         if gathered is not None:
-            self.schedule.leave(self, gathered)
+            self.schedule.end_forward(self, gathered)
 
     def _apart(self, result: Any, inputs: Sequence[Tensor], token: Tensor | None = None) -> Any:
         """The result, with outputs that are no memory of parameters, and through the exit if autograd records."""
@@ -345,14 +353,14 @@ class Call:
 
     # --- backward ---
 
-    def leaving(self, cotangents: Sequence[Tensor | None], frame: Recomputed | None) -> None:
+    def exit_backward(self, cotangents: Sequence[Tensor | None], frame: Recomputed | None) -> None:
         """The exit in backward: gathers again, for the calls before it, too, and runs the function again."""
         schedule = self.schedule
         if debugging.nan:
             self.bad = nonfinite.kinds(nonfinite.not_finite([x for x in cotangents if x is not None]))
         schedule.end_others(self)
         with schedule.in_backward(self):
-            schedule.leaving(self)
+            schedule.begin_backward(self)
         if names_stages():
             self.end_attribution()
             self.attribution = get_ident(), attributed_to(self.signature.stage, backward=True, scheduled=False)
@@ -366,7 +374,7 @@ class Call:
             self.attribution[1].__exit__()
         self.attribution = None
 
-    def entering(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def entry_backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The entry in backward: reduces the gradients of parameters to those of shards."""
         schedule = self.schedule
         parted = self._parted([g if g is None or g.layout is torch.strided else g.to_dense() for g in gradients])
@@ -404,7 +412,7 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        return None, *ctx.call.entering(gradients)
+        return None, *ctx.call.entry_backward(gradients)
 
 
 class _Exit(torch.autograd.Function):
@@ -420,5 +428,5 @@ class _Exit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        ctx.call.leaving(cotangents, ctx.frame)
+        ctx.call.exit_backward(cotangents, ctx.frame)
         return None, None, None, None, *cotangents

@@ -137,8 +137,7 @@ class _Random:
 
     def __init__(self, values: Sequence[Any], signature: Signature) -> None:
         self.torch = RandomNumbers([x for x in values if isinstance(x, Tensor)])
-        own = [x for x in (*values, *signature.closed_over().values()) if type(x) is torch.Generator]
-        self.own = [(x, x.get_state()) for x in own]
+        self.own = [(x, x.get_state()) for x in signature.generators(values)]
         self.others = random.getstate(), np.random.get_state()
 
     def restore(self) -> None:

@@ -32,8 +32,9 @@ from shardfn.collectives.into_buffers import (
 from shardfn.collectives.late_checks import check
 from shardfn.compat import devices
 from shardfn.compat.autograd import references, storage_of
+from shardfn.mesh import waiting
+from shardfn.stages.gather_plan import Gather, GatherPlan
 from shardfn.stages.gather_stream import Copied, GatherStream
-from shardfn.stages.signature import Gather, GatherPlan
 from shardfn.tiers.offload import DiskPrefetch
 
 
@@ -192,7 +193,8 @@ class Gathered:
     """A stage's whole parameters, under way until `wait`.
 
     Attributes:
-        buffer: bytes `[plan.nbytes]`.
+        buffer: where they are.
+        bytes: those of the buffer that they take, `[plan.nbytes]`.
         shards: the pieces from which it is gathered.
         of: the shards by which it is known, kept alive so that no other tensors are taken for them.
         version: of the buffer, once it is there.
@@ -206,12 +208,13 @@ class Gathered:
         if _left:
             free_left()
         self.works: list[Handle] = []
+        self.error: RuntimeError | None = None  # of a wait that failed
         self.version: int | None = None
         self.stream = by.stream
         self.made_on = None if by.stream is None else by.stream.now()
-        self.memory = by.empty(plan.nbytes, shards[0], keeps)
-        self.buffer = self.memory.part(0, plan.nbytes, torch.uint8)
-        self.memory.under_way = True
+        self.buffer = by.empty(plan.nbytes, shards[0], keeps)
+        self.bytes = self.buffer.part(0, plan.nbytes, torch.uint8)
+        self.buffer.under_way = True
         if by.stream is None:
             self._start(by)
         else:
@@ -220,7 +223,7 @@ class Gathered:
 
     def __del__(self) -> None:
         if self.works and self.stream is not None:
-            _left.append((self.stream, self.works, (self.buffer, *self.shards)))
+            _left.append((self.stream, self.works, (self.bytes, *self.shards)))
 
     def _start(self, by: Gathering) -> None:
         for gather, values in zip(self.plan.each, self.shards, strict=True):
@@ -230,7 +233,7 @@ class Gathered:
             if tier == "device":
                 self._start_one(gather, values.detach(), by)
                 continue
-            with by.disk.arriving(tier, values.detach(), self.buffer.device) as piece:
+            with by.disk.arriving(tier, values.detach(), self.bytes.device) as piece:
                 self._start_one(gather, piece, by)
         self.works += by.disk.copies()
         if by.stream is not None and any(gather.moves and gather.layout.size == 1 for gather in self.plan.each):
@@ -246,25 +249,25 @@ class Gathered:
         else:
             wire.write(zero_padding(values.to(own.device, non_blocking=True), layout.holes[index]), own)
         if comm is None:
-            _decode(self.memory, gather)
+            _decode(self.buffer, gather)
             return
-        region = self.memory.part(*gather.sent, torch.uint8)
+        region = self.buffer.part(*gather.sent, torch.uint8)
         dtype = gather.dtype if wire is None else torch.uint8
-        tagged = not layout.placement.hierarchical and transport("all_gather", comm) == "direct"
-        if not tagged and index == comm.axis.size - 1:
+        by_purpose = not layout.placement.hierarchical and transport("all_gather", comm) == "direct"
+        if not by_purpose and index == comm.axis.size - 1:
             _tail(gather, region).copy_(_tag(gather, region.device))
         if layout.placement.hierarchical:
             hops = [hop for name in reversed(layout.placement.axes) if (hop := by.communicator_of((name,))) is not None]
             work = gather_by_hops(region, index, hops, dtype)
         else:
-            piece = self.memory.part(*gather.piece(index), torch.uint8)
+            piece = self.buffer.part(*gather.piece(index), torch.uint8)
             work = all_gather(region, comm, dtype, piece, _purpose(gather, self.again))
-        arrival = _Arrival(work, comm, gather, self.memory, self.again, checks=not tagged)
+        arrival = _Arrival(work, comm, gather, self.buffer, self.again, checks=not by_purpose)
         self.works.append(arrival if wire is None or by.stream is None else by.stream.decoded(arrival))
 
     def own(self, gather: Gather, index: int) -> Tensor:
         """A rank's piece of one gather: numbers, or bytes in a quantized format."""
-        return self.memory.part(*gather.piece(index), gather.dtype if gather.wire is None else torch.uint8)
+        return self.buffer.part(*gather.piece(index), gather.dtype if gather.wire is None else torch.uint8)
 
     def wait(self) -> Tensor:
         """Waits until the parameters are there; returns the buffer.
@@ -272,25 +275,32 @@ class Gathered:
         Raises:
             RuntimeError: ranks gathered different stages, or a rank is gone.
         """
+        if self.error is not None:
+            raise self.error
         works, self.works = self.works, []
-        for work in works:
-            work.wait()
-        self.memory.under_way = False
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            text = f"stage {self.plan.stage!r}: gathering its parameters failed on this rank: {error}"
+            self.error = RuntimeError(text)
+            raise self.error from waiting.cause(error)
+        self.buffer.under_way = False
         if self.stream is not None and (now := self.stream.now()) != self.made_on:
-            _used_on(now, self.buffer)
+            _used_on(now, self.bytes)
             if works:  # the stream to which this memory returns has not waited for them
-                free((self.stream, works, (self.buffer, *self.shards)))
-        if self.version is None and not self.buffer.is_inference():
-            self.version = self.buffer._version
-        return self.buffer
+                free((self.stream, works, (self.bytes, *self.shards)))
+        if self.version is None and not self.bytes.is_inference():
+            self.version = self.bytes._version
+        return self.bytes
 
     def written(self) -> bool:
         """Whether something has been written into the parameters since they came."""
-        return self.version is not None and self.version != self.buffer._version
+        return self.version is not None and self.version != self.bytes._version
 
     def parameters(self, gather: Gather) -> list[Tensor]:
         """The parameters of one gather, as views."""
-        return self.memory.parameters(gather)
+        return self.buffer.parameters(gather)
 
     def piece(self, gather: Gather, index: int) -> Tensor:
         """A copy of one rank's piece."""
@@ -298,16 +308,16 @@ class Gathered:
 
     def storages(self) -> list[int]:
         """The memory that it lies in."""
-        return [storage_of(self.buffer)]
+        return [storage_of(self.bytes)]
 
     def offset_of(self, x: Tensor) -> int | None:
         """Where a tensor begins, in bytes; None if it does not lie in here."""
-        return offset_in(self.buffer, x)
+        return offset_in(self.bytes, x)
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """The parameters as numbers of a dtype, once they are there."""
         self.wait()
-        return self.memory.part(0, self.plan.nbytes // dtype.itemsize * dtype.itemsize, dtype).detach()
+        return self.buffer.part(0, self.plan.nbytes // dtype.itemsize * dtype.itemsize, dtype).detach()
 
 
 def offset_in(own: Tensor, x: Tensor) -> int | None:
@@ -320,12 +330,12 @@ def offset_in(own: Tensor, x: Tensor) -> int | None:
 class _Arrival:
     """A gather that, when it arrives, checks whether ranks gathered the same stage, and decodes it."""
 
-    __slots__ = ("again", "checks", "gather", "group", "memory", "work")
+    __slots__ = ("again", "buffer", "checks", "gather", "group", "work")
 
     def __init__(
-        self, work: Handle, comm: Communicator, gather: Gather, memory: Buffer, again: bool, checks: bool
+        self, work: Handle, comm: Communicator, gather: Gather, buffer: Buffer, again: bool, checks: bool
     ) -> None:
-        self.work, self.group, self.gather, self.memory = work, comm.gathers.group_name, gather, memory
+        self.work, self.group, self.gather, self.buffer = work, comm.gathers.group_name, gather, buffer
         self.again = again
         self.checks = checks and comm.checks and comm.axis.index < comm.axis.size - 1
 
@@ -333,17 +343,17 @@ class _Arrival:
         op, stage = "second all_gather" if self.again else "all_gather", self.gather.layout.stage
         arrived(self.work, op, self.group, stage, _purpose(self.gather, self.again))
         if self.checks:
-            region = self.memory.part(*self.gather.sent, torch.uint8)
+            region = self.buffer.part(*self.gather.sent, torch.uint8)
             check(_tail(self.gather, region), functools.partial(_wrong, self.gather))
-        _decode(self.memory, self.gather)
+        _decode(self.buffer, self.gather)
 
 
-def _decode(memory: Buffer, gather: Gather) -> None:
+def _decode(buffer: Buffer, gather: Gather) -> None:
     """Decodes pieces that were gathered in a quantized format."""
     if (wire := gather.wire) is None:
         return
-    numbers = memory.part(gather.start, gather.stop, gather.dtype).view(-1, wire.numel)
-    encoded = memory.part(*gather.sent, torch.uint8).view(len(numbers), -1)
+    numbers = buffer.part(gather.start, gather.stop, gather.dtype).view(-1, wire.numel)
+    encoded = buffer.part(*gather.sent, torch.uint8).view(len(numbers), -1)
     for start, decoded in wire.read_all(encoded, gather.dtype):
         numbers[start : start + len(decoded)].copy_(decoded)
 

@@ -77,7 +77,7 @@ class PairedCall(Call):
 
     def saving(self) -> Any:
         """A context inside of `torch.func.vjp` for what its graph saves: of parameters and their tangents, places."""
-        own = None if self.gathered is None or self.again is False else self.gathered.buffer
+        own = None if self.gathered is None or self.again is False else self.gathered.bytes
         if type(own) is not Tensor:
             return contextlib.nullcontext()
         low, high = own.data_ptr(), own.data_ptr() + own.nbytes
@@ -103,7 +103,7 @@ class PairedCall(Call):
 
     # --- backward ---
 
-    def entering(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def entry_backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The entry in backward: reduces gradients, and their tangents, to those of shards."""
         schedule, parted = self.schedule, self._parted(gradients)
         self.end_attribution()
@@ -164,7 +164,7 @@ class _Again:
         self.call, self.at, self.leaves = call, at, list(leaves)
         for i in at:
             self.leaves[i] = None
-        generators = [x for x in (*leaves, *call.signature.closed_over().values()) if type(x) is torch.Generator]
+        generators = call.signature.generators(leaves)
         self.surroundings = RngAndAutocast(call.schedule.device, generators, again=True)
         self.sizes = [len(gather.layout.entries) for gather in call.plan.each]
         self.tree: Any = None
@@ -226,7 +226,7 @@ class _Rerun(torch.autograd.Function):
             signature, given = again.call.signature, {id(x) for x in [*xs, *[p for ps in views for p in ps]]}
             if any(id(x) not in given for x in autograd.leaves_of(y for y in leaves if moves(y))):
                 raise RuntimeError(closes_over(signature))
-        again.sample, signature.compared = None if signature.compared else Sample(outputs), True
+        again.sample, signature.sampled = None if signature.sampled else Sample(outputs), True
         ctx.again = again
         ctx.mark_non_differentiable(*constant)
         ctx.save_for_backward(*tensors[:n])

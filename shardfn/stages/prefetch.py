@@ -1,4 +1,4 @@
-"""What is gathered or under way, and what is gathered early.
+"""Who holds what is gathered or under way, and what is gathered early.
 
 Two lists say what comes next: the order that `layers` announced, and the calls of this step so far, which backward
 follows in reverse. Both depend on layouts and on the order of calls alone, so all ranks start the same gathers.
@@ -20,12 +20,11 @@ from shardfn.collectives.into_buffers import Communicator, communicator_of
 from shardfn.collectives.ledger import record_buffers
 from shardfn.collectives.ledger import recording as ledger_open
 from shardfn.compat import autograd, functorch
-from shardfn.mesh import waiting
 from shardfn.mesh.axes import device_of, sizes
 from shardfn.shards.layout import Layout
 from shardfn.stages.entry_exit import Call, named
 from shardfn.stages.gather import Gathered, Gathering, Secondary
-from shardfn.stages.signature import Gather, GatherPlan
+from shardfn.stages.gather_plan import Gather, GatherPlan
 from shardfn.stages.tape import CallTape, Key
 
 Group = tuple[tuple[Layout, ...], tuple[Tensor, ...]]  # the shards of one stage
@@ -128,11 +127,9 @@ class Prefetch:
             self._keep(call, gathered)
         try:
             gathered.wait()
-        except RuntimeError as error:
+        except RuntimeError:
             self.forget(gathered)
-            raise RuntimeError(
-                f"stage {call.signature.name}: gathering its parameters failed on this rank: {error}"
-            ) from waiting.cause(error)
+            raise
         return gathered
 
     def _found(self, key: Key) -> Gathered | None:
@@ -166,10 +163,10 @@ class Prefetch:
             if plan is not None and plan.nbytes and -1 not in (versions := autograd.versions_of(shards)):
                 found.append(Wanted(key_of(plan, shards, versions), plan, shards, shards, keeps=keeps))
         for layouts, shards in (groups or ())[count:]:
-            self._announce(layouts, shards)
+            self._read_ahead(layouts, shards)
         return found
 
-    def _announce(self, layouts: Sequence[Any], shards: Sequence[Tensor]) -> None:
+    def _read_ahead(self, layouts: Sequence[Any], shards: Sequence[Tensor]) -> None:
         """Starts to read shards from disk that will be gathered after those that are gathered now."""
         for layout, shard in zip(layouts, shards, strict=True):
             if layout.placement.tiers.params == "disk":
@@ -208,7 +205,7 @@ class Prefetch:
             for key in [key for key, other in store.items() if other is gathered]:
                 del store[key]
 
-    def leave(self, call: Call, gathered: Gathered) -> None:
+    def end_forward(self, call: Call, gathered: Gathered) -> None:
         """Ends the use of what was gathered in forward; keeps pieces from which backward gathers, if they are larger
         than the shards.
         """
@@ -238,8 +235,8 @@ class Prefetch:
         if call.again:
             self._turn(call, [self._again(call), *self.before(call)])
             call.gathered = self._found(call.key)
-        else:  # no exit told the other ranks' that it is needed, but they have the same call
-            call.gathered = self.start(call, self._again(call))
+        else:  # a function that runs again where its parameters are kept
+            call.gathered = self._found(call.key) or self.start(call, self._again(call))
 
     def _again(self, call: Call) -> Wanted:
         if autograd.versions_of(call.shards) != call.versions:
@@ -262,7 +259,7 @@ class Prefetch:
                 continue
             if gathers == 0:
                 if other.secondary is None:
-                    self._announce(other.signature.layouts, other.shards)
+                    self._read_ahead(other.signature.layouts, other.shards)
                 announcements -= 1
                 continue
             if other.key != call.key:

@@ -1,4 +1,4 @@
-"""Runs a function again in backward with the same random numbers and autocast, and checks that it returns the same."""
+"""What a second run of a function finds again, and how its result is compared with the first."""
 
 from __future__ import annotations
 

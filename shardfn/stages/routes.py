@@ -16,7 +16,7 @@ from shardfn.mesh.axes import sizes
 from shardfn.quant.formats import Format
 from shardfn.shards.layout import Layout
 from shardfn.shards.placement import Tier
-from shardfn.stages.signature import Gather
+from shardfn.stages.gather_plan import Gather
 
 Memory = tuple[int, int]  # index of a stage's buffer, and which of its two scratch memories
 

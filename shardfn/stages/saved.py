@@ -65,9 +65,9 @@ def hooks(call: Call, leave: Any) -> Any:
     around, kind, strided = autograd.saved_tensors_hooks(), Tensor, torch.strided
     low = high = 0  # as long as the buffer lives, an address in there means one of its parameters
     may_gather = call.gathered is not None and call.again is not False
-    if may_gather and type(buffer := call.gathered.buffer) is Tensor and not call.signature.packed:  # type: ignore[union-attr]
-        low = buffer.data_ptr()
-        high = low + buffer.nbytes
+    if may_gather and type(bytes_ := call.gathered.bytes) is Tensor and not call.signature.packed:  # type: ignore[union-attr]
+        low = bytes_.data_ptr()
+        high = low + bytes_.nbytes
 
     def pack(x: Tensor) -> Any:
         if high and type(x) is kind and x.layout is strided:

@@ -34,13 +34,14 @@ from shardfn.stages.consistency import callers, compare, lane_state
 from shardfn.stages.entry_exit import Call, named, names_stages
 from shardfn.stages.forward_mode import Pairs
 from shardfn.stages.gather import Gathered, free_left
+from shardfn.stages.gather_plan import Gather, GatherPlan
 from shardfn.stages.paired_call import PairedCall
 from shardfn.stages.prefetch import Prefetch, key_of
 from shardfn.stages.recorded import record_gradients, record_sum
 from shardfn.stages.reduction import Reductions
 from shardfn.stages.replay import RngAndAutocast
 from shardfn.stages.routes import Dtypes, Reduction, routed
-from shardfn.stages.signature import Gather, GatherPlan, Signature
+from shardfn.stages.signature import Signature
 from shardfn.stages.tape import LONGEST, CallTape
 from shardfn.tiers.activations import Away
 from shardfn.tiers.offload import GradOffload
@@ -52,7 +53,7 @@ class Schedule(Prefetch):
 
     Attributes:
         open: calls whose exit has run in backward, and whose entry has not.
-        compared: kinds of calls whose functions left their parameters as they were.
+        unwritten: kinds of calls whose functions left their parameters as they were.
         agreed: by kind of call, whether backward of such a call gathers again; the same on all ranks.
         tapes: of the step, before the one of the calls that are made now.
         passes: backward passes that have opened calls.
@@ -62,15 +63,14 @@ class Schedule(Prefetch):
         super().__init__(mesh)
         self.lane, self.world, self.lane_state = lane(), world_of_thread(), lane_state()
         self.alone: Any = self.lane_state if mesh.size() > 1 else contextlib.nullcontext()
-        self.met: set[tuple[GatherPlan, str]] = set()
-        self.compared: set[Any] = set()
+        self.unwritten: set[Any] = set()
         self.away = Away(self.device)
         self.reductions = Reductions(self.device, GradOffload(lambda: self.mesh))
         self.open: list[Call] = []
         self.agreed: dict[Any, bool] = per_mesh(mesh, ("gathers again", self.lane), dict)
         self.tapes: list[CallTape] = []
         self.passes: set[int] = set()
-        self._reductions: dict[Any, Reduction] = {}
+        self._routed: dict[Any, Reduction] = {}
         not_in_graphs(self)
 
     def call(
@@ -115,10 +115,9 @@ class Schedule(Prefetch):
 
     def meet(self, signature: Signature, plan: GatherPlan) -> None:
         """Compares a stage with the other ranks', before its first call."""
-        if (plan, signature.summed) not in self.met:
+        if (plan, signature.summed) not in self.lane_state.met:
             with modes.policies_unseen():
                 compare(self.mesh, signature, plan, self.lane_state)
-            self.met.add((plan, signature.summed))
 
     def surroundings(self, generators: Sequence[torch.Generator], policy: bool) -> RngAndAutocast:
         """What a function may depend on besides its arguments, for running it again, perhaps under a policy."""
@@ -193,7 +192,7 @@ class Schedule(Prefetch):
 
     # --- backward ---
 
-    def leaving(self, call: Call) -> None:
+    def begin_backward(self, call: Call) -> None:
         """A call's exit in backward: gathers again, after its part in later calls that its own loss does not use."""
         step, tape, outer = call.step, call.tape, call.outer
         if step is not None and tape is not None and step.collects():
@@ -258,10 +257,10 @@ class Schedule(Prefetch):
 
     # --- reductions ---
 
-    def reduce(self, call: Call, gradients: list[list[Tensor | None]], nothing: bool = False) -> list[Tensor | None]:
+    def reduce(self, call: Call, gradients: list[list[Tensor | None]], unused: bool = False) -> list[Tensor | None]:
         """Reduces the gradients of parameters to those of shards; None for those that the step collects."""
         step = call.step
-        collects = nothing or (step is not None and step.collects())
+        collects = unused or (step is not None and step.collects())
         pendings: list[Any] = [None] * len(call.shards)
         # Two scratch memories in turn, counted by reductions, which are the same on all ranks.
         turn = self.reductions.turn() if any(call.trains) else 0
@@ -294,9 +293,9 @@ class Schedule(Prefetch):
         dtypes = Dtypes(gather.dtype, signature.options.sum_dtype(dtype), dtype)
         format = (signature.options.reduce or gather.layout.placement.reduce) if dtype.is_floating_point else None
         key = gather, memory, dtypes, divides, format
-        if key not in self._reductions:
-            self._reductions[key] = routed(gather, memory, dtypes, format, divides, self.mesh, self.communicator)
-        return self._reductions[key]
+        if key not in self._routed:
+            self._routed[key] = routed(gather, memory, dtypes, format, divides, self.mesh, self.communicator)
+        return self._routed[key]
 
     # --- the step ---
 
@@ -353,7 +352,7 @@ class Schedule(Prefetch):
                 with scope(self.mesh):
                     transposed(call.plan, call.shards, call.trains, nothing)
             else:
-                self.reduce(call, nothing, nothing=True)
+                self.reduce(call, nothing, unused=True)
             self.release(call)
 
     def end(self, failed: bool = False) -> None:

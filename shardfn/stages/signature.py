@@ -4,91 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import inspect
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
-from shardfn.collectives.compressed import Wire
 from shardfn.compat import process_groups
-from shardfn.quant.formats import Format
 from shardfn.quant.packed import Packed, is_packed
-from shardfn.shards.layout import ALIGNMENT, Layout, assemble, is_stage, stage_shards
+from shardfn.shards.layout import Layout, assemble, is_stage, stage_shards
 from shardfn.shards.placement import Keep, keep_of
+from shardfn.stages.gather_plan import GatherPlan, plan_of
 from shardfn.stages.options import Options
-
-
-@dataclass(frozen=True, eq=False)
-class Gather:
-    """How the parameters of one layout are gathered into a stage's buffer.
-
-    Attributes:
-        layout: layout of the parameters.
-        dtype: their dtype in the buffer.
-        start: first byte in the buffer.
-        stop: byte behind the last.
-        moves: whether it needs the buffer at all: on one rank, in its own dtype, the shard is the parameters.
-        tag: bytes for the end of the last piece, where no parameter is, that identify the buffer.
-        wire: the quantized format in which it is sent, if any.
-        encoded: first byte in the buffer of the encoded pieces.
-    """
-
-    layout: Layout
-    dtype: torch.dtype
-    start: int
-    stop: int
-    moves: bool
-    tag: Tensor
-    wire: Wire | None = None
-    encoded: int = 0
-
-    @functools.cached_property
-    def sent(self) -> tuple[int, int]:
-        """First byte of what ranks send, and the byte behind the last."""
-        if self.wire is None:
-            return self.start, self.stop
-        pieces = (self.stop - self.start) // (self.wire.numel * self.dtype.itemsize)
-        return self.encoded, self.encoded + pieces * self.wire.length
-
-    def piece(self, index: int) -> tuple[int, int]:
-        """The same for one rank's piece."""
-        start, stop = self.sent
-        nbytes = (stop - start) // self.layout.size
-        return start + index * nbytes, start + (index + 1) * nbytes
-
-
-@dataclass(frozen=True, eq=False)
-class GatherPlan:
-    """The gathers of all layouts of a stage, and how many bytes of a buffer they take."""
-
-    each: tuple[Gather, ...]
-    nbytes: int
-
-    @functools.cached_property
-    def secondary(self) -> GatherPlan | None:
-        """The same buffer, filled from copies that are cut less; None if there are no such copies."""
-        if all(gather.layout.secondary is None for gather in self.each):
-            return None
-        gathers = []
-        for gather in self.each:
-            layout = gather.layout.secondary
-            if layout is not None:
-                tag = _tag(layout, gather.wire or gather.dtype, len(gather.tag))
-                gather = replace(gather, layout=layout, tag=tag)
-            gathers.append(gather)
-        return GatherPlan(tuple(gathers), self.nbytes)
-
-    @functools.cached_property
-    def stage(self) -> str:
-        """Path of the stage; of several, joined by `+`."""
-        return "+".join(dict.fromkeys(gather.layout.stage for gather in self.each))
 
 
 @dataclass(eq=False)
@@ -107,7 +38,7 @@ class Signature:
         known: plans by the dtypes of the shards.
         writable: whether there are lists, dicts or deques among the arguments.
         computes: whether the function uses the parameters, or this rank only takes part in the collectives.
-        compared: whether the numbers of a second run were compared with those of the first.
+        sampled: whether the numbers of a second run were compared with those of the first.
         paired: the stages that it is in forward mode, by which arguments have tangents, and of which gradients only the
             tangents are read.
         reverses: whether torch.func.vjp can run the function on pairs, as far as is known.
@@ -125,7 +56,7 @@ class Signature:
     known: dict[Any, GatherPlan] = field(default_factory=dict)
     writable: bool = False
     computes: bool = True
-    compared: bool = False
+    sampled: bool = False
     paired: dict[tuple[tuple[bool, ...], tuple[bool, ...]], Signature] = field(default_factory=dict)
     reverses: bool = True
     apart: Callable[..., Any] | None = None
@@ -222,19 +153,17 @@ class Signature:
                 f"run again in backward, and what it writes would be lost: return it"
             )
 
-    def closed_over(self) -> dict[str, Any]:
-        """The values over which the function itself closes, by name."""
-        contents = {}
-        for name, cell in self._cells:
+    def generators(self, leaves: Sequence[Any]) -> list[torch.Generator]:
+        """The generators among the arguments, and those over which the function closes."""
+        contents = list(leaves)
+        for cell in self._cells:
             with contextlib.suppress(ValueError):  # an empty cell
-                contents[name] = cell.cell_contents
-        return contents
+                contents.append(cell.cell_contents)
+        return [x for x in contents if type(x) is torch.Generator]
 
     @functools.cached_property
-    def _cells(self) -> tuple[tuple[str, Any], ...]:
-        function = inspect.unwrap(self.function)
-        closure = getattr(function, "__closure__", None)
-        return tuple(zip(function.__code__.co_freevars, closure, strict=True)) if closure else ()
+    def _cells(self) -> tuple[Any, ...]:
+        return getattr(inspect.unwrap(self.function), "__closure__", None) or ()
 
 
 def signature_of(name: str, function: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> Signature:
@@ -277,56 +206,6 @@ def signature_of(name: str, function: Callable[..., Any], options: Options, args
     writable = any(isinstance(x, (list, dict, deque)) and not is_stage(x) for x in containers)
     structure = outer, tuple(sources), tuple(shards), tuple(layouts), wholes
     return Signature(name, function, options, *structure, writable=writable)
-
-
-def plan_of(options: Options, layouts: tuple[Layout, ...], dtypes: tuple[torch.dtype, ...]) -> GatherPlan:
-    """The plan for shards with these layouts and dtypes; the same object for the same arguments."""
-    with _lock:  # ranks may be threads, and plans are compared by identity
-        return _plan_of(options.gather_dtype, options.gather, layouts, dtypes)
-
-
-_lock = threading.Lock()
-
-
-@functools.cache
-def _plan_of(
-    gather_dtype: torch.dtype | None,
-    format: Format | None,
-    layouts: tuple[Layout, ...],
-    dtypes: tuple[torch.dtype, ...],
-) -> GatherPlan:
-    gathers, at = [], 0
-    for layout, own in zip(layouts, dtypes, strict=True):
-        dtype = gather_dtype if gather_dtype and own.is_floating_point else own
-        moves = layout.size > 1 or dtype != own or layout.placement.tiers.params != "device"
-        wire = wire_of(layout, own, format)
-        stop = at + layout.padded * dtype.itemsize * moves
-        tail = min(layout.padded - layout.total, layout.piece) * dtype.itemsize
-        tag = _tag(layout, dtype if wire is None else wire, min(tail, ALIGNMENT) if wire is None else ALIGNMENT)
-        encoded = up(stop)
-        gathers.append(Gather(layout, dtype, at, stop, moves, tag, wire, encoded))
-        at = encoded if wire is None else up(encoded + layout.size * wire.length)
-    return GatherPlan(tuple(gathers), at)
-
-
-def up(nbytes: int) -> int:
-    """The least multiple of 512 that is `nbytes` or more, where the next part of a buffer may begin."""
-    return -(-nbytes // 512) * 512
-
-
-def wire_of(layout: Layout, dtype: torch.dtype, format: Format | None) -> Wire | None:
-    """The quantized format of a shard's pieces; None if they are sent as they are, or not at all."""
-    chosen = format or layout.placement.gather
-    if chosen is None or not dtype.is_floating_point or layout.size == 1:
-        return None
-    return Wire(chosen, layout.piece, ALIGNMENT)
-
-
-def _tag(layout: Layout, sent_as: torch.dtype | Wire, length: int) -> Tensor:
-    text = repr((layout.stage, layout.entries, layout.placement, layout.padded, sent_as))
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    identity = (digest + repr(layout.stage).encode())[:length]
-    return torch.tensor(list(identity.ljust(length, b" ")), dtype=torch.uint8, device="cpu")
 
 
 def decoded(tree: Any, decode: Callable[[Packed], Tensor]) -> Any:

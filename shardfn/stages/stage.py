@@ -1,7 +1,7 @@
 """Stages: functions whose parameters are gathered just before they run, and whose gradients are reduced just after.
 
-A schedule runs a stage's forward and backward under autograd, and both with tangents in `shardfn.jvp`. Everything
-else (a second derivative, torch.func's forward mode, a batch) runs the stage as a composition of collectives.
+A schedule runs a stage's forward and backward under autograd, and both with tangents in `shardfn.jvp`. Inside of
+torch.func's transforms, and in their graphs, a stage runs as a composition of collectives.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from shardfn.mesh import planned
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import elsewhere, mesh_of
 from shardfn.quant.formats import Format
+from shardfn.quant.packed import Packed
 from shardfn.shards.layout import FlatShard, is_stage, stage_shards
-from shardfn.stages.composition import composed, in_function
+from shardfn.stages.composition import composed
 from shardfn.stages.forward_mode import Pairs, scheduled
 from shardfn.stages.options import Options, Remat
 from shardfn.stages.prefetch import Group, PrefetchOrder
@@ -98,12 +99,13 @@ def stage(
     Returns:
         A function with the same signature. Derivatives with respect to shards are those of the composition
         `fn(all_gather(pvary(shard)))`: gradients are reduce-scattered over the axes that cut the shard, then summed
-        over its replicas. First derivatives by reverse mode (autograd, `torch.func.grad`, `vjp`) and those by
-        `shardfn.jvp` run the schedule; others run the composition, which keeps gathered parameters.
+        over its replicas. Derivatives by autograd and by `shardfn.jvp` run the schedule; those by torch.func run the
+        composition, which keeps gathered parameters.
 
     Raises:
-        RuntimeError: a stage inside a stage; a function that returns a parameter or a view of one, writes into one,
-            or closes over a tensor that needs a gradient; ranks that run different stages.
+        RuntimeError: a function that writes into a parameter, or returns something else when it runs again; in a
+            `shardfn.jvp` of a gradient, one that runs again and closes over a tensor that needs a gradient; ranks that
+            run different stages.
         ValueError, TypeError: shards of another mesh, of the wrong shape, or only some of a stage's; a module that has
             parameters of its own.
 
@@ -135,7 +137,7 @@ def made(name: str, function: Callable[..., Any], options: Options, computes: bo
     @functools.wraps(function)
     def staged(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return in_function(name, function, args, kwargs)
+            return _in_function(name, function, args, kwargs)
         leaves, tree = optree.tree_flatten((args, kwargs))
         # The layouts are in the tree too, but optree leaves them out of its hash: without them keys would collide.
         key = (tree, *[arg.layout for arg in args if type(arg) is FlatShard])
@@ -149,6 +151,16 @@ def made(name: str, function: Callable[..., Any], options: Options, computes: bo
 
     staged._shardfn_made = Made(name, function, options)  # type: ignore[attr-defined]
     return staged
+
+
+def _in_function(name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls the function of a stage where torch.compile traces a function that calls it, and no argument is a shard."""
+    dynamo.trace_dicts()
+    nodes, tree = optree.tree_flatten((args, kwargs), is_leaf=lambda x: type(x) in (FlatShard, Packed))
+    if any(type(node) is FlatShard for node in nodes):
+        dynamo.refuse_compiling(f"stage {name}")
+    args, kwargs = optree.tree_unflatten(tree, [x.decoded() if type(x) is Packed else x for x in nodes])
+    return function(*args, **kwargs)
 
 
 class Layers(Sequence[T]):
@@ -227,10 +239,9 @@ def skip(stage: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
 
     Returns:
         A 0-d zero in bfloat16 or the stage's `output_dtype`, with a derivative of zero in all arguments. Use the last
-        one
-        as other ranks use the result, or add it to the loss: through it this rank's backward reaches the stages that it
-        skipped. Only `value_and_grad`, `grad` and `accumulate` find them without it, if no other transform runs around
-        them; a second derivative needs it used as the result is.
+        one as other ranks use the result, or add it to the loss: through it this rank's backward reaches the stages
+        that it skipped. Only `value_and_grad`, `grad` and `accumulate` find them without it, if no other transform runs
+        around them; a second derivative needs it used as the result is.
 
     Raises:
         TypeError: `stage` is not a stage.

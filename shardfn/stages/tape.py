@@ -6,7 +6,7 @@ from typing import Any
 
 from shardfn.stages.entry_exit import Call
 from shardfn.stages.gather import Secondary
-from shardfn.stages.signature import GatherPlan
+from shardfn.stages.gather_plan import GatherPlan
 from shardfn.transforms.step import Step
 
 Key = tuple[Any, ...]

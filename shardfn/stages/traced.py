@@ -24,12 +24,13 @@ from shardfn.compat.modes import DispatchMode, innermost_unseen
 from shardfn.mesh.lanes import in_lane
 from shardfn.stages.entry_exit import Call
 from shardfn.stages.gather import Gathered, offset_in
+from shardfn.stages.gather_plan import Gather, GatherPlan
 from shardfn.stages.prefetch import Wanted
 from shardfn.stages.reduction import PendingReduction
 from shardfn.stages.replay import RngAndAutocast
 from shardfn.stages.routes import Reduction
 from shardfn.stages.schedule import Schedule, schedule_of
-from shardfn.stages.signature import Gather, GatherPlan, Signature
+from shardfn.stages.signature import Signature
 from shardfn.stages.tape import CallTape
 from shardfn.tiers.activations import Offload
 from shardfn.transforms.step import GradientSum, Step, wider
@@ -63,8 +64,8 @@ class Gathering(Scheduled):
     def finish(self, started: Gathered) -> list[Tensor]:
         """Waits for it; returns its results."""
         with attributed_to(self.plan.stage, self.again):
-            buffer = started.wait()
-        wholes = [buffer[g.start : g.stop].view(g.dtype) for g in self.plan.each if g.moves]
+            found = started.wait()
+        wholes = [found[g.start : g.stop].view(g.dtype) for g in self.plan.each if g.moves]
         return [*wholes, *(self.schedule.piece(started, gather) for gather in self.pieces)]
 
     def prepare(self) -> None:
@@ -133,16 +134,13 @@ class Reducing(Scheduled):
 
     def abandon(self) -> None:
         """Forgets reductions that an error has left on their way."""
-        reductions = self.schedule.reductions
-        reductions.in_flight.clear()
-        reductions.moving.clear()
-        reductions.scratch.forget()
+        self.schedule.reductions.forget()
 
 
 class GatheredInGraph:
     """A stage's whole parameters in a graph, with what `Gathered` has; each buffer is a tensor of its own."""
 
-    buffer = None
+    bytes = None
 
     def __init__(self, plan: GatherPlan, found: Sequence[Tensor], pieces: dict[Gather, Tensor]) -> None:
         moving = [gather.start for gather in plan.each if gather.moves]
@@ -329,10 +327,10 @@ class Traced(Schedule):
         piece: Tensor = gathered.pieces[gather]
         return piece
 
-    def reduce(self, call: Call, gradients: list[list[Tensor | None]], nothing: bool = False) -> list[Tensor | None]:
+    def reduce(self, call: Call, gradients: list[list[Tensor | None]], unused: bool = False) -> list[Tensor | None]:
         """Puts reductions into the graph."""
         self.reductions.stage = call.signature.stage
-        return super().reduce(call, gradients, nothing)
+        return super().reduce(call, gradients, unused)
 
     def catch_up(self, tape: CallTape, stop: int) -> None:
         """Nothing: in a graph all ranks run the same stages."""
