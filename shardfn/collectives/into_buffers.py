@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives.agree import compare, values
 from shardfn.collectives.capturing import current, refuse_traced
-from shardfn.collectives.ledger import record, recording
+from shardfn.collectives.ledger import open_ledgers, record
 from shardfn.collectives.messages import Launched
 from shardfn.compat import process_groups
 from shardfn.debugging import debugging
@@ -114,22 +114,22 @@ class Later:
         self.start().wait()
 
 
-class _Waited(NamedTuple):
-    """What a work moves: messages name the stage, and ranks meet if the purpose is the same, too."""
+class Purpose(NamedTuple):
+    """What messages are for: waits and messages name the stage, and meet only those of the same number."""
 
     stage: str
-    purpose: int
+    number: int
 
     def __repr__(self) -> str:
         return repr(self.stage)
 
     def __str__(self) -> str:
-        return f"{self.stage} {self.purpose}"
+        return f"{self.stage} {self.number}"
 
 
-def arrived(work: Handle, op: str, group: str, stage: str, purpose: int = 0) -> None:
+def arrived(work: Handle, op: str, group: str, of: str | Purpose) -> None:
     """Waits for a work; a long wait is reported as this operation."""
-    with waiting.on(op, group, _Waited(stage, purpose) if purpose else stage):
+    with waiting.on(op, group, of):
         work.wait()
 
 
@@ -202,7 +202,7 @@ def all_gather(
 ) -> Handle:
     """Fills `whole`, bytes `[size * n]`, with every rank's piece; this rank's piece, `own`, is in place already.
 
-    Messages between ranks only meet those of the same `purpose` (see `purpose_of`).
+    Messages between ranks only meet those of the same `purpose` (a `Purpose`'s number, or 0).
     """
     how = _issued("all_gather", comm, (whole.nbytes, dtype))
     if how == "native" and own is not None:  # saves finding the own piece again at every step
@@ -303,8 +303,8 @@ def _issued(op: str, comm: Communicator, *buffers: tuple[int, torch.dtype]) -> s
         compared(op, comm, *buffers)
     if current.watch is not None:
         refuse_traced(f"{op} into memory that is filled again")
-    how = transport(op, comm)
-    if recording():
+    how = comm.overrides.get(op) or comm.chosen[op]
+    if open_ledgers:
         times = 2 if op == "all_reduce" else 1
         for nbytes, dtype in buffers:
             sent = times * nbytes * (comm.axis.size - 1) // comm.axis.size
@@ -364,9 +364,9 @@ def exchanged(
     return Launched(launch, group)
 
 
-def purpose_of(identity: str) -> int:
-    """A number of 30 bits for what messages are for, the same on all ranks; 0 stands for no purpose in particular."""
-    return zlib.crc32(identity.encode()) % 2**30
+def purpose_of(stage: str, identity: str) -> Purpose:
+    """The purpose of messages for a stage, with a number of 30 bits, the same on all ranks."""
+    return Purpose(stage, zlib.crc32(identity.encode()) % 2**30)
 
 
 def _tag(x: Tensor, gathers: bool, purpose: int) -> int:

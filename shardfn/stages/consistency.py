@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from threading import Thread, current_thread
+import threading
+from threading import get_ident
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -36,13 +37,16 @@ class LaneState:
 
     def __init__(self) -> None:
         self.met: set[tuple[GatherPlan, str]] = set()
-        self.inside: list[Thread] = []
+        self.inside: list[int] = []
 
     def __enter__(self) -> None:
-        inside, here = self.inside, current_thread()
-        if inside and inside[-1] is not here and not autograd.autograd_thread():
+        inside, here = self.inside, get_ident()
+        if inside and inside[-1] != here and not autograd.autograd_thread():
+            one, other = (
+                next((t.name for t in threading.enumerate() if t.ident == n), "?") for n in (inside[-1], here)
+            )
             raise RuntimeError(
-                f"threads {inside[-1].name!r} and {here.name!r} run stages at the same time, and other ranks "
+                f"threads {one!r} and {other!r} run stages at the same time, and other ranks "
                 f"cannot tell them apart: give each thread a name of its own, the same on all ranks, in "
                 f"threading.Thread(name=...)"
             )

@@ -32,6 +32,7 @@ from shardfn.stages.gather_plan import GatherPlan
 from shardfn.stages.recompute import Recomputed
 from shardfn.stages.recorded import record_parameters
 from shardfn.stages.refusals import refuse_mixed, writes
+from shardfn.stages.replay import entered
 from shardfn.stages.saved import DecodedParameter, Place, hooks
 from shardfn.stages.signature import Signature, cast, cast_all
 from shardfn.stages.written import Snapshot, snapshot
@@ -46,14 +47,9 @@ if TYPE_CHECKING:
 NOTHING = contextlib.nullcontext()
 
 
-def names_stages() -> bool:
-    """Whether anything asks which stage a collective is for."""
-    return bool(open_ledgers) or debugging.collectives
-
-
 def named(stage: str, backward: bool | None = None) -> Any:
     """A context whose collectives are a stage's."""
-    return attributed_to(stage, backward) if names_stages() else NOTHING
+    return attributed_to(stage, backward) if open_ledgers or debugging.collectives else NOTHING
 
 
 class _Running(threading.local):
@@ -145,7 +141,9 @@ class Call:
             return self._apart(result, [])
         with schedule.alone:
             token, views = self._entered()
-            self._record(views)
+            if (recorder := recording.current()) is not None:
+                for gather, shard, ps in zip(self.plan.each, self.shards, views, strict=True):
+                    record_parameters(recorder, gather.layout, shard, ps)
             hooks, self.forward = self._hooks(), True
             try:
                 with hooks:
@@ -165,8 +163,11 @@ class Call:
     def _entered(self) -> tuple[Tensor, list[list[Tensor]]]:
         """The parameters as results of the entry, and what leads the exit to it: one of them that has a gradient."""
         views = self._parted(_Entry.apply(self, *self.shards))  # type: ignore[no-untyped-call]
-        trained = (ps[0] for ps, trains in zip(views, self.trains, strict=True) if trains and ps)
-        return next(trained, self.shards[0]), views
+        token = self.shards[0]
+        for ps, trains in zip(views, self.trains, strict=True):
+            if trains and ps:
+                token = ps[0]
+        return token, views
 
     def _views(self, gathered: Gathered | None) -> list[list[Tensor]]:
         """The parameters by shards; no views, of which forward mode would copy the base."""
@@ -261,11 +262,6 @@ class Call:
                 self.decodes.append(DecodedParameter(packed.having(None), source, x))
         return x
 
-    def _record(self, views: Sequence[Sequence[Tensor]]) -> None:
-        if (recorder := recording.current()) is not None:
-            for gather, shard, ps in zip(self.plan.each, self.shards, views, strict=True):
-                record_parameters(recorder, gather.layout, shard, ps)
-
     def _end(self, gathered: Gathered | None) -> None:
         """Ends the forward call: nothing more is saved as a place.
 
@@ -286,18 +282,16 @@ class Call:
         leaves, tree = ([result], None) if type(result) is Tensor else optree.tree_flatten(result)
         numbers = [i for i, y in enumerate(leaves) if isinstance(y, Tensor)]
         for i in numbers:
-            if self._holds(leaves[i]):
+            if _memory(leaves[i]) in self.owned:  # of a buffer, or of a shard
                 leaves[i] = leaves[i].clone()
         given = {id(x) for x in inputs}
         through = [] if token is None else [y for i in numbers if (y := leaves[i]).requires_grad and id(y) not in given]
         through = list({id(y): y for y in through}.values())
         if through:
-            own = {autograd.storage_of(x) for x in inputs if x.layout is torch.strided}
-            fresh = []
+            own, fresh = set(map(_memory, inputs)), []
             for y in through:
-                storage = autograd.storage_of(y) if y.layout is torch.strided else 0
-                fresh.append(storage not in own)
-                own.add(storage)
+                fresh.append((memory := _memory(y)) not in own)
+                own.add(memory)
             outputs = _Exit.apply(self, frame, fresh, token, *through)  # type: ignore[no-untyped-call]
             outside = {id(y): out for y, out in zip(through, outputs, strict=True)}
             if (recorder := recording.current()) is not None:
@@ -306,10 +300,6 @@ class Call:
             for i in numbers:
                 leaves[i] = outside.get(id(leaves[i]), leaves[i])
         return leaves[0] if tree is None else optree.tree_unflatten(tree, leaves)
-
-    def _holds(self, y: Tensor) -> bool:
-        """Whether a tensor is memory of a buffer or of a shard."""
-        return y.layout is torch.strided and autograd.storage_of(y) in self.owned
 
     # --- what autograd saves ---
 
@@ -326,7 +316,9 @@ class Call:
                 offset = self.gathered.offset_of(x)
             if offset is not None:
                 self.saved = True
-                return None if parameter is None and self.keeps else Place(self, parameter, x, offset)
+                return (
+                    None if parameter is None and self.keeps else Place(self, parameter, x, offset, recording.current())
+                )
         return None
 
     def decode_again(self, parameter: DecodedParameter) -> Tensor:
@@ -344,11 +336,17 @@ class Call:
         Raises:
             RuntimeError: a shard was written into since forward.
         """
-        with self.schedule.in_backward(self):
-            if self.gathered is None:
+        if functorch.inside_transform():  # backward of a graph from outside
+            with functorch.outside_transforms():
+                return self._numbers(dtype)
+        return self._numbers(dtype)
+
+    def _numbers(self, dtype: torch.dtype) -> Tensor:
+        if self.gathered is None:
+            with self.schedule.in_backward(self):
                 self.schedule.gather_again(self)
-            assert self.gathered is not None, "it is under way"
-            found = self.flat[dtype] = self.gathered.numbers(dtype)
+        assert self.gathered is not None, "it is under way"
+        found = self.flat[dtype] = self.gathered.numbers(dtype)
         return found
 
     # --- backward ---
@@ -359,9 +357,10 @@ class Call:
         if debugging.nan:
             self.bad = nonfinite.kinds(nonfinite.not_finite([x for x in cotangents if x is not None]))
         schedule.end_others(self)
-        with schedule.in_backward(self):
+        here = schedule.in_backward(self)
+        with entered([here, functorch.outside_transforms()]) if functorch.inside_transform() else here:
             schedule.begin_backward(self)
-        if names_stages():
+        if open_ledgers or debugging.collectives:
             self.end_attribution()
             self.attribution = get_ident(), attributed_to(self.signature.stage, backward=True, scheduled=False)
             self.attribution[1].__enter__()
@@ -378,12 +377,13 @@ class Call:
         """The entry in backward: reduces the gradients of parameters to those of shards."""
         schedule = self.schedule
         parted = self._parted([g if g is None or g.layout is torch.strided else g.to_dense() for g in gradients])
-        self.end_attribution()
+        if self.attribution is not None:
+            self.end_attribution()
         if self.nests:
             schedule.catch_up_inside(self)
         with schedule.in_backward(self):
-            first = next((g for g in gradients if g is not None), None)
-            if torch.is_grad_enabled() or (first is not None and functorch.batched(first)):
+            present = [g for g in gradients if g is not None]
+            if torch.is_grad_enabled() or (present and functorch.batched(present[0])):
                 self.stays = True  # a pass through this graph must not communicate where its own nodes say so
                 with scope(schedule.mesh):
                     return transposed(self.plan, self.shards, self.trains, parted)
@@ -392,6 +392,11 @@ class Call:
             found = schedule.reduce(self, parted)
             schedule.release(self)
             return found
+
+
+def _memory(x: Tensor) -> int | None:
+    """A number for a tensor's memory; None if it has none of its own."""
+    return x.untyped_storage()._cdata if x.layout is torch.strided else None
 
 
 def _tensors(result: Any) -> list[Tensor]:

@@ -166,7 +166,7 @@ def _recorded(signature: Signature, has: Sequence[bool], nodes: list[Any], movin
             raise RuntimeError(writes(signature)) from error
         raise
     signature.reverses &= not refused
-    return result
+    return optree.tree_map(functools.partial(_apart, _given((nodes, moving, pairs))), result)
 
 
 def _transposed(
@@ -217,7 +217,8 @@ def _transposed(
     if _versions(leaves) != before:
         raise RuntimeError(writes(signature))
     constants, structure, follows, *graph = kept
-    pairs = [functorch.unpacked(y) for y in ys[: len(follows)]]
+    own = _given((nodes, moving, leaves))
+    pairs = [functorch.unpacked(_apart(own, y)) for y in ys[: len(follows)]]
     values = [y for y, _ in pairs]
     if any(follows):
         given = [flat[i] for i in wanted]
@@ -257,6 +258,12 @@ def _paired(has: Sequence[bool], nodes: list[Any], moving: list[Any]) -> list[An
 def _called(signature: Signature, nodes: list[Any]) -> Any:
     args, kwargs = optree.tree_unflatten(signature.outer, nodes)
     return signature.function(*args, **kwargs)
+
+
+def _given(tree: Any) -> set[int]:
+    """The storages of tensors and their tangents."""
+    tensors = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
+    return {autograd.storage_of(part) for x in tensors for part in functorch.unpacked(x) if part is not None}
 
 
 class _InPlaceOf(torch.autograd.Function):
@@ -359,6 +366,11 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, ct: Tensor) -> tuple[Tensor, None]:
         return ct, None
+
+
+def _apart(given: set[int], y: Any) -> Any:
+    """A result that shares no memory with what was given: pairs are aliases, and writes into them would not be seen."""
+    return y.clone() if moves(y) and autograd.storage_of(functorch.unpacked(y)[0]) in given else y
 
 
 class _Tangent(torch.autograd.Function):

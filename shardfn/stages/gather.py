@@ -8,11 +8,12 @@ memory that the host frees may be allocated again on that stream, without noting
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from shardfn.collectives.compressed import zero_padding
 from shardfn.collectives.into_buffers import (
     Communicator,
     Handle,
+    Purpose,
     all_gather,
     arrived,
     gather_by_hops,
@@ -30,12 +32,14 @@ from shardfn.collectives.into_buffers import (
     transport,
 )
 from shardfn.collectives.late_checks import check
-from shardfn.compat import devices
+from shardfn.compat import devices, dispatch
 from shardfn.compat.autograd import references, storage_of
 from shardfn.mesh import waiting
 from shardfn.stages.gather_plan import Gather, GatherPlan
 from shardfn.stages.gather_stream import Copied, GatherStream
 from shardfn.tiers.offload import DiskPrefetch
+
+MOST_VIEWS = 10_000  # of one buffer, for stages whose layouts change
 
 
 class Buffer:
@@ -48,10 +52,11 @@ class Buffer:
         given: whether it was handed out since the pool was trimmed.
     """
 
-    __slots__ = ("_made", "_parts", "_storage", "_views", "all", "given", "nbytes", "under_way")
+    __slots__ = ("_made", "_parts", "_pooled", "_storage", "_views", "all", "given", "nbytes", "under_way")
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        with torch.inference_mode(False):  # training may use what inference has made
+    def __init__(self, nbytes: int, device: torch.device, pooled: bool) -> None:
+        self._pooled = pooled
+        with self._unseen():
             self.all = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.nbytes, self.under_way, self.given = nbytes, False, False
         self._storage, self._made = self.all.untyped_storage(), 1
@@ -78,10 +83,16 @@ class Buffer:
 
     def _keeping(self, count: int) -> Any:
         """A context for views that it keeps."""
-        if self._made > 1000:  # of stages whose layouts change
+        if self._made > MOST_VIEWS:
             self._parts, self._views, self._made = {}, {}, 1
         self._made += count
-        return torch.inference_mode(False)
+        return self._unseen()
+
+    @contextlib.contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """A context for what another call may use: training after inference, and of a pool, a call in other modes."""
+        with torch.inference_mode(False), dispatch.outside_modes() if self._pooled else contextlib.nullcontext():
+            yield
 
     def unheld(self) -> bool:
         """Whether nothing refers to it, or to its memory, but the pool, which asks in a comprehension over a list."""
@@ -106,14 +117,14 @@ class Pool:
         else:
             if free:  # the largest of those that do not fit gives way
                 self.buffers.remove(max(free, key=_nbytes))
-            buffer = Buffer(nbytes, torch.device("cpu"))
+            buffer = Buffer(nbytes, torch.device("cpu"), pooled=True)
             self.buffers.append(buffer)
         buffer.given = True
         return buffer
 
     def trim(self, all: bool = False) -> None:
         """Gives memory back that nothing uses and nobody asked for since the last time; or `all` that nothing uses."""
-        used = [b for b in self.buffers if not b.unheld() or (b.given and not all)]
+        used = [b for b in self.buffers if not b.unheld() or (b.given and not all and not b.under_way)]
         self.buffers = used
         for buffer in () if all else used:
             buffer.given = False
@@ -145,7 +156,7 @@ class Gathering:
         """A buffer of so many bytes or more, on the device of the mesh; with `keeps`, until backward."""
         if self.device.type == "cpu" and type(like) is Tensor:
             return self.pool.empty(nbytes, keeps)
-        return Buffer(nbytes, self.device)
+        return Buffer(nbytes, self.device, pooled=False)
 
 
 _left: deque[tuple[GatherStream, list[Handle], tuple[Tensor, ...]]] = deque()
@@ -208,7 +219,7 @@ class Gathered:
         if _left:
             free_left()
         self.works: list[Handle] = []
-        self.error: RuntimeError | None = None  # of a wait that failed
+        self.failed = ""  # why a wait failed
         self.version: int | None = None
         self.stream = by.stream
         self.made_on = None if by.stream is None else by.stream.now()
@@ -219,7 +230,11 @@ class Gathered:
             self._start(by)
         else:
             with by.stream.starting():
-                self._start(by)
+                try:
+                    self._start(by)
+                except BaseException:
+                    self.works.append(Copied(by.stream))  # what it has enqueued may still write
+                    raise
 
     def __del__(self) -> None:
         if self.works and self.stream is not None:
@@ -243,7 +258,8 @@ class Gathered:
         layout, wire = gather.layout, gather.wire
         comm = by.communicator_of(layout.placement.axes)
         index = 0 if comm is None else comm.axis.index
-        own = self.own(gather, index)
+        at = gather.piece(index)
+        own = self.buffer.part(*at, gather.dtype if wire is None else torch.uint8)
         if wire is None or values.dtype == torch.uint8:
             own.copy_(values, non_blocking=True)
         else:
@@ -260,14 +276,10 @@ class Gathered:
             hops = [hop for name in reversed(layout.placement.axes) if (hop := by.communicator_of((name,))) is not None]
             work = gather_by_hops(region, index, hops, dtype)
         else:
-            piece = self.buffer.part(*gather.piece(index), torch.uint8)
-            work = all_gather(region, comm, dtype, piece, _purpose(gather, self.again))
+            piece = self.buffer.part(*at, torch.uint8)
+            work = all_gather(region, comm, dtype, piece, _purpose(gather, self.again).number)
         arrival = _Arrival(work, comm, gather, self.buffer, self.again, checks=not by_purpose)
         self.works.append(arrival if wire is None or by.stream is None else by.stream.decoded(arrival))
-
-    def own(self, gather: Gather, index: int) -> Tensor:
-        """A rank's piece of one gather: numbers, or bytes in a quantized format."""
-        return self.buffer.part(*gather.piece(index), gather.dtype if gather.wire is None else torch.uint8)
 
     def wait(self) -> Tensor:
         """Waits until the parameters are there; returns the buffer.
@@ -275,16 +287,15 @@ class Gathered:
         Raises:
             RuntimeError: ranks gathered different stages, or a rank is gone.
         """
-        if self.error is not None:
-            raise self.error
-        works, self.works = self.works, []
+        if self.failed:
+            raise RuntimeError(self.failed)
         try:
-            for work in works:
+            for work in self.works:
                 work.wait()
         except RuntimeError as error:
-            text = f"stage {self.plan.stage!r}: gathering its parameters failed on this rank: {error}"
-            self.error = RuntimeError(text)
-            raise self.error from waiting.cause(error)
+            self.failed = f"stage {self.plan.stage!r}: gathering its parameters failed on this rank: {error}"
+            raise RuntimeError(self.failed) from waiting.cause(error)
+        works, self.works = self.works, []
         self.buffer.under_way = False
         if self.stream is not None and (now := self.stream.now()) != self.made_on:
             _used_on(now, self.bytes)
@@ -303,8 +314,8 @@ class Gathered:
         return self.buffer.parameters(gather)
 
     def piece(self, gather: Gather, index: int) -> Tensor:
-        """A copy of one rank's piece."""
-        return self.own(gather, index).clone()
+        """A copy of one rank's piece: numbers, or bytes in a quantized format."""
+        return self.buffer.part(*gather.piece(index), gather.dtype if gather.wire is None else torch.uint8).clone()
 
     def storages(self) -> list[int]:
         """The memory that it lies in."""
@@ -340,12 +351,13 @@ class _Arrival:
         self.checks = checks and comm.checks and comm.axis.index < comm.axis.size - 1
 
     def wait(self) -> None:
-        op, stage = "second all_gather" if self.again else "all_gather", self.gather.layout.stage
-        arrived(self.work, op, self.group, stage, _purpose(self.gather, self.again))
+        op = "second all_gather" if self.again else "all_gather"
+        arrived(self.work, op, self.group, _purpose(self.gather, self.again))
         if self.checks:
             region = self.buffer.part(*self.gather.sent, torch.uint8)
             check(_tail(self.gather, region), functools.partial(_wrong, self.gather))
-        _decode(self.buffer, self.gather)
+        if self.gather.wire is not None:
+            _decode(self.buffer, self.gather)
 
 
 def _decode(buffer: Buffer, gather: Gather) -> None:
@@ -368,9 +380,9 @@ def _tag(gather: Gather, device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _purpose(gather: Gather, again: bool) -> int:
-    layout = gather.layout
-    return purpose_of(repr((again, layout.stage, layout.entries, layout.padded, gather.wire or gather.dtype)))
+def _purpose(gather: Gather, again: bool) -> Purpose:
+    layout, sent_as = gather.layout, gather.wire or gather.dtype
+    return purpose_of(layout.stage, repr((again, layout.stage, layout.entries, layout.padded, sent_as)))
 
 
 def _wrong(gather: Gather, tail: Tensor) -> str | None:

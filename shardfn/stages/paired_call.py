@@ -15,6 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.check import recording
 from shardfn.compat import autograd, functorch, modes
 from shardfn.compat.replacing import replaced
 from shardfn.stages.entry_exit import Call
@@ -87,7 +88,7 @@ class PairedCall(Call):
                 return x
             if not low <= (at := x.data_ptr()) < high:
                 return x
-            return Place(self, None, x, at - low)
+            return Place(self, None, x, at - low, recording.current())
 
         def pack(x: Tensor) -> Any:
             x = functorch.unwrapped(x)  # the wrapper would hold its operation, which holds what it has saved

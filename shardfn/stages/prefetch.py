@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives.into_buffers import Communicator, communicator_of
-from shardfn.collectives.ledger import record_buffers
-from shardfn.collectives.ledger import recording as ledger_open
+from shardfn.collectives.ledger import open_ledgers, record_buffers
 from shardfn.compat import autograd, functorch
 from shardfn.mesh.axes import device_of, sizes
 from shardfn.shards.layout import Layout
@@ -194,7 +193,7 @@ class Prefetch:
 
     def start(self, call: Call, one: Wanted) -> Gathered:
         """Starts a gather, for a call."""
-        if ledger_open():
+        if open_ledgers:
             pieces = {id(x): x.nbytes for kept in self.tape.secondary.values() for x in kept.shards}
             record_buffers(self.gathering.pool.nbytes() + sum(pieces.values()))
         return Gathered(one.plan, one.shards, self.gathering, one.again, one.keeps)

@@ -100,7 +100,7 @@ class PendingReduction:
                 self.under_way = all_reduce(out, along)
             else:
                 self.into = out.new_empty(len(out) // along.axis.size) if room_for is None else room_for
-                self.under_way = reduce_scatter(out, self.into, along, out.new_empty, self.reduction.purpose)
+                self.under_way = reduce_scatter(out, self.into, along, out.new_empty, self.reduction.purpose.number)
         return self
 
     def _begin_encoded(self, op: str, along: Communicator, format: Format, room_for: Tensor | None) -> PendingReduction:
@@ -172,7 +172,7 @@ class PendingReduction:
         (op, along), handle, stage = self.along, self.under_way, self.reduction.layout.stage
         self.under_way, self.lent = None, False
         try:
-            arrived(handle, op, along.reductions.group_name, stage, self.reduction.purpose)
+            arrived(handle, op, along.reductions.group_name, self.reduction.purpose)
         except RuntimeError as error:
             raise RuntimeError(
                 f"stage {stage!r}: summing its gradient failed on this rank: {error}"
@@ -332,7 +332,7 @@ class Reductions:
         if reduction.format is None:
             out = torch.empty(layout.piece, dtype=reduction.dtypes.shard, device=self.device)
             handle = reduce_scatter(
-                flat, out, shard, lambda n: self.scratch.view(name, n, flat.dtype), reduction.purpose
+                flat, out, shard, lambda n: self.scratch.view(name, n, flat.dtype), reduction.purpose.number
             )
         else:
             dtype = torch.promote_types(reduction.dtypes.sum, torch.float32)
@@ -378,7 +378,7 @@ class Reductions:
                     target.add_(other[n])
 
         expected = [*into[:index], [], *into[index:]]
-        handle = scatter_pieces(parts, expected, add, layout.padded, dtype, shard, reduction.purpose)
+        handle = scatter_pieces(parts, expected, add, layout.padded, dtype, shard, reduction.purpose.number)
         return self._sent(PendingReduction(reduction, out, total, deferred).scattering(handle, shard, dtype))
 
     def _encoding(self) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn.collectives.into_buffers import Communicator, purpose_of, transport
+from shardfn.collectives.into_buffers import Communicator, Purpose, purpose_of, transport
 from shardfn.mesh.axes import sizes
 from shardfn.quant.formats import Format
 from shardfn.shards.layout import Layout
@@ -80,8 +80,8 @@ class Reduction:
     route: Route
     dtypes: Dtypes
     memory: Memory
-    format: Format | None = None
-    purpose: int = 0
+    format: Format | None
+    purpose: Purpose
 
     def in_pieces(self) -> bool:
         """Whether gradients are sent from where they are, without a copy. All ranks decide alike."""
@@ -124,7 +124,7 @@ def routed(
     split, replica = map(communicator, (fine.placement.axes[len(axes) :], replicas))
     identity = repr((layout.stage, layout.entries, layout.padded, str(dtypes.sum), divides))
     route = Route(communicator(axes), split, replica, levels)
-    return Reduction(first, route, dtypes, memory, format, purpose_of(f"reduces {identity}"))
+    return Reduction(first, route, dtypes, memory, format, purpose_of(layout.stage, f"reduces {identity}"))
 
 
 def _levels(axes: tuple[str, ...], size_of: Any, communicator: Callable[..., Any]) -> tuple[Level, ...]:

@@ -37,10 +37,11 @@ class Place:
 
     __slots__ = ("call", "decoded", "dtype", "noted", "offset", "shape", "stride")
 
-    def __init__(self, call: Call, decoded: DecodedParameter | None, x: Tensor, offset: int) -> None:
+    def __init__(
+        self, call: Call, decoded: DecodedParameter | None, x: Tensor, offset: int, recorder: recording.Recorder | None
+    ) -> None:
         self.call, self.decoded, self.dtype = call, decoded, (dtype := x.dtype)
         self.shape, self.stride, self.offset = x.shape, x.stride(), offset // dtype.itemsize
-        recorder = recording.current()
         self.noted = None if recorder is None else (recorder, recorder.values.node_of(x))
 
     def found(self) -> Tensor:
@@ -63,6 +64,7 @@ def hooks(call: Call, leave: Any) -> Any:
     the tensor and its version, at which autograd does not look any more.
     """
     around, kind, strided = autograd.saved_tensors_hooks(), Tensor, torch.strided
+    recorder = recording.current()
     low = high = 0  # as long as the buffer lives, an address in there means one of its parameters
     may_gather = call.gathered is not None and call.again is not False
     if may_gather and type(bytes_ := call.gathered.bytes) is Tensor and not call.signature.packed:  # type: ignore[union-attr]
@@ -71,10 +73,10 @@ def hooks(call: Call, leave: Any) -> Any:
 
     def pack(x: Tensor) -> Any:
         if high and type(x) is kind and x.layout is strided:
-            if low <= (at := x.data_ptr()) < high and not (x.is_conj() or x.is_neg()):
+            if low <= (at := x.data_ptr()) < high and not ((x.dtype.is_complex and x.is_conj()) or x.is_neg()):
                 call.saved = True
                 if not call.keeps:
-                    return Place(call, None, x, at - low)
+                    return Place(call, None, x, at - low, recorder)
             elif at == 0 and (place := call.place(x)) is not None:  # without elements
                 return place
         elif (place := call.place(x)) is not None:

@@ -20,7 +20,7 @@ from shardfn.check import recording
 from shardfn.collectives import functional
 from shardfn.collectives.capturing import capturing, not_in_graphs
 from shardfn.collectives.late_checks import late_checks
-from shardfn.collectives.ledger import attributed_to, unscheduled
+from shardfn.collectives.ledger import attributed_to, open_ledgers, unscheduled
 from shardfn.compat import autograd, modes
 from shardfn.debugging import debugging
 from shardfn.mesh.axes import per_mesh
@@ -31,7 +31,7 @@ from shardfn.mesh.scope import independent_axes, refuse_independent, scope
 from shardfn.stages import nonfinite
 from shardfn.stages.composition import transposed
 from shardfn.stages.consistency import callers, compare, lane_state
-from shardfn.stages.entry_exit import Call, named, names_stages
+from shardfn.stages.entry_exit import Call, named
 from shardfn.stages.forward_mode import Pairs
 from shardfn.stages.gather import Gathered, free_left
 from shardfn.stages.gather_plan import Gather, GatherPlan
@@ -125,7 +125,7 @@ class Schedule(Prefetch):
 
     def in_backward(self, call: Call) -> Any:
         """A context for communication of a call in backward, on whichever thread autograd runs it."""
-        if get_ident() == call.thread and not names_stages():
+        if get_ident() == call.thread and not (open_ledgers or debugging.collectives):
             return self.alone
         stack = contextlib.ExitStack()
         stack.enter_context(in_lane(self.lane))
@@ -239,7 +239,8 @@ class Schedule(Prefetch):
 
     def release(self, call: Call) -> None:
         """Ends a call's backward: nothing asks for its parameters any more."""
-        call.end_attribution()
+        if call.attribution is not None:
+            call.end_attribution()
         if call in self.open:
             self.open.remove(call)
         if not call.stays:

@@ -907,3 +907,36 @@ def test_product_with_a_hessian_goes_through_vmap_of_a_product_with_a_matrix(act
 
     want = torch.func.jvp(torch.func.grad(loss), (w,), (v,))[1]
     torch.testing.assert_close(sf.jvp(sf.grad(loss), (w,), (v,))[1], want, rtol=1e-12, atol=1e-12)
+
+
+# --- what a stage of pairs returns ---
+
+
+def returning(kind: str) -> list[float]:
+    """Gradients and tangents where a loss writes into what a stage has returned, beside those where it does not."""
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    params, v = (sf.shard([{"w": normal(D, D, seed=seed)}], mesh, sf.full_shard("shard")) for seed in (0, 1))
+    x, off = normal(ROWS, D, seed=2), []
+
+    def own(p: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.sin(x @ p["w"]) @ p["w"]
+        return y, {"value": p["w"].view(-1), "transposed": p["w"].t(), "tangent": p["w"] + 1}[kind]
+
+    for options in ({}, {"remat": True}, {"reshard": False}):
+        layer = sf.stage(own, **options)  # type: ignore[call-overload]
+
+        def product(writes: bool, layer: Any = layer) -> Any:
+            def loss(ps: Any) -> Tensor:
+                y, z = layer(ps[0], x)
+                return y.square().sum() + (z.mul_(3) if writes else z * 3).square().sum()
+
+            return sf.jvp(sf.grad(loss), (params,), (v,))
+
+        off += [distance(a[0].values, b[0].values) for a, b in zip(product(False), product(True), strict=True)]
+    return off
+
+
+@two
+@pytest.mark.parametrize("kind", ["value", "transposed", "tangent"])
+def test_results_of_pairs_are_no_memory_of_parameters(world: World, kind: str) -> None:
+    assert worst(world.run(returning, kind)) < 1e-12

@@ -6,6 +6,7 @@ import functools
 import gc
 import re
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ import shardfn as sf
 from shardfn.compat import functorch
 from shardfn.mesh import watchdog
 from shardfn.mesh.scope import current_mesh, scope
+from shardfn.stages.gather import Gathered
 from shardfn.stages.schedule import schedule_of
 from shardfn.testing import World, WorldError
 from shardfn.transforms.autodiff import differentiating
@@ -944,6 +946,132 @@ def test_a_step_after_an_error(world: World, where: str) -> None:
     for told, off in world.run(interrupted, where):
         assert told == "on purpose"
         assert off < 1e-12
+
+
+# --- memory that is used again ---
+
+
+def in_a_graph() -> list[float]:
+    """Evaluations by a graph beside those without one; what the pool has does not matter to the graph."""
+    flat, staged = sharded(tree()), sf.stage(linear)
+
+    @sf.graphed
+    def step(params: Any, x: Tensor) -> Any:
+        with torch.no_grad():
+            for p in sf.layers(params):
+                x = staged(p, x)
+        return params, x
+
+    off = []
+    for i in range(6):
+        flat, y = step(flat, rows(i))
+        off.append(distance(y, functools.reduce(lambda x, p: linear(p, x), tree(), rows(i))))
+    return off
+
+
+@pytest.mark.world(2)
+def test_an_evaluation_has_a_graph_whatever_was_gathered_before(world: World) -> None:
+    assert worst(world.run(in_a_graph)) < 1e-12
+
+
+class Wrapping(torch.utils._python_dispatch.TorchDispatchMode):
+    """What operations make is of a class of its own."""
+
+    class Wrapped(Tensor):
+        pass
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found.as_subclass(self.Wrapped) if type(found) is Tensor else found
+
+
+def under_a_mode() -> list[str]:
+    """The kinds of parameters that a stage gets after a call under a mode."""
+    flat, kinds = sharded(tree()), []
+
+    def noting(p: Any, x: Tensor) -> Tensor:
+        kinds.append(type(p["w"]).__name__)
+        return linear(p, x)
+
+    staged = sf.stage(noting)
+    with Wrapping(), torch.no_grad():
+        net(staged, flat, rows(0))
+    kinds.clear()
+    sf.grad(lambda ps: net(staged, ps, rows(0)))(flat)
+    return kinds
+
+
+@pytest.mark.world(2)
+def test_a_mode_leaves_nothing_in_buffers(world: World) -> None:
+    for kinds in world.run(under_a_mode):
+        assert set(kinds) == {"Tensor"}
+
+
+def backward_in_a_transform(cold: bool) -> float:
+    """A graph from outside, which torch.func differentiates around."""
+    flat, x, ones = sharded(tree()), rows(0).requires_grad_(), torch.ones(ROWS, D, dtype=torch.float64)
+    leaves, staged = variables(flat), sf.stage(linear)
+    y = x
+    for p in leaves:
+        y = staged(p, y)
+    if cold:
+        schedule = schedule_of(flat[0].layout.grid.mesh())
+        schedule._drop_buffers()
+        schedule.gathering.pool.trim(all=True)
+
+    def gradient() -> Tensor:
+        return torch.autograd.grad(y, x, ones, retain_graph=True)[0]
+
+    inside = torch.func.grad(lambda t: (gradient() * t).sum())(torch.ones((), dtype=torch.float64))
+    return distance(inside, gradient().sum())
+
+
+@pytest.mark.parametrize("cold", [False, True])
+@pytest.mark.world(2)
+def test_a_backward_pass_inside_of_a_transform(world: World, cold: bool) -> None:
+    assert worst(world.run(backward_in_a_transform, cold)) < 1e-12
+
+
+class _Failing:
+    def wait(self) -> None:
+        raise RuntimeError("a rank is gone")
+
+
+def failed_gather() -> tuple[list[str], bool, int]:
+    """What two waits for a gather that fails say, whether their frames are freed at once, and what the pool keeps."""
+    flat = sharded(tree())
+    schedule = schedule_of(flat[0].layout.grid.mesh())
+    sf.stage(linear)(flat[0], rows(0))
+    plan, _ = schedule.last[(flat[0].layout,)]
+    gathered = Gathered(plan, [flat[0].values], schedule.gathering, again=False)
+    gathered.works.append(_Failing())
+
+    def waited(gathered: Gathered) -> tuple[str, Any]:
+        kept = torch.ones(())
+        try:
+            gathered.wait()
+        except RuntimeError as error:
+            return str(error), weakref.ref(kept)
+        raise AssertionError("it does not fail")
+
+    gc.disable()
+    try:
+        said, alive = zip(*[waited(gathered) for _ in range(2)], strict=True)
+        freed = all(kept() is None for kept in alive)
+    finally:
+        gc.enable()
+    del gathered
+    schedule.gathering.pool.trim()
+    return list(said), freed, len(schedule.gathering.pool.buffers)
+
+
+@pytest.mark.world(2)
+def test_a_gather_that_failed_says_so_again_and_keeps_nothing(world: World) -> None:
+    for said, freed, kept in world.run(failed_gather):
+        assert all("gathering its parameters failed on this rank: a rank is gone" in text for text in said)
+        assert len(said) == 2
+        assert freed
+        assert kept <= 1
 
 
 # --- checked calls ---
