@@ -324,6 +324,11 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
     },
     "stages/entry_exit.py": {
+        "a backward pass in a transform makes buffers of its own kind": (
+            "with entered([here, functorch.outside_transforms()])",
+            "with entered([here])",
+            f"{TRAPS}::test_a_backward_pass_inside_of_a_transform",
+        ),
         "a second run only where a graph asks for it": (
             "            frame.second()",
             "            pass",
@@ -407,6 +412,16 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
     },
     "stages/gather.py": {
+        "a mode around a call is in what the next call uses": (
+            "dispatch.outside_modes() if self._pooled else",
+            "contextlib.nullcontext() if self._pooled else",
+            f"{TRAPS}::test_a_mode_leaves_nothing_in_buffers",
+        ),
+        "a graph depends on what was gathered before": (
+            "dispatch.outside_modes() if self._pooled else",
+            "contextlib.nullcontext() if self._pooled else",
+            f"{TRAPS}::test_an_evaluation_has_a_graph_whatever_was_gathered_before",
+        ),
         "a buffer that somebody holds is handed out": (
             "references(storage) == (3, 1 + self._made)",
             "storage is not None",
