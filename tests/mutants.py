@@ -362,7 +362,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             FOUR,
         ),
         "gradients are not cut further": (
-            "self.under_way = reduce_scatter(out, self.into, along, out.new_empty, self.reduction.purpose)",
+            "self.under_way = reduce_scatter(out, self.into, along, out.new_empty, self.reduction.purpose.number)",
             "self.out = out.view(along.axis.size, -1)[along.axis.index].clone()",
             f"{GRADIENTS}[hfsdp-4]",
         ),
