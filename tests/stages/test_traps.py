@@ -28,7 +28,7 @@ from shardfn.stages.gather import Gathered
 from shardfn.stages.schedule import schedule_of
 from shardfn.testing import World, WorldError
 from shardfn.transforms.autodiff import differentiating
-from tests.models import distance, normal, plainly, variables
+from tests.models import distance, normal, variables
 from tests.reference import worst
 from tests.stages.test_forward_mode import LAYERS, off_of_torch
 
@@ -951,7 +951,7 @@ def test_a_step_after_an_error(world: World, where: str) -> None:
 # --- memory that is used again ---
 
 
-@plainly
+@sf.debug(memory=False)
 def in_a_graph() -> list[float]:
     """Evaluations by a graph beside those without one; what the pool has does not matter to the graph."""
     flat, staged = sharded(tree()), sf.stage(linear)
