@@ -116,7 +116,8 @@ class Watched(Padded):
         result = super().__torch_function__(func, types, args, kwargs)
         if isinstance(result, torch.Size) or not isinstance(result, (Tensor, tuple, list)):
             return result
-        if func is not Tensor.detach:
+        # A pullback of `torch.func.vjp` differentiates what has lost its wrapper.
+        if func is not Tensor.detach and not (func is torch.autograd.grad and _running.stage is not None):
             _refuse_leaks((args, kwargs))
         if _running.stage is not None:
             belonging(result)
@@ -192,7 +193,11 @@ def _writes(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a function of torch is known to write into memory that is lent, from its first argument and its name."""
     name = getattr(func, "__name__", "")
     targets = [kwargs.get("out")]
-    if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace"):
+    if (
+        name in _IN_PLACE
+        or (name.endswith("_") and not name.endswith("__") and name not in _AS_IT_IS)
+        or kwargs.get("inplace")
+    ):
         targets += args[:1]
     for x in optree.tree_leaves(targets):
         if isinstance(x, Tensor) and x.layout is torch.strided:
@@ -202,6 +207,7 @@ def _writes(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return False
 
 
+_AS_IT_IS = {"requires_grad_", "detach_", "rename_", "share_memory_"}  # which change no number
 _IN_PLACE = {"__setitem__"} | {
     f"__i{name}__"
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")

@@ -909,6 +909,46 @@ def test_product_with_a_hessian_goes_through_vmap_of_a_product_with_a_matrix(act
     torch.testing.assert_close(sf.jvp(sf.grad(loss), (w,), (v,))[1], want, rtol=1e-12, atol=1e-12)
 
 
+# --- transforms in a stage's function ---
+
+INSIDE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "grad": lambda p, x: torch.func.grad(lambda x: (x @ p["w"]).sin().sum())(x),
+    "grad of a parameter": lambda p, x: x @ torch.func.grad(lambda w: (x @ w).sin().sum())(p["w"]),
+    "vjp": lambda p, x: torch.func.vjp(lambda x: (x @ p["w"]).sin(), x)[1](x)[0],
+    "vmap of grad": lambda p, x: torch.func.vmap(torch.func.grad(lambda x: (x @ p["w"]).sin().sum()))(x),
+    "sf.grad": lambda p, x: sf.grad(lambda x: (x @ p["w"]).sin().sum())(x),
+    "jvp": lambda p, x: torch.func.jvp(lambda x: (x @ p["w"]).sin(), (x,), (x,))[1],
+}
+
+
+def inside(name: str) -> list[float]:
+    """Products with transforms in a stage's function, beside those of one process."""
+    mesh, off = sf.make_mesh(shard=-1, device="cpu"), []
+    plain, along = ([{"w": normal(D, D, seed=seed + k)} for k in range(2)] for seed in (0, 5))
+    params, v = (sf.shard(tree, mesh, sf.full_shard("shard")) for tree in (plain, along))
+    x = normal(ROWS, D, seed=2)
+
+    def loss(ps: Any, layer: Any) -> Tensor:
+        return layer(ps[1], layer(ps[0], x)).square().sum() / mesh.size()
+
+    want = torch.func.jvp(torch.func.grad(lambda p: loss(p, INSIDE[name]) * mesh.size()), (plain,), (along,))
+    once = torch.func.jvp(lambda p: loss(p, INSIDE[name]), (plain,), (along,))
+    for remat in (False, True):
+        layer = sf.stage(INSIDE[name], remat=remat)
+        found = sf.jvp(sf.grad(lambda p, f=layer: loss(p, f)), (params,), (v,))
+        off += [distance(sf.unshard(a), b) for a, b in zip(found, want, strict=True)]
+        off += [
+            distance(a, b) for a, b in zip(sf.jvp(lambda p, f=layer: loss(p, f), (params,), (v,)), once, strict=True)
+        ]
+    return off
+
+
+@two
+@pytest.mark.parametrize("name", INSIDE)
+def test_a_stage_whose_function_takes_derivatives_has_products(world: World, name: str) -> None:
+    assert worst(world.run(inside, name)) < 1e-12
+
+
 # --- what a stage of pairs returns ---
 
 
