@@ -16,6 +16,8 @@ def hints(case: Case) -> list[str]:
 def _unused(case: Case) -> list[str]:
     """Parameters by which losses are differentiated and on which none depends."""
     trace, types, events = case.trace, case.types, case.trace.gradients()
+    if any(event.pushed for event in events):
+        return []
     asked = union(case.differentiated(event) for event in events)
     used = union(types.depends[event.loss] for event in events)
     parents = [trace.nodes[v.node].parents for v in trace.variables if trace.nodes[v.node].root == "parameter"]

@@ -301,7 +301,8 @@ class Recorder(modes.Watching):
         plain, site = functorch.unwrapped(loss), self.values.site()
         node = self.values.node_of(plain)
         self.values.note(self.values.watched, node, site, 1, plain)
-        self.trace.events.append(Gradient(node, begin, end, gradients, self.values.site(), inner))
+        pushed = functorch.inside_forward_mode()
+        self.trace.events.append(Gradient(node, begin, end, gradients, self.values.site(), inner, pushed))
 
     def counted(self, total: Tensor, count: Tensor | float) -> None:
         """Records a micro-batch's total and the count by which `accumulate` divides it."""

@@ -104,6 +104,7 @@ class Gradient(NamedTuple):
         pairs: node of each variable, and node of its gradient.
         site: the line that asked for them.
         inner: whether the gradient is itself differentiated.
+        pushed: whether it has tangents, as in `shardfn.jvp`, where the loss's operations run inside of torch.func.
     """
 
     loss: int
@@ -112,6 +113,7 @@ class Gradient(NamedTuple):
     pairs: list[tuple[int, int]]
     site: Site | None
     inner: bool = False
+    pushed: bool = False
 
 
 class Summed(NamedTuple):

@@ -71,3 +71,22 @@ def test_devices_without_a_rank_are_counted(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     counts = [start.idle_devices("cuda", hosts) for hosts in ((), ("a", "a", "b"), ("a",) * 4, ("a",) * 5)]
     assert counts == [3, 2, 0, 0]
+
+
+def product() -> list[str]:
+    mesh = sf.make_mesh(data=-1, device="cpu")
+    params = sf.shard([{"w": normal(4, 4, seed=k)} for k in (1, 2)], mesh, sf.full_shard("data"))
+    layer, x = sf.stage(lambda p, x: torch.tanh(x @ p["w"])), normal(8, 4, seed=5)
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return sf.psum(layer(params[1], layer(params[0], x)).square().sum(), "data")
+
+    @sf.shard_map(mesh=mesh, in_specs=(..., P("data")), out_specs=...)
+    def step(params: Any, x: torch.Tensor) -> Any:
+        return sf.jvp(lambda p: sf.grad(loss)(p, x), (params,), (params,))[1]
+
+    return heard(step, params, x.chunk(mesh.size())[mesh.get_rank()])
+
+
+def test_nothing_is_told_of_a_product_with_a_hessian() -> None:
+    assert world(2).run(product)[0] == []
