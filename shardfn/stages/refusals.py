@@ -80,12 +80,12 @@ def refuse_mixed(signature: Signature, error: RuntimeError, parameters: Any, arg
     ) from error
 
 
-def writes(signature: Signature) -> str:
-    """The message for a function that writes into parameters."""
+def writes(signature: Signature, path: str | None = None) -> str:
+    """The message for a function that writes into parameters; `path` is of one of them, if it is known."""
+    into = path or "its parameters, or into another tensor that it was given"
     return (
-        f"{signature}: its function writes into its parameters, or into another tensor that it was given. Parameters "
-        f"are a gathered copy or the shard itself, and it may run again in backward: compute a new tensor, and update "
-        f"parameters outside of stages"
+        f"{signature}: its function writes into {into}. Parameters are a gathered copy or the shard itself, and it may "
+        f"run again in backward: compute a new tensor, and update parameters outside of stages"
     )
 
 

@@ -60,10 +60,11 @@ class Snapshot:
         Raises:
             RuntimeError: the function wrote into a parameter, or put another tensor into its `.data`.
         """
-        if autograd.versions_of(self.twins) != self.versions:
-            raise RuntimeError(writes(self.signature))
+        paths = [*self.paths, *["a parameter in few bits"] * (len(self.twins) - len(self.paths))]
         with functorch.outside_transforms(), modes.policies_unseen():
-            paths = [*self.paths, *["a parameter in few bits"] * (len(self.twins) - len(self.paths))]
+            if autograd.versions_of(self.twins) != self.versions:
+                number = first_written(self.twins, self.before)
+                raise RuntimeError(writes(self.signature, None if number is None else paths[number]))
             for path, p, twin in zip(paths, self.parameters, self.twins, strict=True):
                 if not keeps_numbers(functorch.unwrapped(p), twin):
                     raise RuntimeError(_assigned(self.signature, path, p, twin))

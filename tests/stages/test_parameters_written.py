@@ -174,3 +174,20 @@ def first_and_second() -> list[int]:
 def test_a_look_at_the_parameters_takes_little_memory(world: World) -> None:
     ((first, second),) = world.run(first_and_second)
     assert first <= max(second, 2**19)  # of parameters of 2 MB
+
+
+def written_one() -> list[str]:
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    params, x = sf.shard(whole(torch.float64), mesh, sf.full_shard("shard")), rows(0)
+
+    def told(write: Callable[[Any], Any]) -> str:
+        f = sf.stage(lambda p, x: (layer(p, x), write(p))[0])
+        return refused(lambda: sf.grad(lambda ps: loss(f, ps, x))(params), RuntimeError)
+
+    return [told(lambda p: p["b"].detach().add_(1)), told(lambda p: p["b"].data.numpy().fill(0))]
+
+
+@pytest.mark.world(2)
+def test_the_parameter_that_is_written_into_is_named(world: World) -> None:
+    for found in world.run(written_one):
+        assert all("its function writes into '0.b'" in text for text in found)
