@@ -423,8 +423,8 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             f"{TRAPS}::test_an_evaluation_has_a_graph_whatever_was_gathered_before",
         ),
         "a buffer that somebody holds is handed out": (
-            "references(storage) == (3, 1 + self._made)",
-            "storage is not None",
+            "if b.unheld() and",
+            "if",
             f"{TRAPS}::test_gradients_are_those_of_one_process",
         ),
         "a buffer is handed out while backward reads it": (
@@ -556,8 +556,8 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "stages/written.py": {
         "bytes are not compared after a call": (
-            "            number = first_written(self.twins, self.before)",
-            "            number = None",
+            "            if number is not None:\n",
+            "            if False:\n",
             f"{TRAPS}::test_writing_into_a_parameter_is_an_error",
         ),
     },
