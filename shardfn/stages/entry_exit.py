@@ -155,10 +155,15 @@ class Call:
                 gathered, self.gathered = self.gathered, None
             if debugging.nan:
                 nonfinite.after_forward(schedule.mesh, self, views, [leaves[i] for i in at], _tensors(result))
-            del views
+            tokens = [token]
+            for ps in views:
+                for p in ps:
+                    if p._backward_hooks:
+                        tokens.append(p)
+            views = []
             self._end(gathered)
             schedule.ran(self)
-        return self._apart(result, [leaves[i] for i in at], token)
+        return self._apart(result, [leaves[i] for i in at], tokens)
 
     def _entered(self) -> tuple[Tensor, list[list[Tensor]]]:
         """The parameters as results of the entry, and what leads the exit to it: one of them that has a gradient."""
@@ -276,7 +281,7 @@ class Call:
         if gathered is not None:
             self.schedule.end_forward(self, gathered)
 
-    def _apart(self, result: Any, inputs: Sequence[Tensor], token: Tensor | None = None) -> Any:
+    def _apart(self, result: Any, inputs: Sequence[Tensor], tokens: Sequence[Tensor] = ()) -> Any:
         """The result, with outputs that are no memory of parameters, and through the exit if autograd records."""
         frame, self.frame = self.frame, None  # what refers to this call is not to be referred to by it
         leaves, tree = ([result], None) if type(result) is Tensor else optree.tree_flatten(result)
@@ -285,14 +290,14 @@ class Call:
             if _memory(leaves[i]) in self.owned:  # of a buffer, or of a shard
                 leaves[i] = leaves[i].clone()
         given = {id(x) for x in inputs}
-        through = [] if token is None else [y for i in numbers if (y := leaves[i]).requires_grad and id(y) not in given]
+        through = [] if not tokens else [y for i in numbers if (y := leaves[i]).requires_grad and id(y) not in given]
         through = list({id(y): y for y in through}.values())
         if through:
             own, fresh = set(map(_memory, inputs)), []
             for y in through:
                 fresh.append((memory := _memory(y)) not in own)
                 own.add(memory)
-            outputs = _Exit.apply(self, frame, fresh, token, *through)  # type: ignore[no-untyped-call]
+            outputs = _Exit.apply(self, frame, fresh, *tokens, *through)  # type: ignore[no-untyped-call]
             outside = {id(y): out for y, out in zip(through, outputs, strict=True)}
             if (recorder := recording.current()) is not None:
                 for y, out in zip(through, outputs, strict=True):
@@ -382,8 +387,12 @@ class Call:
         if self.nests:
             schedule.catch_up_inside(self)
         with schedule.in_backward(self):
-            present = [g for g in gradients if g is not None]
-            if torch.is_grad_enabled() or (present and functorch.batched(present[0])):
+            batched = False
+            for g in gradients:
+                if g is not None:
+                    batched = functorch.batched(g)
+                    break
+            if torch.is_grad_enabled() or batched:
                 self.stays = True  # a pass through this graph must not communicate where its own nodes say so
                 with scope(schedule.mesh):
                     return transposed(self.plan, self.shards, self.trains, parted)
@@ -421,17 +430,28 @@ class _Entry(torch.autograd.Function):
 
 
 class _Exit(torch.autograd.Function):
-    """Passes outputs on; in backward, gathers again before anything asks for a parameter."""
+    """Passes outputs on; in backward, gathers again before anything asks for a parameter.
+
+    Torch would call hooks with None on outputs and on parameters that nothing uses, as their nodes are a part of the
+    pass: so these get zeros. The first token only leads to the entry; the others are parameters with hooks.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, call: Call, frame: Recomputed | None, fresh: list[bool], token: Tensor, *outputs: Tensor
-    ) -> Any:
+    def forward(ctx: Any, call: Call, frame: Recomputed | None, fresh: list[bool], *tensors: Tensor) -> Any:
         ctx.call, ctx.frame = call, frame
         ctx.set_materialize_grads(False)
-        return tuple([y.detach() if own else y for y, own in zip(outputs, fresh, strict=True)])
+        n = len(fresh)
+        ctx.nothing, ctx.zeros = (None,) * (4 + len(tensors) - 1 - n), None
+        for x in tensors[1:]:
+            if x._backward_hooks:
+                ctx.zeros = [x.new_zeros(()).expand(x.shape) if x._backward_hooks else None for x in tensors[1:]]
+                break
+        return tuple([y.detach() if own else y for y, own in zip(tensors[-n:], fresh, strict=True)])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         ctx.call.exit_backward(cotangents, ctx.frame)
-        return None, None, None, None, *cotangents
+        found = *ctx.nothing, *cotangents
+        if ctx.zeros is None:
+            return found
+        return *found[:4], *[zeros if g is None else g for g, zeros in zip(found[4:], ctx.zeros, strict=True)]

@@ -59,14 +59,14 @@ class PairedCall(Call):
         outputs = _Rerun.apply(again, *xs, *[p for ps in views for p in ps])  # type: ignore[no-untyped-call]
         return again.with_tangents(outputs)
 
-    def _apart(self, result: Any, inputs: Sequence[Tensor], token: Tensor | None = None) -> Any:
+    def _apart(self, result: Any, inputs: Sequence[Tensor], tokens: Sequence[Tensor] = ()) -> Any:
         """The same, with values alone through the exit; the gradient of a tangent is nobody's."""
-        if token is None:
+        if not tokens:
             return super()._apart(result, inputs)
         leaves, tree = optree.tree_flatten(result)
         refuse_opaque(self.signature, [y for y in leaves if not isinstance(y, Tensor)])
         pairs = [functorch.unpacked(y) if moves(y) else (y, None) for y in leaves]
-        values = super()._apart([value for value, _ in pairs], inputs, token)
+        values = super()._apart([value for value, _ in pairs], inputs, tokens)
         depends = [x for x in (*inputs, *self.shards) if x.requires_grad] if torch.is_grad_enabled() else []
         outputs = [
             y if t is None else functorch.dual(y, nobodys(self.signature.stage, t.detach(), depends))

@@ -1175,3 +1175,26 @@ def test_ranks_that_run_different_stages_are_told_on_each(how: str) -> None:
     for failure in caught.value.failures.values():
         assert failure.how == "raised", failure
         assert all(word in failure.message for word in words), failure.message
+
+
+def hooked_and_unused() -> list[float]:
+    """Gradients where a hook sits on what a stage returns beside what the loss uses, and what such hooks get."""
+    flat, off = sharded([{"unused": torch.ones(D, dtype=torch.float64), **p} for p in tree()]), []
+
+    def both(p: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, h = linear(p, x), x @ p["w"]
+        for unused in (h, p["unused"]):
+            unused.register_hook(lambda g: off.append(float(g.abs().max())))
+        return y, h
+
+    for remat in (False, True):
+        staged = sf.stage(both, remat=remat)
+        found = sf.grad(lambda ps, f=staged: net(lambda p, x: f(p, x)[0], ps, rows(0)))(flat)
+        want = sf.grad(lambda ps: net(sf.stage(linear), ps, rows(0)))(flat)
+        off += [distance(a.values, b.values) for a, b in zip(found, want, strict=True)]
+    return off
+
+
+@pytest.mark.world(2)
+def test_a_hook_on_a_result_that_no_loss_uses(world: World) -> None:
+    assert worst(world.run(hooked_and_unused)) == 0
