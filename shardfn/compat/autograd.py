@@ -183,9 +183,8 @@ def storage_references(x: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
 
 
-def references(storage: torch.UntypedStorage) -> tuple[int, int]:
-    """Returns how many references to a storage there are in Python, besides that of this argument, and in C++."""
-    return sys.getrefcount(storage) - 2, torch._C._storage_Use_Count(storage._cdata)
+storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
+"""Returns how many tensors and other objects refer to a storage, by its number in `storage_of`."""
 
 
 def gradients(

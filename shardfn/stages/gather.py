@@ -33,7 +33,7 @@ from shardfn.collectives.into_buffers import (
 )
 from shardfn.collectives.late_checks import check
 from shardfn.compat import devices, dispatch
-from shardfn.compat.autograd import references, storage_of
+from shardfn.compat.autograd import storage_of, storage_uses
 from shardfn.mesh import waiting
 from shardfn.stages.gather_plan import Gather, GatherPlan
 from shardfn.stages.gather_stream import Copied, GatherStream
@@ -52,7 +52,7 @@ class Buffer:
         given: whether it was handed out since the pool was trimmed.
     """
 
-    __slots__ = ("_made", "_parts", "_pooled", "_storage", "_views", "all", "given", "nbytes", "under_way")
+    __slots__ = ("_at", "_made", "_parts", "_pooled", "_storage", "_views", "all", "given", "nbytes", "under_way")
 
     def __init__(self, nbytes: int, device: torch.device, pooled: bool) -> None:
         self._pooled = pooled
@@ -60,6 +60,7 @@ class Buffer:
             self.all = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.nbytes, self.under_way, self.given = nbytes, False, False
         self._storage, self._made = self.all.untyped_storage(), 1
+        self._at = self.all.data_ptr() if pooled else 0
         self._parts: dict[Any, Tensor] = {}
         self._views: dict[Any, list[Tensor]] = {}
 
@@ -67,8 +68,11 @@ class Buffer:
         """Bytes from `start` to `stop` as numbers of a dtype; for gathers alone, as `unheld` knows of it."""
         found = self._parts.get((start, stop, dtype))
         if found is None:
-            with self._keeping(1):
-                found = self._parts[start, stop, dtype] = self.all[start:stop].view(dtype).detach()
+            with self._unseen():
+                found = self.all[start:stop].view(dtype).detach()
+            self._forget_many()
+            self._parts[start, stop, dtype] = found
+            self._made += 1  # at the end: after an interrupt the buffer counts as held
         return found
 
     def parameters(self, gather: Gather) -> list[Tensor]:
@@ -76,17 +80,17 @@ class Buffer:
         key = gather.start, gather.dtype, gather.layout.geometry
         views = self._views.get(key)
         if views is None:
-            with self._keeping(len(gather.layout.entries)):
+            with self._unseen():
                 views = gather.layout.views(self.all[gather.start : gather.stop].view(gather.dtype))
-                views = self._views[key] = [view.detach() for view in views]
+                views = [view.detach() for view in views]
+            self._forget_many()
+            self._views[key] = views
+            self._made += len(views)
         return [view.detach() for view in views]
 
-    def _keeping(self, count: int) -> Any:
-        """A context for views that it keeps."""
+    def _forget_many(self) -> None:
         if self._made > MOST_VIEWS:
             self._parts, self._views, self._made = {}, {}, 1
-        self._made += count
-        return self._unseen()
 
     @contextlib.contextmanager
     def _unseen(self) -> Iterator[None]:
@@ -96,12 +100,21 @@ class Buffer:
 
     def counted(self) -> tuple[int, int, int]:
         """References to it, and to its storage in Python and in C++."""
-        return sys.getrefcount(self), *references(self._storage)
+        return sys.getrefcount(self), sys.getrefcount(self._storage), storage_uses(self._storage._cdata)
+
+    def moved(self) -> bool:
+        """Whether its memory is elsewhere: somebody has freed it, or shares it with another process."""
+        return self.all.data_ptr() != self._at
 
     def unheld(self) -> bool:
         """Whether nothing refers to it, or to its memory, but the pool, which asks in a comprehension over a list."""
         own, in_python, in_all = ALONE
-        return sys.getrefcount(self) == own and references(self._storage) == (in_python, in_all + self._made - 1)
+        return (
+            sys.getrefcount(self) == own
+            and sys.getrefcount(self._storage) == in_python
+            and storage_uses(self._storage._cdata) == in_all + self._made - 1
+            and self.all.data_ptr() == self._at
+        )
 
 
 # Versions of Python count the references of frames in their own way, and one that nothing refers to tells.
@@ -126,7 +139,7 @@ class Pool:
             if free:  # the largest of those that do not fit gives way
                 self.buffers.remove(max(free, key=_nbytes))
             buffer = Buffer(nbytes, torch.device("cpu"), pooled=True)
-            self.buffers.append(buffer)
+            self.buffers = [*[b for b in self.buffers if not b.moved()], buffer]
         buffer.given = True
         return buffer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import gc
 import tempfile
 import time
@@ -327,3 +328,43 @@ def gathered_with_garbage(strategy: str, kind: str) -> int:
 @pytest.mark.world(4)
 def test_when_garbage_is_collected_changes_nothing_of_what_is_gathered(world: World, strategy: str, kind: str) -> None:
     assert len(set(world.within(20).run(gathered_with_garbage, strategy, kind))) == 1
+
+
+# --- buffers that are used again ---
+
+
+def interrupted(buffer: Any) -> None:
+    """Leaves a view that was made, and of which the buffer does not know."""
+
+    def half(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(gather.Buffer, "_forget_many", half)
+        buffer.part(0, 8, torch.float32)
+
+
+HOLDS: dict[str, tuple[Any, bool]] = {
+    "nothing": (lambda buffer: None, True),
+    "its own views": (lambda buffer: (buffer.part(0, 8, torch.float32), None)[1], True),
+    "an interrupt": (interrupted, True),
+    "a tensor": (lambda buffer: buffer.part(0, 8, torch.float32).detach(), False),
+    "a view": (lambda buffer: buffer.all[4:], False),
+    "a storage": (lambda buffer: buffer.all.untyped_storage(), False),
+    "an array": (lambda buffer: buffer.all.numpy(), False),
+    "a capsule": (lambda buffer: torch.utils.dlpack.to_dlpack(buffer.all[4:]), False),  # type: ignore[attr-defined]
+    "the buffer": (lambda buffer: buffer, False),
+    "whoever freed it": (lambda buffer: buffer.all.untyped_storage().resize_(0) and None, False),
+    "another process": (lambda buffer: buffer.all.untyped_storage().share_memory_() and None, False),
+}
+
+
+@pytest.mark.parametrize("who", HOLDS)
+def test_a_pool_hands_out_a_buffer_that_nothing_refers_to(who: str) -> None:
+    pool = gather.Pool()
+    pool.empty(64, False)
+    hold, free = HOLDS[who]
+    held = hold(pool.buffers[0])
+    number = id(pool.buffers[0])
+    assert (id(pool.empty(64, False)) == number) is free
+    del held
