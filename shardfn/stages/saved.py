@@ -57,6 +57,11 @@ class Place:
         return x
 
 
+def owns(call: Call, x: Tensor) -> bool:
+    """Whether a tensor is memory of a call's parameters, which other calls may use after it."""
+    return x.layout is torch.strided and autograd.storage_of(x) in call.owned
+
+
 def hooks(call: Call, leave: Any) -> Any:
     """A context for what autograd saves of a call.
 
@@ -81,7 +86,7 @@ def hooks(call: Call, leave: Any) -> Any:
                 return place
         elif (place := call.place(x)) is not None:
             return place
-        if leave is not None and (view := leave(x)) is not None:
+        if leave is not None and not owns(call, x) and (view := leave(x)) is not None:
             return view
         return (x.detach(), x._version) if around is None else around[0](x)
 

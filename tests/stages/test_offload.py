@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,8 @@ from shardfn.testing import world as shared_world
 from shardfn.tiers import tensors
 from shardfn.tiers.placing import file_of
 from tests.heard import heard
-from tests.models import squares, variables
+from tests.models import distance, normal, squares, variables
+from tests.reference import worst
 
 on_threads = pytest.mark.world(2, "threads")
 away: Any = importlib.import_module("shardfn.tiers.activations")
@@ -535,3 +537,28 @@ def test_a_device_sends_them_to_the_host() -> None:
     assert out >= 4, "the argument of the first call, and what each call computes, which is the next one's argument"
     assert back > 0, "some had gone when backward needed them; others were still there"
     assert races == []
+
+
+# --- what stays ---
+
+
+def called_twice() -> float:
+    """A stage that is called first on what needs no gradient, and so saves its weight in a later call alone."""
+    mesh = sf.make_mesh(shard=-1, device="cpu", scratch=tempfile.gettempdir())
+    params, found = sf.shard([{"w": normal(4, 4, seed=k)} for k in range(3)], mesh, sf.full_shard("shard")), []
+    for options in ({}, {"remat": sf.offload("disk", above=0)}):
+        f = sf.stage(lambda p, x: torch.tanh(x @ p["w"]), **options)  # type: ignore[call-overload]
+
+        def loss(ps: Any, f: Any = f) -> torch.Tensor:
+            x = normal(3, 4, seed=9)
+            for i in (0, 0, 1, 2, 1):
+                x = f(ps[i], x)
+            return x.sum()
+
+        found.append(sf.grad(loss)(params))
+    return max(distance(a.values, b.values) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.world(2)
+def test_parameters_stay_also_where_backward_does_not_gather_them(world: World) -> None:
+    assert worst(world.run(called_twice)) == 0
