@@ -86,7 +86,8 @@ def extrapolated(shape: Shape, setting: Setting, links: Links | str, chip: Chip 
     peaks = [_peaks(plan, near) for plan in plans]
     candidates = [
         {kind: round(further(peaks[0][at][kind], peaks[1][at][kind])) for kind in peaks[0][at] | peaks[1][at]}
-        for at in peaks[0].keys() & peaks[1].keys()
+        for at in peaks[0]  # in the order of the step, so that of equal peaks the first is told, as by a plan
+        if at in peaks[1]
     ]
     peak = max(candidates, key=lambda kinds: sum(kinds.values()))
     seconds = further(less.seconds, more.seconds)
