@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -931,11 +932,12 @@ def inside(name: str) -> list[float]:
     def loss(ps: Any, layer: Any) -> Tensor:
         return layer(ps[1], layer(ps[0], x)).square().sum() / mesh.size()
 
-    want = torch.func.jvp(torch.func.grad(lambda p: loss(p, INSIDE[name]) * mesh.size()), (plain,), (along,))
-    once = torch.func.jvp(lambda p: loss(p, INSIDE[name]), (plain,), (along,))
+    alone = functools.partial(loss, layer=INSIDE[name])
+    want = torch.func.jvp(torch.func.grad(lambda p: alone(p) * mesh.size()), (plain,), (along,))
+    once = torch.func.jvp(alone, (plain,), (along,))
     for remat in (False, True):
         layer = sf.stage(INSIDE[name], remat=remat)
-        found = sf.jvp(sf.grad(lambda p, f=layer: loss(p, f)), (params,), (v,))
+        found = sf.jvp(sf.grad(functools.partial(loss, layer=layer)), (params,), (v,))
         off += [distance(sf.unshard(a), b) for a, b in zip(found, want, strict=True)]
         off += [
             distance(a, b) for a, b in zip(sf.jvp(lambda p, f=layer: loss(p, f), (params,), (v,)), once, strict=True)
