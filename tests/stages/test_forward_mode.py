@@ -933,7 +933,11 @@ def inside(name: str) -> list[float]:
         return layer(ps[1], layer(ps[0], x)).square().sum() / mesh.size()
 
     alone = functools.partial(loss, layer=INSIDE[name])
-    want = torch.func.jvp(torch.func.grad(lambda p: alone(p) * mesh.size()), (plain,), (along,))
+
+    def of_all(p: Any) -> Tensor:
+        return loss(p, INSIDE[name]) * mesh.size()
+
+    want = torch.func.jvp(torch.func.grad(of_all), (plain,), (along,))
     once = torch.func.jvp(alone, (plain,), (along,))
     for remat in (False, True):
         layer = sf.stage(INSIDE[name], remat=remat)
