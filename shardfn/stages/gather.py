@@ -118,7 +118,7 @@ class Buffer:
 
 
 # Versions of Python count the references of frames in their own way, and one that nothing refers to tells.
-(ALONE,) = [buffer.counted() for buffer in [Buffer(8, torch.device("cpu"), pooled=True)]]
+(ALONE,) = [buffer.counted() for buffer in [Buffer(8, torch.device("cpu"), pooled=False)]]
 
 
 class Pool:
