@@ -142,6 +142,11 @@ def storage_of(x: torch.Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
+def memory_of(x: torch.Tensor) -> int | None:
+    """Returns the same; None for a tensor that has no memory of its own, such as a sparse one."""
+    return x.untyped_storage()._cdata if x.layout is torch.strided else None
+
+
 def weak_storage(x: torch.Tensor) -> Any:
     """Returns a reference that keeps the number of a tensor's storage reserved, but not its memory."""
     return StorageWeakRef(x.untyped_storage())

@@ -287,15 +287,15 @@ class Call:
         leaves, tree = ([result], None) if type(result) is Tensor else optree.tree_flatten(result)
         numbers = [i for i, y in enumerate(leaves) if isinstance(y, Tensor)]
         for i in numbers:
-            if _memory(leaves[i]) in self.owned:  # of a buffer, or of a shard
+            if autograd.memory_of(leaves[i]) in self.owned:  # of a buffer, or of a shard
                 leaves[i] = leaves[i].clone()
         given = {id(x) for x in inputs}
         through = [] if not tokens else [y for i in numbers if (y := leaves[i]).requires_grad and id(y) not in given]
         through = list({id(y): y for y in through}.values())
         if through:
-            own, fresh = set(map(_memory, inputs)), []
+            own, fresh = set(map(autograd.memory_of, inputs)), []
             for y in through:
-                fresh.append((memory := _memory(y)) not in own)
+                fresh.append((memory := autograd.memory_of(y)) not in own)
                 own.add(memory)
             outputs = _Exit.apply(self, frame, fresh, *tokens, *through)  # type: ignore[no-untyped-call]
             outside = {id(y): out for y, out in zip(through, outputs, strict=True)}
@@ -401,11 +401,6 @@ class Call:
             found = schedule.reduce(self, parted)
             schedule.release(self)
             return found
-
-
-def _memory(x: Tensor) -> int | None:
-    """A number for a tensor's memory; None if it has none of its own."""
-    return x.untyped_storage()._cdata if x.layout is torch.strided else None
 
 
 def _tensors(result: Any) -> list[Tensor]:

@@ -52,7 +52,19 @@ class Buffer:
         given: whether it was handed out since the pool was trimmed.
     """
 
-    __slots__ = ("_at", "_made", "_parts", "_pooled", "_storage", "_views", "all", "given", "nbytes", "under_way")
+    __slots__ = (
+        "_at",
+        "_made",
+        "_number",
+        "_parts",
+        "_pooled",
+        "_storage",
+        "_views",
+        "all",
+        "given",
+        "nbytes",
+        "under_way",
+    )
 
     def __init__(self, nbytes: int, device: torch.device, pooled: bool) -> None:
         self._pooled = pooled
@@ -60,6 +72,7 @@ class Buffer:
             self.all = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.nbytes, self.under_way, self.given = nbytes, False, False
         self._storage, self._made = self.all.untyped_storage(), 1
+        self._number = storage_of(self.all)
         self._at = self.all.data_ptr() if pooled else 0
         self._parts: dict[Any, Tensor] = {}
         self._views: dict[Any, list[Tensor]] = {}
@@ -100,7 +113,7 @@ class Buffer:
 
     def counted(self) -> tuple[int, int, int]:
         """References to it, and to its storage in Python and in C++."""
-        return sys.getrefcount(self), sys.getrefcount(self._storage), storage_uses(self._storage._cdata)
+        return sys.getrefcount(self), sys.getrefcount(self._storage), storage_uses(self._number)
 
     def moved(self) -> bool:
         """Whether its memory is elsewhere: somebody has freed it, or shares it with another process."""
@@ -112,7 +125,7 @@ class Buffer:
         return (
             sys.getrefcount(self) == own
             and sys.getrefcount(self._storage) == in_python
-            and storage_uses(self._storage._cdata) == in_all + self._made - 1
+            and storage_uses(self._number) == in_all + self._made - 1
             and self.all.data_ptr() == self._at
         )
 

@@ -59,7 +59,7 @@ class Place:
 
 def owns(call: Call, x: Tensor) -> bool:
     """Whether a tensor is memory of a call's parameters, which other calls may use after it."""
-    return x.layout is torch.strided and autograd.storage_of(x) in call.owned
+    return autograd.memory_of(x) in call.owned
 
 
 def hooks(call: Call, leave: Any) -> Any:
