@@ -5,7 +5,7 @@
 A room is a folder of `shardfn/`, or a module next to these folders. Imports under `TYPE_CHECKING` do not count.
 
 The core is what a step of one's own needs: which ranks there are (without who waits for whom), collectives, shards,
-stages, and transforms (without compiled and captured steps). A step that is entered is one of two stages on two ranks,
+stages, and transforms. A step that is entered is one of two stages on two ranks,
 with its gradients and without an optimizer, after some that have prepared it.
 """
 
@@ -37,9 +37,8 @@ LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 
 
 WAITING = ("callsites", "deadlock", "lanes", "liveness", "rendezvous", "rollcall", "waiting", "watchdog")
-COMPILED = ("compiled", "graphed", "captured", "tracing", "pure", "regions", "surroundings")
 CORE = ("mesh", "collectives", "shards", "stages", "transforms")
-BESIDE = {*(f"mesh.{name}" for name in WAITING), *(f"transforms.{name}" for name in COMPILED)}
+BESIDE = {f"mesh.{name}" for name in WAITING}
 
 
 @dataclass

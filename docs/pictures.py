@@ -796,7 +796,7 @@ def draw_spectrum(path: Path) -> None:
 
 def program_of_a_step() -> list[tuple[str, str, int, int]]:
     """The gathers, regions and reductions of a compiled step of five layers: kind, name, and where in the program."""
-    from shardfn.transforms.compiled import Programs
+    from shardfn.compiled.compile import Programs
 
     mesh = sf.make_mesh(data=2, device="cpu")
     params = sf.init_sharded(makers(5, 16), 0, mesh, sf.full_shard("data"))

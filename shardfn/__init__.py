@@ -29,7 +29,10 @@ from shardfn.collectives.functional import (
 from shardfn.collectives.into_buffers import transports
 from shardfn.collectives.ledger import Ledger, Record, ledger
 from shardfn.collectives.redistribute import redistribute
+from shardfn.compiled.graphed import graphed
 from shardfn.debugging import debug
+from shardfn.forward_mode.jacobian import hessian, jacfwd, jacrev
+from shardfn.forward_mode.jvp import jvp
 from shardfn.mesh.grid import AxisName
 from shardfn.mesh.make import make_mesh
 from shardfn.mesh.spec import P, by_path, global_shape, local_shape
@@ -64,20 +67,17 @@ from shardfn.stages.stage import layers, skip, stage
 from shardfn.tiers.activations import offload
 from shardfn.transforms.accumulate import accumulate
 from shardfn.transforms.autodiff import grad, value_and_grad
-from shardfn.transforms.graphed import graphed
-from shardfn.transforms.jacobian import hessian, jacfwd, jacrev
-from shardfn.transforms.jvp import jvp
 from shardfn.transforms.shard_map import shard_map
 
 if TYPE_CHECKING:
     from shardfn import curvature
+    from shardfn.compiled.compile import compile
     from shardfn.plans.machines import Chip, Links
     from shardfn.plans.measuring import measure_chip, measure_links
     from shardfn.plans.plan import Plan
     from shardfn.plans.planning import plan, planning
     from shardfn.plans.profiling import Profile, profile_step
     from shardfn.plans.showing import show
-    from shardfn.transforms.compiled import compile
 
 __version__ = "0.1.0"
 
@@ -85,7 +85,7 @@ _WHEN_USED = {  # names for planning, showing, curvature and compiling, which a 
     "Chip": "plans.machines", "Links": "plans.machines", "measure_chip": "plans.measuring", "Plan": "plans.plan",
     "measure_links": "plans.measuring", "plan": "plans.planning", "planning": "plans.planning",
     "Profile": "plans.profiling", "profile_step": "plans.profiling", "show": "plans.showing", "curvature": "curvature",
-    "compile": "transforms.compiled",
+    "compile": "compiled.compile",
 }  # fmt: skip
 
 

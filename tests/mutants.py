@@ -71,7 +71,7 @@ WRONG = "tests/check/test_wrong.py::test_every_rank_hears_what_is_wrong_and_wher
 RIGHT = "tests/check/test_right.py::test_a_right_program_passes_in_silence_and_unchanged"
 
 CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
-    "stages/forward_mode.py": {
+    "forward_mode/pairs.py": {
         "a product loses what goes through a closure": (
             "ct if need else None for ct, need in closed_over",
             "None for ct, need in closed_over",
@@ -236,7 +236,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "tests/curvature/test_unrolling.py::test_steps_that_are_made_again_draw_the_same_numbers",
         )
     },
-    "transforms/jvp.py": {
+    "forward_mode/jvp.py": {
         "tangents are differentiated by torch's formulas": (
             "with sdpa_kernel(SDPBackend.MATH), WrittenOut(), written_in_python():",
             "with sdpa_kernel(SDPBackend.MATH), written_in_python():",
@@ -416,7 +416,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             f"{TRAPS}::test_a_stage_that_is_made_anew_agrees_once",
         ),
     },
-    "stages/gather.py": {
+    "stages/buffers.py": {
         "a mode around a call is in what the next call uses": (
             "dispatch.outside_modes() if self._pooled else",
             "contextlib.nullcontext() if self._pooled else",
@@ -432,6 +432,8 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "if",
             f"{TRAPS}::test_gradients_are_those_of_one_process",
         ),
+    },
+    "stages/gather.py": {
         "a buffer is handed out while backward reads it": (
             "// dtype.itemsize * dtype.itemsize, dtype).detach()",
             "// dtype.itemsize * dtype.itemsize, dtype)",
@@ -566,7 +568,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             f"{TRAPS}::test_writing_into_a_parameter_is_an_error",
         ),
     },
-    "transforms/regions.py": {
+    "compiled/regions.py": {
         "a compiled step overwrites an argument before all have read it": (
             "last = max([source, *(user for user in _readers(into) if user is not node)], key=order.__getitem__)",
             "last = source",
@@ -578,7 +580,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             f"{COMPILED}::test_arguments_are_overwritten_after_all_have_read_them",
         ),
     },
-    "transforms/pure.py": {
+    "compiled/pure.py": {
         "operations with other numbers are decomposed as one": (
             "return (type(x), repr(x)) if isinstance(x, _EXACT) else (node, x)",
             "return type(x)",
@@ -616,7 +618,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "tests/mesh/test_liveness.py::test_a_killed_process_is_noticed_without_its_connection[False]",
         )
     },
-    "transforms/surroundings.py": {
+    "compiled/surroundings.py": {
         "a tensor that replaces another is taken for it": (
             "            return now is self.value or (now is not None and now is self.value())",
             "            return True",
@@ -633,21 +635,21 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "tests/transforms/test_compiled.py::test_a_change_is_noticed_wherever_it_is",
         ),
     },
-    "transforms/graphed.py": {
+    "compiled/graphed.py": {
         "what a step does not read must not change either": (
             "            program.around = kept(program.around, surroundings(self.step))",
             "            pass",
             f"{COMPILED}::test_what_a_step_does_not_read_may_change",
         )
     },
-    "stages/traced.py": {
+    "compiled/stages.py": {
         "a second run in a compiled step draws numbers of its own": (
             "        if not self.again:",
             "        if True:",
             f"{AS_IT_IS}[2-dropout, remat]",
         ),
     },
-    "transforms/tracing.py": {
+    "compiled/tracing.py": {
         "a compiled step leaves out collectives of which this rank has no use": (
             "            inductor.keep(func)",
             "            pass",

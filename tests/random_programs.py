@@ -43,11 +43,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import shardfn as sf
 import shardfn.optim as so
+from shardfn.compiled import regions
 from shardfn.mesh import waiting
 from shardfn.mesh.groups import cpu_group
 from shardfn.shards import layout
 from shardfn.testing import World, WorldError, WorldTimeout, world
-from shardfn.transforms import regions
 from tests.lossless import WIRES
 
 D = 3

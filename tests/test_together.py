@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardfn.compat import together
-from shardfn.transforms.jvp import Watched
+from shardfn.forward_mode.watched import Watched
 from tests.models import in_forward_mode, normal
 from tests.reference import worst
 

@@ -228,7 +228,7 @@ _BACKWARD = _native(
 )
 """Files that run a backward pass."""
 _FUNCTIONAL = str(_FOLDERS[0].joinpath("collectives", "functional.py"))
-_MODELS = tuple(f"{_FOLDERS[0] / room}{os.sep}" for room in ("parallel", "interop", "stages"))
+_MODELS = tuple(f"{_FOLDERS[0] / room}{os.sep}" for room in ("parallel", "interop", "stages", "forward_mode"))
 _TORCH = Path(torch.__file__).parent
 _MODES = (
     f"{Path(__file__).parent}{os.sep}",
@@ -237,9 +237,10 @@ _MODES = (
     str(_FOLDERS[0].joinpath("compat", "modes.py")),
 )
 """Files that stand between an op and its caller."""
+_CALLING = "check", "collectives", "compat", "compiled", "forward_mode", "shards", "stages", "transforms"
 _STAND_INS = (
     *_NOT_USERS[1:],
-    *(f"{_FOLDERS[0] / room}{os.sep}" for room in ("check", "collectives", "compat", "shards", "stages", "transforms")),
+    *(f"{_FOLDERS[0] / room}{os.sep}" for room in _CALLING),
 )
 _OPS = _native("collectives/functional.py", "collectives/ops.py", "compat/dispatch.py")
 """Files that implement ops, whoever calls them."""

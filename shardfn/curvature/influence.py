@@ -37,6 +37,7 @@ from shardfn.curvature.row_gradients import Used, parts, single, whole
 from shardfn.curvature.row_moments import Kind, Place, factors, largest, over_all, places, turned
 from shardfn.curvature.row_uses import Key, Receiver
 from shardfn.curvature.vectors import Space, draws_restored
+from shardfn.forward_mode.jvp import jvp
 from shardfn.local_paths import local_path
 from shardfn.optim.hyperparameters import kind
 from shardfn.optim.owners import Block, on_owner, work
@@ -44,7 +45,6 @@ from shardfn.quoting import listed
 from shardfn.shards.random import int_seed, mixed
 from shardfn.transforms.autodiff import name_of
 from shardfn.transforms.fitting import together
-from shardfn.transforms.jvp import jvp
 
 ABOUT = "gradients.json"
 _ALONE = "the rows", "Ranks whose parameters are all plain tensors, without a mesh, have the same rows: shard them"

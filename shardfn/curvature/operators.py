@@ -19,13 +19,13 @@ from torch import Tensor
 from shardfn.check.callsites import paused
 from shardfn.collectives.agree import agree
 from shardfn.curvature.vectors import Space, Vector, add_, draws_restored
+from shardfn.forward_mode.jvp import jvp
 from shardfn.optim.hyperparameters import kind
 from shardfn.optim.norms import wide
 from shardfn.quoting import short
 from shardfn.shards.random import int_seed
 from shardfn.transforms.autodiff import differentiating, grad, name_of
 from shardfn.transforms.fitting import together
-from shardfn.transforms.jvp import jvp
 from shardfn.transforms.shortage import RandomNumbers, versions
 
 Function = Callable[..., Any]

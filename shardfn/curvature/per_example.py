@@ -28,6 +28,7 @@ from shardfn.curvature.row_axes import Cuts, all_of, cuts, over_ranks, row_axes,
 from shardfn.curvature.row_uses import Key, Norms, Receiver
 from shardfn.curvature.rows import Task, Way, cannot, stages_apart
 from shardfn.curvature.vectors import random
+from shardfn.forward_mode.jvp import jvp
 from shardfn.mesh.axes import axis_of, per_mesh
 from shardfn.mesh.lanes import lane
 from shardfn.mesh.scope import scope
@@ -41,7 +42,6 @@ from shardfn.stages.replay import RngAndAutocast
 from shardfn.transforms.accumulate import accumulate
 from shardfn.transforms.autodiff import Variables, grad, moves, name_of, value_and_grad
 from shardfn.transforms.fitting import together
-from shardfn.transforms.jvp import jvp
 from shardfn.transforms.modules import refuse_module
 
 Losses = Callable[..., Tensor]

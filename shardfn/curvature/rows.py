@@ -30,9 +30,8 @@ from shardfn.curvature.row_rules import OPENED, RULES, WITHOUT_PARAMETERS
 from shardfn.curvature.row_uses import Begin, Collector, Key, Link, Receiver, Shared, Ticket, Undecided, Use
 from shardfn.quant.packed import is_packed
 from shardfn.shards.layout import assemble
-from shardfn.stages.forward_mode import nodes_of
 from shardfn.stages.signature import Signature
-from shardfn.stages.stage import instead, made
+from shardfn.stages.stage import made, way
 
 MOST_EXPANDED = 4  # times the elements of a row that an op takes, which its parameters may have in the general way
 
@@ -350,7 +349,7 @@ def stages_apart(receiver: Receiver, variables: Variables) -> contextlib.Abstrac
         receiver: what takes their rows' gradients.
         variables: the shards of which they are gradients, and the indices of their leaves, by id.
     """
-    return replaced(instead, call=functools.partial(_called, receiver, variables))
+    return replaced(way, call=functools.partial(_called, receiver, variables))
 
 
 def _called(receiver: Receiver, variables: Variables, signature: Signature, leaves: list[Any]) -> Any:
@@ -369,7 +368,7 @@ def _called(receiver: Receiver, variables: Variables, signature: Signature, leav
             elif mode.shared(x):
                 all_of = mode.all_of(x)
             given[i], mapped[i] = (x, False) if all_of is None else (all_of, True)
-    pairs, wholes = zip(signature.sources, nodes_of(signature, given), strict=True), signature.wholes
+    pairs, wholes = zip(signature.sources, signature.nodes(given), strict=True), signature.wholes
     nodes = [wholes[at[0]].having(x) if at[0] in wholes else x for at, x in pairs]
     plan = Plan([mapped[at[0]] for at in signature.sources], _keys(signature, leaves, receiver, variables), receiver)
     args, kwargs = optree.tree_unflatten(signature.outer, nodes)
@@ -391,7 +390,7 @@ def _aside(variables: Variables) -> Iterator[None]:
     for _, x in variables.values():
         x.requires_grad_(False)
     try:
-        with replaced(instead, call=None), replaced(now, mode=None), autograd.saved_tensors_hooks_enabled():
+        with replaced(way, call=None), replaced(now, mode=None), autograd.saved_tensors_hooks_enabled():
             yield
     finally:
         for _, x in variables.values():

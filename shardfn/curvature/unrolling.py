@@ -18,10 +18,10 @@ from torch import Tensor
 from shardfn.curvature.operators import Function, check_batches, each_of, hvp
 from shardfn.curvature.solving import Method, solve
 from shardfn.curvature.vectors import Space, Vector, add_, draws_restored, refuse_derivative
+from shardfn.forward_mode.jvp import jvp
 from shardfn.optim.hyperparameters import whole
 from shardfn.optim.optimizer import Optimizer
 from shardfn.transforms.autodiff import Variables, differentiating, grad, name_of, value_and_grad
-from shardfn.transforms.jvp import jvp
 from shardfn.transforms.shortage import RandomNumbers, versions
 
 

@@ -22,6 +22,7 @@ _UNSEEN = ("simulated/", "plans/", "testing/", "compat/modes.py")
 _LIBRARY = (*ELSEWHERE, str(pathlib.Path(os.__file__).parent) + "/", "<")
 # What part of the package makes memory for what; a folder or a file of it. The first that is on the stack decides.
 _PARTS = {
+    "stages/buffers.py": "gathered",
     "stages/gather.py": "gathered",
     "stages/gather_stream.py": "gathered",
     "stages/reduction.py": "reducing",
@@ -31,6 +32,7 @@ _PARTS = {
 }
 
 
+_AGAIN = ("stages/recompute.py second", "forward_mode/paired_call.py run_again")
 _PASSES = {"parallel/pipeline.py _forward": "forward", "parallel/pipeline.py _backward": "backward"}
 
 
@@ -71,7 +73,7 @@ class Places:
 
     def here(self, stage: str) -> Place:
         """Returns the place of the operation that is issued now, for this stage."""
-        part, where, again, phase = "", "", False, ""
+        part, where, phase = "", "", ""
         user = False
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
@@ -84,11 +86,7 @@ class Places:
                     part = code.part
                 if code.part == "update":
                     phase = "update"
-                elif code.name == "stages/engine.py _run":
-                    again = True
-                elif code.name == "stages/engine.py backward":
-                    phase = phase or ("recompute" if again else "backward")
-                elif code.name == "stages/recompute.py second":
+                elif code.name in _AGAIN:
                     phase = phase or "recompute"
                 elif code.name in _PASSES:
                     phase = phase or _PASSES[code.name]

@@ -68,6 +68,7 @@ class Call:
     What autograd saved refers to it, so it refers to no tensor that autograd made.
 
     Attributes:
+        notices: whether it notices that autograd saves a parameter which is kept.
         key: what is gathered for it is known by.
         versions: of the shards, which must not change until its backward.
         trains: which shards get a gradient.
@@ -92,6 +93,7 @@ class Call:
         attribution: what makes collectives between its exit and its entry in backward its own, and on which thread.
     """
 
+    notices = True
     gathered: Gathered | None = None
     secondary: Secondary | None = None
     attribution: tuple[int, attributed_to] | None = None

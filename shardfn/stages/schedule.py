@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Sequence
 from threading import get_ident
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.check import recording
 from shardfn.collectives import functional
-from shardfn.collectives.capturing import capturing, not_in_graphs
+from shardfn.collectives.capturing import capturing
 from shardfn.collectives.late_checks import late_checks
 from shardfn.collectives.ledger import attributed_to, open_ledgers, unscheduled
 from shardfn.compat import autograd, modes
@@ -32,10 +33,8 @@ from shardfn.stages import nonfinite
 from shardfn.stages.composition import transposed
 from shardfn.stages.consistency import callers, compare, lane_state
 from shardfn.stages.entry_exit import Call, named
-from shardfn.stages.forward_mode import Pairs
 from shardfn.stages.gather import Gathered, free_left
 from shardfn.stages.gather_plan import Gather, GatherPlan
-from shardfn.stages.paired_call import PairedCall
 from shardfn.stages.prefetch import Prefetch, key_of
 from shardfn.stages.recorded import record_gradients, record_sum
 from shardfn.stages.reduction import Reductions
@@ -71,7 +70,7 @@ class Schedule(Prefetch):
         self.tapes: list[CallTape] = []
         self.passes: set[int] = set()
         self._routed: dict[Any, Reduction] = {}
-        not_in_graphs(self)
+        _schedules.add(self)
 
     def call(
         self,
@@ -79,9 +78,9 @@ class Schedule(Prefetch):
         leaves: list[Any],
         shards: tuple[Tensor, ...],
         at: list[int],
-        pairs: Pairs | None = None,
+        make: Any = Call,
     ) -> Any:
-        """Calls a stage, or one of pairs; `at` says which leaves are tensors, besides the shards."""
+        """Calls a stage; `at` says which leaves are tensors, besides the shards, and `make` makes the call."""
         if self.device.type != "cpu" and capturing() is None:
             late_checks().read()
         for layout in signature.layouts if independent_axes() else ():
@@ -91,10 +90,7 @@ class Schedule(Prefetch):
         differentiates = torch.is_grad_enabled()
         trains = [differentiates and x.requires_grad for x in shards]
         records = any(trains) or (differentiates and any(leaves[i].requires_grad for i in at))
-        if pairs is None:
-            call = Call(self, signature, plan, shards, trains, step)
-        else:
-            call = PairedCall(pairs, self, shards, trains, step)
+        call: Call = make(self, signature, plan, shards, trains, step)
         call.key = key_of(plan, shards, call.versions)
         inside = autograd.inside_backward()  # by a function that runs again
         if self.passes and not inside:  # one failed, and did not come to its end
@@ -106,7 +102,7 @@ class Schedule(Prefetch):
                 call.outer.nests = True
         hooked = autograd.saved_tensors_hooks_allowed()
         keeps = signature.keep in (True, "step") or not hooked
-        seen = not keeps or (signature.keep is True and hooked and pairs is None and not signature.packed)
+        seen = not keeps or (signature.keep is True and hooked and call.notices and not signature.packed)
         asks = self._asks_again(call, records) if seen else records and bool(plan.nbytes)
         call.keeps = keeps and (asks is not False or signature.keep == "step")
         call.again = False if call.keeps and asks else asks
@@ -380,6 +376,16 @@ class Schedule(Prefetch):
             self._drop_buffers(waits=not failed)
             self.orders.clear()
             self.away.end()
+
+
+_schedules: weakref.WeakSet[Schedule] = weakref.WeakSet()
+
+
+def forget_gathered(device: torch.device) -> None:
+    """Forgets what was gathered: it is not used in a graph, or what a graph has gathered outside of it."""
+    for schedule in list(_schedules):
+        if schedule.device == device:
+            schedule.empty()
 
 
 def schedule_of(mesh: DeviceMesh) -> Schedule:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardfn.compat import process_groups
 from shardfn.quant.packed import Packed, is_packed
-from shardfn.shards.layout import Layout, assemble, is_stage, stage_shards
+from shardfn.shards.layout import FlatShard, Layout, assemble, is_stage, stage_shards
 from shardfn.shards.placement import Keep, keep_of
 from shardfn.stages.gather_plan import GatherPlan, plan_of
 from shardfn.stages.options import Options
@@ -136,6 +136,15 @@ class Signature:
         if self.writable:
             self._refuse_written((args, kwargs), outer)
         return result
+
+    def nodes(self, leaves: Sequence[Any]) -> list[Any]:
+        """The arguments, with each stage's parameters as one."""
+        found: list[Any] = []
+        layouts, shards = iter(self.layouts), set(self.shards)
+        for at in self.sources:
+            flats = {i: FlatShard(leaves[i], next(layouts)) for i in at} if at[0] in shards else {}
+            found.append(leaves[at[0]] if not flats else flats[at[0]] if len(flats) == 1 else flats)
+        return found
 
     def decode(self, packed: Packed) -> Tensor:
         """Decodes a quantized parameter, to the dtype that the stage asks for."""

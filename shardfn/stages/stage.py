@@ -1,7 +1,7 @@
 """Stages: functions whose parameters are gathered just before they run, and whose gradients are reduced just after.
 
-A schedule runs a stage's forward and backward under autograd, and both with tangents in `shardfn.jvp`. Inside of
-torch.func's transforms, and in their graphs, a stage runs as a composition of collectives.
+A schedule runs a stage's forward and backward under autograd. Inside of torch.func's transforms, and in their graphs, a
+stage runs as a composition of collectives. In other contexts a thread calls stages in another `way`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 import optree
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn.collectives.capturing import capturing
-from shardfn.compat import dispatch, dynamo, functorch, modes
+from shardfn.compat import dispatch, dynamo, functorch
 from shardfn.mesh import planned
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import elsewhere, mesh_of
@@ -25,12 +25,11 @@ from shardfn.quant.formats import Format
 from shardfn.quant.packed import Packed
 from shardfn.shards.layout import FlatShard, is_stage, stage_shards
 from shardfn.stages.composition import composed
-from shardfn.stages.forward_mode import Pairs, scheduled
+from shardfn.stages.entry_exit import Call
 from shardfn.stages.options import Options, Remat
 from shardfn.stages.prefetch import Group, PrefetchOrder
 from shardfn.stages.schedule import Schedule, schedule_of
 from shardfn.stages.signature import Signature, signature_of
-from shardfn.stages.traced import traced_schedule
 from shardfn.transforms.modules import refuse_module
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -147,7 +146,7 @@ def made(name: str, function: Callable[..., Any], options: Options, computes: bo
             signature.computes = computes
         if not signature.shards:
             return signature.call(leaves, ()) if signature.wholes else function(*args, **kwargs)
-        return _called(signature, leaves)
+        return (way.call or called)(signature, leaves)
 
     staged._shardfn_made = Made(name, function, options)  # type: ignore[attr-defined]
     return staged
@@ -284,46 +283,41 @@ def _zero(function: Callable[..., Any]) -> Callable[..., Any]:
     return zero
 
 
-class _Instead(threading.local):
-    """What is called instead of a stage, with its signature and its leaves."""
+class _Way(threading.local):
+    """How this thread calls stages with shards among their arguments, if in another way than `called`."""
 
     call: Callable[[Signature, list[Any]], Any] | None = None
 
 
-instead = _Instead()
+way = _Way()
 
 
-def _called(signature: Signature, leaves: list[Any]) -> Any:
-    """Calls a stage with shards among its arguments."""
-    if instead.call is not None:
-        return instead.call(signature, leaves)
+def called(signature: Signature, leaves: list[Any]) -> Any:
+    """Calls a stage by its schedule; inside of torch.func's transforms and in graphs, composes it of collectives."""
+    composes = dispatch.in_graph() or functorch.inside_batching_or_forward() or functorch.inside_transform()
+    return called_by(None if composes else schedule_of, signature, leaves)
+
+
+def called_by(
+    schedules: Callable[[DeviceMesh], Schedule] | None, signature: Signature, leaves: list[Any], make: Any = Call
+) -> Any:
+    """Calls a stage by the schedule of its mesh, as a call that `make` makes; with None it is composed.
+
+    Lets go of the shards among the leaves.
+    """
     mesh = mesh_of(signature.layouts[0].grid, f"stage {signature.name}: {signature.stage!r}")
     if planned.blocks and elsewhere():
         return composed(signature, leaves, mesh)
     if signature.only_at_axes:
         signature.refuse_elsewhere()
-    if dispatch.in_graph():
-        if capturing() is None or functorch.inside_transform() or functorch.inside_forward_mode():
-            return composed(signature, leaves, mesh)
-        return _scheduled(traced_schedule(mesh), signature, leaves)
-    if functorch.inside_batching_or_forward():
-        if not scheduled(signature, leaves):
-            return composed(signature, leaves, mesh)
-        pairs = Pairs(signature, leaves)
-        with modes.functions_unseen():  # a stage's own calls; those of its function are seen
-            return _scheduled(schedule_of(mesh), pairs.signature, pairs.leaves, pairs)
-    if functorch.inside_transform():
+    if schedules is None:
         return composed(signature, leaves, mesh)
-    return _scheduled(schedule_of(mesh), signature, leaves)
-
-
-def _scheduled(schedule: Schedule, signature: Signature, leaves: list[Any], pairs: Pairs | None = None) -> Any:
-    """Calls a stage by a schedule; lets go of the shards among the leaves."""
+    schedule = schedules(mesh)
     shards, own = _checked(signature, leaves), set(signature.shards)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in own]
     for i in own:
         leaves[i] = None
-    return schedule.call(signature, leaves, shards, at, pairs)
+    return schedule.call(signature, leaves, shards, at, make)
 
 
 def _checked(signature: Signature, leaves: Sequence[Any]) -> tuple[Tensor, ...]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.collectives.into_buffers import all_gather, communicator_of
-from shardfn.stages import gather
+from shardfn.stages import buffers
 from shardfn.testing import World, world
 from tests import models
 from tests.models import STRATEGIES, normal, residual, squares, variables
@@ -71,14 +71,14 @@ class Allocations(torch.utils._python_dispatch.TorchDispatchMode):
 def allocated(options: dict[str, Any], how: str) -> Any:
     s = Setting(**options)
     run, made = getattr(s, how), list[int]()
-    plain, sizes = gather.Buffer.__init__, []
+    plain, sizes = buffers.Buffer.__init__, []
 
     def making(self: Any, nbytes: int, *rest: Any, **more: Any) -> None:
         made.append(nbytes)  # modes do not see it
         plain(self, nbytes, *rest, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gather.Buffer, "__init__", making)
+        patch.setattr(buffers.Buffer, "__init__", making)
         for _ in range(6):
             with Allocations() as seen:
                 run()
@@ -340,7 +340,7 @@ def interrupted(buffer: Any) -> None:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-        patch.setattr(gather.Buffer, "_forget_many", half)
+        patch.setattr(buffers.Buffer, "_forget_many", half)
         buffer.part(0, 8, torch.float32)
 
 
@@ -361,7 +361,7 @@ HOLDS: dict[str, tuple[Any, bool]] = {
 
 @pytest.mark.parametrize("who", HOLDS)
 def test_a_pool_hands_out_a_buffer_that_nothing_refers_to(who: str) -> None:
-    pool = gather.Pool()
+    pool = buffers.Pool()
     pool.empty(64, False)
     hold, free = HOLDS[who]
     held = hold(pool.buffers[0])

@@ -28,9 +28,9 @@ import shardfn as sf
 import shardfn.optim as so
 from shardfn import P, interop, parallel
 from shardfn.compat import devices
+from shardfn.compiled import pure, regions, surroundings
 from shardfn.mesh import watchdog
 from shardfn.testing import World, world
-from shardfn.transforms import pure, regions, surroundings
 from tests.lossless import LOSSLESS
 from tests.models import DATA, STRATEGIES, distance, drawn
 from tests.optimizers import optimizers_named

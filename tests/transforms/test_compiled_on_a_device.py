@@ -17,9 +17,9 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.compat import inductor
+from shardfn.compiled import stages as traced
 from shardfn.mesh.scope import mesh_of
 from shardfn.shards.layout import flat_shards
-from shardfn.stages import traced
 from shardfn.stages.schedule import schedule_of
 from shardfn.testing import Device, simulated, world
 from tests.models import DATA, drawn

@@ -17,15 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn.collectives.agree import agree, failing_together
 from shardfn.collectives.capturing import capturing
 from shardfn.compat import dispatch, dynamo, functorch
+from shardfn.compiled.captured import Captured, Donated, Program, Roles, captured
+from shardfn.compiled.surroundings import changed, kept, surroundings
 from shardfn.debugging import KINDS, debugging
 from shardfn.mesh.scope import current_mesh, mesh_of
 from shardfn.mesh.spec import dotted
 from shardfn.quoting import listed, short, short_errors
 from shardfn.shards.layout import flat_shards
 from shardfn.transforms.autodiff import name_of
-from shardfn.transforms.captured import Captured, Donated, Program, Roles, captured
 from shardfn.transforms.checking import asked
-from shardfn.transforms.surroundings import changed, kept, surroundings
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -14,18 +14,20 @@ import torch
 from torch import Tensor, fx
 
 from shardfn.collectives import ops
-from shardfn.collectives.capturing import Watch, capturing, written
+from shardfn.collectives.capturing import capturing
 from shardfn.collectives.ledger import attribution, unrecorded
 from shardfn.collectives.ops import LIBRARY
 from shardfn.collectives.scheduled import SCHEDULED, Scheduled, known
 from shardfn.compat import autograd, dispatch, inductor
 from shardfn.compat.replacing import replaced
+from shardfn.compiled import regions
+from shardfn.compiled.captured import Program, meaning, same_elements
+from shardfn.compiled.pure import overwrites, pure
+from shardfn.compiled.stages import in_graph
+from shardfn.compiled.watch import StepWatch, written
 from shardfn.mesh import callsites
 from shardfn.quoting import listed, short
 from shardfn.shards.partition import with_leaves
-from shardfn.transforms import regions
-from shardfn.transforms.captured import Program, meaning, same_elements
-from shardfn.transforms.pure import overwrites, pure
 
 _aten: Any = torch.ops.aten
 _UPDATES = _aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default
@@ -91,7 +93,7 @@ class Trace:
         def flat(*tensors: Tensor) -> list[Tensor]:
             watch = _TraceWatch(program.name, tensors, program.device)
             watch.known = list(zip(outside, tensors[len(at) :], strict=True))
-            with watch, _random_state(watch), _memory(program.name):
+            with watch, in_graph(), _random_state(watch), _memory(program.name):
                 results, tree = program.step(with_leaves(leaves, at, tensors[: len(at)]))
             results = [watch.given(x) for x in results]
             runs.append((watch, results, tree))
@@ -200,7 +202,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all()))
 
 
-class _TraceWatch(Watch):
+class _TraceWatch(StepWatch):
     """The watch over a step that is traced, whose tensors have no numbers.
 
     Attributes:

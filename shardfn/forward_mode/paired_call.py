@@ -7,9 +7,10 @@ a layer norm). What autograd saves of parameters and of their tangents are place
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -18,23 +19,27 @@ from torch import Tensor
 from shardfn.check import recording
 from shardfn.compat import autograd, functorch, modes
 from shardfn.compat.replacing import replaced
+from shardfn.forward_mode.pairs import Pairs, dual, nobodys, saving, scheduled
+from shardfn.forward_mode.refusals import closes_over, refuse_opaque
 from shardfn.stages.entry_exit import Call
-from shardfn.stages.forward_mode import Pairs, dual, nobodys, saving
-from shardfn.stages.refusals import closes_over, other_numbers, other_result, refuse_opaque
+from shardfn.stages.refusals import other_numbers, other_result
 from shardfn.stages.replay import RngAndAutocast, Sample, form_of
 from shardfn.stages.saved import Place
+from shardfn.stages.schedule import schedule_of
+from shardfn.stages.signature import Signature
+from shardfn.stages.stage import called, called_by
 from shardfn.transforms.autodiff import detached, moves
 from shardfn.transforms.step import OutsideGradient
-
-if TYPE_CHECKING:
-    from shardfn.stages.schedule import Schedule
 
 
 class PairedCall(Call):
     """One call of a stage of pairs."""
 
-    def __init__(self, pairs: Pairs, schedule: Schedule, shards: tuple[Tensor, ...], trains: list[bool], step: Any):
-        super().__init__(schedule, pairs.signature, pairs.signature.plan(shards), shards, trains, step)
+    notices = False
+
+    def __init__(self, pairs: Pairs, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        shards, trains = self.shards, self.trains
         self.unread, self.tangent_of = pairs.unread, pairs.tangent_of
         self.values = pairs.count  # so many leaves, which tangents follow
         self.collected = [None] * len(shards)  # their gradients have tangents, and go through autograd
@@ -153,6 +158,15 @@ def _unpack(packed: Any) -> Tensor:
         if x._version != version:
             raise RuntimeError(autograd.modified(x, version))
     return functorch.ended(x)  # autograd keeps a tangent only inside of a wrapper
+
+
+def paired(signature: Signature, leaves: list[Any]) -> Any:
+    """Calls a stage in `shardfn.jvp`: as one of pairs, where it runs on the schedule."""
+    if not scheduled(signature, leaves):
+        return called(signature, leaves)
+    pairs = Pairs(signature, leaves)
+    with modes.functions_unseen():  # a stage's own calls; those of its function are seen
+        return called_by(schedule_of, pairs.signature, pairs.leaves, functools.partial(PairedCall, pairs))
 
 
 # --- a function that runs again in backward ---

@@ -18,14 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn.collectives import late_checks
 from shardfn.collectives.agree import agree, failing_together
 from shardfn.compat import autograd, inductor, process_groups
+from shardfn.compiled import regions
+from shardfn.compiled.captured import Form, Program, donate
+from shardfn.compiled.graphed import ALIKE, NTH_CALL, Graphs, host_checks
+from shardfn.compiled.tracing import TENSOR, Trace
 from shardfn.mesh import callsites, watchdog
 from shardfn.mesh.axes import known_axes
 from shardfn.mesh.scope import scope
 from shardfn.quoting import listed, short_errors
-from shardfn.transforms import regions
-from shardfn.transforms.captured import Form, Program, donate
-from shardfn.transforms.graphed import ALIKE, NTH_CALL, Graphs, host_checks
-from shardfn.transforms.tracing import TENSOR, Trace
 
 F = TypeVar("F", bound=Callable[..., Any])
 _log = logging.getLogger("shardfn")

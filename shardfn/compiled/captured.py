@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import late_checks
-from shardfn.collectives.capturing import Late, Note, Watch, apart
+from shardfn.collectives.capturing import Late
 from shardfn.collectives.ledger import Ledger, ledger, record_again
 from shardfn.compat import autograd, dispatch
+from shardfn.compiled.surroundings import Around
+from shardfn.compiled.watch import Note, StepWatch
 from shardfn.quoting import short
-from shardfn.transforms.surroundings import Around
+from shardfn.stages.schedule import forget_gathered
 
 
 class Donated(Tensor):
@@ -105,14 +107,14 @@ class Program:
 
     def rehearse(self, leaves: list[Any]) -> tuple[list[Any], optree.PyTreeSpec]:
         """Runs the step as it will be captured, and notes what it does."""
-        apart(self.device)  # as before the graph, whose operations are compared with these
-        watch = Watch(self.name, _tensors(leaves), self.device)
+        forget_gathered(self.device)  # as before the graph, whose operations are compared with these
+        watch = StepWatch(self.name, _tensors(leaves), self.device)
         found, tree = self.watched(watch, leaves)
         late_checks.after_replay(watch.late)
         self.notes, self.form = watch.notes, Form.of(found, tree)
         return found, tree
 
-    def watched(self, watch: Watch, leaves: list[Any]) -> tuple[list[Any], optree.PyTreeSpec]:
+    def watched(self, watch: StepWatch, leaves: list[Any]) -> tuple[list[Any], optree.PyTreeSpec]:
         """Runs the step under a watch, backward included.
 
         Raises:
@@ -124,7 +126,7 @@ class Program:
         with watch:
             found, tree = self.step(leaves)
             if not watch.traces:
-                apart(self.device)
+                forget_gathered(self.device)
         watch.finish(found)
         shared = {autograd.storage_of(leaves[i]) for i in self.roles.carried}
         for i, version in versions.items():
@@ -194,7 +196,7 @@ class Captured:
             results = self._on_cpu(leaves, first)
         else:
             late_checks.look(self.program.device)
-            apart(self.program.device)
+            forget_gathered(self.program.device)
             self._record_stream()
             if not first:
                 self._fill(leaves)
@@ -219,8 +221,8 @@ class Captured:
         carried = self.program.roles.carried
         own = [x.detach() if i in carried else x for i, x in enumerate(leaves)]
         if first and self.program.form is not None:
-            apart(self.program.device)
-            watch = Watch(self.program.name, _tensors(own), self.program.device, self.program.notes)
+            forget_gathered(self.program.device)
+            watch = StepWatch(self.program.name, _tensors(own), self.program.device, self.program.notes)
             found, self.tree = self.program.watched(watch, own)
         else:
             found, self.tree = self.program.step(own)
@@ -263,12 +265,12 @@ def captured(program: Program, leaves: list[Any], stream: Any, pool: Any) -> Cap
     if program.device.type == "cpu":
         return Captured(program)
     late_checks.look(program.device, wait=True)
-    apart(program.device)
+    forget_gathered(program.device)
     carried = program.roles.carried
     own = [x.detach() if i in carried else x.clone() if isinstance(x, Tensor) else x for i, x in enumerate(leaves)]
     module, error = torch.get_device_module(program.device), None
     graph = module.CUDAGraph()
-    watch = Watch(program.name, _tensors(own), program.device, program.notes)
+    watch = StepWatch(program.name, _tensors(own), program.device, program.notes)
     made = Captured(program, graph, own)
     stream.wait_stream(module.current_stream(program.device))
     try:

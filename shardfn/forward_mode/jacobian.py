@@ -19,13 +19,13 @@ from shardfn.check.bits import rounding
 from shardfn.collectives import functional
 from shardfn.compat import functorch, process_groups
 from shardfn.compat.norms import WrittenOut
+from shardfn.forward_mode.jvp import by_transposes, followed
 from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import scope_of
 from shardfn.shards.layout import Layout, flat_shards
 from shardfn.shards.partition import with_leaves
 from shardfn.shards.unsharding import unshard
 from shardfn.transforms.autodiff import Variables, name_of, positions
-from shardfn.transforms.jvp import by_transposes, followed
 
 Argnums = int | Sequence[int]
 

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardfn.compat import autograd, functorch, together
-from shardfn.compat.blockwise_attention import attention
-from shardfn.compat.norms import Padded, WrittenOut
+from shardfn.compat import functorch
+from shardfn.compat.norms import WrittenOut
 from shardfn.compat.replacing import replaced
 from shardfn.compat.scripted import written_in_python
+from shardfn.forward_mode.paired_call import paired
+from shardfn.forward_mode.watched import Watched, refuse_applied
 from shardfn.quoting import short
 from shardfn.shards.partition import with_leaves
+from shardfn.stages.stage import way
 from shardfn.transforms.autodiff import moves, name_of
 from shardfn.transforms.step import OutsideGradient, pushing
 
@@ -78,8 +78,10 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], 
 
 def _pushed(f: Callable[..., Any], tree: Any, pairs: Sequence[tuple[Any, Tensor | None]], has_aux: bool) -> Any:
     """The result and its tangent, with stages on the schedule."""
-    seen = functorch.applications_seen(_refuse_applied)
-    with forward_ad.dual_level(), pushing(), sdpa_kernel(SDPBackend.MATH), Watched(), seen, written_in_python():
+    seen = functorch.applications_seen(refuse_applied)
+    paired_stages = replaced(way, call=way.call or paired)
+    written_out = sdpa_kernel(SDPBackend.MATH)
+    with forward_ad.dual_level(), pushing(), paired_stages, written_out, Watched(), seen, written_in_python():
         duals = [x if t is None else functorch.dual(x, t) for x, t in pairs]
         result = f(*optree.tree_unflatten(tree, duals))
         result, aux = result if has_aux else (result, None)
@@ -92,126 +94,6 @@ def _pushed(f: Callable[..., Any], tree: Any, pairs: Sequence[tuple[Any, Tensor 
         raise OutsideGradient
     both = tuple(optree.tree_unflatten(structure, part) for part in (values, directions))
     return (*both, aux) if has_aux else both
-
-
-_STAGE = "_shardfn_stage"  # an attribute of tensors
-_VALUE = "_shardfn_value"  # the same, of what is in their wrappers: since torch 2.14 a Function gets that alone
-
-
-class Watched(Padded):
-    """A context in which what a stage's function computed and did not return is not used: it has lost its gradient.
-
-    And in which attention keeps no scores.
-    """
-
-    table = Padded.table | together.TABLE | {F.scaled_dot_product_attention: attention}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling():  # what is traced is computed later
-            return super().__torch_function__(func, types, args, kwargs)
-        if _running.lent and _writes(func, args, kwargs or {}):
-            raise RuntimeError(WRITES)
-        if (function := functorch.applied_to(func, args)) is not None:
-            _refuse_once(function, args[1:])
-        result = super().__torch_function__(func, types, args, kwargs)
-        if isinstance(result, torch.Size) or not isinstance(result, (Tensor, tuple, list)):
-            return result
-        # A pullback of `torch.func.vjp` differentiates what has lost its wrapper.
-        if func is not Tensor.detach and not (func is torch.autograd.grad and _running.stage is not None):
-            _refuse_leaks((args, kwargs))
-        if _running.stage is not None:
-            belonging(result)
-        return result
-
-
-def _escaped(stage: str) -> RuntimeError:
-    """The error for a loss that depends on a tensor inside a stage, which has lost its gradient there."""
-    return RuntimeError(
-        f"stage {stage!r}: the loss depends on a tensor that this stage's function computed but did not return: a "
-        f"hook, an attribute or a list kept it. Its gradient would be lost. Return it from the stage, "
-        f"or keep y.detach().clone() of it"
-    )
-
-
-def _refuse_leaks(given: Any) -> None:
-    """Raises an error if what a stage's function kept has lost a gradient that is needed."""
-    for x in optree.tree_leaves(given) if torch.is_grad_enabled() else ():
-        if isinstance(x, Tensor) and functorch.lost(x):
-            stages = [stage for y in functorch.layers(x) if (stage := getattr(y, _STAGE, None)) is not None]
-            if stages:
-                raise _escaped(stages[0])
-
-
-def _refuse_applied(function: Any, args: Sequence[Any]) -> None:
-    _refuse_leaks(args)
-    if torch.is_grad_enabled() and _running.stage is None and not autograd.inside_backward():
-        for x in args:
-            stage = getattr(x, _VALUE, None) if isinstance(x, Tensor) and not x.requires_grad else None
-            if stage is not None:
-                raise _escaped(stage)
-    _refuse_once(function, args)
-
-
-def _refuse_once(function: Any, args: Sequence[Any]) -> None:
-    """Raises RuntimeError if backward of a Function will be differentiated, and says that it cannot be."""
-    moving = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
-    if moving and functorch.once_differentiable(function):
-        raise RuntimeError(
-            f"a gradient inside of shardfn.jvp, as in a Hessian-vector product, goes through {function.__name__}, of "
-            f"which backward is marked with @once_differentiable: it may compute with numbers that have no tangents. "
-            f"Write it with operations of torch, without that mark"
-        )
-
-
-def belonging(tree: Any) -> None:
-    """Marks tensors that have gradients as those of the stage that runs."""
-    for x in optree.tree_leaves(tree):
-        if isinstance(x, Tensor) and x.requires_grad:
-            *_, value = functorch.layers(x)
-            setattr(x, _STAGE, _running.stage)
-            if value is not x:
-                setattr(value, _VALUE, _running.stage)
-
-
-WRITES = "a stage's function writes into what it was lent"
-
-
-class _Running(threading.local):
-    stage: str | None = None
-    lent: Sequence[tuple[int, int]] = ()
-
-
-_running = _Running()
-
-
-def running(stage: str | None, lent: Sequence[tuple[int, int]]) -> Any:
-    """A context for the function of a stage, whose tensors belong to it, and which writes to nothing that is lent."""
-    return replaced(_running, stage=stage, lent=lent)
-
-
-def _writes(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a function of torch is known to write into memory that is lent, from its first argument and its name."""
-    name = getattr(func, "__name__", "")
-    targets = [kwargs.get("out")]
-    if (
-        name in _IN_PLACE
-        or (name.endswith("_") and not name.endswith("__") and name not in _AS_IT_IS)
-        or kwargs.get("inplace")
-    ):
-        targets += args[:1]
-    for x in optree.tree_leaves(targets):
-        if isinstance(x, Tensor) and x.layout is torch.strided:
-            at = functorch.unwrapped(x).data_ptr()
-            if any(start <= at < stop for start, stop in _running.lent):
-                return True
-    return False
-
-
-_AS_IT_IS = {"requires_grad_", "detach_", "rename_", "share_memory_"}  # which change no number
-_IN_PLACE = {"__setitem__"} | {
-    f"__i{name}__"
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-}
 
 
 def _flat(values: Sequence[Any], what: str) -> tuple[list[Any], Any]:

@@ -22,16 +22,15 @@ from torch import Tensor
 
 from shardfn.collectives.capturing import capturing
 from shardfn.collectives.ledger import ledger
-from shardfn.compat import autograd, functorch, modes, together
+from shardfn.compat import autograd, dispatch, functorch, modes, together
+from shardfn.forward_mode.watched import WRITES, belonging, running
 from shardfn.quoting import short
-from shardfn.shards.layout import FlatShard
 from shardfn.stages.refusals import writes
 from shardfn.stages.signature import Signature, signature_of
 from shardfn.tiers.activations import Offload
 from shardfn.transforms.autodiff import detached, moves
-from shardfn.transforms.jvp import WRITES, belonging, running
 from shardfn.transforms.shortage import RandomNumbers
-from shardfn.transforms.step import current_step, pushes
+from shardfn.transforms.step import current_step
 
 
 def scheduled(signature: Signature, leaves: Sequence[Any]) -> bool:
@@ -44,7 +43,7 @@ def scheduled(signature: Signature, leaves: Sequence[Any]) -> bool:
     rounding: list[Any] = [options, *(layout.placement for layout in signature.layouts)]
     if any(each.gather or each.reduce for each in rounding) or signature.packed or signature.wholes:
         return False
-    if not pushes() or functorch.inside_transform() or isinstance(options.remat, Offload):
+    if dispatch.in_graph() or functorch.inside_transform() or isinstance(options.remat, Offload):
         return False
     return any(isinstance(x, Tensor) and functorch.tangent_of(x) is not None for x in leaves)
 
@@ -73,8 +72,8 @@ class Pairs:
             any(parts[i][1] is not None or (needs[i] and i in shards) for i in source) for source in signature.sources
         )
         tangents = [torch.zeros_like(x) if t is None and moves(x) else x if t is None else t for x, t in parts]
-        moving = [node for node, yes in zip(nodes_of(signature, tangents), has, strict=True) if yes]
-        arguments: Any = (nodes_of(signature, values), moving), {}
+        moving = [node for node, yes in zip(signature.nodes(tangents), has, strict=True) if yes]
+        arguments: Any = (signature.nodes(values), moving), {}
         variables = step.variables if step is not None and step.unread and not torch.is_anomaly_enabled() else {}
         unread = tuple(all(id(leaves[i]) in variables for i in source) for source in signature.sources)
         kind = has, unread
@@ -90,17 +89,6 @@ class Pairs:
         paired = [k for k, i in enumerate(signature.shards) if has[source_of[i]]]
         self.tangent_of = dict(zip(paired, range(count, len(self.signature.shards)), strict=True))
         self.unread = {k for k in paired if unread[source_of[signature.shards[k]]]}
-
-
-def nodes_of(signature: Signature, leaves: Sequence[Any]) -> list[Any]:
-    """The arguments, with each stage's parameters as one."""
-    found: list[Any] = []
-    layouts = iter(signature.layouts)
-    shards = set(signature.shards)
-    for at in signature.sources:
-        flats = {i: FlatShard(leaves[i], next(layouts)) for i in at} if at[0] in shards else {}
-        found.append(leaves[at[0]] if not flats else flats[at[0]] if len(flats) == 1 else flats)
-    return found
 
 
 def _on_pairs(

@@ -15,8 +15,8 @@ import optree
 import torch
 from torch import Tensor, fx
 
-from shardfn.collectives.capturing import written
 from shardfn.compat import autograd, inductor
+from shardfn.compiled.watch import written
 
 _EXACT = (
     type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format,

@@ -19,8 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn.collectives.capturing import Watch, capturing
 from shardfn.collectives.ledger import attributed_to
 from shardfn.collectives.scheduled import Scheduled, run
+from shardfn.compat import dispatch, functorch
 from shardfn.compat.autograd import storage_of
 from shardfn.compat.modes import DispatchMode, innermost_unseen
+from shardfn.compat.replacing import replaced
 from shardfn.mesh.lanes import in_lane
 from shardfn.stages.entry_exit import Call
 from shardfn.stages.gather import Gathered, offset_in
@@ -31,6 +33,7 @@ from shardfn.stages.replay import RngAndAutocast
 from shardfn.stages.routes import Reduction
 from shardfn.stages.schedule import Schedule, schedule_of
 from shardfn.stages.signature import Signature
+from shardfn.stages.stage import called, called_by, way
 from shardfn.stages.tape import CallTape
 from shardfn.tiers.activations import Offload
 from shardfn.transforms.step import GradientSum, Step, wider
@@ -334,6 +337,17 @@ class Traced(Schedule):
 
     def catch_up(self, tape: CallTape, stop: int) -> None:
         """Nothing: in a graph all ranks run the same stages."""
+
+
+def in_graph() -> Any:
+    """A context in which this thread calls stages as operations of the step that it traces."""
+    return replaced(way, call=_called)
+
+
+def _called(signature: Signature, leaves: list[Any]) -> Any:
+    if not dispatch.in_graph() or functorch.inside_transform() or functorch.inside_forward_mode():
+        return called(signature, leaves)
+    return called_by(traced_schedule, signature, leaves)
 
 
 _traced: weakref.WeakKeyDictionary[Watch, dict[DeviceMesh, Traced]] = weakref.WeakKeyDictionary()

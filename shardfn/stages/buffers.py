@@ -1,0 +1,150 @@
+"""Memory for gathered parameters. On a CPU it is handed out again once nothing refers to it.
+
+There fresh pages take as long as a gather. An accelerator's allocator does the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.compat import dispatch
+from shardfn.compat.autograd import storage_of, storage_uses
+from shardfn.stages.gather_plan import Gather
+
+MOST_VIEWS = 10_000  # of one buffer, for stages whose layouts change
+
+
+class Buffer:
+    """Memory for a stage's parameters, with the views of it that gathers use again and again.
+
+    Attributes:
+        nbytes: its size.
+        all: all bytes of it.
+        under_way: whether a gather fills it, though nothing may refer to it any more.
+        given: whether it was handed out since the pool was trimmed.
+    """
+
+    __slots__ = (
+        "_at",
+        "_made",
+        "_number",
+        "_parts",
+        "_pooled",
+        "_storage",
+        "_views",
+        "all",
+        "given",
+        "nbytes",
+        "under_way",
+    )
+
+    def __init__(self, nbytes: int, device: torch.device, pooled: bool) -> None:
+        self._pooled = pooled
+        with self._unseen():
+            self.all = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.nbytes, self.under_way, self.given = nbytes, False, False
+        self._storage, self._made = self.all.untyped_storage(), 1
+        self._number = storage_of(self.all)
+        self._at = self.all.data_ptr() if pooled else 0
+        self._parts: dict[Any, Tensor] = {}
+        self._views: dict[Any, list[Tensor]] = {}
+
+    def part(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Bytes from `start` to `stop` as numbers of a dtype; for gathers alone, as `unheld` knows of it."""
+        found = self._parts.get((start, stop, dtype))
+        if found is None:
+            with self._unseen():
+                found = self.all[start:stop].view(dtype).detach()
+            self._forget_many()
+            self._parts[start, stop, dtype] = found
+            self._made += 1  # at the end: after an interrupt the buffer counts as held
+        return found
+
+    def parameters(self, gather: Gather) -> list[Tensor]:
+        """The parameters of one gather."""
+        key = gather.start, gather.dtype, gather.layout.geometry
+        views = self._views.get(key)
+        if views is None:
+            with self._unseen():
+                views = gather.layout.views(self.all[gather.start : gather.stop].view(gather.dtype))
+                views = [view.detach() for view in views]
+            self._forget_many()
+            self._views[key] = views
+            self._made += len(views)
+        return [view.detach() for view in views]
+
+    def _forget_many(self) -> None:
+        if self._made > MOST_VIEWS:
+            self._parts, self._views, self._made = {}, {}, 1
+
+    @contextlib.contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """A context for what another call may use: training after inference, and of a pool, a call in other modes."""
+        with torch.inference_mode(False), dispatch.outside_modes() if self._pooled else contextlib.nullcontext():
+            yield
+
+    def counted(self) -> tuple[int, int, int]:
+        """References to it, and to its storage in Python and in C++."""
+        return sys.getrefcount(self), sys.getrefcount(self._storage), storage_uses(self._number)
+
+    def moved(self) -> bool:
+        """Whether its memory is elsewhere: somebody has freed it, or shares it with another process."""
+        return self.all.data_ptr() != self._at
+
+    def unheld(self) -> bool:
+        """Whether nothing refers to it, or to its memory, but the pool, which asks in a comprehension over a list."""
+        own, in_python, in_all = ALONE
+        return (
+            sys.getrefcount(self) == own
+            and sys.getrefcount(self._storage) == in_python
+            and storage_uses(self._number) == in_all + self._made - 1
+            and self.all.data_ptr() == self._at
+        )
+
+
+# Versions of Python count the references of frames in their own way, and one that nothing refers to tells.
+(ALONE,) = [buffer.counted() for buffer in [Buffer(8, torch.device("cpu"), pooled=False)]]
+
+
+class Pool:
+    """Buffers on a CPU. One to which nothing else refers is handed out again; for a smaller request, too, if that is
+    soon over.
+    """
+
+    def __init__(self) -> None:
+        self.buffers: list[Buffer] = []
+
+    def empty(self, nbytes: int, keeps: bool) -> Buffer:
+        """A buffer of `nbytes` or more that nothing else uses; with `keeps`, until backward."""
+        free = [b for b in self.buffers if b.unheld() and not b.under_way]
+        fitting = [b for b in free if b.nbytes == nbytes or (b.nbytes > nbytes and not keeps)]
+        if fitting:
+            buffer = min(fitting, key=_nbytes)
+        else:
+            if free:  # the largest of those that do not fit gives way
+                self.buffers.remove(max(free, key=_nbytes))
+            buffer = Buffer(nbytes, torch.device("cpu"), pooled=True)
+            self.buffers = [*[b for b in self.buffers if not b.moved()], buffer]
+        buffer.given = True
+        return buffer
+
+    def trim(self, all: bool = False) -> None:
+        """Gives memory back that nothing uses and nobody asked for since the last time; or `all` that nothing uses."""
+        used = [b for b in self.buffers if not b.unheld() or (b.given and not all and not b.under_way)]
+        self.buffers = used
+        for buffer in () if all else used:
+            buffer.given = False
+
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(map(_nbytes, self.buffers))
+
+
+_nbytes = operator.attrgetter("nbytes")
