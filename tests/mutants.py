@@ -346,14 +346,14 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "",
             "tests/tiers/test_simulated_tiers.py::test_the_host_waits_for_what_it_reads_and_for_nothing_else[grads]",
         ),
-        "scratch memory is taken too early": (
-            "        if moving:\n            for",
-            "        if False:\n            for",
+        "memory is handed out while it is sent": (
+            "if self.under_way is not None and (self.sends or self.hops):",
+            "if self.under_way is not None and self.hops:",
             TWO,
         ),
         "a step ends without its gradients": (
-            "            for pending in in_flight:\n                pending.wait()",
-            "            for pending in in_flight:\n                pending.total and pending.total.add(pending.out)",
+            "        for pending in in_flight:\n            pending.wait()",
+            "        for pending in in_flight:\n            pending.total and pending.total.add(pending.out)",
             TWO,
         ),
         "no sum over replicas": (
@@ -476,8 +476,8 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             f"{TRAPS}::test_stages_in_each_other",
         ),
         "hops begin by a rank's own tape": (
-            "turn = self.reductions.turn() if any(call.trains) else 0",
-            "turn = call.index % 2",
+            "            self.reductions.turn()\n",
+            "            self.reductions.turns = -call.index\n            self.reductions.turn()\n",
             f"{RANKS}::test_hops_begin_in_one_order_whatever_else_is_on_a_ranks_tape[hybrid_shard]",
         ),
         "each rank decides what backward gathers": (
@@ -670,13 +670,6 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "if func is None",
             "tests/transforms/test_compiled.py::test_what_overwrites_a_tensor_from_elsewhere_in_any_way_does_so_when_compiled",
         ),
-    },
-    "stages/scratch.py": {
-        "a graph sends gradients from memory that other steps free": (
-            "        if of_graph is not self.of_graph or (of_graph and first):",
-            "        if False:",
-            f"{GRAPHS}::test_a_graph_on_four_ranks_gives_the_numbers_of_one_process[full_shard, sgd]",
-        )
     },
     "collectives/ops.py": {
         "pvary's transpose sums nothing": (

@@ -129,11 +129,7 @@ class Reducing(Scheduled):
     def finish(self, started: PendingReduction) -> list[Tensor]:
         """Waits for it; returns its results."""
         reductions = self.schedule.reductions
-        found = [reductions.wait(started)]
-        if not reductions.in_flight:
-            reductions.free_scratch()
-            reductions.turns = 0
-        return found
+        return [reductions.wait(started)]
 
     def abandon(self) -> None:
         """Forgets reductions that an error has left on their way."""
@@ -211,13 +207,12 @@ class Reductions:
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        self.schedule, self.begins, self.turns, self.stage = schedule, False, 0, ""
+        self.schedule, self.begins, self.stage = schedule, False, ""
         self.wholes: dict[GradientSum, list[Tensor | None]] = {}
 
-    def turn(self) -> int:
-        """Begins the reductions of a stage, in one of two scratch memories."""
-        self.begins, self.turns = True, self.turns + 1
-        return self.turns % 2
+    def turn(self) -> None:
+        """Begins the reductions of a stage."""
+        self.begins = True
 
     def start(
         self, reduction: Reduction, gradients: Sequence[Tensor | None], total: GradientSum | None, defer: str
@@ -269,7 +264,7 @@ class Reductions:
     def drain(self) -> None:
         """Nothing: the graph waits."""
 
-    free_scratch = forget = drain
+    forget = drain
 
 
 class Traced(Schedule):

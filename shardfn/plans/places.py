@@ -22,7 +22,6 @@ _UNSEEN = ("simulated/", "plans/", "testing/", "compat/modes.py")
 _LIBRARY = (*ELSEWHERE, str(pathlib.Path(os.__file__).parent) + "/", "<")
 # What part of the package makes memory for what; a folder or a file of it. The first that is on the stack decides.
 _PARTS = {
-    "stages/buffers.py": "gathered",
     "stages/gather.py": "gathered",
     "stages/gather_stream.py": "gathered",
     "stages/reduction.py": "reducing",

@@ -1,6 +1,7 @@
-"""Memory for gathered parameters. On a CPU it is handed out again once nothing refers to it.
+"""Memory for gathered parameters, and for gradients that are sent.
 
-There fresh pages take as long as a gather. An accelerator's allocator does the same.
+On a CPU it is handed out again once nothing refers to it, as fresh pages take as long as a gather. An
+accelerator's allocator does the same.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,12 +23,12 @@ MOST_VIEWS = 10_000  # of one buffer, for stages whose layouts change
 
 
 class Buffer:
-    """Memory for a stage's parameters, with the views of it that gathers use again and again.
+    """Memory for a stage's parameters or gradients, with the views of it that are used again and again.
 
     Attributes:
         nbytes: its size.
         all: all bytes of it.
-        under_way: whether a gather fills it, though nothing may refer to it any more.
+        under_way: whether a collective uses it, though nothing may refer to it any more.
         given: whether it was handed out since the pool was trimmed.
     """
 
@@ -67,18 +68,25 @@ class Buffer:
             self._made += 1  # at the end: after an interrupt the buffer counts as held
         return found
 
-    def parameters(self, gather: Gather) -> list[Tensor]:
-        """The parameters of one gather."""
-        key = gather.start, gather.dtype, gather.layout.geometry
+    def views(self, key: Any, make: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
+        """Views that are made of all bytes once for this key; for the package alone, as `unheld` knows of them."""
         views = self._views.get(key)
         if views is None:
             with self._unseen():
-                views = gather.layout.views(self.all[gather.start : gather.stop].view(gather.dtype))
-                views = [view.detach() for view in views]
+                views = [view.detach() for view in make(self.all)]
             self._forget_many()
             self._views[key] = views
             self._made += len(views)
-        return [view.detach() for view in views]
+        return views
+
+    def parameters(self, gather: Gather) -> list[Tensor]:
+        """The parameters of one gather."""
+
+        def make(bytes_: Tensor) -> list[Tensor]:
+            return gather.layout.views(bytes_[gather.start : gather.stop].view(gather.dtype))
+
+        key = gather.start, gather.dtype, gather.layout.geometry
+        return [view.detach() for view in self.views(key, make)]
 
     def _forget_many(self) -> None:
         if self._made > MOST_VIEWS:
@@ -114,15 +122,18 @@ class Buffer:
 
 
 class Pool:
-    """Buffers on a CPU. One to which nothing else refers is handed out again; for a smaller request, too, if that is
-    soon over.
+    """Buffers on one device. On a CPU one to which nothing else refers is handed out again; for a smaller request, too,
+    if that is soon over.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.buffers: list[Buffer] = []
 
-    def empty(self, nbytes: int, keeps: bool) -> Buffer:
-        """A buffer of `nbytes` or more that nothing else uses; with `keeps`, until backward."""
+    def empty(self, nbytes: int, like: Any, keeps: bool) -> Buffer:
+        """A buffer of `nbytes` or more that nothing else uses, with `keeps` until backward, for tensors like this."""
+        if self.device.type != "cpu" or type(like) is not Tensor:
+            return Buffer(nbytes, self.device, pooled=False)
         free = [b for b in self.buffers if b.unheld() and not b.under_way]
         fitting = [b for b in free if b.nbytes == nbytes or (b.nbytes > nbytes and not keeps)]
         if fitting:
@@ -130,7 +141,7 @@ class Pool:
         else:
             if free:  # the largest of those that do not fit gives way
                 self.buffers.remove(max(free, key=_nbytes))
-            buffer = Buffer(nbytes, torch.device("cpu"), pooled=True)
+            buffer = Buffer(nbytes, self.device, pooled=True)
             self.buffers = [*[b for b in self.buffers if not b.moved()], buffer]
         buffer.given = True
         return buffer

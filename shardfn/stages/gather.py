@@ -49,14 +49,8 @@ class Gathering:
 
     def __init__(self, device: torch.device, communicator_of: Callable[[tuple[str, ...]], Communicator | None]) -> None:
         self.device, self.communicator_of = device, communicator_of
-        self.disk, self.pool = DiskPrefetch(), Pool()
+        self.disk, self.pool = DiskPrefetch(), Pool(device)
         self.stream = None if device.type in ("cpu", "meta") else GatherStream(device)
-
-    def empty(self, nbytes: int, like: Tensor, keeps: bool) -> Buffer:
-        """A buffer of so many bytes or more, on the device of the mesh; with `keeps`, until backward."""
-        if self.device.type == "cpu" and type(like) is Tensor:
-            return self.pool.empty(nbytes, keeps)
-        return Buffer(nbytes, self.device, pooled=False)
 
 
 _left: deque[tuple[GatherStream, list[Handle], tuple[Tensor, ...]]] = deque()
@@ -123,7 +117,7 @@ class Gathered:
         self.version: int | None = None
         self.stream = by.stream
         self.made_on = None if by.stream is None else by.stream.now()
-        self.buffer = by.empty(plan.nbytes, shards[0], keeps)
+        self.buffer = by.pool.empty(plan.nbytes, shards[0], keeps)
         self.bytes = self.buffer.part(0, plan.nbytes, torch.uint8)
         self.buffer.under_way = True
         if by.stream is None:

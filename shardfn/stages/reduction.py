@@ -28,12 +28,11 @@ from shardfn.collectives.into_buffers import (
 from shardfn.collectives.late_checks import check
 from shardfn.collectives.ledger import attributed_to
 from shardfn.compat import devices
-from shardfn.debugging import debugging
 from shardfn.mesh import waiting
 from shardfn.quant.formats import Format
 from shardfn.shards.layout import ALIGNMENT, Layout
-from shardfn.stages.routes import Memory, Reduction
-from shardfn.stages.scratch import Scratch
+from shardfn.stages.buffers import Buffer, Pool
+from shardfn.stages.routes import Reduction
 from shardfn.tiers import placing
 from shardfn.tiers.offload import GradOffload
 from shardfn.transforms.step import Defer, GradientSum, Step, wider
@@ -48,8 +47,9 @@ class PendingReduction:
         out: what the hop under way sums; for the first hop, what it fills.
         hops: the hops that start after the one under way.
         levels: the scatter under way and those that follow, if several stand for the first.
-        lent: whether the hop under way reads scratch memory.
-        left: on an accelerator, the event after which no hop reads scratch memory, if later hops were started ahead.
+        source: what the first hop reads, until it has landed: gradients, or buffers with copies of them.
+        sends: whether that hop is under way.
+        left: on an accelerator, the event after which no hop reads that, if later hops were started ahead.
         held: what these hops read.
         landed: on an accelerator, the event after which all of it has been decoded, if it was sent encoded.
         ends: whether the end of the buffer is in `out`.
@@ -60,7 +60,7 @@ class PendingReduction:
     along: tuple[str, Communicator] | None = None
     into: Tensor | None = None
     marks: torch.dtype | None = None
-    lent = False
+    sends = False
     left: Any = None
     landed: Any = None
 
@@ -75,10 +75,14 @@ class PendingReduction:
         self.hops += [(op, along) for op, along in hops if along is not None]
         self.ends = shard is None or shard.axis.index == shard.axis.size - 1
         self.held: list[Tensor] = []
+        self.source: Sequence[Any] = ()
+        self.turn = 0  # in which it started
 
-    def scattering(self, handle: Handle, shard: Communicator, marks: torch.dtype) -> PendingReduction:
-        """Notes that the first hop is under way, from scratch memory with marks of this dtype at its end."""
-        self.under_way, self.along, self.lent = handle, ("reduce_scatter", shard), True
+    def scattering(
+        self, handle: Handle, shard: Communicator, marks: torch.dtype, source: Sequence[Any]
+    ) -> PendingReduction:
+        """Notes that the first hop is under way, from a source with marks of this dtype at its end."""
+        self.under_way, self.along, self.sends, self.source = handle, ("reduce_scatter", shard), True, source
         self.into, self.marks = self.out, marks if shard.checks and self.reduction.format is None else None
         return self
 
@@ -121,14 +125,14 @@ class PendingReduction:
                 self.under_way = compressed.reduce_scatter(out, self.into, along, format, tag, room)
         return self
 
-    def ahead(self, side: Any, source: Tensor) -> None:
+    def ahead(self, side: Any) -> None:
         """Starts all hops that follow, on a side stream of an accelerator, which waits in this one's place.
 
         What was sent encoded is also decoded there, to the last.
-        What a hop reads, `source` for the one under way, is held until this stream, too, has waited: its memory is this
-        stream's, and the collective holds it only until the first wait.
+        What a hop reads is held until this stream, too, has waited: its memory is this stream's, and the collective
+        holds it only until the first wait.
         """
-        module, self.held = torch.get_device_module(side.device), [source]
+        module = torch.get_device_module(side.device)
         encoded = self.reduction.format is not None
         while self.hops or (encoded and self.under_way is not None):
             # Memory is allocated on the current stream, and used there before: the side stream waits for that.
@@ -144,13 +148,20 @@ class PendingReduction:
         self.landed = side.record_event() if encoded and self.left is not None else None  # else `side` did nothing
 
     def advance(self) -> None:
-        """Waits until it reads no scratch memory and its last hop is under way."""
+        """Waits until it reads none of its source and its last hop is under way."""
         if self.left is not None:
             torch.get_device_module(self.out.device).current_stream(self.out.device).wait_event(self.left)
-            self.left, self.held = None, self.held[1:]
-        if self.under_way is not None and (self.lent or self.hops):
+            self.left = None
+        if self.under_way is not None and (self.sends or self.hops):
             self._land()
             self.begin()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for x in self.source:
+            if type(x) is Buffer:
+                x.under_way = False
+        self.source = ()
 
     def wait(self) -> Tensor:
         """Waits for the gradient."""
@@ -160,6 +171,7 @@ class PendingReduction:
         if self.landed is not None:
             torch.get_device_module(self.out.device).current_stream(self.out.device).wait_event(self.landed)
             self.landed, self.held = None, []
+        self._let_go()
         out = self.out.to(self.reduction.dtypes.shard)
         if self.total is not None:
             self.total.add(out)
@@ -170,7 +182,7 @@ class PendingReduction:
         assert self.under_way is not None, "something is under way"
         assert self.along is not None, "it goes along an axis"
         (op, along), handle, stage = self.along, self.under_way, self.reduction.layout.stage
-        self.under_way, self.lent = None, False
+        self.under_way, self.sends = None, False
         try:
             arrived(handle, op, along.reductions.group_name, self.reduction.purpose)
         except RuntimeError as error:
@@ -237,22 +249,23 @@ def _copy(views: list[Tensor], gradients: list[Tensor]) -> None:
         torch._foreach_copy_(into, those)
 
 
-def _spread(flat: Tensor, layout: Layout) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor]:
-    """A buffer, a view of each parameter's place, views of the gaps between, and a view of the place of the marks."""
+def _spread(layout: Layout, dtype: torch.dtype, memory: Tensor) -> list[Tensor]:
+    """Views of each parameter's place in a buffer, of the gaps between, and of the place of the marks."""
+    flat = memory[: layout.padded * dtype.itemsize].view(dtype)  # of bytes, or already of this dtype
     marks = layout.padded - ALIGNMENT // layout.dtype.itemsize
     gaps = [flat[start : min(start + length, marks)] for start, length in layout.gaps]
-    return flat, layout.views(flat), gaps, flat[marks:]
+    return [*layout.views(flat), *gaps, flat[marks:]]
 
 
 class Reductions:
-    """The gradients in flight on one mesh, and the scratch memory from which they are sent.
+    """The gradients in flight on one mesh.
 
     Attributes:
         in_flight: those that nobody has waited for.
         for_elsewhere: those among them that will be kept on the host or on disk.
-        moving: by scratch memory, those that read it or have further hops.
-        scratch: the scratch memory.
-        turns: number of stages whose reduction started since the last `drain`.
+        moving: those that have further hops, or read what they were sent from.
+        pool: the memory from which they are sent, unless that is the gradients themselves.
+        turns: number of stages whose reduction has started.
         grad_offload: moves gradients that are kept on the host or on disk.
     """
 
@@ -260,20 +273,21 @@ class Reductions:
         self.device, self.grad_offload = device, grad_offload
         self.in_flight: list[PendingReduction] = []
         self.for_elsewhere: list[PendingReduction] = []
-        self.moving: dict[Memory, list[PendingReduction]] = {}
-        self.scratch = Scratch(device)
+        self.moving: list[PendingReduction] = []
+        self.pool = Pool(device)
         self.turns = 0
         self._side: Any = None
         self._sending: Any = None
 
-    UNDER_WAY = 2  # the number of scratch memories
+    UNDER_WAY = 2  # stages whose gradients are sent at once, so as to bound their memory
 
-    def turn(self) -> int:
-        """Which of the two scratch memories comes next; the same for the same call at every step."""
+    def turn(self) -> None:
+        """Begins the reduction of a stage's gradients: those before the last stage's go on to their next hop."""
         self.turns += 1
-        if self.scratch.comes_and_goes:
-            self.scratch.begin(self.turns == 1)
-        return self.turns % 2
+        for pending in [one for one in self.moving if one.turn <= self.turns - self.UNDER_WAY]:
+            pending.advance()
+            if not pending.hops:
+                self.moving.remove(pending)
 
     def start(
         self, reduction: Reduction, gradients: Sequence[Tensor | None], total: GradientSum | None, defer: Defer
@@ -282,11 +296,10 @@ class Reductions:
         if total is not None and defer == "everything":
             self._add_whole(reduction, gradients, total)
             return None
-        self._free(reduction.memory)
         self._let_leave()
         if reduction.in_pieces():
             return self._send_pieces(reduction, gradients, total, defer != "nothing")
-        return self._send(reduction, self._flat(reduction, gradients), total, defer != "nothing")
+        return self._send(reduction, *self._flat(reduction, gradients), total, defer != "nothing")
 
     def _add_whole(self, reduction: Reduction, gradients: Sequence[Tensor | None], total: GradientSum) -> None:
         """Adds whole gradients up on this rank, until the step reduces their sum."""
@@ -297,17 +310,26 @@ class Reductions:
         if pairs:
             torch._foreach_add_([view for view, _ in pairs], [g for _, g in pairs])
 
-    def _flat(self, reduction: Reduction, gradients: Sequence[Tensor | None]) -> Tensor:
+    def _memory(self, nbytes: int, like: Any) -> Buffer:
+        """Memory that a collective will read or fill; it belongs to who refers to it until that has arrived."""
+        buffer = self.pool.empty(nbytes, like, keeps=False)
+        buffer.under_way = True
+        return buffer
+
+    def _flat(self, reduction: Reduction, gradients: Sequence[Tensor | None]) -> tuple[Tensor, list[Buffer]]:
         """The gradients in one buffer, at the positions of their parameters."""
-        layout, dtype, memory = reduction.layout, reduction.dtypes.sum, reduction.memory
+        layout, dtype = reduction.layout, reduction.dtypes.sum
+        buffers: list[Buffer] = []
         if reduction.route.shard is None:  # this rank's whole gradient is the piece itself
-            flat, views, gaps, tail = _spread(torch.empty(layout.padded, dtype=dtype, device=self.device), layout)
+            flat = torch.empty(layout.padded, dtype=dtype, device=self.device)
+            places = _spread(layout, dtype, flat)
         else:
-            buffer = self.scratch.view(("gradient", memory), layout.padded, dtype)
-            spread = self.scratch.derived.get((memory, layout, dtype))
-            if spread is None or spread[0] is not buffer:
-                spread = self.scratch.derived[(memory, layout, dtype)] = _spread(buffer, layout)
-            flat, views, gaps, tail = spread
+            like = next((g for g in gradients if g is not None), None)
+            nbytes = layout.padded * dtype.itemsize
+            buffers = [self._memory(nbytes, torch.empty(0, device=self.device) if like is None else like)]
+            flat = buffers[0].part(0, nbytes, dtype)
+            places = buffers[0].views((layout, dtype), functools.partial(_spread, layout, dtype))
+        views, gaps, tail = places[: len(gradients)], places[len(gradients) : -1], places[-1]
         present = [g for g in gradients if g is not None]
         if len(present) < len(gradients):
             gaps = [*gaps, *(view for view, g in zip(views, gradients, strict=True) if g is None)]
@@ -318,9 +340,11 @@ class Reductions:
             gaps = [*gaps, tail]
         torch._foreach_zero_(gaps)
         _copy(views, present)
-        return flat
+        return flat, buffers
 
-    def _send(self, reduction: Reduction, flat: Tensor, total: GradientSum | None, deferred: bool) -> PendingReduction:
+    def _send(
+        self, reduction: Reduction, flat: Tensor, source: list[Any], total: GradientSum | None, deferred: bool
+    ) -> PendingReduction:
         """Starts the first hop of a gradient in one buffer."""
         shard, layout = reduction.route.shard, reduction.layout
         if shard is None:
@@ -328,22 +352,25 @@ class Reductions:
                 flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
             return self._sent(PendingReduction(reduction, flat, total, deferred))
         marked = flat.dtype
-        name = ("received", reduction.memory)
+
+        def received(n: int, dtype: torch.dtype) -> Tensor:
+            source.append(self._memory(n * dtype.itemsize, flat))
+            return source[-1].part(0, n * dtype.itemsize, dtype)
+
         if reduction.format is None:
             out = torch.empty(layout.piece, dtype=reduction.dtypes.shard, device=self.device)
-            handle = reduce_scatter(
-                flat, out, shard, lambda n: self.scratch.view(name, n, flat.dtype), reduction.purpose.number
-            )
+            handle = reduce_scatter(flat, out, shard, lambda n: received(n, marked), reduction.purpose.number)
         else:
             dtype = torch.promote_types(reduction.dtypes.sum, torch.float32)
             first = reduction.route.levels[0]
             flat, shard = first.ordered(flat), first.along
             out = torch.empty(len(flat) // shard.axis.size, dtype=dtype, device=self.device)
             tag = functools.partial(_tag, layout, reduction.format)
-            room = self.scratch.view(name, compressed.scratch_bytes(len(flat), shard, reduction.format), torch.uint8)
+            room = received(compressed.scratch_bytes(len(flat), shard, reduction.format), torch.uint8)
             with attributed_to(layout.stage, backward=True), self._encoding():
                 handle = compressed.reduce_scatter(flat, out, shard, reduction.format, tag, lambda _: room)
-        return self._sent(PendingReduction(reduction, out, total, deferred).scattering(handle, shard, marked), flat)
+        pending = PendingReduction(reduction, out, total, deferred)
+        return self._sent(pending.scattering(handle, shard, marked, [*source, flat]))
 
     def _send_pieces(
         self, reduction: Reduction, gradients: Sequence[Tensor | None], total: GradientSum | None, deferred: bool
@@ -365,10 +392,11 @@ class Reductions:
         out = torch.empty(layout.piece, dtype=dtype, device=self.device)
         for at, length in layout.holes[index]:
             out[at : at + length].zero_()
-        # The first piece received goes where the sum will be, so it needs no scratch memory.
+        # The first piece received goes where the sum will be, so it needs no memory of its own.
         numel = layout.piece * (size - 2)
-        scratch = self.scratch.view(("received", reduction.memory), numel, dtype) if numel else out[:0]
-        arriving = [out, *(scratch.view(size - 2, -1).unbind() if numel else ())]
+        source = [self._memory(numel * dtype.itemsize, out)] if numel else []
+        received = source[0].part(0, numel * dtype.itemsize, dtype) if numel else out[:0]
+        arriving = [out, *(received.view(size - 2, -1).unbind() if numel else ())]
         into = [[row[start:stop] for start, stop in places] for row in arriving]
 
         def add() -> None:
@@ -379,7 +407,7 @@ class Reductions:
 
         expected = [*into[:index], [], *into[index:]]
         handle = scatter_pieces(parts, expected, add, layout.padded, dtype, shard, reduction.purpose.number)
-        return self._sent(PendingReduction(reduction, out, total, deferred).scattering(handle, shard, dtype))
+        return self._sent(PendingReduction(reduction, out, total, deferred).scattering(handle, shard, dtype, source))
 
     def _encoding(self) -> Any:
         """A context in which gradients are encoded and sent: on an accelerator, beside what is computed meanwhile."""
@@ -390,8 +418,9 @@ class Reductions:
         self._sending.wait_stream(module.current_stream(self.device))
         return module.stream(self._sending)
 
-    def _sent(self, pending: PendingReduction, source: Tensor | None = None) -> PendingReduction:
-        """Keeps track of a reduction that starts, or has started from `source`, or from its own memory."""
+    def _sent(self, pending: PendingReduction) -> PendingReduction:
+        """Keeps track of a reduction that starts, or has started."""
+        pending.turn = self.turns
         self.in_flight.append(pending)
         beside = self.device.type != "cpu"
         encoded = beside and pending.reduction.format is not None
@@ -400,11 +429,11 @@ class Reductions:
         native = pending.reduction.format is None and not any(along.overrides for _, along in pending.hops)
         if encoded or (beside and native and pending.hops):
             self._side = self._side or torch.get_device_module(self.device).Stream(device=self.device)
-            pending.ahead(self._side, pending.out if source is None else source)
+            pending.ahead(self._side)
         if pending.total is not None and pending.reduction.tier != "device":
             self.for_elsewhere.append(pending)
-        if pending.lent or pending.hops or pending.left:
-            self.moving.setdefault(pending.reduction.memory, []).append(pending)
+        if pending.sends or pending.hops or pending.left:
+            self.moving.append(pending)
         return pending
 
     def wait(self, pending: PendingReduction) -> Tensor:
@@ -412,10 +441,9 @@ class Reductions:
         self.in_flight.remove(pending)
         if pending in self.for_elsewhere:
             self.for_elsewhere.remove(pending)
-        self._advance(pending)
-        moving = self.moving.get(pending.reduction.memory, [])
-        if pending in moving:
-            moving.remove(pending)
+        if pending in self.moving:
+            self.moving.remove(pending)
+        pending.advance()
         return pending.wait()
 
     def drain(self) -> None:
@@ -423,30 +451,19 @@ class Reductions:
         in_flight, self.in_flight = self.in_flight, []
         self.for_elsewhere.clear()
         self.moving.clear()
-        self.turns = 0
-        try:
-            # Every gradient's last hop starts before the first is waited for, so they overlap.
-            for pending in in_flight:
-                self._advance(pending)
-            for pending in in_flight:
-                pending.wait()
-        except BaseException:
-            self.scratch.forget()  # some may still be on their way
-            raise
-        self.free_scratch()
+        # Every gradient's last hop starts before the first is waited for, so they overlap.
+        for pending in in_flight:
+            pending.advance()
+        for pending in in_flight:
+            pending.wait()
+        if in_flight:  # else it was drained before, and what this step was given is not known any more
+            self.pool.trim()
         self.grad_offload.settle()
 
     def forget(self) -> None:
-        """Forgets what is under way."""
-        self.in_flight, self.for_elsewhere, self.moving = [], [], {}
-        self.turns = 0
-        self.scratch.forget()  # some may still be on their way
-
-    def free_scratch(self) -> None:
-        """Frees scratch memory if all gradients have arrived."""
-        if not self.in_flight:
-            # After an error they may still read what no gradient waits for.
-            self.scratch.free([stream for stream in (self._sending, self._side) if stream is not None])
+        """Forgets what is under way; who still reads its memory refers to it."""
+        self.in_flight, self.for_elsewhere, self.moving = [], [], []
+        self.pool.trim()
 
     def added(self, reduction: Reduction, total: Tensor | None, out: Tensor) -> Tensor:
         """The sum of a gradient so far and `out`, where its placement keeps it."""
@@ -469,10 +486,10 @@ class Reductions:
                 if step.defer == "everything" and total.whole is not None:
                     whole, total.whole, total.out = total.whole.to(reduction.dtypes.sum), None, None
                     if reduction.marked():
-                        *_, tail = _spread(whole, reduction.layout)
-                        tail.copy_(_marks(reduction.layout, whole.dtype, whole.device))
-                    self._free(reduction.memory)
-                    self._send(reduction, whole, total, False)
+                        marks = _marks(reduction.layout, whole.dtype, whole.device)
+                        whole[len(whole) - len(marks) :].copy_(marks)
+                    self.turn()
+                    self._send(reduction, whole, [], total, False)
                 elif total.out is not None:
                     deferred, dtype = step.defer == "replicas", reduction.dtypes.shard
                     if deferred or total.out.dtype != dtype:
@@ -480,20 +497,3 @@ class Reductions:
                         self._let_leave()
                         self._sent(PendingReduction(reduction, out, total, not deferred, scattered=True))
         self.drain()
-
-    def _free(self, memory: Memory) -> None:
-        """Waits until no reduction reads this memory; those that did go on to their next hop."""
-        moving = self.moving.get(memory)
-        if moving:
-            for pending in moving:
-                self._advance(pending)
-            self.moving[memory] = [pending for pending in moving if pending.hops]
-
-    def _advance(self, pending: PendingReduction) -> None:
-        """Advances a reduction; with `debugging.memory`, then fills its scratch memory with nan."""
-        lent = pending.lent or pending.left is not None
-        pending.advance()
-        if debugging.memory and lent:
-            for name in ("gradient", "received"):
-                if (whole := self.scratch.whole((name, pending.reduction.memory))) is not None:
-                    whole.fill_(255)

@@ -18,8 +18,6 @@ from shardfn.shards.layout import Layout
 from shardfn.shards.placement import Tier
 from shardfn.stages.gather_plan import Gather
 
-Memory = tuple[int, int]  # index of a stage's buffer, and which of its two scratch memories
-
 
 class Level(NamedTuple):
     """A scatter along one of several axes.
@@ -71,7 +69,6 @@ class Reduction:
 
     Attributes:
         layout: how the first scatter divides the buffer.
-        memory: the scratch memory from which it is sent.
         format: the quantized format in which it is sent, if any.
         purpose: by which only messages for the same gradient meet.
     """
@@ -79,7 +76,6 @@ class Reduction:
     layout: Layout
     route: Route
     dtypes: Dtypes
-    memory: Memory
     format: Format | None
     purpose: Purpose
 
@@ -108,7 +104,6 @@ class Reduction:
 
 def routed(
     gather: Gather,
-    memory: Memory,
     dtypes: Dtypes,
     format: Format | None,
     divides: bool,
@@ -124,7 +119,7 @@ def routed(
     split, replica = map(communicator, (fine.placement.axes[len(axes) :], replicas))
     identity = repr((layout.stage, layout.entries, layout.padded, str(dtypes.sum), divides))
     route = Route(communicator(axes), split, replica, levels)
-    return Reduction(first, route, dtypes, memory, format, purpose_of(layout.stage, f"reduces {identity}"))
+    return Reduction(first, route, dtypes, format, purpose_of(layout.stage, f"reduces {identity}"))
 
 
 def _levels(axes: tuple[str, ...], size_of: Any, communicator: Callable[..., Any]) -> tuple[Level, ...]:

@@ -259,8 +259,8 @@ class Schedule(Prefetch):
         step = call.step
         collects = unused or (step is not None and step.collects())
         pendings: list[Any] = [None] * len(call.shards)
-        # Two scratch memories in turn, counted by reductions, which are the same on all ranks.
-        turn = self.reductions.turn() if any(call.trains) else 0
+        if any(call.trains):  # which is the same on all ranks, as the order of further hops depends on it
+            self.reductions.turn()
         recorder = recording.current()
         for k, (gather, shard) in enumerate(zip(call.plan.each, call.shards, strict=True)):
             if not call.reduces[k]:
@@ -268,30 +268,26 @@ class Schedule(Prefetch):
             if recorder is not None:
                 record_gradients(recorder, gather.layout, gradients[k])
             variable = call.collected[k] if collects else None
-            reduction = self.reduction_of(call.signature, gather, (k, turn), shard.dtype, variable is not None)
+            reduction = self.reduction_of(call.signature, gather, shard.dtype, variable is not None)
             total = step.sum_of(variable, reduction, self.reductions) if step and variable is not None else None
             defer = step.defer if step and total else "nothing"
             pending = self.reductions.start(reduction, gradients[k], total, defer)
             pendings[k] = pending if total is None else None
             gradients[k] = []
         arrived = [None if pending is None else self.reductions.wait(pending) for pending in pendings]
-        if step is None:
-            self.reductions.free_scratch()
         if recorder is not None:
             for gather, shard, gradient in zip(call.plan.each, call.shards, arrived, strict=True):
                 if gradient is not None:
                     record_sum(recorder, gather.layout, shard, gradient)
         return arrived
 
-    def reduction_of(
-        self, signature: Signature, gather: Gather, memory: tuple[int, int], dtype: torch.dtype, divides: bool
-    ) -> Reduction:
+    def reduction_of(self, signature: Signature, gather: Gather, dtype: torch.dtype, divides: bool) -> Reduction:
         """How a buffer's gradient is reduced; with `divides`, to the layout of the shard's optimizer state."""
         dtypes = Dtypes(gather.dtype, signature.options.sum_dtype(dtype), dtype)
         format = (signature.options.reduce or gather.layout.placement.reduce) if dtype.is_floating_point else None
-        key = gather, memory, dtypes, divides, format
+        key = gather, dtypes, divides, format
         if key not in self._routed:
-            self._routed[key] = routed(gather, memory, dtypes, format, divides, self.mesh, self.communicator)
+            self._routed[key] = routed(gather, dtypes, format, divides, self.mesh, self.communicator)
         return self._routed[key]
 
     # --- the step ---

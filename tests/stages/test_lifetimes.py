@@ -361,10 +361,10 @@ HOLDS: dict[str, tuple[Any, bool]] = {
 
 @pytest.mark.parametrize("who", HOLDS)
 def test_a_pool_hands_out_a_buffer_that_nothing_refers_to(who: str) -> None:
-    pool = buffers.Pool()
-    pool.empty(64, False)
+    pool, like = buffers.Pool(torch.device("cpu")), torch.empty(0)
+    pool.empty(64, like, False)
     hold, free = HOLDS[who]
     held = hold(pool.buffers[0])
     number = id(pool.buffers[0])
-    assert (id(pool.empty(64, False)) == number) is free
+    assert (id(pool.empty(64, like, False)) == number) is free
     del held

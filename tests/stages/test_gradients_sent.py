@@ -1,4 +1,4 @@
-"""The memory from which gradients are sent comes and goes on an accelerator, and nothing uses it when it is gone."""
+"""The memory from which gradients are sent belongs to who sends them, also after an error and in a graph."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.stages.reduction import PendingReduction, Reductions
-from shardfn.stages.schedule import schedule_of
-from shardfn.stages.scratch import Scratch
 from shardfn.testing import simulated, world
 from tests.models import DATA, STRATEGIES, drawn
 
@@ -39,11 +37,6 @@ class Setting:
             x = self.layer(p, x)
         return sf.pmean(x.square().mean(), DATA)
 
-    @property
-    def scratch(self) -> Scratch:
-        found: Scratch = schedule_of(self.mesh).reductions.scratch
-        return found
-
 
 @sf.debug(memory=False)
 def run(program: Callable[..., Any], *args: Any) -> Any:
@@ -53,59 +46,6 @@ def run(program: Callable[..., Any], *args: Any) -> Any:
 
 def on_device(program: Callable[..., Any], *args: Any) -> Any:
     return world(1, "alone").within(60).run(run, program, *args)[0]
-
-
-def between_steps(device: Any) -> Any:
-    s = Setting(device)
-    for _ in range(2):
-        s.run(s.params, s.x)
-    after_step = [x.untyped_storage().nbytes() for x in s.scratch.memories.values()]
-    params = optree.tree_map(lambda x: x.detach().requires_grad_(), s.params)
-    s.loss_of(params, s.x).backward()
-    after_backward = [x.untyped_storage().nbytes() for x in s.scratch.memories.values()]
-    return after_step, after_backward, device.races
-
-
-def test_between_steps_there_is_none() -> None:
-    after_step, after_backward, races = on_device(between_steps)
-    assert after_step
-    assert not any(after_step + after_backward)
-    assert races == []
-
-
-def out_of_memory(device: Any, failing: int) -> Any:
-    """A step after one in which memory could not be allocated; the most of it that was handed out and was not there."""
-    s = Setting(device)
-    for _ in range(2):
-        s.run(s.params, s.x)
-    resize, count = torch.UntypedStorage.resize_, 0
-
-    def fails(storage: Any, nbytes: int) -> Any:
-        nonlocal count
-        count += nbytes > 0
-        if count == failing and nbytes:
-            raise torch.OutOfMemoryError("no memory")
-        return resize(storage, nbytes)
-
-    failed = pytest.raises((RuntimeError, torch.OutOfMemoryError), match="no memory")
-    with mock.patch.object(torch.UntypedStorage, "resize_", fails), failed:
-        s.run(s.params, s.x)
-    view, missing = Scratch.view, 0
-
-    def looked_at(self: Scratch, name: Any, numel: int, dtype: torch.dtype) -> Tensor:
-        nonlocal missing
-        x = view(self, name, numel, dtype)
-        missing = max(missing, numel * dtype.itemsize - x.untyped_storage().nbytes())
-        return x
-
-    with mock.patch.object(Scratch, "view", looked_at):
-        s.run(s.params, s.x)
-    return missing, device.races
-
-
-@pytest.mark.parametrize("failing", [1, 2, 3])
-def test_after_a_failed_allocation_none_is_handed_out_that_is_not_there(failing: int) -> None:
-    assert on_device(out_of_memory, failing) == (0, [])
 
 
 def cut_short(device: Any) -> list[str]:
@@ -132,24 +72,6 @@ def cut_short(device: Any) -> list[str]:
 
 def test_what_is_on_its_way_after_an_error_keeps_its_memory() -> None:
     assert on_device(cut_short) == []
-
-
-def on_two_streams(device: Any) -> list[str]:
-    module, scratch = torch.get_device_module(device.name), Scratch(torch.device(device.name, 0))
-    one, other = (module.Stream(device=torch.device(device.name, 0)) for _ in range(2))
-    with module.stream(one):
-        scratch.view("gradient", 100, torch.float32).zero_()
-    other.wait_stream(one)
-    with module.stream(other):
-        scratch.view("gradient", 100, torch.float32).fill_(1)
-        scratch.view("gradient", 50, torch.float32).fill_(1)
-        scratch.free()
-    found: list[str] = device.races
-    return found
-
-
-def test_the_stream_that_allocated_it_waits_for_the_one_that_frees_it() -> None:
-    assert on_device(on_two_streams) == []
 
 
 def graphed(device: Any) -> Any:
