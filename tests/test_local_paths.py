@@ -15,7 +15,6 @@ from shardfn import checkpoint, interop, lora
 from shardfn.cli import main
 from shardfn.local_paths import local_path
 from shardfn.plans.machines import Chip, Links
-from shardfn.plans.pictures import write_page
 from shardfn.plans.plan import Plan
 from shardfn.testing import World
 from tests.models import mesh_of
@@ -56,7 +55,6 @@ def everywhere(folder: str, url: Any) -> dict[str, str]:
         "Chip": lambda: Chip.load(url),
         "Links": lambda: Links.load(url),
         "Plan": lambda: Plan.load(url),
-        "page": lambda: write_page(url, []),
     }
     return {name: told(call) for name, call in calls.items()} | {"left": str(os.listdir("."))}
 

@@ -77,7 +77,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--per-node", type=count, default=8, metavar="N", help="ranks on a node; default: 8")
     command.add_argument("--schedule", action="store_true", help="print every work in order, with its times and bytes")
     command.add_argument("--json", type=local, metavar="FILE", help="write the plan, or the list, as JSON")
-    command.add_argument("--html", type=local, metavar="FILE", help="write a page with its timeline and its memory")
+    command.add_argument("--picture", type=local, metavar="FILE", help="write a picture of its timeline and memory")
     command.add_argument("--trace", type=local, metavar="FILE", help="write a trace for chrome://tracing or Perfetto")
 
 
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     for size_given in (args.fit, args.reserve):
         if size_given is not None:
             size_of(size_given)
-    for file in (args.json, args.html, args.trace):
+    for file in (args.json, args.picture, args.trace):
         if file is not None and not file.absolute().parent.is_dir():
             raise ValueError(f"plan: {file} cannot be written: there is no folder {file.absolute().parent}")
     chip = _read(args.chip, Chip.load, presets.chip)
@@ -115,8 +115,8 @@ def run(args: argparse.Namespace) -> int:
     print(verdict)
     if args.json:
         made.save(args.json)
-    if args.html:
-        made.html(args.html, timeline)
+    if args.picture:
+        made.save_picture(args.picture, timeline)
     if args.trace:
         made.trace(args.trace, timeline)
     return FITS if verdict or not args.fit else DOES_NOT
@@ -190,7 +190,7 @@ def _setting(args: argparse.Namespace, mesh: dict[str, int]) -> Setting:
 
 def _listed(args: argparse.Namespace, links: Links, chip: Chip) -> int:
     """Lists what fits, cheapest first."""
-    views = [f"--{name}" for name in ("schedule", "html", "trace") if getattr(args, name)]
+    views = [f"--{name}" for name in ("schedule", "picture", "trace") if getattr(args, name)]
     if views:
         raise ValueError(f"plan: {', '.join(views)}: of one plan, and --ranks lists many: pass --mesh AXES instead")
     if args.model is None:

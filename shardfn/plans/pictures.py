@@ -1,12 +1,10 @@
-"""A plan in time: as a picture, as a page for the browser, and as a trace in Chrome's format."""
+"""A plan in time: as a picture, and as a trace in Chrome's format."""
 
 from __future__ import annotations
 
-import html
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from importlib.resources import files
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardfn.local_paths import local_path
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
 
 INK, DIM, RED = "#1c2733", "#66727f", "#c0504d"
 WIDTH, LANE, CURVE = 11.0, 0.28, 1.7  # inches
-NANO = 1e9  # a page's times are whole nanoseconds
 MICRO = 1e6  # a trace counts microseconds
 
 
@@ -82,59 +79,6 @@ def _draw_memory(axes: Any, plan: Plan, drawing: Drawing, most: int) -> None:
         axes.set_ylabel(name)
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False, reverse=True)
     axes.set_xlabel("seconds" if drawing.seconds else "works, in the order in which they are issued", color=DIM)
-
-
-# --- a page for the browser: one file, with its data, style and script inside ---
-
-
-def write_page(path: str | os.PathLike[str], shown: Sequence[tuple[Plan, Times | None]]) -> None:
-    """Writes the page of one plan, or of several on one axis."""
-    panels = [_panel(plan, times) for plan, times in shown]
-    data = json.dumps(panels, separators=(",", ":")).replace("<", "\\u003c")  # nothing in it may end the script
-    text = files("shardfn.plans").joinpath("webpage.html").read_text(encoding="utf-8")
-    title = html.escape(" and ".join(dict.fromkeys(plan.told for plan, _ in shown)))
-    local_path(path, "Plan.html: path").write_text(
-        text.replace("{{title}}", title).replace("{{data}}", data), encoding="utf-8"
-    )
-
-
-def _panel(plan: Plan, times: Times | None) -> dict[str, Any]:
-    drawing = plan.drawing(times)
-    unit = NANO if drawing.seconds else 1
-    colors, kinds, works = stage_colors(plan.works), kind_colors(plan.held), plan.works
-    numbers: dict[str, int] = {}
-
-    def numbered(words: Iterable[str]) -> list[int]:
-        return [numbers.setdefault(word, len(numbers)) for word in words]
-
-    columns = {
-        "lane": drawing.lane,
-        "begin": [round(t * unit) for t in drawing.begin],
-        "end": [round(t * unit) for t in drawing.end],
-        "color": numbered(colors[work.stage, work.phase] for work in works),
-        "axis": numbered(" x ".join(work.axis) for work in works),
-        "dtype": numbered(work.dtype or " and ".join(work.flops) for work in works),
-        "flops": [sum(work.flops.values()) for work in works],
-        **{name: numbered(getattr(work, name) for work in works) for name in ("kind", "stage", "phase", "where")},
-        **{name: [getattr(work, name) for work in works] for name in ("launches", "moved", "sent")},
-    }
-    mesh = ", ".join(f"{name}={size}" for name, size in plan.mesh.items())
-    took = f", {duration(drawing.whole)}" if drawing.seconds else ", in the order of issue"
-    return {
-        "title": f"{plan.told} on {mesh or 'no mesh'}, rank {plan.rank}{took}",
-        "seconds": drawing.seconds,
-        "whole": round(drawing.whole * unit),
-        "lanes": drawing.lanes,
-        "words": list(numbers),
-        "works": columns,
-        "kinds": [[kind, color] for kind, color in kinds.items()],
-        "held": [[round(t * unit) for t in drawing.held], *([one.kinds.get(k, 0) for one in plan.held] for k in kinds)],
-        "peak": {
-            "at": round(drawing.peak * unit),
-            "bytes": plan.peak.total,
-            "told": f"peak {byte_count(plan.peak.total)}: {peak_told(works, plan.peak)}",
-        },
-    }
 
 
 # --- a trace in the "Trace Event Format", which chrome://tracing and Perfetto open ---

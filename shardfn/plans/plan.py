@@ -186,29 +186,13 @@ class Plan(Printed):
         """Returns when each work runs, and in which lane; those of a profile have times of their own."""
         return drawing(self.works, self.held, self if times is None and isinstance(self, Times) else times)
 
-    def html(self, path: str | os.PathLike[str], times: Times | None = None, beside: Plan | None = None) -> None:
-        """Writes a page for the browser, of one file: lanes of works in time, and the memory beneath.
-
-        It needs no network. The wheel and the keys + and - zoom, dragging and arrows move, a click keeps what is told
-        of a work.
-
-        Args:
-            path: of the file.
-            times: when each work begins and ends, in seconds, such as `plan.timed(...)` returns. Default: the order
-                in which works are issued.
-            beside: another plan or a profile, shown beneath on the same axis.
-
-        Raises:
-            ValueError: the times are those of another plan.
-        """
-        pictures.write_page(path, self._shown(times, beside))
-
     def figure(self, times: Times | None = None, beside: Plan | None = None) -> Figure:
         """Returns the picture, which notebooks can show, too: the lanes, and the memory beneath.
 
         Args:
-            times: as for `html`.
-            beside: as for `html`.
+            times: when each work begins and ends, in seconds, such as `plan.timed(...)` returns. Default: the order
+                in which works are issued.
+            beside: another plan or a profile, shown beneath on the same axis.
 
         Raises:
             ModuleNotFoundError: matplotlib is missing.
@@ -229,8 +213,8 @@ class Plan(Printed):
 
         Args:
             path: of the file.
-            times: as for `html`.
-            beside: as for `html`.
+            times: as for `figure`.
+            beside: as for `figure`.
 
         Raises:
             ModuleNotFoundError: matplotlib is missing.
@@ -245,7 +229,7 @@ class Plan(Printed):
 
         Args:
             path: of the file, such as `"step.json"`.
-            times: as for `html`.
+            times: as for `figure`.
 
         Raises:
             ValueError: the times are those of another plan.

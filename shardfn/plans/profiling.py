@@ -84,7 +84,7 @@ def profile_step(
 
     Example:
         ``profile, (params, state, loss) = sf.profile_step(step, params, state, tokens)``, then
-        ``plan.html("step.html", beside=profile)``
+        ``plan.save_picture("step.svg", beside=profile)``
     """
     if not callable(step):
         raise TypeError(

@@ -132,14 +132,14 @@ def test_what_fits_is_listed_cheapest_first_and_else_what_is_nearest() -> None:
 def test_a_known_model_is_planned_with_its_views(tmp_path: Path) -> None:
     out = ran(
         "--model", "gpt-124m", "--mesh", "replica=2,shard=8", "--strategy", "hsdp", "--remat", "on",
-        "--sequence", "128", "--fit", "80GiB", "--json", "p.json", "--html", "p.html", "--trace", "t.json",
+        "--sequence", "128", "--fit", "80GiB", "--json", "p.json", "--picture", "p.svg", "--trace", "t.json",
         cwd=tmp_path,
     )  # fmt: skip
     assert "124,439,808 parameters on all ranks" in out
     assert "tokens/s a rank" in out
     assert "it fits: " in out
     assert Plan.load(tmp_path / "p.json").mesh == {"replica": 2, "shard": 8}
-    assert "<html" in (tmp_path / "p.html").read_text()
+    assert "<svg" in (tmp_path / "p.svg").read_text()
     assert json.loads((tmp_path / "t.json").read_text())
     out = ran("--model", "gpt-124m", "--mesh", "shard=8", "--sequence", "128", "--fit", "1GiB", cwd=tmp_path, status=1)
     assert "it does not fit: " in out
@@ -201,7 +201,10 @@ def test_a_configuration_is_planned(tmp_path: Path) -> None:
         (("--model", "llama-8b", "--mesh", "shard=8,tensor=16"), "groups of heads, which tensor=16 does not divide"),
         (("--model", "gpt-124m", "--mesh", "shard=8", "--sequence", "9000"), "has 1024 places"),
         (("x:y", "--ranks", "8"), "pass --model NAME"),
-        (("--model", "llama-8b", "--ranks", "8", "--schedule", "--html", "a.html"), "--schedule, --html: of one plan"),
+        (
+            ("--model", "llama-8b", "--ranks", "8", "--schedule", "--picture", "a.svg"),
+            "--picture: of one plan",
+        ),
         (("x:y", "--mesh", "shard=2", "--remat", "on"), "--remat: not for a step of your own"),
         (("--model", "gpt-124m", "--mesh", "shard=8", "--fit", "80Gib"), "'80Gib' is no size of memory"),
         (("--model", "gpt-124m", "--mesh", "shard=8", "--fit", "80"), "'80' has no unit: write 80GiB, or 80GB"),

@@ -62,7 +62,6 @@ def profiled(remat: bool, folder: str) -> dict[str, Any]:
     losses.append(value.item())
     _, _, value = step(params, state, x)
     losses.append(value.item())
-    profile.html(f"{folder}/{profile.rank}.html", beside=profile)
     profile.trace(f"{folder}/{profile.rank}.json")
     sent = [(w.kind, w.axis, w.stage, w.dtype, w.sent, w.phase) for w in profile.works if w.kind != "compute"]
     noted = [(r.op, r.axis, r.stage, str(r.dtype)[6:], r.bytes) for r in log.records]
@@ -116,7 +115,7 @@ def planned(remat: bool) -> sf.Plan:
 
 
 def test_a_profile_is_what_was_planned(measured: Any) -> None:
-    remat, found, folder = measured
+    remat, found, _ = measured
     plan = world(1, "alone").run(planned, remat)[0]
     profile: Profile = found[0]["profile"]
 
@@ -135,8 +134,8 @@ def test_a_profile_is_what_was_planned(measured: Any) -> None:
     assert flops(profile.works) == flops(plan.works)
     for kind in ("parameters", "optimizer", "gradients", "x"):
         assert profile.peak.kinds[kind] == plan.peak.kinds[kind]
-    plan.html(folder / "both.html", beside=profile)
-    assert "step, measured on replica=2, shard=2" in (folder / "both.html").read_text()
+    titles = [axes.get_title(loc="left") for axes in plan.figure(beside=profile).axes[::2]]
+    assert titles[1].startswith("step, measured")
 
 
 def test_each_rank_writes_its_own_views(measured: Any) -> None:
@@ -144,7 +143,6 @@ def test_each_rank_writes_its_own_views(measured: Any) -> None:
     for rank, one in enumerate(found):
         assert one["profile"].rank == rank
         assert "measured on" in str(one["profile"]).splitlines()[0]
-        assert (folder / f"{rank}.html").read_text().count('"seconds":true') == 2
         events = json.loads((folder / f"{rank}.json").read_text())["traceEvents"]
         assert sum(event["ph"] == "X" for event in events) == len(one["profile"].works)
 

@@ -114,9 +114,9 @@ CALLS: dict[str, tuple[Call, str]] = {
     "a chip for links": (lambda: PLAN.timed(CHIP, "h100"), "TypeError: timed: links is of type Chip"),  # type: ignore[arg-type]
     "tokens": (lambda: PLAN.timed("h100", "h100", tokens="x"), "ValueError: timed: tokens='x'"),  # type: ignore[arg-type]
     "nodes": (lambda: PLAN.timed("h100", "h100", per_node=0), "ValueError: timed: per_node=0"),
-    "times of text": (lambda: PLAN.html("a.html", "h100"), "TypeError: the times are of type str"),  # type: ignore[arg-type]
+    "times of text": (lambda: PLAN.figure("h100"), "TypeError: the times are of type str"),  # type: ignore[arg-type]
     "times of a trace": (lambda: PLAN.trace("a.json", 5), "TypeError: the times are of type int"),  # type: ignore[arg-type]
-    "beside": (lambda: PLAN.html("a.html", None, "b"), "TypeError: beside is of type str"),  # type: ignore[arg-type]
+    "beside": (lambda: PLAN.figure(None, "b"), "TypeError: beside is of type str"),  # type: ignore[arg-type]
     "a picture": (lambda: PLAN.save_picture("a.xyz"), "ValueError: plan: 'a.xyz' names no kind of picture"),
     "a rate": (
         lambda: CHIP.with_rate("bfloat16", -4),
