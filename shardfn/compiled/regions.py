@@ -124,6 +124,15 @@ def unaliased(graph: fx.Graph) -> None:
     graph.eliminate_dead_code()
 
 
+def uncloned(graph: fx.Graph) -> None:
+    """Removes copies of what nothing overwrites before its end, except those that are results."""
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is not _aten.clone.default:
+            continue
+        if _kind(node) == _kind(node.args[0]) and not any(user.op == "output" for user in _readers(node)):
+            node.replace_all_uses_with(node.args[0])
+
+
 def _permuted_once(graph: fx.Graph) -> None:
     """Makes one permutation of two in a row, and none of two that undo each other."""
     for node in graph.nodes:

@@ -135,6 +135,7 @@ class Trace:
             functional = pure(self.graph)
         self.constants += _lift(functional)  # what decompositions have made
         graph = functional.graph
+        regions.uncloned(graph)
         self._carry(graph)
         others = [node for node in graph.nodes if regions.is_collective(node) and node.target is not SCHEDULED]
         for node, serves in zip(others, self.sent, strict=True):

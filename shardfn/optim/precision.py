@@ -14,7 +14,7 @@ from shardfn.optim.hyperparameters import check, whole
 from shardfn.optim.norms import scaled, wide
 from shardfn.optim.optimizer import Optimizer, must_be_optimizer
 from shardfn.optim.rounding import closed
-from shardfn.optim.wrappers import finite
+from shardfn.optim.wrappers import number, step_if_finite
 from shardfn.shards.blocks import CHUNK
 from shardfn.shards.pieces import Unit, Units, copied, refuse_complex, units
 from shardfn.shards.random import int_seed
@@ -143,9 +143,11 @@ def loss_scaled(
     """The optimizer, for gradients of `loss * state["scale"]`; overwrites gradients unless `donate=False`.
 
     It divides gradients by the scale. If any gradient on any rank is not finite, all ranks skip the step and the scale
-    shrinks; after `every` finite steps in a row it grows. It stays where float32 holds both it and its inverse.
+    shrinks; after `every` finite steps in a row it grows. It stays where float32 holds both it and its inverse. In a
+    compiled or graphed step the host does not decide: see `skip_nonfinite`.
 
-    State: `"scale"`, `"good"` (finite steps since the scale last changed), `"skipped"`, and the optimizer's.
+    State: `"scale"`, `"good"` (finite steps since the scale last changed), `"skipped"`, which are 0-d tensors, and the
+    optimizer's.
 
     Args:
         optimizer: any optimizer.
@@ -171,18 +173,26 @@ def loss_scaled(
     whole("loss_scaled", "every", every, 1)
 
     def init(params: Any) -> Any:
-        return {"optimizer": optimizer.init(params), "scale": float(scale), "good": 0, "skipped": 0}
+        begin = {"scale": number(params, float(scale)), "good": number(params, 0), "skipped": number(params, 0)}
+        return {"optimizer": optimizer.init(params)} | begin
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        if not finite(grads):
-            skipped = {"scale": max(state["scale"] * backoff, LEAST), "good": 0, "skipped": state["skipped"] + 1}
-            return params, state | skipped
-        divided = scaled("loss_scaled", grads, 1 / state["scale"], donate)
-        params, inner = optimizer.step(params, divided, state["optimizer"])
-        state = state | {"optimizer": inner, "good": state["good"] + 1}
-        if state["good"] >= every:
-            state |= {"scale": min(state["scale"] * growth, 1 / LEAST), "good": 0}
-        return params, state
+        now, good = state["scale"], state["good"]
+        params, inner, yes = step_if_finite(
+            optimizer, params, grads, lambda: scaled("loss_scaled", grads, 1 / now, donate), state["optimizer"]
+        )
+        if not isinstance(yes, Tensor):
+            yes = torch.full((), yes, device=now.device)  # without a copy, for which the host would wait
+        good = torch.where(yes, good + 1, 0)
+        grows = good >= every
+        larger = torch.where(grows, (now * growth).clamp(max=1 / LEAST), now)
+        new = {
+            "optimizer": inner,
+            "scale": torch.where(yes, larger, (now * backoff).clamp(min=LEAST)),
+            "good": torch.where(grows, 0, good),
+            "skipped": state["skipped"] + ~yes,
+        }
+        return params, state | new
 
     return Optimizer(init, step)
 

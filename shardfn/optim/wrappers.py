@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
 from shardfn.collectives import functional
+from shardfn.collectives.capturing import capturing
 from shardfn.compat import dynamo
 from shardfn.mesh.axes import device_of
 from shardfn.mesh.planned import planned
@@ -246,7 +248,8 @@ def _paths(unit: Unit) -> list[str]:
 def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
     """The optimizer, which skips a step if a gradient on any rank is not finite: nothing changes then.
 
-    The state counts skipped steps under `"skipped"`. The host waits for the gradients at every step.
+    The state counts skipped steps under `"skipped"`, a 0-d tensor. The host waits for the gradients at every step. In a
+    compiled or graphed step it does not: there the optimizer runs in any case, and what it changes is kept or not.
 
     Args:
         optimizer: any optimizer.
@@ -263,16 +266,51 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
     must_be_optimizer("skip_nonfinite", optimizer)
 
     def init(params: Any) -> Any:
-        return {"optimizer": optimizer.init(params), "skipped": 0}
+        return {"optimizer": optimizer.init(params), "skipped": number(params, 0)}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         dynamo.refuse_compiling("skip_nonfinite")
-        if not finite(grads):
-            return params, state | {"skipped": state["skipped"] + 1}
-        params, inner = optimizer.step(params, grads, state["optimizer"])
-        return params, state | {"optimizer": inner}
+        params, inner, steps = step_if_finite(optimizer, params, grads, lambda: grads, state["optimizer"])
+        skipped = state["skipped"] if steps is True else state["skipped"] + ~torch.as_tensor(steps)
+        return params, state | {"optimizer": inner, "skipped": skipped}
 
     return Optimizer(init, step)
+
+
+def number(params: Any, value: float) -> Tensor:
+    """A number that a state counts, as a 0-d tensor beside the parameters."""
+    device = next((unit.values.device for unit in units(params).each if unit.values is not None), torch.device("cpu"))
+    dtype = torch.int64 if type(value) is int else torch.float32
+    return torch.full((), value, dtype=dtype, device=device)  # not by a copy, which no graph may hold
+
+
+def step_if_finite(
+    optimizer: Optimizer, params: Any, grads: Any, passed: Callable[[], Any], state: Any
+) -> tuple[Any, Any, bool | Tensor]:
+    """The optimizer's step with what is passed on, if gradients are finite; and whether they are.
+
+    In a program that is a 0-d tensor, and the host cannot decide: so the step is made, and each tensor then gets what
+    it was before, if they are not.
+    """
+    if capturing() is None:
+        decided = finite(grads)
+        return (*(optimizer.step(params, passed(), state) if decided else (params, state)), decided)
+    yes: Any = sum(_summed(grads), number(params, 0)) == 0
+    frozen = {id(unit.values) for unit in units(params).each if not unit.trainable}
+    leaves = optree.tree_leaves((params, state))
+    copies = {id(x): x.clone() for x in leaves if isinstance(x, Tensor) and id(x) not in frozen}
+
+    def kept(new: Any, old: Any) -> Any:
+        if not isinstance(new, Tensor):
+            return new if new == old else torch.where(yes, torch.tensor(new), old)
+        if id(old) in frozen:
+            return new
+        chosen = torch.where(yes, new, copies[id(old)])
+        return new.copy_(chosen) if share_memory(new, old) else chosen
+
+    with torch.no_grad():
+        params, state = optree.tree_map(kept, optimizer.step(params, passed(), state), (params, state))
+    return params, state, yes
 
 
 def finite(tree: Any) -> bool:
@@ -287,6 +325,11 @@ def finite(tree: Any) -> bool:
     Example:
         ``assert finite(params), "training has diverged"``
     """
+    return not any(flag.item() for flag in _summed(tree)) or bool(planned())  # the only wait of the host
+
+
+def _summed(tree: Any) -> list[Tensor]:
+    """How many of some groups of a tree's tensors are not finite, on all ranks; nothing for none."""
     leaves = units(tree)
     refuse_parts("finite", leaves)
     kinds: dict[Any, list[Tensor]] = {}
@@ -303,7 +346,7 @@ def finite(tree: Any) -> bool:
             total = total + flag.to(total.device, non_blocking=total.device.type != "cpu")
         with scope(mesh), torch.no_grad():
             bad = [functional.psum(total, tuple(name for name, _ in grid.sizes))]
-    return not any(flag.item() for flag in bad) or bool(planned())  # the only wait of the host
+    return bad
 
 
 def _without_padding(unit: Unit, x: Tensor) -> list[Tensor]:

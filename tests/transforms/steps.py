@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
@@ -27,6 +29,18 @@ def whole(dtype: torch.dtype = torch.float64) -> Any:
 
 def data(i: int = 0, rows: int = WIDTH, device: str = "cpu") -> Tensor:
     return (torch.arange(rows, dtype=torch.float64) / 10 + i).to(device)
+
+
+def spoiled(*steps: int) -> so.Transform:
+    """Makes gradients infinite in these steps, counted from 0."""
+
+    def update(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
+        device = optree.tree_leaves(grads)[0].device
+        bad = torch.stack([torch.as_tensor(state, device=device) == k for k in steps]).any()
+        factor = torch.where(bad, math.inf, 1.0)
+        return optree.tree_map(lambda g: g * factor, grads), state + 1
+
+    return so.Transform(lambda params: 0, update)
 
 
 def toy(

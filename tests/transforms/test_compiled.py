@@ -35,7 +35,7 @@ from tests.lossless import LOSSLESS
 from tests.models import DATA, STRATEGIES, distance, drawn
 from tests.optimizers import optimizers_named
 from tests.transforms import steps
-from tests.transforms.steps import LAYERS, WIDTH, block, data, whole
+from tests.transforms.steps import LAYERS, WIDTH, block, data, spoiled, whole
 
 ROWS, STEPS = 4, 5
 
@@ -190,6 +190,9 @@ PROGRAMS: dict[str, Callable[[], Setting]] = {
         name: functools.partial(of_blocks, optimizer=make)
         for name, make in optimizers_named("adamw8bit, adafactor, lamb, muon, averaged").items()
     },
+    "skips steps": lambda: of_blocks(optimizer=lambda: so.chain(spoiled(1, 3), so.skip_nonfinite(so.adamw(1e-2)))),
+    "scaled": lambda: of_blocks("zero1", optimizer=lambda: so.chain(spoiled(2, 3), so.loss_scaled(
+        so.master(so.ema(so.adamw(1e-2, donate=False), 0.9)), scale=4.0, every=1))),
     "shard_state": lambda: of_blocks("hybrid_shard", optimizer=lambda: so.shard_state(so.adamw(1e-2), "replica")),
     "frozen": lambda: of_blocks(optimizer=lambda: so.sgd(0.1, momentum=0.9), frozen=r".*\.b"),
     "tensor": by_tensor,

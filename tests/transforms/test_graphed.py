@@ -25,7 +25,7 @@ from tests.models import DATA, STRATEGIES, Halved, distance, drawn
 from tests.optimizers import optimizers_named
 from tests.reference import worst
 from tests.transforms import steps
-from tests.transforms.steps import LAYERS, WIDTH, block, data, whole
+from tests.transforms.steps import LAYERS, WIDTH, block, data, spoiled, whole
 
 ROWS, STEPS, WARM_UP = 3, 8, 3
 PLACEMENTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -48,6 +48,8 @@ OTHERS: dict[str, Callable[[], so.Optimizer]] = {
     "lion, own schedule": lambda: so.lion(lambda step: 1e-2 / step),
     **optimizers_named("adamw8bit, muon, averaged"),
     "shard_state": lambda: so.shard_state(so.adamw(1e-2), "replica"),
+    "skips steps": lambda: so.chain(spoiled(1, 4, 6), so.skip_nonfinite(so.adamw(1e-2))),
+    "scaled": lambda: so.chain(spoiled(5), so.loss_scaled(so.sgd(0.1, momentum=0.9), scale=4.0, every=2)),
 }
 PROGRAMS = {
     **{f"{p}, {o}": (p, o) for p in list(PLACEMENTS)[:4] for o in OPTIMIZERS},
@@ -280,10 +282,6 @@ REFUSED: dict[str, tuple[Run, str]] = {
     ),
     "a branch on a number": (lambda d: repeated(d, lambda w, x: 1 if w.sum() > 0 else 0), "the host reads a result"),
     "a size that depends on numbers": (lambda d: repeated(d, lambda w, x: w[w > 0].sum()), "the host reads a result"),
-    "the step is skipped": (
-        lambda d: repeated(d, lambda w, x: 0, optimizer=so.skip_nonfinite(so.sgd(0.1))),
-        r"the host reads a result.*steps.py:\d+",
-    ),
     "the optimizer counts on the host": (
         lambda d: repeated(d, lambda w, x: 0, optimizer=so.accumulate(so.sgd(0.1), 2)),
         "state.optimizer.step is 1, and was 0: .* The step returned it as it was, at first",
