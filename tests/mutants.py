@@ -45,6 +45,7 @@ TWO, FOUR = f"{CHAOS}[2-1-12]", f"{CHAOS}[4-1-8]"
 GRADIENTS = "tests/shards/test_strategies.py::test_gradients_are_those_of_one_process"
 RANKS = "tests/stages/test_stage_ranks.py"
 TRAPS = "tests/stages/test_traps.py"
+SENT = "tests/stages/test_gradients_sent.py"
 REFUSALS = "tests/stages/test_stage_refusals.py"
 DTYPES = "tests/stages/test_stage_dtypes.py"
 OWN = "tests/stages/test_chaos.py"
@@ -346,6 +347,21 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "",
             "tests/tiers/test_simulated_tiers.py::test_the_host_waits_for_what_it_reads_and_for_nothing_else[grads]",
         ),
+        "what a first hop reads is freed": (
+            "            pending.source = [pending.out]\n",
+            "",
+            f"{SENT}::test_memory_stays_until_the_last_hop_has_read_it[three hops-replicas]",
+        ),
+        "what a later hop reads is freed": (
+            "                self.held.append(self.out)\n",
+            "",
+            f"{SENT}::test_memory_stays_until_the_last_hop_has_read_it[three hops-nothing]",
+        ),
+        "after an error streams beside use memory that is free": (
+            "                pending.used_on(stream)",
+            "                pass",
+            f"{SENT}::test_what_is_on_its_way_after_an_error_keeps_its_memory[three hops-_flat]",
+        ),
         "memory is handed out while it is sent": (
             "if self.under_way is not None and (self.sends or self.hops):",
             "if self.under_way is not None and self.hops:",
@@ -460,6 +476,11 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
     },
     "stages/schedule.py": {
+        "an interrupt leaves memory that nothing uses": (
+            "            self.reductions.trim()\n",
+            "",
+            f"{SENT}::test_a_large_stage_does_not_make_all_memory_large_and_interrupts_leave_none",
+        ),
         "frozen stages are not caught up with": (
             "if call.done or (any(call.trains) and not any(",
             "if call.done or (not any(",

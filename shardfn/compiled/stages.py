@@ -264,7 +264,7 @@ class Reductions:
     def drain(self) -> None:
         """Nothing: the graph waits."""
 
-    forget = drain
+    forget = trim = drain
 
 
 class Traced(Schedule):

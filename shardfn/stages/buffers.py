@@ -58,7 +58,9 @@ class Buffer:
         self._views: dict[Any, list[Tensor]] = {}
 
     def part(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Bytes from `start` to `stop` as numbers of a dtype; for gathers alone, as `unheld` knows of it."""
+        """Bytes from `start` to `stop` as numbers of a dtype; for the package alone, as `unheld` knows of it."""
+        if not self._pooled:  # it is used for one call
+            return self.all[start:stop].view(dtype)
         found = self._parts.get((start, stop, dtype))
         if found is None:
             with self._unseen():
@@ -70,6 +72,8 @@ class Buffer:
 
     def views(self, key: Any, make: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
         """Views that are made of all bytes once for this key; for the package alone, as `unheld` knows of them."""
+        if not self._pooled:
+            return make(self.all)
         views = self._views.get(key)
         if views is None:
             with self._unseen():

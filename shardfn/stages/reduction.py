@@ -49,6 +49,7 @@ class PendingReduction:
         levels: the scatter under way and those that follow, if several stand for the first.
         source: what the first hop reads, until it has landed: gradients, or buffers with copies of them.
         sends: whether that hop is under way.
+        failed: whether a wait for it failed, so that the source may still be read.
         left: on an accelerator, the event after which no hop reads that, if later hops were started ahead.
         held: what these hops read.
         landed: on an accelerator, the event after which all of it has been decoded, if it was sent encoded.
@@ -60,7 +61,7 @@ class PendingReduction:
     along: tuple[str, Communicator] | None = None
     into: Tensor | None = None
     marks: torch.dtype | None = None
-    sends = False
+    sends = failed = False
     left: Any = None
     landed: Any = None
 
@@ -77,6 +78,7 @@ class PendingReduction:
         self.held: list[Tensor] = []
         self.source: Sequence[Any] = ()
         self.turn = 0  # in which it started
+        self.made_on = _stream(out)
 
     def scattering(
         self, handle: Handle, shard: Communicator, marks: torch.dtype, source: Sequence[Any]
@@ -158,10 +160,21 @@ class PendingReduction:
         self._let_go()
 
     def _let_go(self) -> None:
+        """Ends the use of its source, whose memory goes back to the stream on which it was allocated."""
+        if self.failed:
+            return
+        if self.source and (now := _stream(self.out)) != self.made_on:
+            self.used_on(now)
         for x in self.source:
             if type(x) is Buffer:
                 x.under_way = False
         self.source = ()
+
+    def used_on(self, stream: Any) -> None:
+        """Lets the allocator know that this stream uses its memory."""
+        for x in (*self.source, *self.held, self.out, self.into):
+            if x is not None:
+                (x.all if type(x) is Buffer else x).record_stream(stream)
 
     def wait(self) -> Tensor:
         """Waits for the gradient."""
@@ -182,13 +195,14 @@ class PendingReduction:
         assert self.under_way is not None, "something is under way"
         assert self.along is not None, "it goes along an axis"
         (op, along), handle, stage = self.along, self.under_way, self.reduction.layout.stage
-        self.under_way, self.sends = None, False
+        self.under_way, self.sends, self.failed = None, False, True
         try:
             arrived(handle, op, along.reductions.group_name, self.reduction.purpose)
         except RuntimeError as error:
             raise RuntimeError(
                 f"stage {stage!r}: summing its gradient failed on this rank: {error}"
             ) from waiting.cause(error)
+        self.failed = False
         if op == "reduce_scatter":
             assert self.into is not None, "a scatter fills something"
             self.out, self.into = self.into, None
@@ -196,6 +210,11 @@ class PendingReduction:
         if self.marks is not None and self.ends:
             marks = _marks(self.reduction.layout, self.marks, _HOST).to(self.out.dtype)
             _compare(self.out[len(self.out) - len(marks) :], marks, stage)
+
+
+def _stream(x: Tensor) -> Any:
+    """The stream that computes, on an accelerator."""
+    return None if x.device.type in ("cpu", "meta") else torch.get_device_module(x.device).current_stream(x.device)
 
 
 @devices.cached
@@ -264,8 +283,9 @@ class Reductions:
         in_flight: those that nobody has waited for.
         for_elsewhere: those among them that will be kept on the host or on disk.
         moving: those that have further hops, or read what they were sent from.
-        pool: the memory from which they are sent, unless that is the gradients themselves.
-        turns: number of stages whose reduction has started.
+        turns: number of stages whose reduction has started since all had arrived.
+        pools: the memory from which they are sent, unless that is the gradients themselves; in turn, so that a stage
+            finds the memory free that the one before the last has used, of whichever size.
         grad_offload: moves gradients that are kept on the host or on disk.
     """
 
@@ -274,7 +294,7 @@ class Reductions:
         self.in_flight: list[PendingReduction] = []
         self.for_elsewhere: list[PendingReduction] = []
         self.moving: list[PendingReduction] = []
-        self.pool = Pool(device)
+        self.pools = [Pool(device) for _ in range(self.UNDER_WAY)]
         self.turns = 0
         self._side: Any = None
         self._sending: Any = None
@@ -312,7 +332,7 @@ class Reductions:
 
     def _memory(self, nbytes: int, like: Any) -> Buffer:
         """Memory that a collective will read or fill; it belongs to who refers to it until that has arrived."""
-        buffer = self.pool.empty(nbytes, like, keeps=False)
+        buffer = self.pools[self.turns % self.UNDER_WAY].empty(nbytes, like, keeps=False)
         buffer.under_way = True
         return buffer
 
@@ -425,6 +445,7 @@ class Reductions:
         beside = self.device.type != "cpu"
         encoded = beside and pending.reduction.format is not None
         if pending.under_way is None and not encoded:
+            pending.source = [pending.out]
             pending.begin()
         native = pending.reduction.format is None and not any(along.overrides for _, along in pending.hops)
         if encoded or (beside and native and pending.hops):
@@ -448,22 +469,31 @@ class Reductions:
 
     def drain(self) -> None:
         """Waits for all gradients."""
-        in_flight, self.in_flight = self.in_flight, []
-        self.for_elsewhere.clear()
-        self.moving.clear()
+        in_flight = self.in_flight
         # Every gradient's last hop starts before the first is waited for, so they overlap.
         for pending in in_flight:
             pending.advance()
         for pending in in_flight:
             pending.wait()
         if in_flight:  # else it was drained before, and what this step was given is not known any more
-            self.pool.trim()
+            self.trim()
+        self.in_flight, self.for_elsewhere, self.moving = [], [], []
         self.grad_offload.settle()
 
     def forget(self) -> None:
-        """Forgets what is under way; who still reads its memory refers to it."""
+        """Forgets what is under way; memory that is still read or filled is used again only after that."""
+        beside = [stream for stream in (self._side, self._sending) if stream is not None]
+        for stream in () if devices.capturing(self.device) else beside:
+            for pending in self.in_flight:
+                pending.used_on(stream)
         self.in_flight, self.for_elsewhere, self.moving = [], [], []
-        self.pool.trim()
+        self.trim()
+
+    def trim(self) -> None:
+        """Gives memory back that no gradient was sent from since the last time."""
+        self.turns = 0
+        for pool in self.pools:
+            pool.trim()
 
     def added(self, reduction: Reduction, total: Tensor | None, out: Tensor) -> Tensor:
         """The sum of a gradient so far and `out`, where its placement keeps it."""

@@ -231,6 +231,7 @@ class Schedule(Prefetch):
             self.tape.end()
             self.tape = CallTape(None)
             self._drop_buffers()
+            self.reductions.trim()
             self.orders.clear()
 
     def release(self, call: Call) -> None:

@@ -101,7 +101,7 @@ def there(runs: list[Any], folder: str) -> list[dict[str, int]]:
                 params, state = step(params, state, tokens)
         schedule = schedule_of(mesh)
         files = {kind: placing.file_of(mesh, kind).nbytes for kind in ("params", "grads", "state")}
-        reducing = schedule.reductions.pool.nbytes()
+        reducing = sum(pool.nbytes() for pool in schedule.reductions.pools)
         # What is brought to a device before it is encoded is held there too; on a CPU it is there already.
         brings = isinstance(run[2].get("params"), str) and "gather" in OPTIONS[run[1]]
         brought = max(flat.values.nbytes for flat in flat_shards(params)) if brings else 0

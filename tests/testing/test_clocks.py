@@ -218,16 +218,18 @@ def forgotten(name: str, value: Any, patch: Any) -> None:
 
     def forgets(self: Any, side: Any) -> None:
         ahead(self, side)
-        setattr(self, name, value)
+        setattr(self, name, value() if callable(value) else value)
 
     patch.setattr(reduction.PendingReduction, "ahead", forgets)
 
 
 MUTANTS: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
     "a buffer is filled before it has been read": (buffers_filled_early, {}),
-    "gradients overwrite what is still sent": (functools.partial(forgotten, "left", None), {}),
+    "gradients overwrite what is still sent": (
+        functools.partial(forgotten, "left", lambda: torch.get_device_module("sim").Event()),
+        {},
+    ),
     "gradients are freed while they are sent": (functools.partial(forgotten, "source", ()), {}),
-    "sums are freed while they are sent": (functools.partial(forgotten, "held", []), {}),
     "activations are read before they are back": (no_wait_for_events, {"remat": sf.offload(above=0)}),
     "parameters are read before they are gathered": (no_wait_for_gathers, {}),
     "what arrived is looked at early": (flags_read_early, {}),
