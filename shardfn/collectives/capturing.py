@@ -39,6 +39,7 @@ class Watch:
 
 class _Current(threading.local):
     watch: Watch | None = None
+    prepares = False  # whether a step runs as it is, and will become one program
 
 
 current = _Current()
@@ -47,6 +48,11 @@ current = _Current()
 def capturing() -> Watch | None:
     """The watch over the step that this thread captures, rehearses or traces; None if it does none of these."""
     return current.watch
+
+
+def preparing() -> bool:
+    """Whether this thread runs a step as it is, which it will capture or trace at a later call."""
+    return current.prepares
 
 
 def refuse_traced(what: str) -> None:

@@ -308,6 +308,21 @@ def _carry(program: Program, own: list[Any], found: list[Any]) -> None:
             into.copy_(x)
 
 
+def apart(found: list[Any], tree: optree.PyTreeSpec) -> Any:
+    """The result of a call without a program: what one part of it shares with another before is a copy.
+
+    One of them may become an argument again, which a program overwrites.
+    """
+    owner: dict[int, int] = {}
+    number = [k for k, part in enumerate(tree.children() or [tree]) for _ in range(part.num_leaves)]
+    made = []
+    for k, x in zip(number, found, strict=True):
+        if isinstance(x, Tensor):
+            x = x.detach().clone() if owner.setdefault(autograd.storage_of(x), k) != k else x.detach()
+        made.append(x)
+    return optree.tree_unflatten(tree, made)
+
+
 def _tensors(leaves: Iterable[Any]) -> list[Tensor]:
     return [x for x in leaves if isinstance(x, Tensor)]
 

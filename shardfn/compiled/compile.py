@@ -19,7 +19,7 @@ from shardfn.collectives import late_checks
 from shardfn.collectives.agree import agree, failing_together
 from shardfn.compat import autograd, inductor, process_groups
 from shardfn.compiled import regions
-from shardfn.compiled.captured import Form, Program, donate
+from shardfn.compiled.captured import Form, Program, apart, donate
 from shardfn.compiled.graphed import ALIKE, NTH_CALL, Graphs, host_checks
 from shardfn.compiled.tracing import TENSOR, Trace
 from shardfn.mesh import callsites, watchdog
@@ -81,7 +81,7 @@ class Programs(Graphs):
     def _warm_up(self, program: Program, leaves: list[Any]) -> Any:
         found, tree = program.step(leaves)
         program.form = Form.of(found, tree)
-        return optree.tree_unflatten(tree, [x.detach() if isinstance(x, Tensor) else x for x in found])
+        return apart(found, tree)
 
     def _refuse_unfit(self, program: Program, leaves: list[Any]) -> None:
         self._refuse_away(program, leaves)

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives.agree import agree, failing_together
-from shardfn.collectives.capturing import capturing
+from shardfn.collectives.capturing import capturing, current
 from shardfn.compat import dispatch, dynamo, functorch
-from shardfn.compiled.captured import Captured, Donated, Program, Roles, captured
+from shardfn.compat.replacing import replaced
+from shardfn.compiled.captured import Captured, Donated, Program, Roles, apart, captured
 from shardfn.compiled.surroundings import changed, kept, surroundings
 from shardfn.debugging import KINDS, debugging
 from shardfn.mesh.scope import current_mesh, mesh_of
@@ -144,7 +145,8 @@ class Graphs:
             result = made.run(leaves, first=True)
             program.captured = made
         else:
-            result = self._warm_up(program, leaves)
+            with replaced(current, prepares=True):
+                result = self._warm_up(program, leaves)
         if tree not in self.roles and program.calls <= WARM_UP:
             self.first[tree] = [x if type(x) in _NUMBERS else None for x in leaves], result
         return result
@@ -292,9 +294,7 @@ class Graphs:
             for x in found:
                 if isinstance(x, Tensor) and x.device.type == program.device.type:
                     x.record_stream(current)
-        return optree.tree_unflatten(
-            tree, [x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in found]
-        )
+        return apart(found, tree)
 
     def _captured(self, program: Program, leaves: list[Any], args: Any, kwargs: Any) -> Captured:
         """Captures a call on all ranks, or raises on all."""

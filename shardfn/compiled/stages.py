@@ -190,8 +190,9 @@ class _Numbers:
         order = order_of(shape, stride)
         assert order is not None, "only such places are saved"
         sizes, at = [shape[d] for d in order], offset * self.dtype.itemsize
+        end = at + math.prod(sizes) * self.dtype.itemsize
         for start, whole in self.gathered.wholes.items():
-            if whole.dtype == self.dtype and start <= at <= start + whole.nbytes:
+            if whole.dtype == self.dtype and start <= at and end <= start + whole.nbytes:
                 ordered = whole.narrow(0, (at - start) // self.dtype.itemsize, math.prod(sizes)).view(sizes)
                 straight = order == list(range(len(order)))
                 return ordered if straight else ordered.permute([order.index(d) for d in range(len(order))])

@@ -122,27 +122,30 @@ class Parameter:
     """A parameter in one run of a function.
 
     Attributes:
-        leaf: its tensor, a leaf of autograd that nothing outside of the run reaches.
+        leaf: its tensor, a leaf of autograd that nothing outside of the run reaches; None once that is not needed.
         key: what identifies it between runs; None if a stage returned it.
         source: the result of the stage, if one returned it.
         awaited: number of its uses that have not handed over anything.
         uses: those that have.
+        every: all of its uses, while the function runs.
         simple: whether all are views of it.
     """
 
-    __slots__ = ("awaited", "key", "leaf", "simple", "source", "uses")
+    __slots__ = ("awaited", "every", "key", "leaf", "shape", "simple", "source", "uses")
 
     def __init__(self, leaf: Tensor, key: Key | None, source: Tensor | None = None) -> None:
-        self.leaf, self.key, self.source = leaf, key, source
+        self.leaf: Tensor | None = leaf
+        self.shape, self.key, self.source = leaf.shape, key, source
         self.awaited, self.simple = 0, True
         self.uses: list[Use] = []
+        self.every: list[Use] = []
 
 
 class Use:
     """One use of a tensor that is computed from parameters alone.
 
     Attributes:
-        tensor: that tensor, with its graph.
+        tensor: that tensor, with its graph; None once it is not needed.
         order: the order of its dimensions in `form`.
         parameters: those that it is computed from.
         place: where its elements, in that order, are in the only parameter; None if it is no view of one.
@@ -152,21 +155,24 @@ class Use:
     __slots__ = ("form", "order", "parameters", "place", "tensor")
 
     def __init__(self, tensor: Tensor, order: Sequence[int], parameters: Sequence[Parameter]) -> None:
-        self.tensor, self.order, self.parameters = tensor, tuple(order), parameters
+        self.tensor: Tensor | None = tensor
+        self.order, self.parameters = tuple(order), parameters
         self.place = _place(self.order, tensor, parameters)
         self.form: Form | None = None
 
     def part(self, rows: slice, parameter: Parameter) -> Tensor:
         """The gradients of some rows with respect to a parameter, `[rows, *shape]`."""
         assert self.form is not None, "it was handed over"
+        assert parameter.leaf is not None, "only of views it is not needed"
+        tensor, leaf = self.tensor, parameter.leaf
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
         gradients = self.form.part(rows).permute(0, *(i + 1 for i in back))
-        if parameter.leaf is self.tensor:
+        if leaf is tensor:
             return gradients
 
         def pull(g: Tensor) -> Tensor:
-            found = torch.autograd.grad(self.tensor, parameter.leaf, g, retain_graph=True, allow_unused=True)[0]
-            return torch.zeros_like(parameter.leaf) if found is None else found
+            found = torch.autograd.grad(tensor, leaf, g, retain_graph=True, allow_unused=True)[0]  # type: ignore[arg-type]
+            return torch.zeros_like(leaf) if found is None else found
 
         try:
             with functorch.mapping(len(gradients)) as level:
@@ -179,6 +185,7 @@ class Use:
 
 def _place(order: Sequence[int], tensor: Tensor, parameters: Sequence[Parameter]) -> Place | None:
     leaf = parameters[0].leaf
+    assert leaf is not None, "the function runs"
     if len(parameters) > 1 or tensor.dtype != leaf.dtype or tensor._backward_hooks or not leaf.is_contiguous():
         return None
     node, names = tensor.grad_fn, set()
@@ -201,6 +208,7 @@ class Collector:
     def __init__(self, receiver: Receiver, rows: slice) -> None:
         self.receiver, self.rows = receiver, rows
         self.parameters: dict[int, Parameter] = {}
+        self.ended: list[Parameter] = []
 
     @property
     def count(self) -> int:
@@ -234,13 +242,24 @@ class Collector:
         leaves = {id(leaf) for leaf in autograd.leaves_of([tensor])}
         if leaves.isdisjoint(self.parameters):
             return None
-        if not leaves <= self.parameters.keys() or any(self.parameters[i].leaf._backward_hooks for i in leaves):
+        if not leaves <= self.parameters.keys() or any(self.parameters[i].leaf._backward_hooks for i in leaves):  # type: ignore[union-attr]
             raise Undecided("a tensor that is computed from parameters and others that need a gradient")
         use = Use(tensor, range(tensor.ndim) if order is None else order, [self.parameters[i] for i in sorted(leaves)])
         for parameter in use.parameters:
             parameter.awaited += 1
+            parameter.every.append(use)
             parameter.simple = parameter.simple and use.place is not None
         return use
+
+    def end(self) -> None:
+        """Ends the run: of parameters of which it used views alone, nobody asks for numbers from here on."""
+        for number, parameter in list(self.parameters.items()):
+            if parameter.simple and parameter.source is None:
+                self.ended.append(self.parameters.pop(number))
+                parameter.leaf = None
+                for use in parameter.every:
+                    use.tensor = None
+            parameter.every.clear()
 
     def expanded(self, tensor: Tensor, anchor: Tensor, use: Use) -> Tensor:
         """A tensor once for each row, `[rows, *shape]`."""
@@ -268,14 +287,15 @@ class Collector:
 
     def finish(self) -> None:
         """Finishes what waits for uses that backward does not reach."""
-        for parameter in self.parameters.values():
+        for parameter in (*self.ended, *self.parameters.values()):
             if parameter.uses and parameter.key is not None:
                 self._finish(parameter, parameter.key)
         self.parameters.clear()
+        self.ended.clear()
 
     def _finish(self, parameter: Parameter, key: Key) -> None:
         uses, parameter.uses = parameter.uses, []
-        numel, whole = parameter.leaf.numel(), slice(0, self.count)
+        numel, whole = parameter.shape.numel(), slice(0, self.count)
         self.receiver.seen(key, self._used(parameter, uses, whole) if parameter.simple else None)
         if self.receiver.calls.get(key.leaf, 1) > 1:
             self.receiver.keep(key, numel, self.rows, self._used(parameter, uses, whole))
@@ -290,7 +310,7 @@ class Collector:
             return [(use.form, use.place) for use in uses if use.form is not None and use.place is not None]
         gradients = [use.part(part, parameter) for use in uses]
         total = gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)
-        return [(Dense(total), everywhere(parameter.leaf.shape))]
+        return [(Dense(total), everywhere(parameter.shape))]
 
 
 # --- nodes of autograd; each takes the scalar `anchor`, for which alone a gradient is asked ---

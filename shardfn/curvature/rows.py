@@ -298,6 +298,7 @@ def _under_vmap(
     reached = {id(x) for x in autograd.leaves_of([y for y in made if isinstance(y, Tensor)])}
     if not reached.isdisjoint(collector.parameters):
         raise Undecided("a Function of the program's own")
+    collector.end()
     return optree.tree_unflatten(tree, made), which
 
 

@@ -14,7 +14,7 @@ from shardfn.optim.hyperparameters import check, whole
 from shardfn.optim.norms import scaled, wide
 from shardfn.optim.optimizer import Optimizer, must_be_optimizer
 from shardfn.optim.rounding import closed
-from shardfn.optim.wrappers import number, step_if_finite
+from shardfn.optim.wrappers import counted, number, step_if_finite
 from shardfn.shards.blocks import CHUNK
 from shardfn.shards.pieces import Unit, Units, copied, refuse_complex, units
 from shardfn.shards.random import int_seed
@@ -177,20 +177,20 @@ def loss_scaled(
         return {"optimizer": optimizer.init(params)} | begin
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        now, good = state["scale"], state["good"]
+        now = counted(params, state["scale"]).to(torch.float64)
         params, inner, yes = step_if_finite(
             optimizer, params, grads, lambda: scaled("loss_scaled", grads, 1 / now, donate), state["optimizer"]
         )
         if not isinstance(yes, Tensor):
             yes = torch.full((), yes, device=now.device)  # without a copy, for which the host would wait
-        good = torch.where(yes, good + 1, 0)
+        good = torch.where(yes, counted(params, state["good"]) + 1, 0)
         grows = good >= every
         larger = torch.where(grows, (now * growth).clamp(max=1 / LEAST), now)
         new = {
             "optimizer": inner,
             "scale": torch.where(yes, larger, (now * backoff).clamp(min=LEAST)),
             "good": torch.where(grows, 0, good),
-            "skipped": state["skipped"] + ~yes,
+            "skipped": counted(params, state["skipped"]) + ~yes,
         }
         return params, state | new
 

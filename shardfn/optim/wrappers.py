@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import functional
-from shardfn.collectives.capturing import capturing
+from shardfn.collectives.capturing import capturing, preparing
 from shardfn.compat import dynamo
 from shardfn.mesh.axes import device_of
 from shardfn.mesh.planned import planned
@@ -271,7 +271,9 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         dynamo.refuse_compiling("skip_nonfinite")
         params, inner, steps = step_if_finite(optimizer, params, grads, lambda: grads, state["optimizer"])
-        skipped = state["skipped"] if steps is True else state["skipped"] + ~torch.as_tensor(steps)
+        skipped = counted(params, state["skipped"])
+        if steps is not True:
+            skipped = skipped + (1 if steps is False else ~steps)
         return params, state | {"optimizer": inner, "skipped": skipped}
 
     return Optimizer(init, step)
@@ -280,8 +282,13 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
 def number(params: Any, value: float) -> Tensor:
     """A number that a state counts, as a 0-d tensor beside the parameters."""
     device = next((unit.values.device for unit in units(params).each if unit.values is not None), torch.device("cpu"))
-    dtype = torch.int64 if type(value) is int else torch.float32
+    dtype = torch.int64 if type(value) is int else torch.float64
     return torch.full((), value, dtype=dtype, device=device)  # not by a copy, which no graph may hold
+
+
+def counted(params: Any, value: Tensor | float) -> Tensor:
+    """The same of what a state holds, which may be a number that somebody put there."""
+    return value if isinstance(value, Tensor) else number(params, value)
 
 
 def step_if_finite(
@@ -289,10 +296,10 @@ def step_if_finite(
 ) -> tuple[Any, Any, bool | Tensor]:
     """The optimizer's step with what is passed on, if gradients are finite; and whether they are.
 
-    In a program that is a 0-d tensor, and the host cannot decide: so the step is made, and each tensor then gets what
-    it was before, if they are not.
+    In a program, and in calls before it is made, that is a 0-d tensor, and the host does not decide: so the step is
+    made, and each tensor then gets what it was before, if they are not.
     """
-    if capturing() is None:
+    if capturing() is None and not preparing():
         decided = finite(grads)
         return (*(optimizer.step(params, passed(), state) if decided else (params, state)), decided)
     yes: Any = sum(_summed(grads), number(params, 0)) == 0
@@ -301,16 +308,26 @@ def step_if_finite(
     copies = {id(x): x.clone() for x in leaves if isinstance(x, Tensor) and id(x) not in frozen}
 
     def kept(new: Any, old: Any) -> Any:
-        if not isinstance(new, Tensor):
-            return new if new == old else torch.where(yes, torch.tensor(new), old)
-        if id(old) in frozen:
+        if id(old) in frozen or (not isinstance(new, Tensor) and new == old):
             return new
-        chosen = torch.where(yes, new, copies[id(old)])
-        return new.copy_(chosen) if share_memory(new, old) else chosen
+        chosen = torch.where(yes, new if isinstance(new, Tensor) else number(params, new), copies.get(id(old), old))
+        return new.copy_(chosen) if isinstance(old, Tensor) and share_memory(new, old) else chosen
 
+    before = params, state
     with torch.no_grad():
-        params, state = optree.tree_map(kept, optimizer.step(params, passed(), state), (params, state))
-    return params, state, yes
+        after = optimizer.step(params, passed(), state)
+        if optree.tree_structure(after) == optree.tree_structure(before):
+            return (*optree.tree_map(kept, after, before), yes)
+        if capturing() is not None:
+            raise RuntimeError(
+                "skip_nonfinite, loss_scaled: the optimizer's state has other parts after the step than before it, as "
+                "after a first one, so a program cannot keep what was there: make a step with finite gradients first"
+            )
+        if not yes:
+            for x in leaves:
+                if id(x) in copies:
+                    x.copy_(copies[id(x)])
+    return (*(after if yes else before), yes)
 
 
 def finite(tree: Any) -> bool:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn.check import recording
 from shardfn.collectives import functional
 from shardfn.collectives.ledger import attributed_to, unscheduled
-from shardfn.compat import autograd, functorch, process_groups
+from shardfn.compat import autograd, dispatch, functorch, process_groups
 from shardfn.mesh.axes import known_axes, per_mesh
 from shardfn.mesh.scope import current_mesh, elsewhere, scope
 from shardfn.shards.layout import Layout
@@ -67,7 +67,7 @@ def _parameters(shard: Tensor, layout: Layout, options: Options) -> list[Tensor]
     values = shard
     if wire is not None:
         values = wire.rounded(shard, lower, layout.holes[layout.index(process_groups.global_rank())])
-    if layout.size > 1:
+    if layout.size > 1 and not dispatch.in_graph():  # where tensors have no numbers; it was called without before
         _refuse_bases(values, layout)
     if lower != values.dtype:  # gradients are summed in the wider of the requested dtypes
         values = values.to(lower).to(torch.promote_types(options.sum_dtype(values.dtype), lower))

@@ -270,7 +270,11 @@ class Schedule(Prefetch):
                 record_gradients(recorder, gather.layout, gradients[k])
             variable = call.collected[k] if collects else None
             reduction = self.reduction_of(call.signature, gather, shard.dtype, variable is not None)
-            total = step.sum_of(variable, reduction, self.reductions) if step and variable is not None else None
+            total = None
+            if step is not None and variable is not None:
+                total = step.sum_of(variable, reduction, self.reductions)
+                if self not in step.schedules:  # of a step in a hook, whose calls are on no tape of its own
+                    step.meet(self)
             defer = step.defer if step and total else "nothing"
             pending = self.reductions.start(reduction, gradients[k], total, defer)
             pendings[k] = pending if total is None else None

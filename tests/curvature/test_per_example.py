@@ -476,6 +476,31 @@ def communicated() -> Any:
     return found
 
 
+def held_by_norms() -> list[int]:
+    """The most bytes of gathered parameters that a gradient has, and norms of rows."""
+    mesh = sf.make_mesh(data=2, device="cpu")
+    params = sf.shard({"blocks": [{"w": torch.randn(64, 64)} for _ in range(8)]}, mesh, sf.full_shard("data"))
+    layer, x, found = sf.stage(lambda p, x: x + torch.tanh(F.linear(x, p["w"]))), torch.randn(4, 64), []
+
+    def losses(params: Any, x: Tensor) -> Tensor:
+        for p in sf.layers(params["blocks"]):
+            x = layer(p, x)
+        return x.square().sum(1)
+
+    for run in (lambda: sf.grad(lambda p: losses(p, x).sum())(params), lambda: per_example(losses, params, x).norms):
+        for _ in range(3):
+            with sf.ledger() as log:
+                run()
+        found.append(log.gathered)
+    return found
+
+
+@pytest.mark.world(2)
+def test_norms_hold_no_more_parameters_than_a_gradient(world: World) -> None:
+    for of_gradient, of_norms in world.run(held_by_norms):
+        assert of_norms <= of_gradient
+
+
 @two
 def test_norms_take_the_gathers_of_a_gradient_and_no_reductions(world: World) -> None:
     for gradient, aside, norms, compared in world.run(communicated):

@@ -361,6 +361,20 @@ def test_what_has_no_gradient_is_left_out(world: World, kind: str) -> None:
         assert worst(differences) < 1e-11
 
 
+def test_numbers_in_a_state_count_as_tensors_do() -> None:
+    optimizer, found = so.loss_scaled(so.sgd(0.25), scale=3.0, every=1), []
+    for old in (False, True):
+        p = {"w": torch.ones(3, dtype=torch.float64)}
+        state = optimizer.init(p)
+        if old:
+            state |= {"scale": 3, "good": 0, "skipped": 0}
+        for g in (1.0, torch.inf, 1.0):
+            gradient = torch.full((3,), g, dtype=torch.float64) * state["scale"]
+            p, state = optimizer.step(p, {"w": gradient}, state)
+        found.append([p["w"][0].item(), *(float(state[key]) for key in ("scale", "good", "skipped"))])
+    assert found[0] == found[1] == [0.5, 6.0, 0.0, 1.0]
+
+
 def test_a_loss_scale_stays_where_float32_holds_its_inverse() -> None:
     for kind, scale in ((torch.nan, 2.0**-126), (0.0, 2.0**126)):
         optimizer, p = so.loss_scaled(so.sgd(0.1), growth=2.0**9, backoff=2.0**-9, every=1), {"w": torch.ones(3)}

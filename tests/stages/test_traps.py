@@ -29,7 +29,7 @@ from shardfn.mesh.scope import current_mesh, scope
 from shardfn.stages.gather import Gathered
 from shardfn.stages.saved import Place
 from shardfn.stages.schedule import schedule_of
-from shardfn.testing import World, WorldError
+from shardfn.testing import World, WorldError, world
 from shardfn.transforms.autodiff import differentiating
 from tests.models import distance, normal, variables
 from tests.reference import worst
@@ -1198,3 +1198,30 @@ def hooked_and_unused() -> list[float]:
 @pytest.mark.world(2)
 def test_a_hook_on_a_result_that_no_loss_uses(world: World) -> None:
     assert worst(world.run(hooked_and_unused)) == 0
+
+
+def in_a_hook() -> float:
+    """A gradient of stages that a hook asks for while another one is computed, against the same outside."""
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    params = sf.shard([{"w": normal(4, 4, seed=i)} for i in range(3)], mesh, sf.full_shard("shard"))
+    layer, x, found = sf.stage(lambda p, x: torch.tanh(x @ p["w"])), normal(2, 4, seed=9), []
+
+    def loss(params: Any, x: Tensor, hook: Any = None) -> Tensor:
+        for i, p in enumerate(sf.layers(params)):
+            x = layer(p, x)
+            if i == 1 and hook is not None:
+                x.register_hook(hook)
+        return x.square().sum()
+
+    def hook(g: Tensor) -> None:
+        with torch.enable_grad():
+            found.append(sf.grad(lambda p: loss(p, x * 2))(params))
+
+    outer = sf.grad(lambda p: loss(p, x, hook))(params)
+    pairs = (outer, sf.grad(lambda p: loss(p, x))(params)), (found[0], sf.grad(lambda p: loss(p, x * 2))(params))
+    return worst(distance(sf.unshard(one), sf.unshard(other)) for one, other in pairs)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_gradient_in_a_hook_of_another(ranks: int) -> None:
+    assert worst(world(ranks).within(60).run(in_a_hook)) < 1e-12

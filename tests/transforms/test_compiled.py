@@ -190,9 +190,12 @@ PROGRAMS: dict[str, Callable[[], Setting]] = {
         name: functools.partial(of_blocks, optimizer=make)
         for name, make in optimizers_named("adamw8bit, adafactor, lamb, muon, averaged").items()
     },
-    "skips steps": lambda: of_blocks(optimizer=lambda: so.chain(spoiled(1, 3), so.skip_nonfinite(so.adamw(1e-2)))),
+    "skips steps": lambda: of_blocks(optimizer=lambda: so.chain(spoiled(0, 3), so.skip_nonfinite(so.adamw(1e-2)))),
     "scaled": lambda: of_blocks("zero1", optimizer=lambda: so.chain(spoiled(2, 3), so.loss_scaled(
         so.master(so.ema(so.adamw(1e-2, donate=False), 0.9)), scale=4.0, every=1))),
+    "skips in turn": lambda: of_blocks(optimizer=lambda: so.chain(
+        spoiled(0, 1, 4), so.skip_nonfinite(so.loss_scaled(so.skip_nonfinite(so.sgd(0.1, momentum=0.9)), scale=3.0)))),
+    "frozen matrices": lambda: of_blocks(frozen=r".*\.up"),
     "shard_state": lambda: of_blocks("hybrid_shard", optimizer=lambda: so.shard_state(so.adamw(1e-2), "replica")),
     "frozen": lambda: of_blocks(optimizer=lambda: so.sgd(0.1, momentum=0.9), frozen=r".*\.b"),
     "tensor": by_tensor,
@@ -1803,3 +1806,49 @@ def looped() -> list[Any]:
 def test_a_loop_saves_what_a_compiled_step_returns_and_goes_on() -> None:
     plain, compiled = on_one_rank(looped)
     assert distance(compiled, plain) < 1e-12
+
+
+def test_results_of_a_call_without_a_program_are_tensors_of_their_own() -> None:
+    def step(params: Any, state: Any, x: Tensor) -> Any:
+        state = {"steps": state["steps"] + 1}
+        return {"w": params["w"] + x}, state, state["steps"]
+
+    compiled, params, state, found = sf.compile(step), {"w": torch.zeros(2)}, {"steps": torch.tensor(0)}, []
+    for _ in range(5):
+        params, state, steps = compiled(params, state, torch.ones(2))
+        found.append(steps)
+    assert [int(n) for n in found] == [1, 2, 3, 4, 5]
+
+
+def mapped_over_tangents() -> float:
+    mesh = mesh_here()
+    params = sf.shard(whole(), mesh, STRATEGIES["full_shard"])
+    layer = sf.stage(block)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        for p in sf.layers(params["blocks"]):
+            x = layer(p, x)
+        return sf.pmean(x.square().mean(), DATA)
+
+    @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
+    def step(params: Any, x: Tensor) -> Any:
+        def along(k: Tensor) -> Tensor:
+            tangent = optree.tree_map(lambda w: w * k, params)
+            slope: Tensor = torch.func.jvp(lambda p: loss(p, x), (params,), (tangent,))[1]
+            return slope
+
+        slopes = torch.func.vmap(along)(torch.arange(1.0, 3.0, dtype=torch.float64))
+        return optree.tree_map(lambda w: w * 0.9, params), slopes
+
+    compiled, one, two, off = sf.compile(step), params, optree.tree_map(torch.clone, params), 0.0
+    for i in range(4):
+        x = drawn(i)(ROWS, WIDTH)
+        one, slopes = step(one, x)
+        two, others = compiled(two, x)
+        off = max(off, float((slopes - others).abs().max() / slopes.abs().max()))
+    return off
+
+
+def test_a_map_over_tangents_is_a_composition_of_collectives() -> None:
+    for off in world(2).within(120).run(alone, mapped_over_tangents):
+        assert off < 1e-12

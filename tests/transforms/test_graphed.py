@@ -48,8 +48,8 @@ OTHERS: dict[str, Callable[[], so.Optimizer]] = {
     "lion, own schedule": lambda: so.lion(lambda step: 1e-2 / step),
     **optimizers_named("adamw8bit, muon, averaged"),
     "shard_state": lambda: so.shard_state(so.adamw(1e-2), "replica"),
-    "skips steps": lambda: so.chain(spoiled(1, 4, 6), so.skip_nonfinite(so.adamw(1e-2))),
-    "scaled": lambda: so.chain(spoiled(5), so.loss_scaled(so.sgd(0.1, momentum=0.9), scale=4.0, every=2)),
+    "skips steps": lambda: so.chain(spoiled(0, 1, 4, 6), so.skip_nonfinite(so.adamw(1e-2))),
+    "scaled": lambda: so.chain(spoiled(0, 5), so.loss_scaled(so.sgd(0.1, momentum=0.9), scale=4.0, every=2)),
 }
 PROGRAMS = {
     **{f"{p}, {o}": (p, o) for p in list(PLACEMENTS)[:4] for o in OPTIMIZERS},
