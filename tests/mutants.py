@@ -444,8 +444,8 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             f"{TRAPS}::test_an_evaluation_has_a_graph_whatever_was_gathered_before",
         ),
         "a buffer that somebody holds is handed out": (
-            "if b.unheld() and",
-            "if",
+            "if not b.under_way and b.unheld()]",
+            "if not b.under_way]",
             f"{TRAPS}::test_gradients_are_those_of_one_process",
         ),
     },

@@ -7,6 +7,7 @@ accelerator's allocator does the same.
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import sys
 from collections.abc import Callable, Iterator
@@ -128,22 +129,28 @@ class Buffer:
 class Pool:
     """Buffers on one device. On a CPU one to which nothing else refers is handed out again; for a smaller request, too,
     if that is soon over.
+
+    Args:
+        device: where they are.
+        most: how many times larger than the request such a buffer may be. If small requests took large buffers, there
+            would soon be several; if nothing is too large, a new buffer takes the place of another that is free.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, most: float = math.inf) -> None:
+        self.device, self.most = device, most
         self.buffers: list[Buffer] = []
 
     def empty(self, nbytes: int, like: Any, keeps: bool) -> Buffer:
         """A buffer of `nbytes` or more that nothing else uses, with `keeps` until backward, for tensors like this."""
         if self.device.type != "cpu" or type(like) is not Tensor:
             return Buffer(nbytes, self.device, pooled=False)
-        free = [b for b in self.buffers if b.unheld() and not b.under_way]
-        fitting = [b for b in free if b.nbytes == nbytes or (b.nbytes > nbytes and not keeps)]
+        free = [b for b in self.buffers if not b.under_way and b.unheld()]
+        most = nbytes if keeps else self.most * nbytes
+        fitting = [b for b in free if nbytes <= b.nbytes <= most]
         if fitting:
-            buffer = min(fitting, key=_nbytes)
+            buffer = fitting[0] if fitting[0].nbytes == nbytes else min(fitting, key=_nbytes)
         else:
-            if free:  # the largest of those that do not fit gives way
+            if free and self.most == math.inf:  # the largest of those that do not fit gives way
                 self.buffers.remove(max(free, key=_nbytes))
             buffer = Buffer(nbytes, self.device, pooled=True)
             self.buffers = [*[b for b in self.buffers if not b.moved()], buffer]

@@ -78,7 +78,7 @@ class PendingReduction:
         self.held: list[Tensor] = []
         self.source: Sequence[Any] = ()
         self.turn = 0  # in which it started
-        self.made_on = _stream(out)
+        self.made_on = None if out.device.type in ("cpu", "meta") else _stream(out)
 
     def scattering(
         self, handle: Handle, shard: Communicator, marks: torch.dtype, source: Sequence[Any]
@@ -157,13 +157,14 @@ class PendingReduction:
         if self.under_way is not None and (self.sends or self.hops):
             self._land()
             self.begin()
-        self._let_go()
+        if self.source:
+            self._let_go()
 
     def _let_go(self) -> None:
         """Ends the use of its source, whose memory goes back to the stream on which it was allocated."""
         if self.failed:
             return
-        if self.source and (now := _stream(self.out)) != self.made_on:
+        if self.made_on is not None and (now := _stream(self.out)) != self.made_on:
             self.used_on(now)
         for x in self.source:
             if type(x) is Buffer:
@@ -184,7 +185,8 @@ class PendingReduction:
         if self.landed is not None:
             torch.get_device_module(self.out.device).current_stream(self.out.device).wait_event(self.landed)
             self.landed, self.held = None, []
-        self._let_go()
+        if self.source:
+            self._let_go()
         out = self.out.to(self.reduction.dtypes.shard)
         if self.total is not None:
             self.total.add(out)
@@ -213,8 +215,8 @@ class PendingReduction:
 
 
 def _stream(x: Tensor) -> Any:
-    """The stream that computes, on an accelerator."""
-    return None if x.device.type in ("cpu", "meta") else torch.get_device_module(x.device).current_stream(x.device)
+    """The stream of an accelerator that computes."""
+    return torch.get_device_module(x.device).current_stream(x.device)
 
 
 @devices.cached
@@ -344,14 +346,15 @@ class Reductions:
             flat = torch.empty(layout.padded, dtype=dtype, device=self.device)
             places = _spread(layout, dtype, flat)
         else:
-            like = next((g for g in gradients if g is not None), None)
-            nbytes = layout.padded * dtype.itemsize
+            nbytes, like = layout.padded * dtype.itemsize, gradients[0]
+            if like is None:
+                like = next((g for g in gradients if g is not None), None)
             buffers = [self._memory(nbytes, torch.empty(0, device=self.device) if like is None else like)]
             flat = buffers[0].part(0, nbytes, dtype)
-            places = buffers[0].views((layout, dtype), functools.partial(_spread, layout, dtype))
-        views, gaps, tail = places[: len(gradients)], places[len(gradients) : -1], places[-1]
-        present = [g for g in gradients if g is not None]
-        if len(present) < len(gradients):
+            places = buffers[0].views((layout, dtype), lambda memory: _spread(layout, dtype, memory))
+        n, present = len(gradients), [g for g in gradients if g is not None]
+        views, gaps, tail = places[:n], places[n:-1], places[-1]
+        if len(present) < n:
             gaps = [*gaps, *(view for view, g in zip(views, gradients, strict=True) if g is None)]
             views = [view for view, g in zip(views, gradients, strict=True) if g is not None]
         if reduction.marked():

@@ -130,7 +130,8 @@ def differences(runs: list[Any], folder: Path) -> list[str]:
         if disk != {kind: found[kind] for kind in KINDS}:
             wrong.append(f"{run}: {disk} planned on disk, {found}")
         gathered = max(entry.kinds.get("gathered", 0) for entry in plan.held)
-        if not found["gathered"] <= gathered <= 1.02 * (found["gathered"] + found["brought"]):
+        # A CPU's pool keeps buffers of a few sizes, of which an accelerator's allocator would give some to others.
+        if not found["gathered"] / 1.1 <= gathered <= 1.02 * (found["gathered"] + found["brought"]):
             wrong.append(f"{run}: {gathered} gathered in the plan, {found}")
         buffers = sum(plan.host.values()) // transfers.UNIT * transfers.UNIT
         if found["moving"] - buffers not in (0, FIRST):
