@@ -39,7 +39,8 @@ def debug(
 
     Args:
         memory: parameters are compared after each call of a stage, of which writes past autograd show; memory that is
-            used again, as that from which gradients are sent, is filled with nan, so that a late read of it shows.
+            used again, as that through which values go to the host, is filled with nan, so that a late read of it
+            shows.
         collectives: before each collective, those of stages and pipelines included, the ranks along its axis compare
             what they are about to do, and from which line. If they differ, all of them raise a ValueError that lists
             what each was about to do; a rank that can no longer take part is named within seconds. Costs an exchange,
