@@ -49,7 +49,7 @@ class Gathering:
 
     def __init__(self, device: torch.device, communicator_of: Callable[[tuple[str, ...]], Communicator | None]) -> None:
         self.device, self.communicator_of = device, communicator_of
-        self.disk, self.pool = DiskPrefetch(), Pool(device, most=2)
+        self.disk, self.pool = DiskPrefetch(), Pool(device, most=1.25)
         self.stream = None if device.type in ("cpu", "meta") else GatherStream(device)
 
 
