@@ -194,7 +194,7 @@ PROGRAMS: dict[str, Callable[[], Setting]] = {
     "scaled": lambda: of_blocks("zero1", optimizer=lambda: so.chain(spoiled(2, 3), so.loss_scaled(
         so.master(so.ema(so.adamw(1e-2, donate=False), 0.9)), scale=4.0, every=1))),
     "skips in turn": lambda: of_blocks(optimizer=lambda: so.chain(
-        spoiled(0, 1, 4), so.skip_nonfinite(so.loss_scaled(so.skip_nonfinite(so.sgd(0.1, momentum=0.9)), scale=3.0)))),
+        spoiled(0, 1), so.skip_nonfinite(so.loss_scaled(so.skip_nonfinite(so.sgd(0.1, momentum=0.9)), scale=3.0)))),
     "frozen matrices": lambda: of_blocks(frozen=r".*\.up"),
     "shard_state": lambda: of_blocks("hybrid_shard", optimizer=lambda: so.shard_state(so.adamw(1e-2), "replica")),
     "frozen": lambda: of_blocks(optimizer=lambda: so.sgd(0.1, momentum=0.9), frozen=r".*\.b"),
