@@ -22,7 +22,7 @@ from shardfn.quant import codes, fused
 from shardfn.quant.codes import Code
 
 NESTED = 256  # scales that share one scale
-STEP = 2**18  # numbers encoded at a time on a CPU
+STEP = 2**18  # numbers encoded or decoded at a time on a CPU
 TINY = 1e-38  # the smallest scale, also of a block of zeros: its inverse is finite
 
 
@@ -97,6 +97,15 @@ class Format:
         if self._fused("decode", of_codes, scales, dtype=dtype):
             return fused.decode(of_codes, scales, numel, dtype, self.code, self.block)
         return self._decoded(of_codes, scales, numel, dtype)
+
+    def decode_into(self, out: Tensor, packed: Tensor) -> Tensor:
+        """Decodes one row to `[numel]`, on a CPU; faster than `decode`, as intermediate results stay in its cache."""
+        numel, blocks = len(out), max(1, STEP // self.block)
+        of_codes, scales = self.codes(packed, numel), self.scales(packed, numel)
+        of_blocks = of_codes.split(blocks * self.block * self.code.bits // 8), scales.split(blocks)
+        for codes_, scales_, part in zip(*of_blocks, out.split(blocks * self.block), strict=True):
+            part.copy_(self._decoded(codes_, scales_, len(part), out.dtype))
+        return out
 
     def _decoded(self, of_codes: Tensor, scales: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         return _times(self.code.decode(of_codes)[..., :numel], scales, self.block).to(dtype)

@@ -53,8 +53,8 @@ class Packed:
         """Whether its bytes are on the meta device, without values."""
         return bool(self.values.is_meta)
 
-    def decoded(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The decoded parameter, in its own dtype or another.
+    def decoded(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        """The decoded parameter, in its own dtype or another; on a CPU, in `out [numel]` of that dtype.
 
         Raises:
             TypeError: its leaf no longer holds bytes, but something computed from them.
@@ -64,6 +64,8 @@ class Packed:
                 f"{self} has {self.values.dtype} where its bytes were. Bytes are codes, which nothing can be computed "
                 f"from: leave parameters in few bits as they are, with shardfn.partition, say"
             )
+        if out is not None:
+            return self.format.decode_into(out, self.values).view(self.shape)
         return self.format.decode(self.values, self.numel, dtype or self.dtype).view(self.shape)
 
     def having(self, values: Any) -> Packed:

@@ -7,7 +7,6 @@ accelerator's allocator does the same.
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
 import sys
 from collections.abc import Callable, Iterator
@@ -127,31 +126,36 @@ class Buffer:
 
 
 class Pool:
-    """Buffers on one device. On a CPU one to which nothing else refers is handed out again; for a smaller request, too,
-    if that is soon over.
-
-    Args:
-        device: where they are.
-        most: how many times larger than the request such a buffer may be. If small requests took large buffers, there
-            would soon be several; if nothing is too large, a new buffer takes the place of another that is free.
+    """Buffers on one device. On a CPU one to which nothing else refers is handed out again, and together they take no
+    more than as many of the largest as are in use at once: a request takes a larger one only if a new one, beside it,
+    would be over that.
     """
 
-    def __init__(self, device: torch.device, most: float = math.inf) -> None:
-        self.device, self.most = device, most
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.buffers: list[Buffer] = []
+        self._used = self._largest = 0  # buffers at once, and bytes of one, since it was trimmed
+
+    def reuses(self, like: Any) -> bool:
+        """Whether memory for tensors like this is handed out again."""
+        return self.device.type == "cpu" and type(like) is Tensor
 
     def empty(self, nbytes: int, like: Any, keeps: bool) -> Buffer:
         """A buffer of `nbytes` or more that nothing else uses, with `keeps` until backward, for tensors like this."""
-        if self.device.type != "cpu" or type(like) is not Tensor:
+        if not self.reuses(like):
             return Buffer(nbytes, self.device, pooled=False)
-        free = [b for b in self.buffers if not b.under_way and b.unheld()]
-        most = nbytes if keeps else self.most * nbytes
-        fitting = [b for b in free if nbytes <= b.nbytes <= most]
-        if fitting:
-            buffer = fitting[0] if fitting[0].nbytes == nbytes else min(fitting, key=_nbytes)
-        else:
-            if free and self.most == math.inf:  # the largest of those that do not fit gives way
-                self.buffers.remove(max(free, key=_nbytes))
+        free = sorted([b for b in self.buffers if not b.under_way and b.unheld()], key=_nbytes)
+        self._used = max(self._used, len(self.buffers) - len(free) + 1)
+        self._largest = max(self._largest, nbytes)
+        buffer = next((b for b in free if b.nbytes == nbytes), None)
+        over = 0 if buffer is not None else self.nbytes() + nbytes - self._used * self._largest
+        if over > 0 and not keeps:
+            buffer = next((b for b in free if b.nbytes > nbytes), None)
+        if buffer is None:
+            while free and over > 0:
+                self.buffers.remove(gone := free.pop())
+                over -= gone.nbytes
+                del gone
             buffer = Buffer(nbytes, self.device, pooled=True)
             self.buffers = [*[b for b in self.buffers if not b.moved()], buffer]
         buffer.given = True
@@ -160,7 +164,7 @@ class Pool:
     def trim(self, all: bool = False) -> None:
         """Gives memory back that nothing uses and nobody asked for since the last time; or `all` that nothing uses."""
         used = [b for b in self.buffers if not b.unheld() or (b.given and not all and not b.under_way)]
-        self.buffers = used
+        self.buffers, self._used, self._largest = used, 0, 0
         for buffer in () if all else used:
             buffer.given = False
 

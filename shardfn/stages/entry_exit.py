@@ -132,6 +132,8 @@ class Call:
     def run(self, leaves: list[Any], at: Sequence[int], records: bool) -> Any:
         """The function's result; with `records`, as a part of autograd's graph."""
         schedule = self.schedule
+        if schedule.gathering.decoding.buffers and not self.signature.packed:  # the logits of a head are large
+            schedule.gathering.decoding.trim(all=True)
         if not records:
             with schedule.alone:
                 views = self._views(schedule.gather(self))
@@ -259,7 +261,7 @@ class Call:
 
     def _decode(self, packed: Packed) -> Tensor:
         """A quantized parameter, decoded; what autograd saves of it is decoded again."""
-        x = self.signature.decode(packed)
+        x = self._decoded(packed)
         if self.before is not None:
             self.before.add(x)
         if self.forward and not self.keeps:
@@ -334,8 +336,12 @@ class Call:
         if found is None:
             source = parameter.source
             bytes_ = source.found() if isinstance(source, Place) else source
-            found = self.decoded[parameter] = self.signature.decode(parameter.form.having(bytes_))
+            found = self.decoded[parameter] = self._decoded(parameter.form.having(bytes_))
         return found
+
+    def _decoded(self, packed: Packed) -> Tensor:
+        dtype = self.signature.options.gather_dtype or packed.dtype
+        return self.schedule.gathering.decoded(packed, dtype)
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """What was gathered again, as numbers of a dtype; gathers it if no exit did.

@@ -28,9 +28,10 @@ from shardfn.collectives.into_buffers import (
     transport,
 )
 from shardfn.collectives.late_checks import check
-from shardfn.compat import devices
+from shardfn.compat import devices, functorch
 from shardfn.compat.autograd import storage_of
 from shardfn.mesh import waiting
+from shardfn.quant.packed import Packed
 from shardfn.stages.buffers import Buffer, Pool
 from shardfn.stages.gather_plan import Gather, GatherPlan
 from shardfn.stages.gather_stream import Copied, GatherStream
@@ -45,12 +46,21 @@ class Gathering:
         disk: reads of shards from disk.
         stream: of an accelerator: the one on which gathers start.
         pool: memory on a CPU.
+        decoding: the same for what is decoded from it.
     """
 
     def __init__(self, device: torch.device, communicator_of: Callable[[tuple[str, ...]], Communicator | None]) -> None:
         self.device, self.communicator_of = device, communicator_of
-        self.disk, self.pool = DiskPrefetch(), Pool(device, most=1.25)
+        self.disk, self.pool, self.decoding = DiskPrefetch(), Pool(device), Pool(device)
         self.stream = None if device.type in ("cpu", "meta") else GatherStream(device)
+
+    def decoded(self, packed: Packed, dtype: torch.dtype) -> Tensor:
+        """A quantized parameter's numbers, on a CPU in memory that is used again."""
+        if not self.decoding.reuses(packed.values) or functorch.inside_transform():
+            return packed.decoded(dtype)
+        nbytes = packed.numel * dtype.itemsize
+        buffer = self.decoding.empty(nbytes, packed.values, keeps=True)
+        return packed.decoded(dtype, buffer.part(0, nbytes, dtype).detach())
 
 
 _left: deque[tuple[GatherStream, list[Handle], tuple[Tensor, ...]]] = deque()

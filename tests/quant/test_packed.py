@@ -16,6 +16,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import P, quant
 from shardfn.quant import formats
+from shardfn.quant.packed import pack
 from shardfn.shards.layout import is_flat
 from shardfn.testing import World
 from tests.models import ENGINES, distance, mesh_of
@@ -194,6 +195,36 @@ def _is_refused(f: Any, *args: Any) -> bool:
 def test_a_stage_decodes_what_is_not_cut_too(world: World) -> None:
     for found in world.run(whole):
         assert {what: off for what, off in found.items() if not off < 1e-12} == {}, found
+
+
+@pytest.mark.parametrize("format", [*FORMATS, quant.int4(6), quant.fp4(64, double=True), quant.nf4(2048)], ids=str)
+@pytest.mark.parametrize("numel", [2048, 2049, 3 * 256 + 2048, 5000])
+def test_parts_are_decoded_as_the_whole(format: quant.Format, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "STEP", 256)
+    packed = pack(torch.randn(numel, generator=torch.Generator().manual_seed(0)), format)
+    for dtype in (torch.float64, torch.bfloat16):
+        assert torch.equal(packed.decoded(dtype, torch.empty(numel, dtype=dtype)), packed.decoded(dtype))
+
+
+def taken(**options: Any) -> tuple[list[int], int]:
+    """Bytes for gathered and decoded parameters in each of three steps, and what they may be."""
+    mesh, found = mesh_of(shard=-1), []
+    params = sf.shard(tree(FORMATS[0])[0], mesh, sf.full_shard("shard"))
+    few, rest = sf.partition(params, r"blocks\.\d+\.[ab]")
+    loss, mine = loss_of(sf.stage(block, **options), sf.stage(head, **options)), rows(mesh)[1]
+    for _ in range(3):
+        with sf.ledger() as log:
+            sf.grad(lambda few: loss(sf.combine(few, rest), mine))(sf.pruned(few))
+        found.append(log.gathered)
+    of_one = max(sum(flat.layout.padded * flat.layout.dtype.itemsize for flat in p.values()) for p in params["blocks"])
+    return found, 2 * (of_one + 2 * 512) + 2 * WIDTH * WIDTH * 8
+
+
+@pytest.mark.world(2, "processes")
+@pytest.mark.parametrize("remat", [False, True])
+def test_decoded_matrices_take_the_memory_of_one_stage(world: World, remat: bool) -> None:
+    for sizes, most in world.run(taken, remat=remat):
+        assert 2 * WIDTH * WIDTH * 8 < sizes[1] == sizes[2] <= most
 
 
 def scaled(tree: Any) -> Any:

@@ -942,10 +942,9 @@ def inside(name: str) -> list[float]:
     for remat in (False, True):
         layer = sf.stage(INSIDE[name], remat=remat)
         found = sf.jvp(sf.grad(functools.partial(loss, layer=layer)), (params,), (v,))
-        off += [distance(sf.unshard(a), b) for a, b in zip(found, want, strict=True)]
-        off += [
-            distance(a, b) for a, b in zip(sf.jvp(lambda p, f=layer: loss(p, f), (params,), (v,)), once, strict=True)
-        ]
+        off += [distance(sf.unshard(a), b, floor=1.0) for a, b in zip(found, want, strict=True)]
+        found = sf.jvp(lambda p, f=layer: loss(p, f), (params,), (v,))
+        off += [distance(a, b, floor=1.0) for a, b in zip(found, once, strict=True)]
     return off
 
 

@@ -368,3 +368,30 @@ def test_a_pool_hands_out_a_buffer_that_nothing_refers_to(who: str) -> None:
     number = id(pool.buffers[0])
     assert (id(pool.empty(64, like, False)) == number) is free
     del held
+
+
+SEQUENCES = {
+    "equal ends": [9, 6, 6, 6, 9],
+    "ends of other sizes": [9, 6, 6, 6, 8],
+    "a large end": [90, 6, 6, 6, 90],
+    "all differ": [3, 5, 4, 7, 6, 8],
+    "a large middle": [1, 2, 9, 2, 1, 3],
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_a_pool_takes_no_more_than_the_largest_for_each_that_is_used_at_once(name: str) -> None:
+    pool, like = buffers.Pool(torch.device("cpu")), torch.empty(0)
+    sizes, made = SEQUENCES[name], []
+    for _ in range(4):
+        before = [id(b) for b in pool.buffers]
+        for sequence in (sizes, sizes[::-1]):
+            last = None
+            for n in sequence:
+                last = (last, pool.empty(n * 64, like, False))[1]  # the one before is in use
+                assert last.nbytes >= n * 64
+                assert pool.nbytes() <= 2 * max(sizes) * 64
+        del last
+        pool.trim()
+        made.append(len([b for b in pool.buffers if id(b) not in before]))
+    assert made[2:] == [0, 0]
