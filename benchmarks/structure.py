@@ -36,7 +36,7 @@ ABOVE = ("__init__", "__main__")  # modules that only re-export or start the res
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 
-WAITING = ("callsites", "deadlock", "lanes", "liveness", "rendezvous", "rollcall", "waiting", "watchdog")
+WAITING = ("comparisons", "deadlock", "lanes", "liveness", "rendezvous", "rollcall", "waiting", "watchdog")
 CORE = ("mesh", "collectives", "shards", "stages", "transforms")
 BESIDE = {f"mesh.{name}" for name in WAITING}
 

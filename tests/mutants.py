@@ -373,8 +373,8 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             TWO,
         ),
         "no sum over replicas": (
-            "                self.under_way = all_reduce(out, along)",
-            "                self.under_way = None",
+            "            return all_reduce(flat, along)",
+            "            return None",
             f"{GRADIENTS}[hybrid_shard-4]",
         ),
         "no wait for the sum over replicas": (
@@ -383,8 +383,10 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             FOUR,
         ),
         "gradients are not cut further": (
-            "self.under_way = reduce_scatter(out, self.into, along, out.new_empty, self.reduction.purpose.number)",
-            "self.out = out.view(along.axis.size, -1)[along.axis.index].clone()",
+            "            self.under_way = _hop(self.reduction, along, out, self.into, lambda n, dtype: ",
+            "            if scatters:\n                self.out = out.view(along.axis.size, -1)[along.axis.index].clone()"
+            "\n                return self.begin()\n"
+            "            self.under_way = _hop(self.reduction, along, out, self.into, lambda n, dtype: ",
             f"{GRADIENTS}[hfsdp-4]",
         ),
         "marks are not looked at": (

@@ -18,9 +18,9 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Literal
 
-import optree
 import torch
 
+from shardfn.callers import LIBRARIES, PACKAGE, kind_of
 from shardfn.check.bits import digest_of
 from shardfn.compat import functorch
 from shardfn.quoting import installed
@@ -158,7 +158,7 @@ def callsite() -> Site | None:
     frame: FrameType | None = sys._getframe(1)
     inner = None
     while frame is not None:
-        if is_users(frame.f_code):
+        if kind_of(frame.f_code.co_filename) not in ("package", "between"):
             inner = None if functorch.is_forward(frame.f_code) else inner or frame
         elif inner is not None:
             break
@@ -166,7 +166,7 @@ def callsite() -> Site | None:
     if inner is None:
         return None
     outer: FrameType | None = inner
-    while outer is not None and (not is_users(outer.f_code) or installed(outer.f_code.co_filename)):
+    while outer is not None and kind_of(outer.f_code.co_filename) != "user":
         outer = outer.f_back
     return _callsite(*_at(inner), *_at(outer or inner))
 
@@ -220,28 +220,22 @@ def _native(*places: str) -> tuple[str, ...]:
 
 Caller = Literal["user", "library", "engine"]
 
-_FOLDERS = (Path(__file__).parents[1], Path(torch.__file__).parent, Path(optree.__file__).parent)
-_NOT_USERS = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
-_PYTHONS = (contextlib.__file__, functools.__file__, threading.__file__)  # modules that call on behalf of others
 _BACKWARD = _native(
     "compat/autograd.py", "transforms/autodiff.py", "transforms/accumulate.py", "transforms/custom_vjp.py"
 )
 """Files that run a backward pass."""
-_FUNCTIONAL = str(_FOLDERS[0].joinpath("collectives", "functional.py"))
-_MODELS = tuple(f"{_FOLDERS[0] / room}{os.sep}" for room in ("parallel", "interop", "stages", "forward_mode"))
+_FUNCTIONAL = PACKAGE + _native("collectives/functional.py")[0]
+_MODELS = tuple(f"{PACKAGE}{room}{os.sep}" for room in ("parallel", "interop", "stages", "forward_mode"))
 _TORCH = Path(torch.__file__).parent
 _MODES = (
     f"{Path(__file__).parent}{os.sep}",
     *(str(_TORCH.joinpath(*place.split("/"))) for place in ("_dynamo/eval_frame.py", "_compile.py")),
     str(_TORCH.joinpath("utils", "_python_dispatch.py")),
-    str(_FOLDERS[0].joinpath("compat", "modes.py")),
+    PACKAGE + _native("compat/modes.py")[0],
 )
 """Files that stand between an op and its caller."""
 _CALLING = "check", "collectives", "compat", "compiled", "forward_mode", "shards", "stages", "transforms"
-_STAND_INS = (
-    *_NOT_USERS[1:],
-    *(f"{_FOLDERS[0] / room}{os.sep}" for room in _CALLING),
-)
+_STAND_INS = (*LIBRARIES, *(f"{PACKAGE}{room}{os.sep}" for room in _CALLING))
 _OPS = _native("collectives/functional.py", "collectives/ops.py", "compat/dispatch.py")
 """Files that implement ops, whoever calls them."""
 _ENGINE = _native(
@@ -249,16 +243,6 @@ _ENGINE = _native(
     "collectives/messages.py", "collectives/agree.py",
 )  # fmt: skip
 """Files that fill and free memory that belongs to none of the user's values."""
-
-
-def is_users(code: CodeType) -> bool:
-    """Whether code belongs to the user: neither to this package nor to torch."""
-    return _is_users(code.co_filename)
-
-
-@functools.cache
-def _is_users(file: str) -> bool:
-    return not file.startswith((*_NOT_USERS, "<frozen", "<eval_with_key>")) and file not in _PYTHONS
 
 
 def called_by(name: str) -> bool:
@@ -296,11 +280,11 @@ def stands_in() -> bool:
 
 @functools.cache
 def _kind(file: str) -> Caller | Literal["torch"]:
-    if file.startswith((*_MODES, *_NOT_USERS[1:], "<frozen")):
+    if file.startswith(_MODES) or (kind := kind_of(file)) == "between":
         return "torch"
-    if not file.startswith(_NOT_USERS[0]):
-        return "torch" if file in _PYTHONS else "user"
-    place = os.path.relpath(file, _FOLDERS[0])
+    if kind != "package":
+        return "user"
+    place = file.removeprefix(PACKAGE)
     if place in _BACKWARD:
         return "user"
     if place in _OPS:
@@ -312,10 +296,10 @@ def who_calls() -> Literal["user", "model", "library"]:
     """Returns who calls a collective: the user's code, this package's model code, or the rest of this package."""
     frame = sys._getframe(1)
     file = frame.f_code.co_filename
-    while frame.f_back is not None and file.startswith((*_NOT_USERS[1:], *_MODES, _FUNCTIONAL)):
+    while frame.f_back is not None and file.startswith((*LIBRARIES, *_MODES, _FUNCTIONAL)):
         frame = frame.f_back
         file = frame.f_code.co_filename
-    if not file.startswith(_NOT_USERS):
+    if kind_of(file) not in ("package", "between"):
         return "user"
     return "model" if file.startswith(_MODELS) else "library"
 

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardfn import callers
 from shardfn.check.bits import digest_of
 from shardfn.collectives import kernels
 from shardfn.collectives.ledger import attribution, unrecorded
 from shardfn.compat import autograd, dispatch, functorch, process_groups
 from shardfn.debugging import debugging
-from shardfn.mesh import callsites, waiting
+from shardfn.mesh import comparisons, waiting
 from shardfn.mesh.axes import axis_of, sizes
 from shardfn.mesh.deadlock import ranks_named
 from shardfn.mesh.grid import Axis
@@ -99,7 +100,7 @@ def _agree(
     described = described if mine is None else [str(mine)]
     text = "\n".join([name, *(" ".join(line.split()) for line in described)]).encode()
     digest = digest_of(text)
-    place = callsites.outside(f"a comparison of {what} of {name!r}", axis.group) if debugging.collectives else None
+    place = comparisons.outside(f"a comparison of {what} of {name!r}", axis.group) if debugging.collectives else None
     if place is not None:
         text = b"\n".join([place.text.encode(), *text.split(b"\n")[1:]])
     alone, known = _alone(name, what, described, before)
@@ -107,14 +108,14 @@ def _agree(
     # A negative length marks a rank whose own arguments are wrong.
     row = torch.tensor([digest, -len(text) if mine else len(text)], device="cpu")
     try:
-        with contextlib.nullcontext() if place is None else callsites.at(place):
+        with contextlib.nullcontext() if place is None else comparisons.at(place):
             note = f"{alone}. {advice}" if known else alone or ("" if described else advice)
             digests, marked = gathered(row, axis, None, f"comparing {what}", name, note).T.tolist()
     except RuntimeError as error:
         parts = [str(error), alone] if waiting.elsewhere(error) else [alone, advice, str(error)]
         raise RuntimeError(bounded(". ".join(filter(None, parts)))) from waiting.cause(error)
     if len(set(digests)) > 1:
-        callsites.alike()
+        comparisons.alike()
         said = texts(text, [*map(abs, marked)], axis, f"comparing {what}, which differ", name)
     if mine is not None:
         raise mine
@@ -321,18 +322,18 @@ def compare(op: str, values: str, axis: Axis, served: bool = False, by: str = DE
         return
     leaf = f"{attribution.leaf}: " if attribution.leaf else ""
     what = f"{op}({leaf}{values})" if values else op
-    line, failed = callsites.caller(), callsites.failure(axis.group)
-    call = op if served or _backward() else callsites.asked(op)
+    line, failed = callers.caller(), comparisons.failure(axis.group)
+    call = op if served or _backward() else callers.asked(op)
     axes = waiting.named(axis.group)
     within = f" in {call}" if call != op else ""
     text = f"{what}{within}{f' over {axes}' if axes else ''}{_purpose(served, line)}, called at {line}{failed}"
-    here = callsites.place(axis.group, text)
+    here = comparisons.place(axis.group, text)
     same = [what, attribution.stage, _backward(), here.inside > 1, line if debugging.collectives and not served else ""]
     counted = f"(number {here.inside} of the call at {here.where})" if here.inside else "(outside of any call)"
-    with callsites.at(here), at_once(), unrecorded():
+    with comparisons.at(here), at_once(), unrecorded():
         difference = _difference(repr(same), f"{text}\n{counted}", axis, by)
     if difference:
-        callsites.alike()
+        comparisons.alike()
         advice = ALIKE + _DROPPED * ("in backward" in difference)
         raise ValueError(f"{by}: collectives differ between ranks: {difference}. {advice}")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.mesh import callsites
+from shardfn import callers
 
 Late = tuple[Tensor, Callable[[Tensor], str | None]]
 
@@ -59,4 +59,4 @@ def refuse_traced(what: str) -> None:
     """Raises RuntimeError if this thread traces a step, whose tensors have no numbers to send."""
     watch = current.watch
     if watch is not None and watch.traces:
-        raise RuntimeError(f"{watch.name}: a compiled step cannot hold {what} (at {callsites.caller()})")
+        raise RuntimeError(f"{watch.name}: a compiled step cannot hold {what} (at {callers.caller()})")

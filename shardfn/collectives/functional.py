@@ -28,11 +28,11 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.callers import asked
 from shardfn.check import recording
 from shardfn.collectives import kernels, ops
 from shardfn.collectives.ledger import attribution
 from shardfn.debugging import debugging
-from shardfn.mesh.callsites import asked
 from shardfn.mesh.grid import Axis, AxisName, as_names
 from shardfn.mesh.planned import notes, planned
 from shardfn.mesh.scope import bound_axis, current_device, refuse_independent

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn.callers import caller
 from shardfn.check import recording
 from shardfn.check.callsites import paused
 from shardfn.check.findings import Finding, VaryingError
@@ -23,7 +24,6 @@ from shardfn.collectives.agree import DEBUG, agree, compare, gathered, values
 from shardfn.collectives.ledger import unrecorded
 from shardfn.compat import dispatch, functorch, process_groups
 from shardfn.debugging import debugging
-from shardfn.mesh.callsites import caller
 from shardfn.mesh.grid import Axis, AxisName
 from shardfn.mesh.scope import bound_axis
 

@@ -22,7 +22,7 @@ from shardfn.compiled import regions
 from shardfn.compiled.captured import Form, Program, apart, donate
 from shardfn.compiled.graphed import ALIKE, NTH_CALL, Graphs, host_checks
 from shardfn.compiled.tracing import TENSOR, Trace
-from shardfn.mesh import callsites, watchdog
+from shardfn.mesh import comparisons, watchdog
 from shardfn.mesh.axes import known_axes
 from shardfn.mesh.scope import scope
 from shardfn.quoting import listed, short_errors
@@ -105,7 +105,7 @@ class Programs(Graphs):
         ]
         _log.info("%s: compiles for arguments of shapes %s", self.name, listed(shapes))
         made = _Compiled(trace, meshes)
-        callsites.reached(f"{self.name} began to compile")
+        comparisons.reached(f"{self.name} began to compile")
         # One process of a host compiles, and the others find what it made on disk. What is for a GPU is for that alone.
         apart = bool(meshes) and program.device.type == "cpu"
         leads = int(os.environ.get("LOCAL_RANK", process_groups.global_rank())) == 0
@@ -114,7 +114,7 @@ class Programs(Graphs):
                 if not apart or first is leads:
                     made.compile()
             agree([], meshes, self.name, subject=("the programs", watchdog.COMPILES))
-        callsites.reached(f"{self.name} was compiled")
+        comparisons.reached(f"{self.name} was compiled")
         return made
 
 

@@ -13,6 +13,7 @@ import optree
 import torch
 from torch import Tensor, fx
 
+from shardfn import callers
 from shardfn.collectives import ops
 from shardfn.collectives.capturing import capturing
 from shardfn.collectives.ledger import attribution, unrecorded
@@ -25,7 +26,6 @@ from shardfn.compiled.captured import Program, meaning, same_elements
 from shardfn.compiled.pure import overwrites, pure
 from shardfn.compiled.stages import in_graph
 from shardfn.compiled.watch import StepWatch, written
-from shardfn.mesh import callsites
 from shardfn.quoting import listed, short
 from shardfn.shards.partition import with_leaves
 
@@ -225,7 +225,7 @@ class _TraceWatch(StepWatch):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not dispatch.is_op(func):
-            raise RuntimeError(f"{self.name}: a compiled step cannot hold {func} (at {callsites.caller()})")
+            raise RuntimeError(f"{self.name}: a compiled step cannot hold {func} (at {callers.caller()})")
         if func.namespace == "profiler":
             with dispatch.outside_modes():
                 return func(*args, **kwargs)
@@ -242,14 +242,14 @@ class _TraceWatch(StepWatch):
             return self._elsewhere(func, args, kwargs)
         if self.reset and torch.Tag.nondeterministic_seeded in func.tags:
             raise RuntimeError(
-                f"{self.name}: {func.name()} at {callsites.caller()} draws random numbers after their state was set, "
+                f"{self.name}: {func.name()} at {callers.caller()} draws random numbers after their state was set, "
                 f"as by torch.manual_seed or in torch.utils.checkpoint, which a compiled step does not do again: use "
                 f"stage(..., remat=True), or checkpoint(..., preserve_rng_state=False) around what draws none"
             )
         for x in tensors:
             if inductor.traced_elsewhere(x):
                 raise RuntimeError(
-                    f"{self.name}: {func.name()} at {callsites.caller()} uses a tensor of shape {list(x.shape)} that "
+                    f"{self.name}: {func.name()} at {callers.caller()} uses a tensor of shape {list(x.shape)} that "
                     f"an earlier call kept in a list, a cache or an attribute: return it, and pass it to the next call"
                 )
         if any(map(dispatch.fake, tensors)) or torch.Tag.nondeterministic_seeded in func.tags:
@@ -277,7 +277,7 @@ class _TraceWatch(StepWatch):
         for x in written(func, args, kwargs, Tensor):
             if x._base is not None:
                 raise RuntimeError(
-                    f"{self.name}: {func.name()} at {callsites.caller()} overwrites a part of a tensor of shape "
+                    f"{self.name}: {func.name()} at {callers.caller()} overwrites a part of a tensor of shape "
                     f"{list(x._base.shape)} from elsewhere: pass that tensor as an argument, and return it"
                 )
             self.overwritten.append(x)
@@ -345,7 +345,7 @@ def _memory(name: str) -> Iterator[None]:
     def put(x: Tensor, y: Tensor) -> None:
         if capturing() is not None and not (dispatch.fake(x) and same_elements(x, y)):
             raise RuntimeError(
-                f"{name}: x.data = y at {callsites.caller()} gives a tensor other memory, which a compiled step cannot "
+                f"{name}: x.data = y at {callers.caller()} gives a tensor other memory, which a compiled step cannot "
                 f"hold: write x.copy_(y)"
             )
         plain.__set__(x, y)

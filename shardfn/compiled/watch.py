@@ -17,9 +17,9 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn import callers
 from shardfn.collectives.capturing import Watch, current
 from shardfn.compat import autograd, modes
-from shardfn.mesh import callsites
 
 _aten: Any = torch.ops.aten
 _READS = {
@@ -95,7 +95,7 @@ class StepWatch(Watch, modes.Watching):
                 if watched and self.device.type == "cpu":
                     self._mark(x)
                 if self._watches(x):
-                    what = f"of shape {list(x.shape)}, made by {func.name()} at {callsites.caller()},"
+                    what = f"of shape {list(x.shape)}, made by {func.name()} at {callers.caller()},"
                     self._made[autograd.storage_of(x)] = autograd.weak_storage(x), what
         return result
 
@@ -154,7 +154,7 @@ class StepWatch(Watch, modes.Watching):
                 pairs = zip(self.before[i][1], numbers, strict=False)
                 was, now = next(((a, b) for a, b in pairs if repr(a) != repr(b)), (self.before[i][1], numbers))
                 raise RuntimeError(
-                    f"{self.name}: {func.name()} at {callsites.caller()} gets the number {now!r}, and at the last call "
+                    f"{self.name}: {func.name()} at {callers.caller()} gets the number {now!r}, and at the last call "
                     f"{was!r}: the host computes it, so a graph would keep it as it is now. Pass it as a 0-d tensor "
                     f"among the arguments, or return it with the state"
                 )
@@ -162,7 +162,7 @@ class StepWatch(Watch, modes.Watching):
 
     def _refuse_change(self, how: str) -> None:
         raise RuntimeError(
-            f"{self.name}: the step {how} (at {callsites.caller()}): a graph always does the same. What the step reads "
+            f"{self.name}: the step {how} (at {callers.caller()}): a graph always does the same. What the step reads "
             f"besides its arguments must not change, and branches go by arguments that are not tensors"
         )
 
@@ -198,7 +198,7 @@ class StepWatch(Watch, modes.Watching):
             and not args[1].is_floating_point()
         ):
             raise RuntimeError(
-                f"{self.name}: {func.name()} at {callsites.caller()} raises an integer to a power that has become a "
+                f"{self.name}: {func.name()} at {callers.caller()} raises an integer to a power that has become a "
                 f"tensor of integers, where negative powers are 0: write {float(args[0])} ** n"
             )
         if kwargs.get("pin_memory") or packet is _aten._pin_memory:
@@ -210,7 +210,7 @@ class StepWatch(Watch, modes.Watching):
                     "from a torch.Generator, such as fold_in makes, which a graph does not advance: draw from torch's "
                     "own generator, torch.rand(...) or F.dropout, or pass the numbers among the arguments"
                 )
-                raise RuntimeError(f"{self.name}: {func.name()} at {callsites.caller()} draws {why}")
+                raise RuntimeError(f"{self.name}: {func.name()} at {callers.caller()} draws {why}")
 
     def _counts(self, packet: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether the size of a result depends on numbers."""
@@ -223,7 +223,7 @@ class StepWatch(Watch, modes.Watching):
 
     def _refuse_host(self, what: str, fix: str) -> None:
         raise RuntimeError(
-            f"{self.name}: {what} at {callsites.caller()}, but nothing has run yet when a step is captured, and a "
+            f"{self.name}: {what} at {callers.caller()}, but nothing has run yet when a step is captured, and a "
             f"graph runs without the host: {fix}"
         )
 

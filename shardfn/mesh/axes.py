@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardfn import callers
 from shardfn.compat import devices
-from shardfn.mesh import callsites, waiting
+from shardfn.mesh import waiting
 from shardfn.mesh.grid import ALONE, Axis, AxisName, Grid, as_names, show
 from shardfn.mesh.groups import connected, group_over, world_of_thread
 from shardfn.mesh.lanes import lane
@@ -64,7 +65,7 @@ def check_axes(names: tuple[str, ...], mesh: DeviceMesh, where: str) -> None:
     for name in names:
         if name not in have:
             raise ValueError(
-                f"{callsites.asked(where)}: unknown axis {short(repr(name))}; the mesh has {short(show(have), 800)}"
+                f"{callers.asked(where)}: unknown axis {short(repr(name))}; the mesh has {short(show(have), 800)}"
             )
         if names.count(name) > 1:
             raise ValueError(

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardfn import callers
 from shardfn.compat import autograd, dynamo
 from shardfn.compat.replacing import replaced
 from shardfn.debugging import debugging
-from shardfn.mesh import callsites, lanes
+from shardfn.mesh import comparisons, lanes
 from shardfn.mesh.axes import Axes, axis_of, device_of, grid_of, known_axes, mesh_numbered
 from shardfn.mesh.grid import ALONE, Axis, AxisName, Grid, as_names
 from shardfn.mesh.groups import world_of_thread
@@ -43,7 +44,7 @@ def scope(mesh: DeviceMesh, axes: Axes | None = None) -> contextlib.AbstractCont
 
 @contextlib.contextmanager
 def _watched(mesh: DeviceMesh, axes: Axes | None) -> Iterator[None]:
-    with callsites.body(), _scoped(mesh, axes):
+    with comparisons.body(), _scoped(mesh, axes):
         yield
 
 
@@ -104,13 +105,13 @@ def bound_axis(axis: AxisName, where: str) -> Axis:
     """
     if not isinstance(axis, str) and not (isinstance(axis, tuple) and all(isinstance(name, str) for name in axis)):
         got = type(axis).__name__ if isinstance(axis, torch.Tensor) or "tensor(" in repr(axis) else repr(axis)
-        raise TypeError(f"{callsites.asked(where)}: an axis is a name or a tuple of names, not {got}")
+        raise TypeError(f"{callers.asked(where)}: an axis is a name or a tuple of names, not {got}")
     if not axis:
         return ALONE
     axes = axes_here()
     if axes is None:
         raise NameError(
-            f"{callsites.asked(where)}: there is no mesh in scope, so the axis {axis!r} means nothing here. "
+            f"{callers.asked(where)}: there is no mesh in scope, so the axis {axis!r} means nothing here. "
             f"Call it under shardfn.shard_map(f, mesh=..., in_specs=..., out_specs=...)."
         )
     if torch.compiler.is_compiling():

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardfn import callers
 from shardfn.compat import process_groups
 from shardfn.debugging import debugging
-from shardfn.mesh import callsites, watchdog
+from shardfn.mesh import comparisons, watchdog
 from shardfn.mesh.deadlock import CALL, SHOWN, State, advised, ranks_named, standing
 from shardfn.mesh.watchdog import arrivals, broken_groups, waits
 
@@ -91,7 +92,7 @@ class on:
             tell(self)
         if isinstance(error, RuntimeError) and (outcome := _failed(self, error)) is not error:
             if self.ranks is None and not self.renewed and watchdog.STAYS not in str(outcome):
-                broken_groups[self.group] = f"{callsites.caller()}, where {outcome}"
+                broken_groups[self.group] = f"{callers.caller()}, where {outcome}"
             raise outcome from None  # the new error quotes the backend's message
 
     @property
@@ -114,7 +115,7 @@ def during(call: str) -> Iterator[None]:
     thread = get_ident()
     outermost = thread not in watchdog.calls
     if outermost:
-        watchdog.calls[thread] = f"{call}, called at {callsites.caller()}" if debugging.collectives else call
+        watchdog.calls[thread] = f"{call}, called at {callers.caller()}" if debugging.collectives else call
     try:
         yield
     finally:
@@ -147,7 +148,7 @@ def forget(groups: Iterable[str]) -> None:
         arrivals.pop(key, None)
     for name in names:
         broken_groups.pop(name, None)
-    callsites.forget(names)
+    comparisons.forget(names)
 
 
 def meet(name: str, ranks: Sequence[int], what: str, of: str) -> None:
@@ -239,7 +240,7 @@ def _failed(wait: on, error: RuntimeError) -> RuntimeError:
     if stalled and not gone:
         return RuntimeError(advised(f"{message}: {standing(stalled, states)}"))
     subject = f"{ranks_named(gone)} {'has' if len(gone) == 1 else 'have'}" if gone else "a rank has"
-    last = callsites.last()
+    last = comparisons.last()
     look = "look first at its output, and at the system's log"
     if silent:
         last = f". The last that all ranks came to was {last}" if last else ""

@@ -9,9 +9,9 @@ publishes nothing: a rank of its host that waits for it does so in its place. It
 counts as lost only once all others have come. If a thread that waits for such a rank does not wake, the process ends,
 since nothing else would end the wait.
 
-With `debug(collectives=True)` ranks also publish where they stand, see `callsites`: their next operation, the last one
-that all reached, and the calls that they have left. A rank that has left a call can no longer come to what others wait
-for in that call.
+With `debug(collectives=True)` ranks also publish where they stand, see `comparisons`: their next operation, the last
+one that all reached, and the calls that they have left. A rank that has left a call can no longer come to what others
+wait for in that call.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from shardfn import callers
 from shardfn.compat import process_groups
 from shardfn.debugging import debugging
-from shardfn.mesh import callsites, liveness
+from shardfn.mesh import comparisons, liveness
 from shardfn.mesh.deadlock import (
     BARRIER,
     State,
@@ -105,7 +106,7 @@ def joined() -> None:
 def _clear() -> None:
     for state in (waits, arrivals, broken_groups):
         state.clear()
-    callsites.clear()
+    comparisons.clear()
 
 
 def _forked() -> None:
@@ -158,7 +159,7 @@ def goes_on() -> None:
 
 def state_of(beat: int, stuck: dict[int, on], vain: Vain | None = None, ended: str = "") -> State:
     """Returns the state that this rank publishes, with the waits that take long."""
-    state = {"beat": beat, "ended": ended, "vain": vain or {}, "last": callsites.last(), "left": callsites.left()}
+    state = {"beat": beat, "ended": ended, "vain": vain or {}, "last": comparisons.last(), "left": comparisons.left()}
     state["broken"] = dict(broken_groups)
     if not stuck and not ended:
         return {**state, "threads": None, "counts": {}}
@@ -183,12 +184,12 @@ def state_of(beat: int, stuck: dict[int, on], vain: Vain | None = None, ended: s
 def _wait(thread: int, wait: on | None) -> dict[str, Any] | None:
     if wait is None:
         return None
-    place, told = callsites.reaching.get(thread), text_of(wait, thread)
+    place, told = comparisons.reaching.get(thread), text_of(wait, thread)
     return {
         "group": wait.group,
         "ranks": ranks_of(wait),
         "told": told,
-        "where": "" if "called at" in told else callsites.of_thread(thread),
+        "where": "" if "called at" in told else callers.of_thread(thread),
         "note": "" if wait.note in (STARTS, COMPILES) else short(wait.note, 640),
         "key": wait.key,
         "count": wait.count,
@@ -200,7 +201,7 @@ def _wait(thread: int, wait: on | None) -> dict[str, Any] | None:
 
 def text_of(wait: on, thread: int) -> str:
     """Describes what a thread waits for, with the user's call."""
-    call, place = calls.get(thread), callsites.reaching.get(thread)
+    call, place = calls.get(thread), comparisons.reaching.get(thread)
     text = str(wait) if place is None else place.text
     return f"{text} in {call}" if call else text
 
@@ -322,7 +323,7 @@ class Watcher:
         self.spoke = {thread: when for thread, when in self.spoke.items() if thread in stuck}
         if any(now - began >= tick for _, began in since.values()) and self.vanished(stuck):
             return
-        if stuck or self.told or self.stands != (callsites.last(), callsites.left()):
+        if stuck or self.told or self.stands != (comparisons.last(), comparisons.left()):
             self.tell(stuck)
         # More rarely in a large world, all of whose ranks read from one store.
         if stuck and self.beat % (1 + dist.get_world_size() // 64) == 0:
@@ -401,7 +402,7 @@ class Watcher:
         """Publishes how this rank stands, with these waits."""
         self.reach()
         self.beat += 1
-        self.told, self.stands = bool(stuck), (callsites.last(), callsites.left())
+        self.told, self.stands = bool(stuck), (comparisons.last(), comparisons.left())
         self.publish(self.store, self.beat, stuck, self.ended)
 
     def publish(self, store: Any, beat: int, stuck: dict[int, on], ended: str) -> None:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn.callers import asked
 from shardfn.check import recording
 from shardfn.collectives import ops
 from shardfn.collectives.functional import all_gather, all_to_all, axis_index, axis_size
 from shardfn.compat import attention as kernels
-from shardfn.mesh.callsites import asked
 from shardfn.mesh.grid import AxisName, as_names
 from shardfn.mesh.scope import bound_axis
 from shardfn.parallel.linear import wide

@@ -6,7 +6,6 @@ derivative is computed.
 
 from __future__ import annotations
 
-import os
 import pathlib
 import sys
 from types import CodeType, FrameType
@@ -14,12 +13,11 @@ from typing import NamedTuple
 
 import torch
 
+from shardfn.callers import PACKAGE, kind_of
 from shardfn.compat import autograd
 from shardfn.compat.flops import operation_number
-from shardfn.simulated.operations import ELSEWHERE, MODELS, PACKAGE
 
 _UNSEEN = ("simulated/", "plans/", "testing/", "compat/modes.py")
-_LIBRARY = (*ELSEWHERE, str(pathlib.Path(os.__file__).parent) + "/", "<")
 # What part of the package makes memory for what; a folder or a file of it. The first that is on the stack decides.
 _PARTS = {
     "stages/gather.py": "gathered",
@@ -125,12 +123,12 @@ class Places:
 
     def _seen(self, code: CodeType) -> _Code:
         file = code.co_filename
-        if file.startswith(PACKAGE) and not file.startswith(MODELS):
+        if (whose := kind_of(file)) == "package":
             name = file.removeprefix(PACKAGE)
             parts = [part for start, part in _PARTS.items() if name.startswith(start)]
             kind = "library" if name.startswith(_UNSEEN) else "package"
             found = _Code(kind, parts[0] if parts else "", f"{name} {code.co_name}")
-        elif file.startswith(_LIBRARY):
+        elif whose in ("between", "python"):
             name = code.co_name if file.endswith(("utils/checkpoint.py", "autograd/graph.py")) else ""
             found = _Code("library", "", name)
         else:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardfn.callers import asked
 from shardfn.collectives import functional
 from shardfn.collectives.agree import agree, failing_together
 from shardfn.compat import dynamo, functorch, process_groups
 from shardfn.mesh import waiting
-from shardfn.mesh.callsites import asked
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.mesh.selectors import Chosen, Which, chosen

@@ -7,7 +7,6 @@ import math
 import pathlib
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardfn.callers import PACKAGE, kind_of
 from shardfn.collectives import ops
 from shardfn.compat import dispatch, dynamo, modes, process_groups
 from shardfn.compat.dispatch import tensors_in
@@ -32,13 +32,7 @@ NAME = "sim"
 
 _aten: Any = torch.ops.aten
 _DEVICE: Any = torch.ops.prim.device.default
-_HERE = pathlib.Path(__file__).resolve().parent
-PACKAGE = f"{_HERE.parent}/"
-_TOOLS = (*(f"{_HERE.parent}/{name}/" for name in ("simulated", "testing", "plans")), f"{_HERE.parent}/quoting.py")
-MODELS = f"{PACKAGE}shapes/"  # known models, which stand for the user's
-_BETWEEN = (*_TOOLS, str(modes.__file__), str(weakref.__file__))
-ELSEWHERE = tuple(str(pathlib.Path(str(module.__file__)).parent) + "/" for module in (torch, optree))
-_STANDARD = str(pathlib.Path(str(threading.__file__)).parent) + "/"  # also the parent of other packages, as a rule
+_TOOLS = tuple(PACKAGE + name for name in ("simulated/", "testing/", "plans/", "quoting.py", "compat/modes.py"))
 
 _pinned: ByStorage[bool] = ByStorage()
 opened: list[Device] = []  # the one that is simulated now, if one is
@@ -568,9 +562,9 @@ def _lines() -> Iterator[tuple[str, bool]]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        ours = file.startswith(PACKAGE) and not file.startswith(MODELS)
-        standard = file.startswith(_STANDARD) and "-packages/" not in file
-        if not file.startswith((*_BETWEEN, *ELSEWHERE, "<")) and (ours or not standard):
+        kind = kind_of(file)
+        ours = kind == "package" and not file.startswith(_TOOLS)
+        if ours or kind in ("user", "installed"):
             name = f"shardfn/{file.removeprefix(PACKAGE)}" if ours else pathlib.PurePath(file).name
             yield f"{name}:{frame.f_lineno}", ours
         frame = frame.f_back

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from shardfn.tiers.offload import GradOffload
 from shardfn.transforms.step import Defer, GradientSum, Step, wider
 
 _HOST = torch.device("cpu")
+_Memory = Callable[[int, torch.dtype], Tensor]
 
 
 class PendingReduction:
@@ -93,38 +94,22 @@ class PendingReduction:
         if not self.hops:
             return self
         op, along = self.along = self.hops.pop(0)
-        layout, out = self.reduction.layout, self.out
-        if self.reduction.format is not None:
-            return self._begin_encoded(op, along, self.reduction.format, room_for)
-        marks = _marks(layout, out.dtype, out.device)
-        room = len(marks) * (along.axis.size if op == "reduce_scatter" else 1)
-        self.marks = out.dtype if self.ends and along.checks and len(out) >= room else None
-        if self.marks is not None:
-            out[len(out) - len(marks) :].copy_(marks)
+        layout, out, scatters = self.reduction.layout, self.out, op == "reduce_scatter"
+        self.marks = None
+        if self.reduction.format is None:
+            marks = _marks(layout, out.dtype, out.device)
+            room = len(marks) * (along.axis.size if scatters else 1)
+            if self.ends and along.checks and len(out) >= room:
+                self.marks = out.dtype
+                out[len(out) - len(marks) :].copy_(marks)
+        elif scatters:
+            self.levels = self.levels[1:]
+            out = self.levels[0].ordered(out) if self.levels else out
+        self.into = None
+        if scatters:
+            self.into = out.new_empty(len(out) // along.axis.size) if room_for is None else room_for
         with attributed_to(layout.stage, backward=True):
-            if op == "all_reduce":
-                self.under_way = all_reduce(out, along)
-            else:
-                self.into = out.new_empty(len(out) // along.axis.size) if room_for is None else room_for
-                self.under_way = reduce_scatter(out, self.into, along, out.new_empty, self.reduction.purpose.number)
-        return self
-
-    def _begin_encoded(self, op: str, along: Communicator, format: Format, room_for: Tensor | None) -> PendingReduction:
-        """Starts the next hop in a quantized format."""
-        layout, out = self.reduction.layout, self.out
-        self.marks, tag = None, functools.partial(_tag, layout, format)
-
-        def room(nbytes: int) -> Tensor:
-            return torch.empty(nbytes, dtype=torch.uint8, device=out.device)
-
-        with attributed_to(layout.stage, backward=True):
-            if op == "all_reduce":
-                self.under_way = compressed.all_reduce(out, along, format, tag, room)
-            else:
-                self.levels = self.levels[1:]
-                out = self.levels[0].ordered(out) if self.levels else out
-                self.into = out.new_empty(len(out) // along.axis.size) if room_for is None else room_for
-                self.under_way = compressed.reduce_scatter(out, self.into, along, format, tag, room)
+            self.under_way = _hop(self.reduction, along, out, self.into, lambda n, dtype: out.new_empty(n, dtype=dtype))
         return self
 
     def ahead(self, side: Any) -> None:
@@ -212,6 +197,18 @@ class PendingReduction:
         if self.marks is not None and self.ends:
             marks = _marks(self.reduction.layout, self.marks, _HOST).to(self.out.dtype)
             _compare(self.out[len(self.out) - len(marks) :], marks, stage)
+
+
+def _hop(reduction: Reduction, along: Communicator, flat: Tensor, into: Tensor | None, memory: _Memory) -> Handle:
+    """Starts to sum a gradient over ranks, to this rank's piece `into`; with None, all of it in its own place."""
+    if (format := reduction.format) is None:
+        if into is None:
+            return all_reduce(flat, along)
+        return reduce_scatter(flat, into, along, lambda n: memory(n, flat.dtype), reduction.purpose.number)
+    tag = functools.partial(_tag, reduction.layout, format)
+    if into is None:
+        return compressed.all_reduce(flat, along, format, tag, lambda n: memory(n, torch.uint8))
+    return compressed.reduce_scatter(flat, into, along, format, tag, lambda n: memory(n, torch.uint8))
 
 
 def _stream(x: Tensor) -> Any:
@@ -376,22 +373,22 @@ class Reductions:
             return self._sent(PendingReduction(reduction, flat, total, deferred))
         marked = flat.dtype
 
-        def received(n: int, dtype: torch.dtype) -> Tensor:
+        def memory(n: int, dtype: torch.dtype) -> Tensor:
             source.append(self._memory(n * dtype.itemsize, flat))
             return source[-1].part(0, n * dtype.itemsize, dtype)
 
         if reduction.format is None:
             out = torch.empty(layout.piece, dtype=reduction.dtypes.shard, device=self.device)
-            handle = reduce_scatter(flat, out, shard, lambda n: received(n, marked), reduction.purpose.number)
+            handle = _hop(reduction, shard, flat, out, memory)
         else:
             dtype = torch.promote_types(reduction.dtypes.sum, torch.float32)
             first = reduction.route.levels[0]
             flat, shard = first.ordered(flat), first.along
             out = torch.empty(len(flat) // shard.axis.size, dtype=dtype, device=self.device)
-            tag = functools.partial(_tag, layout, reduction.format)
-            room = received(compressed.scratch_bytes(len(flat), shard, reduction.format), torch.uint8)
+            # Not on the stream that encodes: it goes back to this one.
+            room = memory(compressed.scratch_bytes(len(flat), shard, reduction.format), torch.uint8)
             with attributed_to(layout.stage, backward=True), self._encoding():
-                handle = compressed.reduce_scatter(flat, out, shard, reduction.format, tag, lambda _: room)
+                handle = _hop(reduction, shard, flat, out, lambda n, dtype: room)
         pending = PendingReduction(reduction, out, total, deferred)
         return self._sent(pending.scattering(handle, shard, marked, [*source, flat]))
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardfn import callers
 from shardfn.check.bits import bits, constant, whole
 from shardfn.check.callsites import paused
 from shardfn.check.case import Argument, Case, Compared
@@ -30,7 +31,6 @@ from shardfn.check.values import like_of
 from shardfn.collectives.agree import compare
 from shardfn.collectives.ledger import unrecorded
 from shardfn.compat import functorch
-from shardfn.mesh import callsites
 from shardfn.mesh.axes import known_axes, sizes
 from shardfn.mesh.grid import as_names
 from shardfn.mesh.scope import current_mesh
@@ -196,7 +196,7 @@ class Checked:
         if any(f.kind not in PROBABLY for f in ordered):
             raise VaryingError(said(self.name, ordered, False), ordered)
         if ordered:
-            file, line, names = callsites.warned(self.function)
+            file, line, names = callers.warned(self.function)
             warning = VaryingWarning(said(self.name, ordered, True), ordered)
             registry = names.setdefault("__warningregistry__", {})
             warnings.warn_explicit(warning, VaryingWarning, file, line, names.get("__name__"), registry)

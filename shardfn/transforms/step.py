@@ -14,7 +14,7 @@ from torch import Tensor
 from shardfn.compat import autograd
 from shardfn.compat.replacing import replaced
 from shardfn.debugging import debugging
-from shardfn.mesh import callsites
+from shardfn.mesh import comparisons
 
 Defer = Literal["nothing", "replicas", "everything"]
 
@@ -120,7 +120,7 @@ class Step:
 
     def __enter__(self) -> Step:
         if debugging.collectives:
-            self.watched = callsites.body()
+            self.watched = comparisons.body()
             self.watched.__enter__()
         _steps.open.append(self)
         self.live = True

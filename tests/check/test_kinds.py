@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardfn as sf
-from shardfn import P
+from shardfn import P, callers
 from shardfn.check import callsites, findings
 from shardfn.shards.pieces import units
 from shardfn.testing import World, WorldError, world
@@ -34,7 +34,7 @@ def test_the_files_by_which_callers_are_known_are_there() -> None:
         *callsites._MODES,
         *callsites._STAND_INS,
         *callsites._MODELS,
-        *callsites._PYTHONS,
+        *callers._CALLING,
         callsites._FUNCTIONAL,
     ):
         assert Path(place).exists(), place

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardfn as sf
-from shardfn.mesh import callsites
+from shardfn import callers
 from shardfn.testing import World
 
 SOURCE = """
@@ -111,18 +111,18 @@ def test_the_users_line_is_named(world: World, name: str) -> None:
 
 def test_the_debug_mode_names_the_users_line_and_where_it_led() -> None:
     module = package()
-    assert callsites.caller() == f"{__file__}:{sys._getframe().f_lineno}"
-    place = module.calls(callsites.caller)
+    assert callers.caller() == f"{__file__}:{sys._getframe().f_lineno}"
+    place = module.calls(callers.caller)
     assert place.startswith(f"{__file__}:")
     assert place.endswith(" (in installed_package/means.py:7)")
     with pytest.raises(KeyError) as caught:
         module.fails()
-    raised = callsites._raised_at(caught.value)
+    raised = callers.raised_at(caught.value)
     assert raised.startswith(f"{__file__}:")
     assert raised.endswith(" (in installed_package/means.py:10)")
 
 
 def test_a_program_that_is_itself_installed_is_named() -> None:
-    assert callsites._users_line([("/usr/none.py", 3)]) == "/usr/none.py:3"
+    assert callers._users_line([("/usr/none.py", 3)]) == "/usr/none.py:3"
     inner = sysconfig.get_paths()["purelib"] + "/a/b.py"
-    assert callsites._users_line([(inner, 3), (inner, 9)]) == "a/b.py:3"
+    assert callers._users_line([(inner, 3), (inner, 9)]) == "a/b.py:3"

@@ -1,0 +1,122 @@
+"""Whose code runs: finds the user's line that led here, in the stack of calls."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import optree
+import torch
+
+from shardfn.quoting import installed
+
+Kind = Literal["package", "between", "python", "installed", "user"]
+
+PACKAGE = f"{Path(__file__).parent}{os.sep}"
+LIBRARIES = tuple(f"{Path(str(module.__file__)).parent}{os.sep}" for module in (torch, optree))
+UNKNOWN = "an unknown line"
+
+_CALLING = frozenset(str(module.__file__) for module in (contextlib, functools, threading))  # on behalf of others
+_PYTHON = f"{Path(str(threading.__file__)).parent}{os.sep}"  # as a rule it has the folder of packages, too
+_MODELS = f"{PACKAGE}shapes{os.sep}"  # known models, which stand for the user's
+_LOOPS = f"{PACKAGE}run"
+
+
+@functools.cache
+def kind_of(file: str) -> Kind:
+    """Whose code a file is.
+
+    Returns:
+        `"package"` for this one's; `"between"` for torch's, and what else calls on behalf of others; `"python"` for the
+        standard library's; `"installed"` for another package's; otherwise `"user"`.
+    """
+    if file.startswith(PACKAGE):
+        return "user" if file.startswith(_MODELS) else "package"
+    if file.startswith((*LIBRARIES, "<frozen", "<eval_with_key>")) or file in _CALLING:
+        return "between"
+    if file.startswith(_PYTHON) and "-packages" not in file:
+        return "python"
+    return "installed" if installed(file) else "user"
+
+
+def caller() -> str:
+    """The innermost line of the user; in backward, the line that called backward."""
+    return _users_line(_lines(sys._getframe(1)))
+
+
+def of_thread(thread: int) -> str:
+    """The innermost line of the user on a thread, wherever that is now; empty if there is none."""
+    line = _users_line(_lines(sys._current_frames().get(thread)))
+    return "" if line == UNKNOWN else line
+
+
+def raised_at(error: BaseException) -> str:
+    """The innermost line of the user that an error passed through."""
+    lines, traceback = list[tuple[str, int]](), error.__traceback__
+    while traceback is not None:
+        lines.insert(0, (traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return _users_line(lines)
+
+
+def asked(inner: str) -> str:
+    """The package's function that the user's line calls, for a message of one that runs inside it.
+
+    Args:
+        inner: the name of the function that runs; it is returned if it says more than that, or if the user calls no
+            function by name.
+    """
+    if torch.compiler.is_compiling() or not inner.isidentifier():
+        return inner
+    names, frame = list[str](), sys._getframe(1)
+    while (kind := kind_of(frame.f_code.co_filename)) != "user":
+        if kind == "package" and "<locals>" not in frame.f_code.co_qualname:
+            names.append(frame.f_code.co_qualname)
+        if frame.f_back is None:
+            return inner
+        frame = frame.f_back
+    name = names[-1].replace("Functional.", "model.") if names else "_"
+    return inner if re.search(r"(^|\.)_|[A-Z]", name) else name
+
+
+def warned(f: Callable[..., Any]) -> tuple[str, int, dict[str, Any]]:
+    """Where a warning about a call of `f` belongs: file, line, and the names of that module.
+
+    It is the user's line that calls it. Of a function that this package calls, as a loop calls its step, it is the line
+    that defines it.
+    """
+    frame, folders = sys._getframe(1), set()
+    while frame.f_back is not None and kind_of(frame.f_code.co_filename) != "user":
+        folders.add(os.path.dirname(frame.f_code.co_filename))
+        frame = frame.f_back
+    code = getattr(inspect.unwrap(f), "__code__", None)
+    if _LOOPS in folders and code is not None and kind_of(code.co_filename) == "user":
+        return code.co_filename, code.co_firstlineno, inspect.unwrap(f).__globals__
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_globals
+
+
+def _lines(frame: FrameType | None) -> Iterator[tuple[str, int]]:
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+
+
+def _users_line(lines: Iterable[tuple[str, int]]) -> str:
+    """The first of these lines, from the innermost on, that is the user's, and where it led in another package."""
+    within = ""
+    for file, number in lines:
+        kind = kind_of(file)
+        if kind == "user":
+            return f"{file}:{number}" + (f" (in {within})" if within else "")
+        if kind in ("python", "installed"):
+            within = within or f"{installed(file)}:{number}"
+    return within or UNKNOWN
