@@ -384,7 +384,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
         "gradients are not cut further": (
             "            self.under_way = _hop(self.reduction, along, out, self.into, lambda n, dtype: ",
-            "            if scatters:\n                self.out = out.view(along.axis.size, -1)[along.axis.index].clone()"
+            "            if scatters:\n                self.out = out.chunk(along.axis.size)[along.axis.index].clone()"
             "\n                return self.begin()\n"
             "            self.under_way = _hop(self.reduction, along, out, self.into, lambda n, dtype: ",
             f"{GRADIENTS}[hfsdp-4]",
