@@ -1,4 +1,4 @@
-"""The table of transforms in the README is the one that the benchmark finds."""
+"""The table of transforms on the page on derivatives is the one that the benchmark finds."""
 
 import re
 from pathlib import Path
@@ -9,12 +9,12 @@ import torch
 from benchmarks.transforms import RANKS, SYSTEMS, TRANSFORMS, _verdict, outcome
 from shardfn.testing import world
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/explanation/derivatives.md"
 
 
 def quoted() -> dict[tuple[str, str], str]:
-    """By transform and system; a row of the README may name several transforms."""
-    section = README.read_text().split("## Transforms of sharded values")[1].split("\n## ")[0]
+    """By transform and system; a row of the page may name several transforms."""
+    section = PAGE.read_text().split("## Beside other systems")[1].split("\n## ")[0]
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     (_, *systems), _, *rows = lines
     found = {}
@@ -26,12 +26,12 @@ def quoted() -> dict[tuple[str, str], str]:
     return found
 
 
-def test_the_readme_names_every_transform_and_system() -> None:
+def test_the_page_names_every_transform_and_system() -> None:
     assert set(quoted()) == {(transform, system) for transform in TRANSFORMS for system in SYSTEMS}
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_the_readme_says_what_comes_back(system: str) -> None:
+def test_the_page_says_what_comes_back(system: str) -> None:
     # All of them for shardfn; two for the peers, which are torch's to change.
     chosen = TRANSFORMS if system == "shardfn" else ("loss.backward()", "grad")
     found = {name: outcome(world(RANKS), system, name).split(":")[0] for name in chosen}
