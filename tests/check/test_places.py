@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import json
+import os
 import sys
 import sysconfig
+import threading
 import types
 import warnings
 from collections.abc import Callable
@@ -126,3 +129,21 @@ def test_a_program_that_is_itself_installed_is_named() -> None:
     assert callers._users_line([("/usr/none.py", 3)]) == "/usr/none.py:3"
     inner = sysconfig.get_paths()["purelib"] + "/a/b.py"
     assert callers._users_line([(inner, 3), (inner, 9)]) == "a/b.py:3"
+
+
+WHOSE = {
+    callers.__file__: "package",
+    f"{callers.PACKAGE}shapes{os.sep}llama.py": "user",
+    torch.__file__: "between",
+    threading.__file__: "between",
+    "<frozen importlib._bootstrap>": "between",
+    json.__file__: "python",
+    pytest.__file__: "installed",
+    __file__: "user",
+    "<stdin>": "user",
+}
+
+
+@pytest.mark.parametrize("file", WHOSE)
+def test_files_are_told_apart(file: str) -> None:
+    assert callers.kind_of(file) == WHOSE[file]
