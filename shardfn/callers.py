@@ -22,12 +22,12 @@ from shardfn.quoting import installed
 Kind = Literal["package", "between", "python", "installed", "user"]
 
 PACKAGE = f"{Path(__file__).parent}{os.sep}"
+MODELS = f"{PACKAGE}shapes{os.sep}"  # known models, which a plan takes for the user's
 LIBRARIES = tuple(f"{Path(str(module.__file__)).parent}{os.sep}" for module in (torch, optree))
 UNKNOWN = "an unknown line"
 
 _CALLING = frozenset(str(module.__file__) for module in (contextlib, functools, threading))  # on behalf of others
 _PYTHON = f"{Path(str(threading.__file__)).parent}{os.sep}"  # as a rule it has the folder of packages, too
-_MODELS = f"{PACKAGE}shapes{os.sep}"  # known models, which stand for the user's
 _LOOPS = f"{PACKAGE}run"
 
 
@@ -40,10 +40,10 @@ def kind_of(file: str) -> Kind:
         standard library's; `"installed"` for another package's; otherwise `"user"`.
     """
     if file.startswith(PACKAGE):
-        return "user" if file.startswith(_MODELS) else "package"
+        return "package"
     if file.startswith((*LIBRARIES, "<frozen", "<eval_with_key>")) or file in _CALLING:
         return "between"
-    if file.startswith(_PYTHON) and "-packages" not in file:
+    if file.startswith(_PYTHON) and "-packages" not in file[len(_PYTHON) :]:
         return "python"
     return "installed" if installed(file) else "user"
 

@@ -280,6 +280,8 @@ def stands_in() -> bool:
 
 @functools.cache
 def _kind(file: str) -> Caller | Literal["torch"]:
+    if file.startswith("<eval_with_key>"):  # a module that torch.fx has traced
+        return "user"
     if file.startswith(_MODES) or (kind := kind_of(file)) == "between":
         return "torch"
     if kind != "package":
@@ -299,7 +301,7 @@ def who_calls() -> Literal["user", "model", "library"]:
     while frame.f_back is not None and file.startswith((*LIBRARIES, *_MODES, _FUNCTIONAL)):
         frame = frame.f_back
         file = frame.f_code.co_filename
-    if kind_of(file) not in ("package", "between"):
+    if not file.startswith((PACKAGE, *LIBRARIES)):
         return "user"
     return "model" if file.startswith(_MODELS) else "library"
 

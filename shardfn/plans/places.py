@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardfn.callers import PACKAGE, kind_of
+from shardfn.callers import MODELS, PACKAGE, kind_of
 from shardfn.compat import autograd
 from shardfn.compat.flops import operation_number
 
@@ -123,7 +123,8 @@ class Places:
 
     def _seen(self, code: CodeType) -> _Code:
         file = code.co_filename
-        if (whose := kind_of(file)) == "package":
+        whose = "user" if file.startswith(MODELS) else kind_of(file)
+        if whose == "package":
             name = file.removeprefix(PACKAGE)
             parts = [part for start, part in _PARTS.items() if name.startswith(start)]
             kind = "library" if name.startswith(_UNSEEN) else "package"

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn.callers import PACKAGE, kind_of
+from shardfn.callers import MODELS, PACKAGE, kind_of
 from shardfn.collectives import ops
 from shardfn.compat import dispatch, dynamo, modes, process_groups
 from shardfn.compat.dispatch import tensors_in
@@ -562,7 +562,7 @@ def _lines() -> Iterator[tuple[str, bool]]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        kind = kind_of(file)
+        kind = "user" if file.startswith(MODELS) else kind_of(file)
         ours = kind == "package" and not file.startswith(_TOOLS)
         if ours or kind in ("user", "installed"):
             name = f"shardfn/{file.removeprefix(PACKAGE)}" if ours else pathlib.PurePath(file).name

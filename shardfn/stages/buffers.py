@@ -152,19 +152,22 @@ class Pool:
         if over > 0 and not keeps:
             buffer = next((b for b in free if b.nbytes > nbytes), None)
         if buffer is None:
+            gone = []
             while free and over > 0:
-                self.buffers.remove(gone := free.pop())
-                over -= gone.nbytes
-                del gone
+                gone.append(free.pop())
+                over -= gone[-1].nbytes
+            kept = [b for b in self.buffers if b not in gone and not b.moved()]
+            del gone  # before there is a new one
+            self.buffers = kept
             buffer = Buffer(nbytes, self.device, pooled=True)
-            self.buffers = [*[b for b in self.buffers if not b.moved()], buffer]
+            self.buffers = [*kept, buffer]
         buffer.given = True
         return buffer
 
     def trim(self, all: bool = False) -> None:
         """Gives memory back that nothing uses and nobody asked for since the last time; or `all` that nothing uses."""
         used = [b for b in self.buffers if not b.unheld() or (b.given and not all and not b.under_way)]
-        self.buffers, self._used, self._largest = used, 0, 0
+        self.buffers, self._used, self._largest = used, 0, max(map(_nbytes, used), default=0)
         for buffer in () if all else used:
             buffer.given = False
 

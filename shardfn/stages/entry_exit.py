@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardfn.check import recording
 from shardfn.collectives.ledger import attributed_to, open_ledgers, unscheduled
-from shardfn.compat import autograd, functorch
+from shardfn.compat import autograd, functorch, modes
 from shardfn.debugging import debugging
 from shardfn.mesh.axes import known_axes
 from shardfn.mesh.scope import current_mesh, scope
@@ -132,8 +132,6 @@ class Call:
     def run(self, leaves: list[Any], at: Sequence[int], records: bool) -> Any:
         """The function's result; with `records`, as a part of autograd's graph."""
         schedule = self.schedule
-        if schedule.gathering.decoding.buffers and not self.signature.packed:  # the logits of a head are large
-            schedule.gathering.decoding.trim(all=True)
         if not records:
             with schedule.alone:
                 views = self._views(schedule.gather(self))
@@ -144,6 +142,8 @@ class Call:
                 self._end(gathered)
             return self._apart(result, [])
         with schedule.alone:
+            if schedule.gathering.decoded.buffers and not self.signature.packed:  # the logits of a head are large
+                schedule.gathering.decoded.trim(all=True)
             token, views = self._entered()
             if (recorder := recording.current()) is not None:
                 for gather, shard, ps in zip(self.plan.each, self.shards, views, strict=True):
@@ -341,7 +341,8 @@ class Call:
 
     def _decoded(self, packed: Packed) -> Tensor:
         dtype = self.signature.options.gather_dtype or packed.dtype
-        return self.schedule.gathering.decoded(packed, dtype)
+        with modes.policies_unseen():
+            return packed.decoded(dtype, self.schedule.gathering.room_for(packed, dtype))
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """What was gathered again, as numbers of a dtype; gathers it if no exit did.

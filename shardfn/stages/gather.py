@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn.check import recording
 from shardfn.collectives.compressed import zero_padding
 from shardfn.collectives.into_buffers import (
     Communicator,
@@ -29,7 +30,7 @@ from shardfn.collectives.into_buffers import (
 )
 from shardfn.collectives.late_checks import check
 from shardfn.compat import devices, functorch
-from shardfn.compat.autograd import storage_of
+from shardfn.compat.autograd import second_storage, storage_of
 from shardfn.mesh import waiting
 from shardfn.quant.packed import Packed
 from shardfn.stages.buffers import Buffer, Pool
@@ -46,21 +47,24 @@ class Gathering:
         disk: reads of shards from disk.
         stream: of an accelerator: the one on which gathers start.
         pool: memory on a CPU.
-        decoding: the same for what is decoded from it.
+        decoded: the same for what is decoded from it.
     """
 
     def __init__(self, device: torch.device, communicator_of: Callable[[tuple[str, ...]], Communicator | None]) -> None:
         self.device, self.communicator_of = device, communicator_of
-        self.disk, self.pool, self.decoding = DiskPrefetch(), Pool(device), Pool(device)
+        self.disk, self.pool, self.decoded = DiskPrefetch(), Pool(device), Pool(device)
         self.stream = None if device.type in ("cpu", "meta") else GatherStream(device)
 
-    def decoded(self, packed: Packed, dtype: torch.dtype) -> Tensor:
-        """A quantized parameter's numbers, on a CPU in memory that is used again."""
-        if not self.decoding.reuses(packed.values) or functorch.inside_transform():
-            return packed.decoded(dtype)
+    def room_for(self, packed: Packed, dtype: torch.dtype) -> Tensor | None:
+        """Memory that is used again, for a quantized parameter's numbers; None where that is the allocator's work.
+
+        Its storage is another each time: a version in it does not count what is decoded there later. The checker takes
+        down which values are written where, so it gets none.
+        """
+        if not self.decoded.reuses(packed.values) or functorch.inside_transform() or recording.outer() is not None:
+            return None
         nbytes = packed.numel * dtype.itemsize
-        buffer = self.decoding.empty(nbytes, packed.values, keeps=True)
-        return packed.decoded(dtype, buffer.part(0, nbytes, dtype).detach())
+        return second_storage(self.decoded.empty(nbytes, packed.values, keeps=True).part(0, nbytes, dtype).detach())
 
 
 _left: deque[tuple[GatherStream, list[Handle], tuple[Tensor, ...]]] = deque()

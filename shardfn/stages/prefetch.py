@@ -195,7 +195,7 @@ class Prefetch:
         """Starts a gather, for a call."""
         if open_ledgers:
             pieces = {id(x): x.nbytes for kept in self.tape.secondary.values() for x in kept.shards}
-            record_buffers(self.gathering.pool.nbytes() + self.gathering.decoding.nbytes() + sum(pieces.values()))
+            record_buffers(self.gathering.pool.nbytes() + self.gathering.decoded.nbytes() + sum(pieces.values()))
         return Gathered(one.plan, one.shards, self.gathering, one.again, one.keeps)
 
     def forget(self, gathered: Gathered) -> None:
@@ -272,4 +272,4 @@ class Prefetch:
                 gathered.wait()
             store.clear()
         self.gathering.pool.trim()
-        self.gathering.decoding.trim()
+        self.gathering.decoded.trim()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import sys
 import sysconfig
 import threading
@@ -133,7 +132,6 @@ def test_a_program_that_is_itself_installed_is_named() -> None:
 
 WHOSE = {
     callers.__file__: "package",
-    f"{callers.PACKAGE}shapes{os.sep}llama.py": "user",
     torch.__file__: "between",
     threading.__file__: "between",
     "<frozen importlib._bootstrap>": "between",

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy
 
 import shardfn as sf
 from shardfn import P, quant
@@ -114,6 +115,33 @@ def trained(strategy: str) -> dict[Any, float]:
 def test_gradients_are_those_of_the_decoded_parameters(world: World, strategy: str) -> None:
     for found in world.run(trained, strategy):
         assert {what: off for what, off in found.items() if not off < 1e-12} == {}
+
+
+def kept(folder: str) -> dict[str, float]:
+    """How far gradients are off if what autograd saves of decoded matrices leaves, or a policy keeps what ops made."""
+    mesh, found = sf.make_mesh(shard=-1, device="cpu", scratch=folder), {}
+    packed, decoded = tree(FORMATS[0])
+    x, mine = rows(mesh)
+    want = by_name(torch.func.grad(loss_of(block, head))(decoded, x))
+    few, rest = sf.partition(sf.shard(packed, mesh, sf.full_shard("shard")), r"blocks\.\d+\.[ab]")
+    disk: dict[str, Any] = {"remat": sf.offload("disk", 0)}
+    for name, options in {
+        "disk": disk,
+        "disk, kept for the step": disk | {"reshard": "step"},
+        "disk, kept": disk | {"reshard": False},
+        "writes": {"remat": [torch.ops.aten.copy_.default]},
+        "all": {"remat": lambda *_, **__: CheckpointPolicy.MUST_SAVE},
+    }.items():
+        loss = loss_of(sf.stage(block, **options), sf.stage(head, **options))
+        grads = sf.grad(lambda few, loss=loss: loss(sf.combine(few, rest), mine))(sf.pruned(few))
+        found[name] = distance(gathered(grads), want)
+    return found
+
+
+@pytest.mark.world(2, "processes")
+def test_what_is_saved_of_decoded_matrices_may_leave_or_stay(world: World, tmp_path: Any) -> None:
+    for found in world.run(kept, str(tmp_path)):
+        assert max(found.values()) < 1e-12, found
 
 
 def transformed() -> dict[str, float]:
