@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardfn as sf
-from shardfn import callers
+from shardfn import callers, interop
+from shardfn.check.recording import Recorder
 from shardfn.testing import World
 
 SOURCE = """
@@ -145,3 +146,14 @@ WHOSE = {
 @pytest.mark.parametrize("file", WHOSE)
 def test_files_are_told_apart(file: str) -> None:
     assert callers.kind_of(file) == WHOSE[file]
+
+
+def test_what_a_traced_module_computes_is_the_users() -> None:
+    traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()))
+    model, recorder = interop.functional(traced), Recorder("traced", {"shard": 2}, lambda group: ("shard",))
+    with recorder:
+        model(model.tree, torch.randn(2, 4))
+    assert {node.op: node.own for node in recorder.trace.nodes if node.op in ("addmm", "tanh")} == {
+        "addmm": True,
+        "tanh": True,
+    }
