@@ -136,13 +136,9 @@ class Pool:
         self.buffers: list[Buffer] = []
         self._used = self._largest = 0  # buffers at once, and bytes of one, since it was trimmed
 
-    def reuses(self, like: Any) -> bool:
-        """Whether memory for tensors like this is handed out again."""
-        return self.device.type == "cpu" and type(like) is Tensor
-
     def empty(self, nbytes: int, like: Any, keeps: bool) -> Buffer:
         """A buffer of `nbytes` or more that nothing else uses, with `keeps` until backward, for tensors like this."""
-        if not self.reuses(like):
+        if self.device.type != "cpu" or type(like) is not Tensor:
             return Buffer(nbytes, self.device, pooled=False)
         free = sorted([b for b in self.buffers if not b.under_way and b.unheld()], key=_nbytes)
         self._used = max(self._used, len(self.buffers) - len(free) + 1)
@@ -152,15 +148,13 @@ class Pool:
         if over > 0 and not keeps:
             buffer = next((b for b in free if b.nbytes > nbytes), None)
         if buffer is None:
-            gone = []
+            kept = list(self.buffers)
             while free and over > 0:
-                gone.append(free.pop())
-                over -= gone[-1].nbytes
-            kept = [b for b in self.buffers if b not in gone and not b.moved()]
-            del gone  # before there is a new one
-            self.buffers = kept
+                over -= free[-1].nbytes
+                kept.remove(free.pop())
+            self.buffers = kept  # what gives way is freed before there is a new one
             buffer = Buffer(nbytes, self.device, pooled=True)
-            self.buffers = [*kept, buffer]
+            self.buffers = [*[b for b in kept if not b.moved()], buffer]
         buffer.given = True
         return buffer
 

@@ -61,7 +61,8 @@ class Gathering:
         Its storage is another each time: a version in it does not count what is decoded there later. The checker takes
         down which values are written where, so it gets none.
         """
-        if not self.decoded.reuses(packed.values) or functorch.inside_transform() or recording.outer() is not None:
+        plain = type(packed.values) is Tensor and not functorch.inside_transform()
+        if not plain or self.device.type != "cpu" or recording.outer() is not None:
             return None
         nbytes = packed.numel * dtype.itemsize
         return second_storage(self.decoded.empty(nbytes, packed.values, keeps=True).part(0, nbytes, dtype).detach())

@@ -94,8 +94,7 @@ class PendingReduction:
         if not self.hops:
             return self
         op, along = self.along = self.hops.pop(0)
-        layout, out, scatters = self.reduction.layout, self.out, op == "reduce_scatter"
-        self.marks = None
+        layout, out, scatters, self.marks = self.reduction.layout, self.out, op == "reduce_scatter", None
         if self.reduction.format is None:
             marks = _marks(layout, out.dtype, out.device)
             room = len(marks) * (along.axis.size if scatters else 1)
@@ -105,9 +104,7 @@ class PendingReduction:
         elif scatters:
             self.levels = self.levels[1:]
             out = self.levels[0].ordered(out) if self.levels else out
-        self.into = None
-        if scatters:
-            self.into = out.new_empty(len(out) // along.axis.size) if room_for is None else room_for
+        self.into = out.new_empty(len(out) // along.axis.size) if scatters and room_for is None else room_for
         with attributed_to(layout.stage, backward=True):
             self.under_way = _hop(self.reduction, along, out, self.into, lambda n, dtype: out.new_empty(n, dtype=dtype))
         return self
