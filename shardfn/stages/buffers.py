@@ -134,34 +134,41 @@ class Pool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.buffers: list[Buffer] = []
-        self._used = self._largest = 0  # buffers at once, and bytes of one, since it was trimmed
+        self._used = 0  # at once, when one was asked for that was not there, since it was trimmed
 
     def empty(self, nbytes: int, like: Any, keeps: bool) -> Buffer:
         """A buffer of `nbytes` or more that nothing else uses, with `keeps` until backward, for tensors like this."""
         if self.device.type != "cpu" or type(like) is not Tensor:
             return Buffer(nbytes, self.device, pooled=False)
-        free = sorted([b for b in self.buffers if not b.under_way and b.unheld()], key=_nbytes)
-        self._used = max(self._used, len(self.buffers) - len(free) + 1)
-        self._largest = max(self._largest, nbytes)
-        buffer = next((b for b in free if b.nbytes == nbytes), None)
-        over = 0 if buffer is not None else self.nbytes() + nbytes - self._used * self._largest
-        if over > 0 and not keeps:
-            buffer = next((b for b in free if b.nbytes > nbytes), None)
-        if buffer is None:
-            kept = list(self.buffers)
-            while free and over > 0:
-                over -= free[-1].nbytes
-                kept.remove(free.pop())
-            self.buffers = kept  # what gives way is freed before there is a new one
-            buffer = Buffer(nbytes, self.device, pooled=True)
-            self.buffers = [*[b for b in kept if not b.moved()], buffer]
+        free = [b for b in self.buffers if not b.under_way and b.unheld()]
+        for buffer in free:
+            if buffer.nbytes == nbytes:
+                break
+        else:
+            buffer = self._of_other_size(nbytes, free, keeps)
         buffer.given = True
+        return buffer
+
+    def _of_other_size(self, nbytes: int, free: list[Buffer], keeps: bool) -> Buffer:
+        """A larger buffer of those that are free, or a new one."""
+        free.sort(key=_nbytes)
+        self._used = max(self._used, len(self.buffers) - len(free) + 1)
+        over = self.nbytes() + nbytes - self._used * max(nbytes, *map(_nbytes, self.buffers), 0)
+        if over > 0 and not keeps and free and free[-1].nbytes > nbytes:
+            return next(b for b in free if b.nbytes > nbytes)
+        kept = list(self.buffers)
+        while free and over > 0:
+            over -= free[-1].nbytes
+            kept.remove(free.pop())
+        self.buffers = kept  # what gives way is freed before there is a new one
+        buffer = Buffer(nbytes, self.device, pooled=True)
+        self.buffers = [*[b for b in kept if not b.moved()], buffer]
         return buffer
 
     def trim(self, all: bool = False) -> None:
         """Gives memory back that nothing uses and nobody asked for since the last time; or `all` that nothing uses."""
         used = [b for b in self.buffers if not b.unheld() or (b.given and not all and not b.under_way)]
-        self.buffers, self._used, self._largest = used, 0, max(map(_nbytes, used), default=0)
+        self.buffers, self._used = used, 0
         for buffer in () if all else used:
             buffer.given = False
 
