@@ -47,7 +47,7 @@ class Ledger:
 
     Attributes:
         records: one for each collective.
-        gathered: the largest total size in bytes of the buffers into which stages gathered parameters.
+        gathered: the largest total size in bytes of the buffers into which stages gathered and decoded parameters.
     """
 
     records: list[Record] = field(default_factory=list)

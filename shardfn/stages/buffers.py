@@ -156,13 +156,12 @@ class Pool:
         over = self.nbytes() + nbytes - self._used * max(nbytes, *map(_nbytes, self.buffers), 0)
         if over > 0 and not keeps and free and free[-1].nbytes > nbytes:
             return next(b for b in free if b.nbytes > nbytes)
-        kept = list(self.buffers)
+        gone = []  # another thread may have trimmed the pool meanwhile
         while free and over > 0:
-            over -= free[-1].nbytes
-            kept.remove(free.pop())
-        self.buffers = kept  # what gives way is freed before there is a new one
-        buffer = Buffer(nbytes, self.device, pooled=True)
-        self.buffers = [*[b for b in kept if not b.moved()], buffer]
+            gone.append(free.pop())
+            over -= gone[-1].nbytes
+        buffer = Buffer(nbytes, self.device, pooled=True)  # takes no pages before it is used
+        self.buffers = [*[b for b in self.buffers if b not in gone and not b.moved()], buffer]
         return buffer
 
     def trim(self, all: bool = False) -> None:
