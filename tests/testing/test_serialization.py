@@ -1,12 +1,16 @@
 """Which functions travel by name, and which by value."""
 
 import importlib.util
+import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import shardfn as sf
+import shardfn.optim as so
 from shardfn.testing import serialization, state
 from shardfn.testing.errors import Returned
 
@@ -24,6 +28,27 @@ def load(name: str, file: Path):
 
 def test_a_function_of_an_importable_module_travels_by_name():
     assert len(serialization.pack(serialization.encode, (), {})) < 200
+
+
+MADE = {
+    "stage": lambda: sf.stage(torch.dot),
+    "remat": lambda: sf.stage(torch.dot, remat=True),
+    "grad": lambda: sf.grad(sf.stage(torch.dot)),
+    "value_and_grad": lambda: sf.value_and_grad(sf.stage(torch.dot)),
+    "hessian": lambda: sf.hessian(torch.dot),
+    "jacrev": lambda: sf.jacrev(torch.dot),
+    "accumulate": lambda: sf.accumulate(torch.dot, [torch.ones(2)]),
+    "compile": lambda: sf.compile(torch.dot),
+    "shard_map": lambda: sf.shard_map(sf.stage(torch.dot), in_specs=..., out_specs=...),
+    "optimizer": lambda: so.chain(so.clip_by_global_norm(1.0), so.adamw(1e-3)),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_the_package_makes_of_a_function_travels_to_ranks(name):
+    made: Any = MADE[name]()
+    function, _, _ = pickle.loads(serialization.pack(made, (), {}))
+    assert type(function) is type(made)
 
 
 @pytest.mark.parametrize("shadowed", [False, True], ids=["nowhere to be found", "another file by that name"])
