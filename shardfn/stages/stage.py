@@ -283,13 +283,16 @@ def _zero(function: Callable[..., Any]) -> Callable[..., Any]:
     return zero
 
 
-class _Way(threading.local):
+class _StageCaller(threading.local):
     """How this thread calls stages with shards among their arguments, if in another way than `called`."""
 
     call: Callable[[Signature, list[Any]], Any] | None = None
 
+    def __reduce__(self) -> str:
+        return "way"  # pickled with a stage that another process is to call, where it is the one of that process
 
-way = _Way()
+
+way = _StageCaller()
 
 
 def called(signature: Signature, leaves: list[Any]) -> Any:
