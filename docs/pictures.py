@@ -59,7 +59,7 @@ from shardfn.mesh.scope import scope
 from shardfn.mesh.spec import Leaf
 from shardfn.run.order import Order
 from shardfn.testing import World, world
-from shardfn.transforms.checking import Checked
+from shardfn.transforms.checking import CheckedCall
 from shardfn.transforms.fitting import recall
 
 HERE = Path(__file__).resolve().parent
@@ -541,7 +541,7 @@ def draw_loop(path: Path) -> None:
 def followed(program: Callable[[Tensor, Tensor], Tensor]) -> list[tuple[str, bool, bool]]:
     """Of the gradient of a program by its first argument, each value: the op, whether it varies, and in which pass."""
     mesh = sf.make_mesh(data=2, device="cpu")
-    checked = Checked(program, mesh, outer=False)
+    checked = CheckedCall(program, mesh, outer=False)
     pieces = [torch.ones(3), torch.arange(6.0).view(2, 3) + mesh.get_rank()]
     with scope(mesh), checked.recorder:
         checked.take([Leaf("w", pieces[0], sf.P()), Leaf("x", pieces[1], sf.P("data"))], pieces)

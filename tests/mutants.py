@@ -539,8 +539,8 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     "collectives/into_buffers.py": {
         "a hop is left out": ("for start, how in steps[1:]:", "for start, how in steps[2:]:", f"{GRADIENTS}[mics-4]"),
         "narrow sums do not arrive": (
-            "return Together([work], lambda: out.copy_(narrow))",
-            "return Together([work])",
+            "return CombinedWorks([work], lambda: out.copy_(narrow))",
+            "return CombinedWorks([work])",
             TWO,
         ),
         "narrow gradients round at every step": (
@@ -593,12 +593,12 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "compiled/regions.py": {
         "a compiled step overwrites an argument before all have read it": (
-            "last = max([source, *(user for user in _readers(into) if user is not node)], key=order.__getitem__)",
+            "last = max([source, *(user for user in _readers(target) if user is not node)], key=order.__getitem__)",
             "last = source",
             f"{COMPILED}::test_arguments_are_overwritten_after_all_have_read_them",
         ),
         "what overwrites an argument is apart from what reads it": (
-            "reads[node] += [x for x in _readers(into) if x in inside and x is not node]",
+            "reads[node] += [x for x in _readers(target) if x in inside and x is not node]",
             "pass",
             f"{COMPILED}::test_arguments_are_overwritten_after_all_have_read_them",
         ),
@@ -610,7 +610,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             f"{COMPILED}::test_small_steps_are_as_without_a_compiler[alike]",
         ),
         "operations that read other arguments are decomposed as one": (
-            "return fx.Node, number[x]",
+            "return fx.Node, index[x]",
             "return fx.Node",
             f"{COMPILED}::test_small_steps_are_as_without_a_compiler[alike]",
         ),
@@ -643,7 +643,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "compiled/surroundings.py": {
         "a tensor that replaces another is taken for it": (
-            "            return now is self.value or (now is not None and now is self.value())",
+            "            return current is self.value or (current is not None and current is self.value())",
             "            return True",
             f"{COMPILED}::test_what_changes_after_the_program_was_made_is_an_error[tensor]",
         ),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from shardfn.check.callsites import Site
 from shardfn.check.findings import Finding, Kind, line, named, root_of, target
-from shardfn.check.trace import Call, Counted, Given, Gradient, Mask, Node, Trace, given_by, reached, union
+from shardfn.check.trace import CollectiveCall, Counted, Given, Gradient, Mask, Node, Trace, given_by, reached, union
 from shardfn.check.varying import SCALES, Varying, bits_of, is_number, numbers_of, scales, varying
 
 _ALIKE = ("pvary", "all_gather")  # their results vary by type alone: all ranks have the same bits
@@ -252,7 +252,7 @@ class Case:
         """Whether a value has one element."""
         return is_number(self.trace.nodes[at])
 
-    def expression(self, call: Call) -> str:
+    def expression(self, call: CollectiveCall) -> str:
         """Returns the source of a collective's argument, or the name of its value."""
         return (call.site.given if call.site else None) or target(self.trace.nodes[call.node].site) or "..."
 
@@ -272,7 +272,7 @@ class Case:
         if finding not in [other for _, other in self.found]:
             self.found.append((at, finding))
 
-    def add_call(self, call: Call, kind: Kind, axes: Mask, fix: str, text: str) -> None:
+    def add_call(self, call: CollectiveCall, kind: Kind, axes: Mask, fix: str, text: str) -> None:
         """Adds a finding about a call of a collective: `text` says what the call does, and the fix comes after it."""
         said = f"{call.name} along {named(call.said)}{line(call.site)}"
         self.add(call.node, kind, axes, "", call.site, fix, f"{said} {text}. Write: {fix}")

@@ -29,7 +29,7 @@ _JOINED = {
 _MOST = 3  # most places that a fix names
 
 
-class Place(NamedTuple):
+class FixSite(NamedTuple):
     """Where parts are joined: the line, the collective, and the node of its argument."""
 
     site: Site | None
@@ -152,7 +152,7 @@ def _ratio(case: Case, at: int, bit: Mask, names: str) -> str | None:
     return f"shardfn.psum({left}, {names}) / shardfn.psum({right}, {names})"
 
 
-def _partly(case: Case, at: int, bit: Mask, taken: int | None) -> tuple[Place, ...]:
+def _partly(case: Case, at: int, bit: Mask, taken: int | None) -> tuple[FixSite, ...]:
     """Returns where a value was reduced over a rank's own part of the data, and the collective that joins the parts.
 
     If a Python number made the value vary, `taken` is the tensor that the number was read from.
@@ -162,43 +162,43 @@ def _partly(case: Case, at: int, bit: Mask, taken: int | None) -> tuple[Place, .
     op = "pmean" if case.alike(at, bit) else "all_gather"
     if op != "pmean" and node.like is not None and not node.like[0]:
         op = "pmax" if node.like[1] is torch.bool else "psum"
-    default = Place(node.site, op, at)
+    default = FixSite(node.site, op, at)
     if taken is not None:
-        at, default = original(case, taken), Place(case.trace.nodes[taken].site, "psum", taken)
+        at, default = original(case, taken), FixSite(case.trace.nodes[taken].site, "psum", taken)
     return (not case.alike(at, bit) and joined_at(case, at, bit)) or (default,)
 
 
-def joined_at(case: Case, end: int, bit: Mask) -> tuple[Place, ...]:
+def joined_at(case: Case, end: int, bit: Mask) -> tuple[FixSite, ...]:
     """Returns where to join the parts of a value, if something on the way to it reduces many numbers to one."""
-    places: dict[int, tuple[Place, ...]] = {}
+    places: dict[int, tuple[FixSite, ...]] = {}
     for at in sorted(reached([end], lambda at: _cut(case, at, bit))):  # operands come before their results
         places[at] = _places(case, at, bit, places)
     return places[end]
 
 
-def _places(case: Case, at: int, bit: Mask, before: Mapping[int, tuple[Place, ...]]) -> tuple[Place, ...]:
+def _places(case: Case, at: int, bit: Mask, before: Mapping[int, tuple[FixSite, ...]]) -> tuple[FixSite, ...]:
     """Returns a node's places from those of its parents: the first after which nothing else that varies joins in."""
     node, cut = case.trace.nodes[at], _cut(case, at, bit)
     rows = bool(case.of_rows(bit)[at] & OWN_ROWS)
     by_row = rows and node.by_row  # the result still has one entry for each of this rank's rows
     if len(cut) == 2 and node.op in PRODUCTS and not (rows and node.op in _BY_ROW):
-        return (Place(node.site, "psum", at),)
+        return (FixSite(node.site, "psum", at),)
     if cut and node.op in _CHOOSE and not by_row:
-        return (Place(node.site, node.op, at),)
+        return (FixSite(node.site, node.op, at),)
     if cut and case.types.mean[at] == at and node.number is not None and rows:
-        return (Place(node.site, "pmean", at),)
+        return (FixSite(node.site, "pmean", at),)
     if cut and all(before[p] for p in cut):
         places = list({place.key: place for p in cut for place in before[p]}.values())
         if len(places) > 1 and node.op in _ADDS and len({place.op for place in places}) == 1:
-            return (Place(node.site, places[0].op, at),)
+            return (FixSite(node.site, places[0].op, at),)
         return tuple(places[:_MOST])
     if cut and node.op in _JOINED and not node.root and not by_row:
         collective = _JOINED[node.op]
         if collective == "pmean" and node.op != "mean" and not node.count:
             collective = "psum"
-        return (Place(node.site, collective, at),)
+        return (FixSite(node.site, collective, at),)
     if len(cut) == 1 and node.op == "cat":
-        return (Place(case.trace.nodes[cut[0]].site, "all_gather", cut[0]),)
+        return (FixSite(case.trace.nodes[cut[0]].site, "all_gather", cut[0]),)
     return ()
 
 

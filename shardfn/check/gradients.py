@@ -10,7 +10,7 @@ from shardfn.check.callsites import Site
 from shardfn.check.case import OWN_ROWS, Case, divided, local, scaled_later
 from shardfn.check.findings import Kind, given_at, line, named, target, written
 from shardfn.check.fixes import derived, joined_at, original
-from shardfn.check.trace import Call, Gradient, Mask, Node, Output, Summed, Used, reached, union
+from shardfn.check.trace import CollectiveCall, Gradient, Mask, Node, Output, Summed, Used, reached, union
 from shardfn.check.varying import bits_of, numbers_of
 
 
@@ -308,7 +308,7 @@ def _outside(case: Case, at: int, axes: Mask) -> bool:
     return False
 
 
-def reduced_by_hand(case: Case, call: Call) -> None:
+def reduced_by_hand(case: Case, call: CollectiveCall) -> None:
     """Gradients of each rank's mean that are summed, or gradients of the mean over all ranks that are averaged."""
     if call.name not in ("psum", "pmean") or not call.own:
         return
@@ -318,7 +318,7 @@ def reduced_by_hand(case: Case, call: Call) -> None:
                 (_sum_of_means if call.name == "psum" else _mean_of_parts)(case, call, event)
 
 
-def _sum_of_means(case: Case, call: Call, event: Gradient) -> None:
+def _sum_of_means(case: Case, call: CollectiveCall, event: Gradient) -> None:
     mean = case.types.mean[event.loss]
     own = case.types.along[event.loss] & local(case, mean)
     bad = own & call.axes
@@ -332,7 +332,7 @@ def _sum_of_means(case: Case, call: Call, event: Gradient) -> None:
     )  # fmt: skip
 
 
-def _mean_of_parts(case: Case, call: Call, event: Gradient) -> None:
+def _mean_of_parts(case: Case, call: CollectiveCall, event: Gradient) -> None:
     types, mean = case.types, case.types.mean[event.loss]
     bad, divisors = call.axes & ~types.along[event.loss] & types.along[call.node], case.divisors(event.loss)
     ranks = case.size(bad)

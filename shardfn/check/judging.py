@@ -11,14 +11,14 @@ from shardfn.check.findings import PROBABLY, Finding, Kind, line, named, target
 from shardfn.check.fixes import reduction
 from shardfn.check.trace import (
     JOINING,
-    Call,
     Claimed,
+    CollectiveCall,
     Counted,
     Given,
     Gradient,
     Mask,
     Output,
-    Part,
+    PartialGradient,
     Used,
     given_by,
     reached,
@@ -37,7 +37,7 @@ def judged(case: Case) -> list[Finding]:
     unnamed: dict[str, Mask] = {}
     for event in trace.events:
         match event:
-            case Call():
+            case CollectiveCall():
                 reductions.misplaced(case, event)
                 reductions.miscounted(case, event)
                 _dropped(case, event)
@@ -45,7 +45,7 @@ def judged(case: Case) -> list[Finding]:
             case Gradient():
                 gradients.added_up(case, event)
                 gradients.partial_sums(case, event)
-            case Part():
+            case PartialGradient():
                 bad = case.types.along[event.node] & ~event.allowed
                 gradients.partial(case, bad, trace.nodes[event.variable].variable, "the stage's sum")
             case Counted():
@@ -184,12 +184,12 @@ def used(values: Values) -> list[Evidence]:
     if not losses:
         return []
     inputs, given = set(reached(losses, lambda at: trace.nodes[at].parents)), given_by(trace)
-    calls = [event for event in trace.events if isinstance(event, Call) and event.own and not event.backward]
+    calls = [event for event in trace.events if isinstance(event, CollectiveCall) and event.own and not event.backward]
     results = [(call, at) for call in calls for at in [_made(given, call)] if at is not None]
     return [Evidence(values.key(call.site, -7), at, int(at in inputs)) for call, at in results]
 
 
-def _dropped(case: Case, call: Call) -> None:
+def _dropped(case: Case, call: CollectiveCall) -> None:
     """Reports a value that goes into the loss on some ranks and not on others."""
     followed = call.own and not call.backward and not case.trace.prefix
     at = _made(case.given, call) if followed else None
@@ -206,6 +206,6 @@ def _dropped(case: Case, call: Call) -> None:
     )  # fmt: skip
 
 
-def _made(given: Given, call: Call) -> int | None:
+def _made(given: Given, call: CollectiveCall) -> int | None:
     """Returns the node of a collective's result, if that is the same on all ranks; else None."""
     return min((given[key] for op in JOINING if (key := (op, call.node, call.site)) in given), default=None)

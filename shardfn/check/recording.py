@@ -19,15 +19,15 @@ from shardfn.check.bits import digest_of
 from shardfn.check.callsites import active, thread
 from shardfn.check.ops import facts_of
 from shardfn.check.trace import (
-    Call,
     Claimed,
+    CollectiveCall,
     Counted,
     Effect,
     Gradient,
     Mask,
     Node,
     Ordered,
-    Part,
+    PartialGradient,
     Summed,
     Trace,
     Used,
@@ -45,23 +45,23 @@ COMPARED = 2**10
 """Number of collectives of a call that ranks compare in each group."""
 
 
-def current() -> Recorder | None:
+def current() -> TraceRecorder | None:
     """Returns the recorder of the checked call that this thread works for; None if there is none or it is over."""
     recorder = outer()
     return recorder if recorder is None or not recorder.over() else None
 
 
-def outer() -> Recorder | None:
+def outer() -> TraceRecorder | None:
     """Like `current`, even when the record is over here: it may go on on another rank.
 
     None while torch traces ops into a graph: what the graph does is recorded when it runs.
     """
     if not active[0] or thread.paused or dispatch.traced():
         return None
-    return thread.recorder or dispatch.running(Recorder)
+    return thread.recorder or dispatch.running(TraceRecorder)
 
 
-def comparing(group: str) -> Recorder | None:
+def comparing(group: str) -> TraceRecorder | None:
     """Returns the recorder of the checked call if the next collective in a group is to be compared, else None.
 
     That depends only on the number of collectives in the group, which is equal on all its ranks. How many ops a rank
@@ -73,10 +73,10 @@ def comparing(group: str) -> Recorder | None:
     return recorder if recorder is not None and recorder.compares(group) else None
 
 
-_all: set[Recorder] = set()
+_all: set[TraceRecorder] = set()
 
 
-class Recorder(modes.Watching):
+class TraceRecorder(modes.Watching):
     """Records the ops that run inside.
 
     Attributes:
@@ -93,12 +93,12 @@ class Recorder(modes.Watching):
         self.name, self.axes_of = name, groups
         self.stated: list[tuple[str, float]] = []  # numbers that must be equal on all ranks, and what they are
         self._parameters: dict[Any, int] = {}
-        self._before: Recorder | None = None
+        self._before: TraceRecorder | None = None
         self._compared: Counter[str] = Counter()
         self._end: list[int] = []  # lengths of the record's lists when it ended
         self._looks = False
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> TraceRecorder:
         self._before, thread.recorder = thread.recorder, self
         active[0] += 1
         _all.add(self)
@@ -254,7 +254,7 @@ class Recorder(modes.Watching):
         variable = self._parameters.get((stage, number))
         if variable is not None:
             node = self.values.node_of(functorch.unwrapped(gradient))
-            self.trace.events.append(Part(variable, node, self.trace.nodes[variable].axes))
+            self.trace.events.append(PartialGradient(variable, node, self.trace.nodes[variable].axes))
 
     def summed(self, axes: Mask) -> None:
         """Records that a stage sums gradients along these axes."""
@@ -282,7 +282,7 @@ class Recorder(modes.Watching):
                 self.values.watched, node, self.values.site(), 4, plain
             )  # it may vary by the library's numbers
         axes, cut, site = self.trace.mask(names), self.trace.mask(pieces), self.values.site()
-        self.trace.events.append(Call(name, axes, node, site, number, said, caller == "user", backward, cut))
+        self.trace.events.append(CollectiveCall(name, axes, node, site, number, said, caller == "user", backward, cut))
 
     def differentiated(self, loss: Tensor, begin: int, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Records the gradients that `value_and_grad` returns."""

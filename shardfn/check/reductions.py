@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from shardfn.check.case import OWN_ROWS, Case, may_be, scaled_later
 from shardfn.check.findings import line, named, written
 from shardfn.check.fixes import PRODUCTS
-from shardfn.check.trace import Call, Counted, Gradient, Mask, reached, union
+from shardfn.check.trace import CollectiveCall, Counted, Gradient, Mask, reached, union
 from shardfn.check.varying import MEANS, SCALES, bits_of
 
 _SUMS_UP = ("sum", "mean", "expand", "select")
 _ADDS = {"add": "+", "add_": "+", "sub": "-", "sub_": "-"}
 
 
-def miscounted(case: Case, call: Call) -> None:
+def miscounted(case: Case, call: CollectiveCall) -> None:
     """Judges what `psum` and `pmean` are given, if that is no gradient."""
     if not call.own or call.backward or call.number is not None:
         return
@@ -31,7 +31,7 @@ def miscounted(case: Case, call: Call) -> None:
         _added_before(case, call)
 
 
-def _whole(case: Case, call: Call) -> bool:
+def _whole(case: Case, call: CollectiveCall) -> bool:
     """A sum of values that each rank computed from all ranks' values."""
     alike = call.axes & case.types.along[call.node] & ~case.compared.watched.get(call.node, 0)
     bad = sum(b for b in bits_of(alike) if case.same(call.node, b))
@@ -47,7 +47,7 @@ def _whole(case: Case, call: Call) -> bool:
     return True
 
 
-def _sum_of_means(case: Case, call: Call) -> bool:
+def _sum_of_means(case: Case, call: CollectiveCall) -> bool:
     """A sum of means over each rank's rows, of which all ranks have equally many."""
     mean = case.types.mean[call.node]
     if mean < 0 or case.trace.nodes[mean].like != case.trace.nodes[call.node].like:
@@ -64,7 +64,7 @@ def _sum_of_means(case: Case, call: Call) -> bool:
     return True
 
 
-def _over_its_own_rows(case: Case, call: Call) -> None:
+def _over_its_own_rows(case: Case, call: CollectiveCall) -> None:
     """A sum over all ranks' rows that is divided by the number of this rank's rows."""
     counts, bad = case.types.rows[call.node], call.axes & rows(case, call.node)
     total = _sum_of(case, call)
@@ -173,7 +173,7 @@ def _counts_terms(case: Case, event: Counted) -> bool:
 
 def _python_number(case: Case, total: int) -> float | None:
     """Returns the Python number that each rank gave to a sum over ranks."""
-    numbers = {event.node: event.number for event in case.trace.events if isinstance(event, Call)}
+    numbers = {event.node: event.number for event in case.trace.events if isinstance(event, CollectiveCall)}
     return numbers.get(case.trace.nodes[total].parents[0])
 
 
@@ -216,7 +216,7 @@ def _has_all_rows(case: Case, axes: Mask) -> bool:
     return any(finding.kind == "same" and names <= set(finding.axes) for _, finding in case.found)
 
 
-def _mean_of_sums(case: Case, call: Call) -> None:
+def _mean_of_sums(case: Case, call: CollectiveCall) -> None:
     """A mean over ranks of their sums, which is divided by the number of all rows as well, or by none."""
     counts, bad = case.types.rows[call.node], call.axes & rows(case, call.node)
     result, by = _sum_of(case, call), case.divisors(call.node)
@@ -267,7 +267,7 @@ def _is_a_loss(case: Case, reached: list[int], ranks: int) -> bool:
     )
 
 
-def _added_before(case: Case, call: Call) -> None:
+def _added_before(case: Case, call: CollectiveCall) -> None:
     """A term that all ranks share, added to a summand of a sum over ranks, which then counts it for each rank."""
     bad = call.axes & case.types.along[call.node]
     for at in _terms(case, call.node):
@@ -281,7 +281,7 @@ def _added_before(case: Case, call: Call) -> None:
                 return
 
 
-def _say_added(case: Case, call: Call, at: int, last: bool, axes: Mask) -> None:
+def _say_added(case: Case, call: CollectiveCall, at: int, last: bool, axes: Mask) -> None:
     node, names = case.trace.nodes[at], named(call.said)
     left, right = (node.site.sides if node.site else None) or ("...", "...")
     term = right if last else left
@@ -332,16 +332,16 @@ def _terms(case: Case, at: int) -> Iterator[int]:
     return (k for k in reached([at], onward) if nodes[k].op in _ADDS and len(nodes[k].parents) == 2)
 
 
-def _weighed(case: Case, call: Call, axes: Mask) -> bool:
+def _weighed(case: Case, call: CollectiveCall, axes: Mask) -> bool:
     """Whether the argument of a sum over ranks, or its result, is or may be divided by the number of ranks."""
     return may_be(case, call.node, axes) or _divided_later(case, call, axes)
 
 
-def _divided_later(case: Case, call: Call, axes: Mask) -> bool:
+def _divided_later(case: Case, call: CollectiveCall, axes: Mask) -> bool:
     total, ranks = _sum_of(case, call), case.size(axes)
     if total is None:
         return True
-    calls = [event for event in case.trace.events if isinstance(event, Call) and event.name == "pmean"]
+    calls = [event for event in case.trace.events if isinstance(event, CollectiveCall) and event.name == "pmean"]
     averaged = (_averaged(case, c) for c in calls if _own_mean(case, c, axes))
     other_means = case.elsewhere(axes).union(node for node in averaged if node is not None)
 
@@ -354,7 +354,7 @@ def _divided_later(case: Case, call: Call, axes: Mask) -> bool:
     )
 
 
-def _own_mean(case: Case, call: Call, axes: Mask) -> bool:
+def _own_mean(case: Case, call: CollectiveCall, axes: Mask) -> bool:
     """Whether a `pmean` averages means of each rank's own, so that its division is not for an earlier sum."""
     mean = case.types.mean[call.node]
     return mean >= 0 and any(not case.same(mean, b) for b in bits_of(axes & case.types.along[mean]))
@@ -378,12 +378,12 @@ def _by_parts(case: Case, mean: int) -> bool:
     return any(nodes[at].op in PRODUCTS and len(varying(at)) > 1 for at in path)
 
 
-def _sum_of(case: Case, call: Call) -> int | None:
+def _sum_of(case: Case, call: CollectiveCall) -> int | None:
     """Returns the node of the sum's result."""
     return case.given.get(("psum", call.node, call.site))
 
 
-def _averaged(case: Case, call: Call) -> int | None:
+def _averaged(case: Case, call: CollectiveCall) -> int | None:
     """Returns the node at which `pmean` divides by the number of ranks."""
     total = _sum_of(case, call)
     return None if total is None else case.only.get(total)
@@ -410,7 +410,7 @@ _SUMS = ("psum", "pmean", "reduce_scatter")
 _ONCE = ("pvary", "local_slice")
 
 
-def misplaced(case: Case, call: Call) -> None:
+def misplaced(case: Case, call: CollectiveCall) -> None:
     """Sums of invariant values, `pvary` of varying ones, and means of means over different numbers of rows."""
     along = case.types.along[call.node]
     mixes = call.name in (*_SUMS, "pmax", "pmin")
@@ -443,7 +443,7 @@ def misplaced(case: Case, call: Call) -> None:
         )  # fmt: skip
 
 
-def _own(case: Case, call: Call) -> bool:
+def _own(case: Case, call: CollectiveCall) -> bool:
     """Whether `pvary` is given what nothing declares, and no backward pass comes back through it.
 
     So begin values of each rank's own, which are the same at first, and are not once a run is resumed.
@@ -465,7 +465,7 @@ def _summed_before(case: Case, at: int, missing: Mask) -> bool:
     return nodes[at].op == "psum" and bool(nodes[at].axes & missing) and not by
 
 
-def _sum(case: Case, call: Call, along: Mask) -> None:
+def _sum(case: Case, call: CollectiveCall, along: Mask) -> None:
     missing, types = call.axes & ~along, case.types
     given = case.expression(call)
     matters = call.name != "pmean" or bool(types.depends[call.node] and not types.gradient[call.node])

@@ -74,7 +74,7 @@ class Variable(NamedTuple):
     node: int
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """A collective that the function calls, before it runs.
 
     Attributes:
@@ -123,7 +123,7 @@ class Summed(NamedTuple):
     axes: Mask
 
 
-class Part(NamedTuple):
+class PartialGradient(NamedTuple):
     """A stage's gradient of one parameter before it is summed along `allowed`, the axes that cut or repeat it."""
 
     variable: int
@@ -202,7 +202,7 @@ class Counted(NamedTuple):
     number: float | None
 
 
-Event = Call | Gradient | Summed | Part | Used | Output | Claimed | Ordered | Counted
+Event = CollectiveCall | Gradient | Summed | PartialGradient | Used | Output | Claimed | Ordered | Counted
 
 
 @dataclass

@@ -32,7 +32,7 @@ class _Owner(weakref.ref[Any]):
 
 
 @dataclass(slots=True, eq=False)
-class _Memory:
+class _StorageState:
     """The state of a storage: the node of its whole contents, a count of writes, and the layout of a flat shard.
 
     Attributes:
@@ -73,7 +73,7 @@ class Values:
         self.evidence: list[Evidence] = []
         self.counts: list[Evidence] = []
         self.watched: list[Evidence] = []
-        self._memories: dict[int, _Memory] = {}
+        self._memories: dict[int, _StorageState] = {}
         self._freed: list[_Owner] = []
         self._times: dict[tuple[int, int], int] = {}
         self._last: callsites.Site | None = None
@@ -143,13 +143,13 @@ class Values:
         trace = self.trace
         return [trace.nodes, trace.variables, trace.events, self.evidence, self.counts, self.watched]
 
-    def _memory(self, x: Tensor) -> _Memory | None:
+    def _memory(self, x: Tensor) -> _StorageState | None:
         """Returns the state of a tensor's memory, None if it is new."""
         owner = _owner(x)
         memory = self._memories.get(id(owner))
         return memory if memory is not None and memory.owner() is owner else None
 
-    def _new(self, x: Tensor, node: int) -> _Memory:
+    def _new(self, x: Tensor, node: int) -> _StorageState:
         """Registers new memory, which is forgotten when it is freed."""
         while self._freed:
             freed = self._freed.pop()
@@ -160,7 +160,7 @@ class Values:
         # Not a C++ weak reference: it would keep the header of freed memory, and so fragment it.
         reference = _Owner(owner, self._freed.append)  # called on any thread at any time
         reference.number = id(owner)
-        new_memory = self._memories[reference.number] = _Memory(reference, node)
+        new_memory = self._memories[reference.number] = _StorageState(reference, node)
         return new_memory
 
     def keep(self, x: Tensor, node: int, written: bool = False, whole: bool = False) -> None:

@@ -79,7 +79,7 @@ class Single:
 
 
 @dataclass(frozen=True)
-class Kind:
+class TensorType:
     """Dtype and shape of a named tensor.
 
     Attributes:
@@ -118,7 +118,7 @@ class LocalBox:
 
 
 @dataclass(frozen=True)
-class Copy:
+class ReplicatedCopy:
     """This rank's copy of a parameter of a flat shard of which ranks hold several.
 
     Attributes:
@@ -151,13 +151,13 @@ class Contents:
         grids: the meshes.
     """
 
-    tensors: dict[str, Kind] = field(default_factory=dict)
+    tensors: dict[str, TensorType] = field(default_factory=dict)
     boxes: list[LocalBox] = field(default_factory=list)
     plain: dict[str, Tensor] = field(default_factory=dict)
     numbers: dict[str, Scalar] = field(default_factory=dict)
     by_rank: set[str] = field(default_factory=set)
     optional: set[str] = field(default_factory=set)
-    copies: dict[str, Copy] = field(default_factory=dict)
+    copies: dict[str, ReplicatedCopy] = field(default_factory=dict)
     packed: dict[str, Packed] = field(default_factory=dict)
     keys: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     grids: list[Grid] = field(default_factory=list)
@@ -202,7 +202,7 @@ def contents(state: Any, *, shared: bool) -> Contents:
             continue
         if isinstance(leaf, Tensor) and not is_dtensor(leaf):
             _add_name(result, name, tokens)
-            result.tensors[name] = Kind(leaf.dtype, tuple(leaf.shape), meant)
+            result.tensors[name] = TensorType(leaf.dtype, tuple(leaf.shape), meant)
             result.plain[name] = leaf.detach()
         elif type(leaf) in SCALARS or type(leaf) is Value:
             _add_name(result, name, tokens)
@@ -282,13 +282,13 @@ def _add_name(result: Contents, name: str, tokens: tuple[Any, ...]) -> None:
     result.keys[name] = tokens
 
 
-def _add_copy(result: Contents, name: str, layout: Layout, number: int, by_rank: bool) -> Copy | None:
+def _add_copy(result: Contents, name: str, layout: Layout, number: int, by_rank: bool) -> ReplicatedCopy | None:
     same = layout.same_axes(number)
     if (count := layout.grid.size(same)) == 1:
         return None
     grid, rank, cut = layout.grid, process_groups.global_rank(), layout.cut_axes(number)
     line = f"{cut} of {grid}, ranks {zlib.crc32(repr(grid.ranks).encode())}", grid.index(rank, cut)
-    result.copies[name] = copy = Copy(grid.index(rank, same), count, line)
+    result.copies[name] = copy = ReplicatedCopy(grid.index(rank, same), count, line)
     if by_rank:
         result.by_rank.add(name)
     return copy
@@ -312,7 +312,7 @@ def _add_flat(
         name = names[number] = _name(keys)
         _add_name(result, name, keys)
         packed = layout.packed_at(number)
-        result.tensors[name] = Kind(values.dtype, layout.whole_shape(number), packed.meant if packed else "")
+        result.tensors[name] = TensorType(values.dtype, layout.whole_shape(number), packed.meant if packed else "")
         _add_copy(result, name, layout, number, by_rank)
         if packed is not None:
             result.packed[name] = packed
@@ -331,10 +331,10 @@ def _add_blocks(result: Contents, tokens: tuple[Any, ...], node: Blocks, shared:
     result.grids.append(layout.grid)
     keys = _keys(tokens, node)
     shapes = {number: blocks.whole_shape(layout, number) for number in keys}
-    copies: dict[int, Copy | None] = {}
+    copies: dict[int, ReplicatedCopy | None] = {}
     for number, tokens_of in keys.items():
         _add_name(result, _name(tokens_of), tokens_of)
-        result.tensors[_name(tokens_of)] = Kind(node.values.dtype, shapes[number])
+        result.tensors[_name(tokens_of)] = TensorType(node.values.dtype, shapes[number])
         copies[number] = _add_copy(result, _name(tokens_of), layout, number, by_rank)
     values = node.values.detach()
     for number, offsets, start, stop in blocks.parts(node, rank, shared):

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from shardfn.checkpoint import disk, safetensors
-from shardfn.checkpoint.contents import SCALARS, Kind, LocalBox, lack
+from shardfn.checkpoint.contents import SCALARS, LocalBox, TensorType, lack
 from shardfn.checkpoint.disk import Flaw, checked
 from shardfn.checkpoint.manifest import Entries
-from shardfn.checkpoint.reading import Reader
+from shardfn.checkpoint.reading import BoxReader
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.mesh.spec import dotted, is_dtensor
 from shardfn.quoting import listed
@@ -62,7 +62,7 @@ class Files(Entries):
         if type(leaf) in SCALARS:
             self.numbers[name] = leaf
         elif isinstance(leaf, Tensor) and not is_dtensor(leaf) and not lack(leaf):
-            self.tensors[name], self.mapped[name] = Kind(leaf.dtype, tuple(leaf.shape)), leaf.detach()
+            self.tensors[name], self.mapped[name] = TensorType(leaf.dtype, tuple(leaf.shape)), leaf.detach()
         elif isinstance(leaf, safetensors.Unknown):
             self.others[name] = leaf.kind
         else:
@@ -77,7 +77,7 @@ def model_in(path: Path) -> Path | None:
     return path if path.exists() else None
 
 
-class FileReader(Reader):
+class FileReader(BoxReader):
     """Reads whole tensors in files.
 
     With `share=(i, n)`, this is reader i of n that read together.

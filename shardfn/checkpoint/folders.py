@@ -21,7 +21,7 @@ from shardfn.checkpoint.manifest import (
     MANIFEST,
     METADATA,
     Manifest,
-    Source,
+    TensorSource,
     read_manifest,
     torchs,
     write_manifest,
@@ -135,7 +135,7 @@ def found_at(path: Path, also: Sequence[str] = ()) -> Path:
     return folder
 
 
-def source_of(path: Path, also: Sequence[str] = ()) -> Source:
+def source_of(path: Path, also: Sequence[str] = ()) -> TensorSource:
     """A checkpoint to read from; `also` as for `found_at`.
 
     Raises:
@@ -143,7 +143,7 @@ def source_of(path: Path, also: Sequence[str] = ()) -> Source:
     """
     folder = found_at(path, also)
     if (folder / MANIFEST).exists():
-        return Source(**vars(read_manifest(folder)), folder=folder)
+        return TensorSource(**vars(read_manifest(folder)), folder=folder)
     source = torchs(folder)
     for name, (file, offset, length) in source.places.items():
         # Other values cannot be loaded into a tree; if the tree wants one, it is reported as missing.

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.checkpoint import replicas
-from shardfn.checkpoint.contents import Contents, Kind, contents
+from shardfn.checkpoint.contents import Contents, TensorType, contents
 from shardfn.checkpoint.loading import filled
-from shardfn.checkpoint.matching import Asked, Rule, by_rules, refuse_flat, renamed, turned
-from shardfn.checkpoint.safetensors import Elements, Plan, begin, clear, fill, planned, publish
+from shardfn.checkpoint.matching import LoadRequest, Rule, by_rules, refuse_flat, renamed, turned
+from shardfn.checkpoint.safetensors import Elements, FileLayout, begin, clear, fill, planned, publish
 from shardfn.checkpoint.saving import finish
-from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
+from shardfn.checkpoint.team import CheckpointError, RankGroup, on_each_rank, team_of
 from shardfn.checkpoint.tensor_bytes import pieces
 from shardfn.collectives import functional
 from shardfn.compat import process_groups
@@ -93,7 +93,7 @@ def export(
     folder, tree = on_each_rank(started)
     team, what = team_of(tree.grids), f"export {folder}"
 
-    def planning() -> tuple[dict[str, _Target], Plan]:
+    def planning() -> tuple[dict[str, _Target], FileLayout]:
         _only_tensors(params, tree)
         targets = _targets(tree, names, dtype)
         return targets, planned({target.name: target.kind for target in targets.values()}, largest, metadata or {})
@@ -149,12 +149,12 @@ def import_(
         ``import_("llama", params, names=[(r"blocks\\.(\\d+)\\.q", r"layers.\\1.q_proj.weight", "T")])``
     """
     finish()
-    asked = Asked("", by_rules(names), strict, ignore, converts=True)
+    asked = LoadRequest("", by_rules(names), strict, ignore, converts=True)
     filled(f"import_ {path}", path, like, asked, True, check=lambda held: _only_tensors(like, held))
     return like
 
 
-def refuse_different(team: Team, what: str, held: Contents, asked: tuple[str, str]) -> None:
+def refuse_different(team: RankGroup, what: str, held: Contents, asked: tuple[str, str]) -> None:
     """Raises CheckpointError on every rank if ranks ask for different things, or hold different copies of a value."""
     own = replicas.digests(held, plain=True)
     mine = zlib.crc32(repr(asked).encode()), replicas.summary(own)
@@ -190,7 +190,7 @@ class _Target:
     """
 
     name: str
-    kind: Kind
+    kind: TensorType
     turned: bool
     packed: Packed | None
 
@@ -202,7 +202,7 @@ def _targets(contents: Contents, rules: Iterable[Rule], dtype: torch.dtype | Non
         CheckpointError: one is in few bits and there is no dtype, since these files cannot describe the format.
     """
     few = {name: packed for name, packed in contents.packed.items() if name in contents.tensors}
-    tensors = contents.tensors | {name: Kind(packed.dtype, packed.shape) for name, packed in few.items()}
+    tensors = contents.tensors | {name: TensorType(packed.dtype, packed.shape) for name, packed in few.items()}
     if few and dtype is None:
         raise CheckpointError(
             f"{listed(few, 4)} {'is' if len(few) == 1 else 'are'} in few bits, such as "
@@ -215,7 +215,7 @@ def _targets(contents: Contents, rules: Iterable[Rule], dtype: torch.dtype | Non
         if swap:
             refuse_flat(name, kind)
         target_dtype = dtype if dtype is not None and kind.dtype.is_floating_point else kind.dtype
-        targets[name] = _Target(new_name, Kind(target_dtype, turned(kind.shape, swap)), swap, few.get(name))
+        targets[name] = _Target(new_name, TensorType(target_dtype, turned(kind.shape, swap)), swap, few.get(name))
     return targets
 
 
@@ -230,7 +230,7 @@ def _only_tensors(tree: Any, held: Contents) -> None:
 # --- writing ---
 
 
-def turns(params: Any, names: Iterable[str], team: Team) -> Iterator[tuple[str, Tensor]]:
+def turns(params: Any, names: Iterable[str], team: RankGroup) -> Iterator[tuple[str, Tensor]]:
     """Yields the whole tensors that this rank writes, by name; all ranks of a stage take part in gathering it.
 
     Args:

@@ -17,11 +17,11 @@ from shardfn.checkpoint import matching
 from shardfn.checkpoint.contents import Contents, LocalBox, contents, generators, rebuilt
 from shardfn.checkpoint.files import MODELS, FileReader, model_in
 from shardfn.checkpoint.folders import is_checkpoint, manifests, restored, source_of
-from shardfn.checkpoint.matching import Asked, Differences, Name, Rule, by_rules
+from shardfn.checkpoint.matching import Differences, LoadRequest, Rule, StoredName, by_rules
 from shardfn.checkpoint.missed_steps import StepCounts, step_counts, with_missed
-from shardfn.checkpoint.reading import CheckpointReader, Reader
+from shardfn.checkpoint.reading import BoxReader, CheckpointReader
 from shardfn.checkpoint.saving import finish
-from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
+from shardfn.checkpoint.team import CheckpointError, RankGroup, on_each_rank, team_of
 from shardfn.local_paths import local_path
 from shardfn.mesh import waiting
 from shardfn.quoting import listed, short_errors
@@ -83,10 +83,10 @@ def load(
         ``params = load("last.ckpt", params, part="state_dict")``
     """
     finish()
-    return filled(f"load {path}", path, like, Asked(part, by_rules(names), strict, ignore), donate)
+    return filled(f"load {path}", path, like, LoadRequest(part, by_rules(names), strict, ignore), donate)
 
 
-def reader_of(path: Path, team: Team) -> Reader:
+def reader_of(path: Path, team: RankGroup) -> BoxReader:
     """The reader for a checkpoint, or for files of whole tensors.
 
     Raises:
@@ -105,9 +105,9 @@ def filled(
     what: str,
     source: str | os.PathLike[str],
     like: Any,
-    asked: Asked,
+    asked: LoadRequest,
     donate: bool,
-    then: Callable[[Reader], Any] | None = None,
+    then: Callable[[BoxReader], Any] | None = None,
     check: Callable[[Contents], None] = lambda held: None,
 ) -> Any:
     """Loads into a tree, as `load` describes.
@@ -124,7 +124,7 @@ def filled(
     path, tree, held, counts = on_each_rank(lambda: _prepared(source, like, donate))
     team = team_of(held.grids)
 
-    def compared() -> tuple[Reader, Any, Differences, dict[str, Name], Any, tuple[Any, ...]]:
+    def compared() -> tuple[BoxReader, Any, Differences, dict[str, StoredName], Any, tuple[Any, ...]]:
         check(held)
         reader, naming = reader_of(path, team), asked.naming(held)
         differences, names = matching.compared(reader.source, held, team, asked, naming)
@@ -134,7 +134,7 @@ def filled(
         boxes = [*held.boxes, *(LocalBox(name, whole(x.shape), x) for name, x in held.plain.items())]
         wanted = reader.wanted(names[target.name].box(target) for target in boxes if target.name in tensors)
         reader.check(wanted)
-        renamed = sorted((ours, *name) for ours, name in naming.items() if name != Name(ours))
+        renamed = sorted((ours, *name) for ours, name in naming.items() if name != StoredName(ours))
         digests = zlib.crc32(reader.identity().encode()), asked.part, zlib.crc32(repr(renamed).encode())
         return reader, wanted, differences, names, None if then is None else then(reader), digests
 
@@ -164,7 +164,7 @@ def filled(
     return loaded if then is None else (loaded, then_result)
 
 
-def _as_there(held: Contents, reader: Reader, names: dict[str, Name]) -> set[str]:
+def _as_there(held: Contents, reader: BoxReader, names: dict[str, StoredName]) -> set[str]:
     """Makes room for numbers that are 0-d tensors in the files; returns the names of all that are tensors there."""
     kinds = {name: reader.source.tensors.get(target.theirs) for name, target in names.items()}
     tensors = {name: kind.dtype for name, kind in kinds.items() if kind is not None}
@@ -216,7 +216,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     return whole[-1] if whole else None
 
 
-def _unusable(names: dict[str, Name]) -> str:
+def _unusable(names: dict[str, StoredName]) -> str:
     """For a message: which tensors a failed load may have overwritten in part."""
     return (
         f"It was found on the way: these tensors of `like` are now in part the checkpoint's, in part as they were: "

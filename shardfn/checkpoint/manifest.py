@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from shardfn.checkpoint.contents import Kind, Scalar
+from shardfn.checkpoint.contents import Scalar, TensorType
 from shardfn.checkpoint.disk import write_whole
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.compat import dcp
@@ -70,7 +70,7 @@ class Entries:
         others: entries that cannot be loaded into a tree, with a description.
     """
 
-    tensors: dict[str, Kind] = field(default_factory=dict)
+    tensors: dict[str, TensorType] = field(default_factory=dict)
     numbers: dict[str, Scalar] = field(default_factory=dict)
     by_rank: dict[str, int] = field(default_factory=dict)
     others: dict[str, str] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Manifest(Entries):
 
 
 @dataclass
-class Source(Manifest):
+class TensorSource(Manifest):
     """Named tensors and numbers that can be read in part.
 
     Attributes:
@@ -197,7 +197,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
-def torchs(folder: Path) -> Source:
+def torchs(folder: Path) -> TensorSource:
     """Reads the metadata of a torch.distributed.checkpoint; no other file is read.
 
     Raises:
@@ -208,14 +208,14 @@ def torchs(folder: Path) -> Source:
         described, places = dcp.read_checkpoint_metadata(content)
     except Exception as error:  # a damaged pickle raises almost anything
         raise CheckpointError(f"{folder / METADATA} cannot be read: {error or type(error).__name__}") from error
-    tensors = {name: Kind(dtype, tuple(shape)) for name, (dtype, shape, _) in described.items()}
+    tensors = {name: TensorType(dtype, tuple(shape)) for name, (dtype, shape, _) in described.items()}
     chunks = {
         name: [Chunk(Box(tuple(offsets), tuple(sizes)), *place) for offsets, sizes, *place in parts]
         for name, (_, _, parts) in described.items()
     }
     refuse_outside(folder / METADATA, [chunk.file for some in chunks.values() for chunk in some])
     refuse_outside(folder / METADATA, [file for file, *_ in places.values()])
-    return Source(tensors, chunks=chunks, places=places, folder=folder, torchs=True)
+    return TensorSource(tensors, chunks=chunks, places=places, folder=folder, torchs=True)
 
 
 def metadata_of(folder: Path) -> bytes:
@@ -238,7 +238,9 @@ def _parsed(path: Path, body: dict[str, Any]) -> Manifest:
     unknown = {x["dtype"] for x in body["tensors"].values() if not isinstance(_dtype(x), torch.dtype)}
     if unknown:
         raise CheckpointError(f"{path} has tensors of {listed(sorted(unknown))}, which torch {torch.__version__} lacks")
-    tensors = {name: Kind(_dtype(x), tuple(x["shape"]), x.get("meant", "")) for name, x in body["tensors"].items()}
+    tensors = {
+        name: TensorType(_dtype(x), tuple(x["shape"]), x.get("meant", "")) for name, x in body["tensors"].items()
+    }
     chunks = {
         name: [Chunk(Box(tuple(offsets), tuple(sizes)), *rest) for offsets, sizes, *rest in x["chunks"]]
         for name, x in body["tensors"].items()

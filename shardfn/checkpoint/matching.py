@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shardfn.checkpoint.contents import Contents, Kind, LocalBox
+from shardfn.checkpoint.contents import Contents, LocalBox, TensorType
 from shardfn.checkpoint.manifest import Entries
-from shardfn.checkpoint.team import CheckpointError, Team
+from shardfn.checkpoint.team import CheckpointError, RankGroup
 from shardfn.mesh.spec import joined
 from shardfn.quoting import findings, listed, short
 from shardfn.shards.boxes import Box, Ints
@@ -18,7 +18,7 @@ Rule = tuple[str, str] | tuple[str, str, str]
 """`(regular expression, template)`: our names that match become the template; `"T"` also swaps the last two dims."""
 
 
-class Name(NamedTuple):
+class StoredName(NamedTuple):
     """The name of an entry in the files, and whether its last two dimensions are swapped there."""
 
     theirs: str
@@ -30,7 +30,7 @@ class Name(NamedTuple):
         return LocalBox(self.theirs, box, local.values.mT if self.turned else local.values)
 
 
-def renamed(names: Iterable[str], rules: Iterable[Rule]) -> dict[str, Name]:
+def renamed(names: Iterable[str], rules: Iterable[Rule]) -> dict[str, StoredName]:
     """Maps each of our names to its name in the files: by the first rule that matches it, or unchanged.
 
     Raises:
@@ -44,13 +44,13 @@ def renamed(names: Iterable[str], rules: Iterable[Rule]) -> dict[str, Name]:
     idle = [repr(pattern.pattern) for pattern, *_ in parsed if not any(map(pattern.fullmatch, names))]
     if idle:
         raise CheckpointError(f"no parameter matches {listed(idle)}; the first of them are {listed(names)}")
-    result: dict[str, Name] = {}
+    result: dict[str, StoredName] = {}
     owners: dict[str, str] = {}
     for name in names:
-        target = Name(name)
+        target = StoredName(name)
         for pattern, template, swap in parsed:
             if match := pattern.fullmatch(name):
-                target = Name(match.expand(template), swap)
+                target = StoredName(match.expand(template), swap)
                 break
         if (owner := owners.setdefault(target.theirs, name)) != name:
             raise CheckpointError(f"{owner} and {name} are both {target.theirs!r} there: each needs its own name")
@@ -63,7 +63,7 @@ def turned(numbers: Ints, swap: bool) -> Ints:
     return (*numbers[:-2], numbers[-1], numbers[-2]) if swap else numbers
 
 
-def refuse_flat(name: str, kind: Kind | None) -> None:
+def refuse_flat(name: str, kind: TensorType | None) -> None:
     """Raises CheckpointError for a number, or a tensor with fewer than two dimensions to swap."""
     if kind is None or len(kind.shape) < 2:
         what = kind or "a number or string"
@@ -120,11 +120,11 @@ class Differences:
         return findings(sentences) or "nothing differs"
 
 
-Naming = Callable[[Contents], dict[str, Name]]
+Naming = Callable[[Contents], dict[str, StoredName]]
 
 
 @dataclass(frozen=True)
-class Asked:
+class LoadRequest:
     """What one call is to read.
 
     Attributes:
@@ -150,10 +150,10 @@ def by_rules(rules: Iterable[Rule]) -> Naming:
 
 
 def compared(
-    source: Entries, wanted: Contents, team: Team, asked: Asked, naming: dict[str, Name]
-) -> tuple[Differences, dict[str, Name]]:
+    source: Entries, wanted: Contents, team: RankGroup, asked: LoadRequest, naming: dict[str, StoredName]
+) -> tuple[Differences, dict[str, StoredName]]:
     """What differs, and the name in the files of each entry that can be read."""
-    differences, names = Differences(), dict[str, Name]()
+    differences, names = Differences(), dict[str, StoredName]()
     ignore = patterns(asked.ignore)
     expected: set[str] = set()
     for name in [*wanted.tensors, *wanted.numbers]:
@@ -172,7 +172,7 @@ def compared(
                 continue
             theirs = f"{theirs}.rank{index}"
         if theirs in source.tensors or theirs in source.numbers:
-            names[name] = Name(theirs, swap and name not in wanted.optional)
+            names[name] = StoredName(theirs, swap and name not in wanted.optional)
             _compare_one(differences, label, source, names[name], wanted, name)
         elif theirs in source.others:
             differences.shapes[label] = source.others[theirs], str(wanted.tensors.get(name, "a number or string"))
@@ -195,7 +195,7 @@ def _inside(name: str, part: str) -> str | None:
     return name[len(part) + 1 :] if name.startswith(f"{part}.") else None
 
 
-def hint(differ: Differences, names: dict[str, Name], source: Entries, asked: Asked) -> str:
+def hint(differ: Differences, names: dict[str, StoredName], source: Entries, asked: LoadRequest) -> str:
     """Advice for a message: in which part the missing entries are, or that there is no such part."""
     entries = [*source.tensors, *source.numbers]
     if asked.part and not any(_inside(name, asked.part) for name in entries):
@@ -208,7 +208,9 @@ def hint(differ: Differences, names: dict[str, Name], source: Entries, asked: As
     return f". They are all in its part {part!r}: pass part={part!r}" if part else ""
 
 
-def _compare_one(differ: Differences, label: str, source: Entries, there: Name, wanted: Contents, name: str) -> None:
+def _compare_one(
+    differ: Differences, label: str, source: Entries, there: StoredName, wanted: Contents, name: str
+) -> None:
     """Records how an entry of a tree differs from the entry in the files."""
     kind, number = source.tensors.get(there.theirs), source.numbers.get(there.theirs)
     ours = wanted.tensors.get(name)
@@ -220,7 +222,7 @@ def _compare_one(differ: Differences, label: str, source: Entries, there: Name, 
             group = differ.kinds if ours is None and kind is None else differ.shapes
             group[label] = their_kind, our_kind
         return
-    ours = Kind(ours.dtype, turned(ours.shape, there.turned), ours.meant)
+    ours = TensorType(ours.dtype, turned(ours.shape, there.turned), ours.meant)
     suffix = " when its last two dimensions are swapped" if there.turned else ""
     if kind.shape != ours.shape:
         differ.shapes[label] = str(kind), f"{ours}{suffix}"

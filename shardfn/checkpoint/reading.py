@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.checkpoint.contents import Kind, LocalBox
+from shardfn.checkpoint.contents import LocalBox, TensorType
 from shardfn.checkpoint.disk import Flaw, checked, opened, read_at, unpickled
-from shardfn.checkpoint.manifest import Chunk, Entries, Source
+from shardfn.checkpoint.manifest import Chunk, Entries, TensorSource
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.checkpoint.tensor_bytes import BUFFER, memory
 from shardfn.quoting import listed
@@ -52,7 +52,7 @@ def meter(report: Report, total: int) -> Callable[[int], None]:
     return count
 
 
-class Buffer:
+class ReusedMemory:
     """Memory that is reused."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Buffer:
         return memoryview(self._memory)[:length]
 
 
-def blocks(descriptor: int, start: int, stop: int, data: int, buffer: Buffer) -> Iterator[tuple[int, memoryview]]:
+def blocks(descriptor: int, start: int, stop: int, data: int, buffer: ReusedMemory) -> Iterator[tuple[int, memoryview]]:
     """Yields bytes `start` to `stop` of a file in blocks that reuse the buffer, with the offset of each.
 
     From `data` on, blocks end at multiples of STEP, so that no element is split.
@@ -84,7 +84,7 @@ def blocks(descriptor: int, start: int, stop: int, data: int, buffer: Buffer) ->
         start, end = end, end + STEP
 
 
-def located(descriptor: int, chunk: Chunk, kind: Kind, torchs: bool) -> Chunk | None:
+def located(descriptor: int, chunk: Chunk, kind: TensorType, torchs: bool) -> Chunk | None:
     """Where a part's elements are in the file; None if they are not stored plainly in row-major order.
 
     Raises:
@@ -106,7 +106,9 @@ def located(descriptor: int, chunk: Chunk, kind: Kind, torchs: bool) -> Chunk | 
     return Chunk(chunk.box, chunk.file, chunk.offset + int(storage_offset), storage.nbytes(), data, after=after)
 
 
-def elements(descriptor: int, chunk: Chunk, kind: Kind, where: Chunk | None, buffer: Buffer) -> Iterator[Elements]:
+def elements(
+    descriptor: int, chunk: Chunk, kind: TensorType, where: Chunk | None, buffer: ReusedMemory
+) -> Iterator[Elements]:
     """Yields a part in row-major order, as boxes of the tensor with their values; the checksum is compared at the end.
 
     Values are views of the buffer, valid until the next are yielded.
@@ -131,7 +133,7 @@ def elements(descriptor: int, chunk: Chunk, kind: Kind, where: Chunk | None, buf
         raise Flaw(OTHER)
 
 
-class Reader(abc.ABC):
+class BoxReader(abc.ABC):
     """Reads boxes of named tensors from files, into tensors of any dtype.
 
     Attributes:
@@ -171,17 +173,17 @@ class Reader(abc.ABC):
         return values
 
 
-class CheckpointReader(Reader):
+class CheckpointReader(BoxReader):
     """Reads tensors of a checkpoint, comparing each part's checksum once.
 
     It has only one buffer, so no other call may be made during an iteration over `parts`.
     """
 
-    source: Source
+    source: TensorSource
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: TensorSource) -> None:
         self.source = source
-        self._buffer = Buffer()
+        self._buffer = ReusedMemory()
         self._seen: dict[tuple[str, int], Chunk | None] = {}
         self._orders: dict[str, tuple[list[Chunk], list[int], list[int]]] = {}
 
@@ -272,7 +274,7 @@ class CheckpointReader(Reader):
 
 
 def _read_directly(
-    descriptor: int, chunk: Chunk, kind: Kind, where: Chunk | None, targets: list[LocalBox], buffer: Buffer
+    descriptor: int, chunk: Chunk, kind: TensorType, where: Chunk | None, targets: list[LocalBox], buffer: ReusedMemory
 ) -> bool:
     """Reads a small part right into its one target, if dtype, device and box match; returns whether it did."""
     x = targets[0].values
@@ -298,7 +300,7 @@ def _read_directly(
     return True
 
 
-def _read_box(descriptor: int, chunk: Chunk, kind: Kind, where: Chunk, box: Box) -> Tensor:
+def _read_box(descriptor: int, chunk: Chunk, kind: TensorType, where: Chunk, box: Box) -> Tensor:
     """Reads one box of a part, and no other bytes."""
     values, done, width = torch.empty(box.sizes, dtype=kind.dtype, device="cpu"), 0, kind.dtype.itemsize
     target = memory(values)

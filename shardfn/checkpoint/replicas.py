@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterable
 
 from shardfn.checkpoint.contents import Contents
-from shardfn.checkpoint.team import Team
+from shardfn.checkpoint.team import RankGroup
 from shardfn.quoting import listed
 from shardfn.shards.replicated import checksum
 
@@ -35,7 +35,7 @@ def summary(own: Digests) -> dict[Place, int]:
     return by_place
 
 
-def differing(own: Digests, summaries: Iterable[dict[Place, int]], team: Team) -> list[str]:
+def differing(own: Digests, summaries: Iterable[dict[Place, int]], team: RankGroup) -> list[str]:
     """Names of values of which some ranks hold other copies; the same on all ranks, who call it together."""
     seen: dict[Place, int] = {}
     if all(seen.setdefault(place, number) == number for each in summaries for place, number in each.items()):

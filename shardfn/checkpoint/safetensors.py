@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardfn.checkpoint import folders
-from shardfn.checkpoint.contents import Kind
+from shardfn.checkpoint.contents import TensorType
 from shardfn.checkpoint.disk import sync, write_at, write_whole
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.checkpoint.tensor_bytes import memory
@@ -52,7 +52,7 @@ CODES = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class FileLayout:
     """The layout of a model's files.
 
     Attributes:
@@ -70,7 +70,7 @@ class Plan:
     prefix: str = ""
 
 
-def planned(tensors: dict[str, Kind], largest: int, metadata: Mapping[str, str], prefix: str = "") -> Plan:
+def planned(tensors: dict[str, TensorType], largest: int, metadata: Mapping[str, str], prefix: str = "") -> FileLayout:
     """Plans the file and the place of each tensor.
 
     Args:
@@ -89,7 +89,7 @@ def planned(tensors: dict[str, Kind], largest: int, metadata: Mapping[str, str],
             raise CheckpointError(f"{name} is {kind}, which safetensors does not know: pass another dtype")
         if name == HEADER:
             raise CheckpointError(f"no tensor can have the name {HEADER!r}")
-    plan = Plan(total=sum(kind.bytes for kind in tensors.values()), prefix=prefix)
+    plan = FileLayout(total=sum(kind.bytes for kind in tensors.values()), prefix=prefix)
     groups: list[list[str]] = [[]]  # the tensors of each file
     size = 0
     for name, kind in tensors.items():
@@ -109,7 +109,7 @@ def planned(tensors: dict[str, Kind], largest: int, metadata: Mapping[str, str],
     return plan
 
 
-def begin(folder: Path, plan: Plan) -> None:
+def begin(folder: Path, plan: FileLayout) -> None:
     """Creates the files at full length, under temporary names."""
     folder.mkdir(parents=True, exist_ok=True)
     clear(folder)
@@ -130,7 +130,10 @@ Elements = tuple[str, Box, Tensor]
 
 
 def fill(
-    folder: Path, plan: Plan, values: Iterable[tuple[str, Tensor]], placed: Callable[[str, Tensor], Iterable[Elements]]
+    folder: Path,
+    plan: FileLayout,
+    values: Iterable[tuple[str, Tensor]],
+    placed: Callable[[str, Tensor], Iterable[Elements]],
 ) -> None:
     """Writes this rank's tensors as they come; returns when they are on disk.
 
@@ -174,7 +177,7 @@ def write_box(descriptor: int, offset: int, shape: Ints, box: Box, values: Tenso
         write_at(descriptor, run, offset + start * width)
 
 
-def publish(folder: Path, plan: Plan) -> None:
+def publish(folder: Path, plan: FileLayout) -> None:
     """Renames the files to their final names, the index last, and removes files of an earlier model."""
     new, index_file = set(plan.lengths), plan.prefix + INDEX
     if len(new) > 1:
@@ -200,7 +203,7 @@ def clear(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _header(tensors: dict[str, Kind], ends: list[int], metadata: Mapping[str, str]) -> bytes:
+def _header(tensors: dict[str, TensorType], ends: list[int], metadata: Mapping[str, str]) -> bytes:
     described: dict[str, Any] = {HEADER: {"format": "pt", **metadata}}
     for (name, kind), start, stop in zip(tensors.items(), ends, ends[1:], strict=False):
         described[name] = {"dtype": CODES[kind.dtype], "shape": kind.shape, "data_offsets": [start, stop]}

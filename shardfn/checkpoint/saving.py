@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardfn.checkpoint import folders
-from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
+from shardfn.checkpoint.team import CheckpointError, RankGroup, on_each_rank, team_of
 from shardfn.checkpoint.writing import Save, Surplus
 from shardfn.compat import devices
 from shardfn.local_paths import local_path
@@ -69,7 +69,7 @@ class Pending:
         ``pending = save_async(path, state); ...; pending.wait()``
     """
 
-    def __init__(self, save: Save, asks: Team) -> None:
+    def __init__(self, save: Save, asks: RankGroup) -> None:
         self.path, self.asks = save.path, asks
         self.error: Exception | None = None
         self.ended: float | None = None

@@ -25,7 +25,7 @@ class CheckpointError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Team:
+class RankGroup:
     """A group of processes that includes this one.
 
     Attributes:
@@ -98,7 +98,7 @@ class Team:
         return mine, [result for result, _ in outcomes]  # type: ignore[misc]
 
 
-def team_of(grids: Iterable[Grid], use: str = "checkpoint") -> Team:
+def team_of(grids: Iterable[Grid], use: str = "checkpoint") -> RankGroup:
     """The team of the ranks of these meshes; all processes if there are no meshes.
 
     Args:
@@ -109,7 +109,7 @@ def team_of(grids: Iterable[Grid], use: str = "checkpoint") -> Team:
         ValueError: the meshes have different ranks.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Team(0, 1)
+        return RankGroup(0, 1)
     rank_sets = {tuple(sorted(grid.ranks)) for grid in grids} or {tuple(range(dist.get_world_size()))}
     if len(rank_sets) > 1:
         raise ValueError(
@@ -117,8 +117,8 @@ def team_of(grids: Iterable[Grid], use: str = "checkpoint") -> Team:
         )
     ranks = list(rank_sets.pop())
     if len(ranks) == 1:
-        return Team(0, 1)
-    return Team(ranks.index(dist.get_rank()), len(ranks), cpu_group(ranks, use), use)
+        return RankGroup(0, 1)
+    return RankGroup(ranks.index(dist.get_rank()), len(ranks), cpu_group(ranks, use), use)
 
 
 def on_each_rank(run: Callable[[], T]) -> T:

@@ -19,7 +19,7 @@ from shardfn.checkpoint import folders, safetensors
 from shardfn.checkpoint.contents import FEW, Scalar
 from shardfn.checkpoint.disk import write_at
 from shardfn.checkpoint.folders import checkpoints, found_at, intact, is_checkpoint, restored, source_of
-from shardfn.checkpoint.manifest import MANIFEST, METADATA, Manifest, Source, read_manifest, torchs
+from shardfn.checkpoint.manifest import MANIFEST, METADATA, Manifest, TensorSource, read_manifest, torchs
 from shardfn.checkpoint.reading import CheckpointReader, Report, meter, silent
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.checkpoint.tensor_bytes import BUFFER, as_bytes
@@ -127,7 +127,7 @@ def summaries(root: Path) -> list[Summary]:
     return sorted(result, key=lambda entry: (not entry.whole, entry.number or 0, entry.made or "", entry.path))
 
 
-def entries(source: Source, names: list[str]) -> list[TensorSummary]:
+def entries(source: TensorSource, names: list[str]) -> list[TensorSummary]:
     """The tensors among these names."""
     tensors = {name: source.tensors[name] for name in names if name in source.tensors}
     return [
@@ -136,7 +136,7 @@ def entries(source: Source, names: list[str]) -> list[TensorSummary]:
     ]
 
 
-def chosen(source: Source, pattern: str | None) -> list[str]:
+def chosen(source: TensorSource, pattern: str | None) -> list[str]:
     """The names of tensors and numbers that match a regular expression as a whole; all names if it is None.
 
     Raises:
@@ -248,7 +248,7 @@ Count = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Written:
+class WriteResult:
     """A summary of the new file or checkpoint, and the names of entries that were left out."""
 
     path: Path
@@ -266,7 +266,7 @@ def consolidate(
     strip: str = "",
     overwrite: bool = False,
     report: Report = silent,
-) -> Written:
+) -> WriteResult:
     """Writes the whole tensors of a checkpoint to one file, atomically.
 
     Args:
@@ -296,10 +296,10 @@ def consolidate(
         left_out = write(CheckpointReader(source), unfinished, olds, strip, count)
     left_out += [] if pattern else source.others
     numbers = len(names) - len(tensors) if dst.suffix == ".pt" else 0
-    return Written(dst, len(tensors), numbers, dst.stat().st_size, left_out)
+    return WriteResult(dst, len(tensors), numbers, dst.stat().st_size, left_out)
 
 
-def reshard(src: Path, dst: Path, ranks: int, *, report: Report = silent) -> Written:
+def reshard(src: Path, dst: Path, ranks: int, *, report: Report = silent) -> WriteResult:
     """Rewrites a checkpoint, atomically, as `ranks` ranks would with `full_shard`; also reads torch's own checkpoints.
 
     Raises:
@@ -334,7 +334,7 @@ def reshard(src: Path, dst: Path, ranks: int, *, report: Report = silent) -> Wri
         manifest.about = folders.about(dst.parent, ranks)
         folders.completed(folder, dst, manifest, keys)
     size = sum(size for size, _ in manifest.files.values())
-    return Written(dst, len(manifest.tensors), len(manifest.numbers), size, list(source.others))
+    return WriteResult(dst, len(manifest.tensors), len(manifest.numbers), size, list(source.others))
 
 
 def _renamed(names: list[str], strip: str) -> dict[str, str]:
@@ -413,7 +413,7 @@ def _with_lists(node: Any) -> Any:
     return items
 
 
-def _shares(source: Source, owners: dict[str, int], ranks: int) -> list[list[tuple[str, int, int]]]:
+def _shares(source: TensorSource, owners: dict[str, int], ranks: int) -> list[list[tuple[str, int, int]]]:
     """For each rank, the tensors that it writes, with first and last-plus-one element."""
     load = [0] * ranks
     shares: list[list[tuple[str, int, int]]] = [[] for _ in range(ranks)]

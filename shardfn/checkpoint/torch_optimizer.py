@@ -18,9 +18,9 @@ from torch import Tensor
 from shardfn.checkpoint.contents import Contents, Value, parameters
 from shardfn.checkpoint.disk import Flaw, opened, unpickled
 from shardfn.checkpoint.loading import filled
-from shardfn.checkpoint.manifest import Source
-from shardfn.checkpoint.matching import Asked, Name, Rule, renamed
-from shardfn.checkpoint.reading import Reader
+from shardfn.checkpoint.manifest import TensorSource
+from shardfn.checkpoint.matching import LoadRequest, Rule, StoredName, renamed
+from shardfn.checkpoint.reading import BoxReader
 from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, on_each_rank
 from shardfn.mesh import waiting
@@ -125,15 +125,15 @@ def load_torch_optimizer(
 
     rules = on_each_rank(checked)
 
-    def naming(held: Contents) -> dict[str, Name]:
+    def naming(held: Contents) -> dict[str, StoredName]:
         result = {}
         for name, (theirs, swap) in _theirs(state, rules).items():
             for slot, slot_there in SLOTS.items():
                 full = joined(slot, name)
-                result[full if full in held.tensors else slot] = Name(joined("state", theirs, slot_there), swap)
+                result[full if full in held.tensors else slot] = StoredName(joined("state", theirs, slot_there), swap)
         return result
 
-    def numbers(reader: Reader) -> dict[str, Any]:
+    def numbers(reader: BoxReader) -> dict[str, Any]:
         names, paths = _theirs(state, rules), _paths(state)
         there = [theirs for theirs, _ in names.values()]
         steps = _steps(reader, part, there)
@@ -143,7 +143,7 @@ def load_torch_optimizer(
         return {"step": count, "missed": missed, "numbers": kept}
 
     ignore = [r"param_groups\..*", r"state\..*\.step"]
-    asked = Asked(part, naming, True, ignore, converts=True, advice=_NO_STATE)
+    asked = LoadRequest(part, naming, True, ignore, converts=True, advice=_NO_STATE)
     what = f"load_torch_optimizer {path}"
     moments, other_entries = filled(what, path, {slot: state[slot] for slot in SLOTS}, asked, donate, numbers)
     return {**state, **other_entries, **moments}
@@ -166,7 +166,7 @@ def _check(state: Any, make: Any) -> None:
         )
 
 
-def _theirs(state: Any, rules: list[Rule]) -> dict[str, Name]:
+def _theirs(state: Any, rules: list[Rule]) -> dict[str, StoredName]:
     """The name of each of our parameters in the files."""
     return renamed([name for name, *_ in parameters(state["mean"])], rules)
 
@@ -205,7 +205,7 @@ def _group(make: Make, key: tuple[float, ...], names: list[str]) -> Group:
 # --- from torch ---
 
 
-def _steps(reader: Reader, part: str, theirs: list[str]) -> dict[str, int]:
+def _steps(reader: BoxReader, part: str, theirs: list[str]) -> dict[str, int]:
     """Each parameter's count of steps."""
     entries = {name: joined(part, "state", name, "step") for name in theirs}
     there = reader.source.tensors.keys() | reader.source.numbers.keys()
@@ -214,7 +214,7 @@ def _steps(reader: Reader, part: str, theirs: list[str]) -> dict[str, int]:
     return {name: int(_value(reader, entry)) for name, entry in entries.items()}
 
 
-def _groups(reader: Reader, part: str, theirs: list[str]) -> dict[str, Group]:
+def _groups(reader: BoxReader, part: str, theirs: list[str]) -> dict[str, Group]:
     """The group of each of these parameters, from either of torch's two layouts."""
     prefix = joined(part, "param_groups") + "."
     source = reader.source
@@ -246,7 +246,7 @@ def _groups(reader: Reader, part: str, theirs: list[str]) -> dict[str, Group]:
     return {one: read[id(by_name[one])] for one in theirs}
 
 
-def _listed(reader: Reader, group: Group, key: str) -> list[Any]:
+def _listed(reader: BoxReader, group: Group, key: str) -> list[Any]:
     """A list, which is stored as one entry or as an entry for each item."""
     if key in group:
         return list(_value(reader, group[key]))
@@ -254,14 +254,14 @@ def _listed(reader: Reader, group: Group, key: str) -> list[Any]:
     return [_value(reader, group[f"{key}.{number}"]) for number in numbers]
 
 
-def _value(reader: Reader, name: str) -> Any:
+def _value(reader: BoxReader, name: str) -> Any:
     """A number, or another small value."""
     source = reader.source
     if name in source.numbers:
         return source.numbers[name]
     if name in source.tensors:
         return reader.read(name, whole(source.tensors[name].shape)).tolist()
-    if not isinstance(source, Source):
+    if not isinstance(source, TensorSource):
         return None
     file, offset, length = source.places[name]
     with opened(source.folder / file) as descriptor:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardfn.checkpoint.contents import Kind
+from shardfn.checkpoint.contents import TensorType
 from shardfn.checkpoint.disk import Flaw, checked, opened
 from shardfn.checkpoint.folders import found_at
 from shardfn.checkpoint.manifest import MANIFEST, METADATA, Chunk, Manifest, read_manifest, torchs
-from shardfn.checkpoint.reading import OTHER, Buffer, Report, blocks, elements, located, meter, silent
+from shardfn.checkpoint.reading import OTHER, Report, ReusedMemory, blocks, elements, located, meter, silent
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.local_paths import local_path
 from shardfn.quoting import short_errors
@@ -131,7 +131,7 @@ def _of_file(
                     yield Damage(file, chunk.stop, chunk.offset, entries, "parts overlap")
                     continue
                 crc = chunk.before
-                for _, content in blocks(descriptor, chunk.offset, chunk.stop, chunk.offset, Buffer()):
+                for _, content in blocks(descriptor, chunk.offset, chunk.stop, chunk.offset, ReusedMemory()):
                     crc = zlib.crc32(content, crc)
                     count(len(content))
                 if crc != chunk.after:
@@ -160,12 +160,12 @@ def _verify_torchs(path: Path, folder: Path, report: Report) -> Verdict:
     except CheckpointError as error:
         return Verdict(path, "torch", 0, 1, size, [Damage(METADATA, 0, size, (), str(error))])
     damage = list(_of_parts(METADATA, source))
-    items: list[tuple[Chunk, str, Kind | None]] = [
+    items: list[tuple[Chunk, str, TensorType | None]] = [
         (Chunk(whole(()), *place), name, None) for name, place in source.places.items()
     ]
     items += [(chunk, name, source.tensors[name]) for name, chunks in source.chunks.items() for chunk in chunks]
     total = sum(chunk.length for chunk, *_ in items)
-    count, buffer = meter(report, total), Buffer()
+    count, buffer = meter(report, total), ReusedMemory()
     for chunk, name, kind in sorted(items, key=lambda item: (item[0].file, item[0].offset, item[1])):
         flaw = _flaw_of_item(folder, chunk, kind, buffer)
         count(chunk.length)
@@ -175,7 +175,7 @@ def _verify_torchs(path: Path, folder: Path, report: Report) -> Verdict:
     return Verdict(path, "torch", entries, len(files) + 1, total + size, damage)
 
 
-def _flaw_of_item(folder: Path, chunk: Chunk, kind: Kind | None, buffer: Buffer) -> str:
+def _flaw_of_item(folder: Path, chunk: Chunk, kind: TensorType | None, buffer: ReusedMemory) -> str:
     """What is wrong with a part of a tensor; or with another item, which is only checked and not unpickled."""
     try:
         with opened(folder / chunk.file) as descriptor:

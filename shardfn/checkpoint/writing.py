@@ -32,7 +32,7 @@ from shardfn.quoting import findings
 from shardfn.shards.boxes import Box
 from shardfn.tiers import copying
 from shardfn.tiers.copying import arrivals
-from shardfn.tiers.tensors import ALIGNMENT, File, Place, Stretch, place_of
+from shardfn.tiers.tensors import ALIGNMENT, DiskExtent, File, FileRange, place_of
 
 Surplus = Callable[[Path], list[Path]]
 _log = logging.getLogger("shardfn")
@@ -326,12 +326,12 @@ def taken(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [next(in_memory if place is None else on_disk) for place in places]
 
 
-def _on_disk(tensors: list[tuple[Tensor, Place]]) -> list[Tensor]:
-    spans: dict[Stretch, tuple[int, int]] = {}
+def _on_disk(tensors: list[tuple[Tensor, DiskExtent]]) -> list[Tensor]:
+    spans: dict[FileRange, tuple[int, int]] = {}
     for _, place in tensors:
         low, high = spans.get(place.stretch, (place.start, place.stop))
         spans[place.stretch] = min(low, place.start) // ALIGNMENT * ALIGNMENT, max(high, place.stop)
-    copies: dict[Stretch, Tensor] = {}
+    copies: dict[FileRange, Tensor] = {}
     for x, (stretch, *_) in tensors:
         low, high = spans[stretch]
         if stretch not in copies:
@@ -351,7 +351,7 @@ def _bytes_of(x: Tensor) -> Tensor:
 
 
 def _in_memory(tensors: list[Tensor]) -> list[Tensor]:
-    runs: list[_Run] = []
+    runs: list[_CopiedRange] = []
     places = []
     for values in tensors:
         start = int(values.storage_offset()) * values.element_size()
@@ -363,7 +363,7 @@ def _in_memory(tensors: list[Tensor]) -> list[Tensor]:
             or not 0 <= start - last.stop <= _GAP
         ):
             begin = -(-(last.begin + last.stop - last.start) // 64) * 64 if last else 0
-            last = _Run(_bytes_of(values), start, stop, begin)
+            last = _CopiedRange(_bytes_of(values), start, stop, begin)
             runs.append(last)
         last.stop = stop
         places.append(last.begin + start - last.start)
@@ -383,7 +383,7 @@ def _in_memory(tensors: list[Tensor]) -> list[Tensor]:
 
 
 @dataclass
-class _Run:
+class _CopiedRange:
     """Bytes `start` to `stop` of a storage, which are copied to `begin` on."""
 
     bytes: Tensor

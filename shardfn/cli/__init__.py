@@ -16,7 +16,7 @@ from shardfn.checkpoint import tools, verifying
 from shardfn.checkpoint.folders import found_at, is_checkpoint, restored, source_of
 from shardfn.checkpoint.reading import Report
 from shardfn.checkpoint.team import CheckpointError
-from shardfn.checkpoint.tools import Written
+from shardfn.checkpoint.tools import WriteResult
 from shardfn.cli import planning
 from shardfn.cli.printing import count, local, plain, print_json, print_table, size
 from shardfn.translate import TranslateError, translate
@@ -212,7 +212,7 @@ def _reshard(args: argparse.Namespace) -> int:
     return _print_written(written)
 
 
-def _print_written(written: Written) -> int:
+def _print_written(written: WriteResult) -> int:
     print(f"{written.path}: {written.tensors} tensors, {written.numbers} numbers, {size(written.bytes)}")
     if written.left_out:
         print(f"left out, because it cannot hold them: {', '.join(written.left_out)}")

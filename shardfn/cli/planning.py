@@ -25,7 +25,7 @@ from shardfn.plans.plan import Plan
 from shardfn.plans.planning import plan, planning
 from shardfn.plans.timeline import Timeline
 from shardfn.quoting import amount, byte_count
-from shardfn.shapes.searching import Found, search
+from shardfn.shapes.searching import Candidate, search
 from shardfn.shapes.settings import OPTIMIZERS, Setting, planned, planned_config
 from shardfn.shapes.sizes import SHAPES, shape
 from shardfn.shards.placement import Tier
@@ -196,7 +196,7 @@ def _listed(args: argparse.Namespace, links: Links, chip: Chip) -> int:
     if args.model is None:
         raise ValueError("plan: --ranks lists ways to train a known model: pass --model NAME, or --mesh AXES for STEP")
 
-    def told(each: Found) -> None:
+    def told(each: Candidate) -> None:
         if sys.stderr.isatty():
             print(f"\r{each.setting}"[:100].ljust(100), end="", file=sys.stderr)
 
@@ -223,7 +223,7 @@ def _listed(args: argparse.Namespace, links: Links, chip: Chip) -> int:
     return FITS
 
 
-def _row(each: Found) -> dict[str, Any]:
+def _row(each: Candidate) -> dict[str, Any]:
     figures, setting = each.figures, each.setting
     assert figures is not None, "what fits was planned"
     return {

@@ -37,12 +37,12 @@ class Watch:
         self.drawing = ""
 
 
-class _Current(threading.local):
+class _CurrentCapture(threading.local):
     watch: Watch | None = None
     prepares = False  # whether a step runs as it is, and will become one program
 
 
-current = _Current()
+current = _CurrentCapture()
 
 
 def capturing() -> Watch | None:

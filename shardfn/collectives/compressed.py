@@ -16,10 +16,10 @@ from torch import Tensor
 
 from shardfn.collectives.into_buffers import (
     TRANSPORTS,
+    CombinedWorks,
     Communicator,
     Handle,
     Later,
-    Together,
     compared,
     exchanged,
     transport,
@@ -142,7 +142,7 @@ def reduce_scatter(
         work = exchanged([[row] for row in received], [[row] for row in sent], comm)
     else:
         work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=comm.reductions, async_op=True)
-    return Together([work], add)
+    return CombinedWorks([work], add)
 
 
 def all_reduce(x: Tensor, comm: Communicator, format: Format, tag: Tag, scratch: Callable[[int], Tensor]) -> Handle:
@@ -166,7 +166,7 @@ def all_reduce(x: Tensor, comm: Communicator, format: Format, tag: Tag, scratch:
                 into.copy_(numbers.view(-1)[: len(into)])
 
         move = TRANSPORTS["all_gather"][transport("all_gather", comm)]
-        return Together([move(whole.view(-1), comm)], finish)
+        return CombinedWorks([move(whole.view(-1), comm)], finish)
 
     return Later(scattered, gather)
 

@@ -83,7 +83,7 @@ class Communicator:
         return group
 
 
-class Together:
+class CombinedWorks:
     """Several works as one; `then` runs once all have arrived."""
 
     __slots__ = ("then", "works")
@@ -260,7 +260,7 @@ def scatter_pieces(
     into `into[i]`, in the same order; `add` then sums what has come. `numel` counts the elements of all ranks' pieces.
     """
     _issued("reduce_scatter", comm, (numel * dtype.itemsize, dtype))
-    return Together([exchanged(into, parts, comm, purpose=purpose)], add)
+    return CombinedWorks([exchanged(into, parts, comm, purpose=purpose)], add)
 
 
 def reduce_scatter(
@@ -328,7 +328,7 @@ def _gather_natively(whole: Tensor, comm: Communicator) -> Handle:
 
 def _gather_by_broadcasts(whole: Tensor, comm: Communicator) -> Handle:
     pieces = whole.view(comm.axis.size, -1).unbind()
-    return Together(
+    return CombinedWorks(
         [dist.broadcast(piece, group=comm.gathers, group_src=i, async_op=True) for i, piece in enumerate(pieces)]
     )
 
@@ -378,7 +378,7 @@ def _scatter_natively(flat: Tensor, out: Tensor, comm: Communicator, scratch: Ca
         return process_groups.start_reduce_scatter(out, flat, comm.reductions)
     narrow = scratch(out.numel())
     work = process_groups.start_reduce_scatter(narrow, flat, comm.reductions)
-    return Together([work], lambda: out.copy_(narrow))
+    return CombinedWorks([work], lambda: out.copy_(narrow))
 
 
 def _scatter_directly(
@@ -398,13 +398,13 @@ def _scatter_directly(
             out.copy_(wide)
 
     into = [[piece] for piece in [*received[:index], own, *received[index:]]]
-    return Together([exchanged(into, [[piece] for piece in pieces], comm, purpose=purpose)], add)
+    return CombinedWorks([exchanged(into, [[piece] for piece in pieces], comm, purpose=purpose)], add)
 
 
 def _scatter_by_exchange(flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor]) -> Handle:
     received = scratch(flat.numel())
     work = dist.all_to_all_single(received, flat, group=comm.reductions, async_op=True)
-    return Together([work], lambda: torch.sum(received.view(comm.axis.size, -1), 0, dtype=out.dtype, out=out))
+    return CombinedWorks([work], lambda: torch.sum(received.view(comm.axis.size, -1), 0, dtype=out.dtype, out=out))
 
 
 TRANSPORTS: dict[str, dict[str, Callable[..., Any]]] = {

@@ -174,7 +174,7 @@ def _marks(source: Sequence[int], index: int) -> tuple[list[int], list[int]]:
 
 def _recorded(
     op: str, x: Tensor, share: float, group: str, how: str, scheduled: bool | None = None
-) -> messages.Peers | None:
+) -> messages.GlooPeers | None:
     """Enters a collective in the ledger; returns the peers that exchange messages, None if the backend moves `x`."""
     peers = messages.peers(x, group)
     if recording():

@@ -26,7 +26,7 @@ Wrong = Callable[[Tensor], str | None]
 """Says what is wrong with a tensor on the host; None if nothing is."""
 
 
-class _Page:
+class _PinnedRows:
     """Rows of pinned memory, into which bytes are copied on one stream."""
 
     def __init__(self, stream: Any) -> None:
@@ -44,15 +44,15 @@ class LateChecks:
     """The checks of one lane that have not been read."""
 
     def __init__(self) -> None:
-        self.pages: deque[_Page] = deque()  # those that are closed
-        self.open: dict[Any, _Page] = {}  # by stream
+        self.pages: deque[_PinnedRows] = deque()  # those that are closed
+        self.open: dict[Any, _PinnedRows] = {}  # by stream
 
     def add(self, x: Tensor, wrong: Wrong) -> None:
         """Starts to copy `x`, of at most `ROOM` bytes, to the host."""
         stream = torch.get_device_module(x.device).current_stream(x.device)
         page = self.open.get(stream)
         if page is None:
-            page = self.open[stream] = _Page(stream)
+            page = self.open[stream] = _PinnedRows(stream)
         row = page.rows[len(page.checks)][: x.nbytes].view(x.dtype).view(x.shape)
         row.copy_(x, non_blocking=True)
         page.checks.append((row, wrong))

@@ -30,7 +30,7 @@ Message = tuple[int, Tensor]  # the other rank, and the tensor to send to it or 
 
 
 @dataclass(frozen=True, eq=False)
-class Peers:
+class GlooPeers:
     """The ranks of a gloo group as this one sees them; `calls` numbers what they do together."""
 
     group: Callable[[], Any]
@@ -44,10 +44,10 @@ class Peers:
         return [(self.index + step) % self.size for step in range(1, self.size)]
 
 
-_known: dict[str, tuple[weakref.ref[Any], Peers | None]] = {}  # by group name, which a later group may reuse
+_known: dict[str, tuple[weakref.ref[Any], GlooPeers | None]] = {}  # by group name, which a later group may reuse
 
 
-def peers(x: Tensor, group: str) -> Peers | None:
+def peers(x: Tensor, group: str) -> GlooPeers | None:
     """Returns the peers that move `x` by messages; None if the backend's own collectives move it.
 
     That is so on other backends, for tensors without data, and in code that is traced, since a graph holds functional
@@ -60,7 +60,7 @@ def peers(x: Tensor, group: str) -> Peers | None:
     if entry is None or entry[0]() is not owner:
         reference = weakref.ref(owner)
         gloo = process_groups.backend_of(owner, "cpu") == "gloo"
-        entry = _known[group] = reference, Peers(reference, owner.rank(), owner.size()) if gloo else None
+        entry = _known[group] = reference, GlooPeers(reference, owner.rank(), owner.size()) if gloo else None
     return entry[1]
 
 
@@ -72,7 +72,7 @@ def forget(groups: Sequence[Any]) -> None:
         _known.pop(group.group_name, None)
 
 
-def gather(p: Peers, x: Tensor, *what: Hashable) -> Tensor:
+def gather(p: GlooPeers, x: Tensor, *what: Hashable) -> Tensor:
     """Returns every rank's `x`, stacked: `[size, *x.shape]`."""
     whole = x.new_empty((p.size, *x.shape))
     pieces, own = whole.unbind(), _sendable(x)
@@ -82,7 +82,7 @@ def gather(p: Peers, x: Tensor, *what: Hashable) -> Tensor:
     return whole
 
 
-def exchange(p: Peers, x: Tensor, *what: Hashable) -> Tensor:
+def exchange(p: GlooPeers, x: Tensor, *what: Hashable) -> Tensor:
     """Sends `x[j]` of rank `i` to rank `j` as its row `i`: `[size, ...] -> [size, ...]`."""
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     into, out = received.unbind(), _sendable(x).unbind()
@@ -92,7 +92,7 @@ def exchange(p: Peers, x: Tensor, *what: Hashable) -> Tensor:
     return received
 
 
-def reduce(p: Peers, x: Tensor, op: str) -> Tensor:
+def reduce(p: GlooPeers, x: Tensor, op: str) -> Tensor:
     """Returns the `"sum"`, `"max"` or `"min"` of every rank's `x` in rank order: the same bits on all ranks."""
     what = ("all_reduce", op, x.dtype, x.shape)
     if x.numel() * x.element_size() * (p.size - 1) > SMALL:
@@ -113,7 +113,7 @@ def reduce(p: Peers, x: Tensor, op: str) -> Tensor:
     return total
 
 
-def _reduce_in_pieces(p: Peers, x: Tensor, op: str, what: What) -> Tensor:
+def _reduce_in_pieces(p: GlooPeers, x: Tensor, op: str, what: What) -> Tensor:
     """Each rank reduces its piece of the whole, and sends the result to the others."""
     out = x.clone(memory_format=torch.contiguous_format)
     length = -(-out.numel() // p.size)
@@ -143,7 +143,7 @@ def combined(parts: Sequence[Tensor], op: str, out: Tensor | None = None) -> Ten
     return total
 
 
-def permute(p: Peers, x: Tensor, source: Sequence[int]) -> Callable[[], Tensor]:
+def permute(p: GlooPeers, x: Tensor, source: Sequence[int]) -> Callable[[], Tensor]:
     """Begins to send `x` so that rank `i` gets that of `source[i]`, or zeros for -1; the function returned waits."""
     own = _sendable(x)
     own_source = source[p.index]
@@ -159,7 +159,7 @@ def permute(p: Peers, x: Tensor, source: Sequence[int]) -> Callable[[], Tensor]:
     return wait
 
 
-def ragged(p: Peers, x: Tensor, send: Sequence[int], receive: Sequence[int], *what: Hashable) -> Tensor:
+def ragged(p: GlooPeers, x: Tensor, send: Sequence[int], receive: Sequence[int], *what: Hashable) -> Tensor:
     """`send[j]` rows of `x` go to rank `j`, in order, and `receive[j]` come from it: `[sum(receive), ...]`."""
     received = x.new_empty((sum(receive), *x.shape[1:]))
     into, out = received.split(list(receive)), _sendable(x).split(list(send))
@@ -176,7 +176,7 @@ def ragged(p: Peers, x: Tensor, send: Sequence[int], receive: Sequence[int], *wh
     return received
 
 
-def start(p: Peers, what: What, into: Sequence[Message], out: Sequence[Message]) -> Callable[[], None]:
+def start(p: GlooPeers, what: What, into: Sequence[Message], out: Sequence[Message]) -> Callable[[], None]:
     """Begins to send and receive what all these ranks call `what`; the function returned waits for all of it.
 
     Another thread starts the works: a send copies to the receiver at once if the receiver is waiting, and when

@@ -21,7 +21,7 @@ _WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
 
 
 @dataclass(frozen=True)
-class Side:
+class PatternSide:
     """One side of a pattern: dimension names, the axes that cut each, and the axes still to be summed over."""
 
     names: tuple[str, ...]
@@ -30,7 +30,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Step:
+class PatternStep:
     """One collective: its name in `collectives`, the axes, and its dimension arguments."""
 
     op: str
@@ -87,7 +87,7 @@ def redistribute(x: Any, pattern: str) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def plan(pattern: str) -> tuple[tuple[str, ...], tuple[Step, ...], tuple[str, ...]]:
+def plan(pattern: str) -> tuple[tuple[str, ...], tuple[PatternStep, ...], tuple[str, ...]]:
     """Returns a pattern's dimension names, the collectives that turn its left side into its right, and its axes."""
     sides = pattern.split("->")
     if len(sides) != 2:
@@ -103,7 +103,7 @@ def plan(pattern: str) -> tuple[tuple[str, ...], tuple[Step, ...], tuple[str, ..
     return before.names, tuple(_steps(before, after, pattern)), tuple(sorted(axes))
 
 
-def _parse(side: str, pattern: str) -> Side:
+def _parse(side: str, pattern: str) -> PatternSide:
     dims: list[tuple[str, ...]] = []
     partial: list[str] = []
     for token in side.split():
@@ -122,10 +122,10 @@ def _parse(side: str, pattern: str) -> Side:
         for word in words:
             if words.count(word) > 1:
                 raise ValueError(f"redistribute pattern {pattern!r}: {kind} {word!r} occurs twice on one side")
-    return Side(names, tuple(words[1:] for words in dims), frozenset(partial))
+    return PatternSide(names, tuple(words[1:] for words in dims), frozenset(partial))
 
 
-def _steps(before: Side, after: Side, pattern: str) -> list[Step]:
+def _steps(before: PatternSide, after: PatternSide, pattern: str) -> list[PatternStep]:
     """Plans sums first, since they shrink the value or keep its size, then moves, then gathers, then cuts."""
     if not after.partial <= before.partial:
         created = ", ".join(sorted(after.partial - before.partial))
@@ -135,15 +135,15 @@ def _steps(before: Side, after: Side, pattern: str) -> list[Step]:
     source = {axis: dim for dim, axes in enumerate(cuts) for axis in axes}
     target = {axis: dim for dim, axes in enumerate(goal) for axis in axes}
     summed = sorted(before.partial - after.partial)
-    steps: list[Step] = []
+    steps: list[PatternStep] = []
 
     scattered = [axis for axes in goal for axis in axes if axis in before.partial]
     for dim, axes in _grouped(scattered, target):
-        steps.append(Step("reduce_scatter", axes, (("dim", dim),)))
+        steps.append(PatternStep("reduce_scatter", axes, (("dim", dim),)))
         cuts[dim] += axes
     whole = tuple(axis for axis in summed if axis not in target)
     if whole:
-        steps.append(Step("psum", whole, ()))
+        steps.append(PatternStep("psum", whole, ()))
 
     moved = [axis for axes in before.cuts for axis in axes if axis in target and target[axis] != source[axis]]
     for axis in reversed(moved):
@@ -151,7 +151,7 @@ def _steps(before: Side, after: Side, pattern: str) -> list[Step]:
             raise _too_much(pattern, axis)
         cuts[source[axis]].pop()
         cuts[target[axis]].append(axis)
-        steps.append(Step("all_to_all", (axis,), (("split_dim", target[axis]), ("concat_dim", source[axis]))))
+        steps.append(PatternStep("all_to_all", (axis,), (("split_dim", target[axis]), ("concat_dim", source[axis]))))
 
     for dim in range(len(cuts)):
         gathered = tuple(axis for axis in cuts[dim] if axis not in target)
@@ -159,11 +159,11 @@ def _steps(before: Side, after: Side, pattern: str) -> list[Step]:
             if tuple(cuts[dim][-len(gathered) :]) != gathered:
                 raise _too_much(pattern, gathered[0])
             del cuts[dim][-len(gathered) :]
-            steps.append(Step("all_gather", gathered, (("dim", dim),)))
+            steps.append(PatternStep("all_gather", gathered, (("dim", dim),)))
 
     fresh = [axis for axes in goal for axis in axes if axis not in source and axis not in before.partial]
     for dim, axes in _grouped(fresh, target):
-        steps.append(Step("local_slice", axes, (("dim", dim),)))
+        steps.append(PatternStep("local_slice", axes, (("dim", dim),)))
         cuts[dim] += axes
     for have, want in zip(cuts, goal, strict=True):
         if have != want:

@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from shardfn.compat import dispatch
-from shardfn.compat.norms import Written
+from shardfn.compat.norms import ReplacedFunctions
 from shardfn.compat.replacing import replaced
 from shardfn.compat.trusted import trusted
 
 _aten: Any = torch.ops.aten
 
 
-class Kernel(NamedTuple):
+class AttentionKernel(NamedTuple):
     """One way to compute attention and its gradients.
 
     Attributes:
@@ -57,7 +57,7 @@ def attention_backward(
 # --- the choice ---
 
 
-def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Kernel:
+def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> AttentionKernel:
     kind = q.device.type
     if kind in pretended and min(q.numel(), k.numel()):
         return FLASH if _fits_flash(q) else EFFICIENT
@@ -77,7 +77,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Kern
     return PLAIN
 
 
-def _chosen(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Kernel:
+def _chosen(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> AttentionKernel:
     """The kernel that torch chooses for such tensors."""
     q, k, v = map(_even_rows, (q, k, v))
     heads = q.shape[1] // k.shape[1]
@@ -102,7 +102,7 @@ def _flash_on(device: torch.device) -> bool:
     return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _differs(kernel: Kernel, like: Tensor, heads: int, causal: bool) -> str:
+def _differs(kernel: AttentionKernel, like: Tensor, heads: int, causal: bool) -> str:
     """Says which of a kernel's results is not that of the plain formulas; empty if all are."""
     draw = torch.Generator().manual_seed(0)
     shapes = [(2, 2 * heads, 40), (2, 2, 80), (2, 2, 80), (2, 2 * heads, 40)]
@@ -112,7 +112,7 @@ def _differs(kernel: Kernel, like: Tensor, heads: int, causal: bool) -> str:
     scale = like.shape[-1] ** -0.5
     whole = PLAIN.forward(q, k, v, False, scale)  # as in a ring: the kernel has the first half of the keys
 
-    def results(kernel: Kernel, kind: torch.dtype) -> list[Tensor]:
+    def results(kernel: AttentionKernel, kind: torch.dtype) -> list[Tensor]:
         q, k, v, ct = (x.to(kind) for x in given)
         k, v, out, lse = k[:, :, :40], v[:, :, :40], whole[0].to(kind), whole[1].to(_wide(kind))
         return [*kernel.forward(q, k, v, causal, scale), *kernel.backward(ct, q, k, v, out, lse, causal, scale)]
@@ -155,7 +155,7 @@ def torchs_own(
     enable_gqa: bool = False,
 ) -> Tensor:
     """`scaled_dot_product_attention` as on CUDA, for tensors of pretended devices."""
-    kind = Written.active()
+    kind = ReplacedFunctions.active()
     if kind is not None and _sdpa in kind.table:
         return kind.table[_sdpa](query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if query.device.type not in pretended or query.ndim != 4:
@@ -226,7 +226,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-PLAIN = Kernel("plain", _plain, _plain_backward)
+PLAIN = AttentionKernel("plain", _plain, _plain_backward)
 
 
 # --- the kernels of torch ---
@@ -319,10 +319,10 @@ def _even_rows(x: Tensor) -> Tensor:
     return x if even else x.clone(memory_format=torch.contiguous_format)
 
 
-CPU = Kernel("CPU", _cpu, _cpu_backward)
-FLASH = Kernel("flash", _flash, _flash_backward)
-EFFICIENT = Kernel("efficient", _efficient, _efficient_backward)
-CUDNN = Kernel("cuDNN", _cudnn, _cudnn_backward)
+CPU = AttentionKernel("CPU", _cpu, _cpu_backward)
+FLASH = AttentionKernel("flash", _flash, _flash_backward)
+EFFICIENT = AttentionKernel("efficient", _efficient, _efficient_backward)
+CUDNN = AttentionKernel("cuDNN", _cudnn, _cudnn_backward)
 _CUDA = {
     SDPBackend.FLASH_ATTENTION.value: FLASH,
     SDPBackend.EFFICIENT_ATTENTION.value: EFFICIENT,

@@ -20,18 +20,18 @@ from torch.overrides import TorchFunctionMode
 _thread = threading.local()
 
 
-class Written(TorchFunctionMode):
+class ReplacedFunctions(TorchFunctionMode):
     """A context in which some functions of torch are others, by `table`."""
 
     table: ClassVar[dict[Any, Any]] = {}
 
     @staticmethod
-    def active() -> type[Written] | None:
+    def active() -> type[ReplacedFunctions] | None:
         """The kind of the innermost of these contexts on this thread."""
         kinds = getattr(_thread, "kinds", [])
         return kinds[-1] if kinds else None
 
-    def __enter__(self) -> Written:
+    def __enter__(self) -> ReplacedFunctions:
         _thread.kinds = [*getattr(_thread, "kinds", []), type(self)]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -44,7 +44,7 @@ class Written(TorchFunctionMode):
         return self.table.get(func, func)(*args, **(kwargs or {}))
 
 
-class Padded(Written):
+class Padded(ReplacedFunctions):
     """A context in which an embedding's row of padding has no tangent, as it has no gradient."""
 
 

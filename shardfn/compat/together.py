@@ -37,7 +37,7 @@ def product(x: Tensor, w: Tensor) -> Any:
     """As `torch.matmul`: a product of rows with a matrix."""
     if not (_plain(x, w) and x.ndim >= 2 and w.ndim == 2 and x.shape[-1] == w.shape[0]):
         return torch.matmul(x, w)
-    y: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), w, _unread(w))  # type: ignore[no-untyped-call]
+    y: Tensor = _MatmulWithTangent.apply(x.reshape(-1, x.shape[-1]), w, _unread(w))  # type: ignore[no-untyped-call]
     return y if x.ndim == 2 else y.view(*x.shape[:-1], w.shape[-1])
 
 
@@ -80,7 +80,7 @@ def _unread(x: Tensor) -> Tensor | None:
     return x if parameter is None and hasattr(x, _UNREAD) else parameter
 
 
-class _Product(torch.autograd.Function):
+class _MatmulWithTangent(torch.autograd.Function):
     """`(x [n, k], w [k, m]) -> x @ w`; if the gradient of w is unread, it is not computed where it has a tangent."""
 
     generate_vmap_rule = True
@@ -146,17 +146,17 @@ def _dual(x: Tensor, tangent: Tensor | None) -> Tensor:
 
 def silu(input: Tensor, inplace: bool = False) -> Any:
     """As `torch.nn.functional.silu`."""
-    return F.silu(input, inplace) if inplace or not _plain(input) else _Activation.apply(input, "silu")  # type: ignore[no-untyped-call]
+    return F.silu(input, inplace) if inplace or not _plain(input) else _ActivationWithTangent.apply(input, "silu")  # type: ignore[no-untyped-call]
 
 
 def gelu(input: Tensor, approximate: str = "none") -> Any:
     """As `torch.nn.functional.gelu`."""
     if approximate != "none" or not _plain(input):
         return F.gelu(input, approximate=approximate)
-    return _Activation.apply(input, "gelu")  # type: ignore[no-untyped-call]
+    return _ActivationWithTangent.apply(input, "gelu")  # type: ignore[no-untyped-call]
 
 
-class _Activation(torch.autograd.Function):
+class _ActivationWithTangent(torch.autograd.Function):
     """`(x, kind) -> y`, of the same shape."""
 
     generate_vmap_rule = True

@@ -57,19 +57,19 @@ class Roles:
 
 
 @dataclass
-class Form:
+class ResultStructure:
     """A step's result without its tensors."""
 
     tree: optree.PyTreeSpec
     kinds: list[Any]
 
     @staticmethod
-    def of(leaves: Sequence[Any], tree: optree.PyTreeSpec) -> Form:
+    def of(leaves: Sequence[Any], tree: optree.PyTreeSpec) -> ResultStructure:
         """The form of these leaves."""
-        return Form(tree, [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves])
+        return ResultStructure(tree, [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves])
 
-    def difference(self, other: Form) -> str:
-        """How a later result differs; empty if it does not."""
+    def difference(self, other: ResultStructure) -> str:
+        """Returns how a later result differs, as a message; empty if it does not."""
         if self.tree != other.tree:
             return f"the structure {short(other.tree)}, and before {short(self.tree)}"
         pairs = enumerate(zip(self.kinds, other.kinds, strict=True))
@@ -77,8 +77,8 @@ class Form:
 
 
 @dataclass
-class Program:
-    """What is known of a step for arguments of one kind.
+class StepProgram:
+    """The state of one step for arguments of one kind.
 
     Attributes:
         name: of the step, for messages.
@@ -101,7 +101,7 @@ class Program:
     labels: Callable[[int], str]
     calls: int = 0
     notes: list[Note] = field(default_factory=list)
-    form: Form | None = None
+    form: ResultStructure | None = None
     captured: Captured | None = None
     around: Around = field(default_factory=dict)
 
@@ -109,10 +109,10 @@ class Program:
         """Runs the step as it will be captured, and notes what it does."""
         forget_gathered(self.device)  # as before the graph, whose operations are compared with these
         watch = StepWatch(self.name, _tensors(leaves), self.device)
-        found, tree = self.watched(watch, leaves)
+        results, tree = self.watched(watch, leaves)
         late_checks.after_replay(watch.late)
-        self.notes, self.form = watch.notes, Form.of(found, tree)
-        return found, tree
+        self.notes, self.form = watch.notes, ResultStructure.of(results, tree)
+        return results, tree
 
     def watched(self, watch: StepWatch, leaves: list[Any]) -> tuple[list[Any], optree.PyTreeSpec]:
         """Runs the step under a watch, backward included.
@@ -124,16 +124,16 @@ class Program:
         single = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and i not in self.roles.carried}
         versions = {i: x._version for i, x in single.items() if not x.is_inference()}
         with watch:
-            found, tree = self.step(leaves)
+            results, tree = self.step(leaves)
             if not watch.traces:
                 forget_gathered(self.device)
-        watch.finish(found)
+        watch.finish(results)
         shared = {autograd.storage_of(leaves[i]) for i in self.roles.carried}
         for i, version in versions.items():
             if single[i]._version != version and autograd.storage_of(single[i]) not in shared:
                 raise self.overwrites(i)
-        self.refuse_results(leaves, found, tree)
-        return found, tree
+        self.refuse_results(leaves, results, tree)
+        return results, tree
 
     def overwrites(self, i: int) -> RuntimeError:
         """The error for a step that overwrites an argument whose result does not become the argument again."""
@@ -142,21 +142,21 @@ class Program:
             f"for it: write params, state, loss = step(params, state, batch)"
         )
 
-    def refuse_results(self, leaves: list[Any], found: list[Any], tree: optree.PyTreeSpec) -> None:
+    def refuse_results(self, leaves: list[Any], results: list[Any], tree: optree.PyTreeSpec) -> None:
         """Raises RuntimeError for results that differ from earlier ones, cannot stay in the memory of an argument, or
         are not in a graph.
         """
-        if self.form is not None and (difference := self.form.difference(Form.of(found, tree))):
+        if self.form is not None and (difference := self.form.difference(ResultStructure.of(results, tree))):
             raise RuntimeError(f"{self.name}: the step returns {difference}: a program always returns the same")
         for i, j in self.roles.carried.items():
-            x, y = leaves[i], found[j] if j < len(found) else None
+            x, y = leaves[i], results[j] if j < len(results) else None
             if not isinstance(y, Tensor) or (x.shape, x.dtype, x.device) != (y.shape, y.dtype, y.device):
                 got = f"{y.dtype} {list(y.shape)} on {y.device}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
                 raise RuntimeError(
                     f"{self.name}: for {self.labels(i)}, {x.dtype} {list(x.shape)} on {x.device}, the step returns "
                     f"{got}: what becomes an argument again keeps its shape and dtype"
                 )
-        if any(isinstance(y, Tensor) and y.device.type != self.device.type for y in found):
+        if any(isinstance(y, Tensor) and y.device.type != self.device.type for y in results):
             raise RuntimeError(
                 f"{self.name}: the step returns a tensor that is not on {self.device.type}, where the graph computes: "
                 f"it would stay as it is now"
@@ -179,7 +179,7 @@ class Captured:
         log: the collectives that it issues.
     """
 
-    program: Program
+    program: StepProgram
     graph: Any = None
     arguments: list[Any] = field(default_factory=list)
     results: list[Any] = field(default_factory=list)
@@ -219,29 +219,32 @@ class Captured:
 
     def _on_cpu(self, leaves: list[Any], first: bool) -> list[Any]:
         carried = self.program.roles.carried
-        own = [x.detach() if i in carried else x for i, x in enumerate(leaves)]
+        arguments = [x.detach() if i in carried else x for i, x in enumerate(leaves)]
         if first and self.program.form is not None:
             forget_gathered(self.program.device)
-            watch = StepWatch(self.program.name, _tensors(own), self.program.device, self.program.notes)
-            found, self.tree = self.program.watched(watch, own)
+            watch = StepWatch(self.program.name, _tensors(arguments), self.program.device, self.program.notes)
+            results, self.tree = self.program.watched(watch, arguments)
         else:
-            found, self.tree = self.program.step(own)
-        shared = {autograd.storage_of(own[i]) for i in carried}
-        kept = set(carried.values())
-        return [_apart(x, shared) if isinstance(x, Tensor) and j not in kept else x for j, x in enumerate(found)]
+            results, self.tree = self.program.step(arguments)
+        shared = {autograd.storage_of(arguments[i]) for i in carried}
+        carried_results = set(carried.values())
+        return [
+            _apart(x, shared) if isinstance(x, Tensor) and j not in carried_results else x
+            for j, x in enumerate(results)
+        ]
 
     def _fill(self, leaves: list[Any]) -> None:
         """Copies arguments to where the graph reads them, except those that are there already."""
         pairs = [
-            (own, x)
-            for own, x in zip(self.arguments, leaves, strict=True)
-            if isinstance(own, Tensor) and not same_elements(own, x)
+            (argument, x)
+            for argument, x in zip(self.arguments, leaves, strict=True)
+            if isinstance(argument, Tensor) and not same_elements(argument, x)
         ]
-        shared = {autograd.storage_of(own) for own in self.arguments if isinstance(own, Tensor)}
+        shared = {autograd.storage_of(argument) for argument in self.arguments if isinstance(argument, Tensor)}
         # What lies in the memory of another argument is overwritten before it is read.
         sources = [x.clone() if autograd.storage_of(x) in shared else x for _, x in pairs]
-        for (own, _), x in zip(pairs, sources, strict=True):
-            own.copy_(x)
+        for (argument, _), x in zip(pairs, sources, strict=True):
+            argument.copy_(x)
 
     def _returned(self) -> list[Any]:
         """The results: carried ones in the graph's memory, copies of the others."""
@@ -256,7 +259,7 @@ class Captured:
         return results
 
 
-def captured(program: Program, leaves: list[Any], stream: Any, pool: Any) -> Captured:
+def captured(program: StepProgram, leaves: list[Any], stream: Any, pool: Any) -> Captured:
     """Captures a call; nothing has run when this returns.
 
     Raises:
@@ -267,11 +270,13 @@ def captured(program: Program, leaves: list[Any], stream: Any, pool: Any) -> Cap
     late_checks.look(program.device, wait=True)
     forget_gathered(program.device)
     carried = program.roles.carried
-    own = [x.detach() if i in carried else x.clone() if isinstance(x, Tensor) else x for i, x in enumerate(leaves)]
+    arguments = [
+        x.detach() if i in carried else x.clone() if isinstance(x, Tensor) else x for i, x in enumerate(leaves)
+    ]
     module, error = torch.get_device_module(program.device), None
     graph = module.CUDAGraph()
-    watch = StepWatch(program.name, _tensors(own), program.device, program.notes)
-    made = Captured(program, graph, own)
+    watch = StepWatch(program.name, _tensors(arguments), program.device, program.notes)
+    result = Captured(program, graph, arguments)
     stream.wait_stream(module.current_stream(program.device))
     try:
         # Threads that fetch batches or watch communicators may go on meanwhile.
@@ -281,46 +286,50 @@ def captured(program: Program, leaves: list[Any], stream: Any, pool: Any) -> Cap
             module.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
         ):
             try:
-                with ledger() as made.log:
-                    found, made.tree = program.watched(watch, own)
-                _carry(program, own, found)
+                with ledger() as result.log:
+                    results, result.tree = program.watched(watch, arguments)
+                _carry(program, arguments, results)
             except Exception as raised:  # the capture must end first, or its end would hide the reason
                 error = raised
     except Exception as raised:
         error = error or raised
     if error is not None:
         raise error
-    made.results = [x.detach() if isinstance(x, Tensor) else x for x in found]
-    made.held, made.late = list(watch.held.values()), watch.late
-    return made
+    result.results = [x.detach() if isinstance(x, Tensor) else x for x in results]
+    result.held, result.late = list(watch.held.values()), watch.late
+    return result
 
 
-def _carry(program: Program, own: list[Any], found: list[Any]) -> None:
+def _carry(program: StepProgram, arguments: list[Any], results: list[Any]) -> None:
     """Copies results to the memory of the arguments in whose role they are, as the last part of the graph."""
-    pairs = [(own[i], found[j]) for i, j in program.roles.carried.items() if not same_elements(own[i], found[j])]
+    pairs = [
+        (arguments[i], results[j])
+        for i, j in program.roles.carried.items()
+        if not same_elements(arguments[i], results[j])
+    ]
     targets = [autograd.storage_of(x) for x, _ in pairs]
     if len(set(targets)) < len(targets):
         raise RuntimeError(f"{program.name}: arguments that the step replaces share memory: pass clones of them")
-    carried = {autograd.storage_of(own[i]) for i in program.roles.carried}
+    carried = {autograd.storage_of(arguments[i]) for i in program.roles.carried}
     with torch.no_grad():
         sources = [x.clone() if autograd.storage_of(x) in carried else x for _, x in pairs]
-        for (into, _), x in zip(pairs, sources, strict=True):
-            into.copy_(x)
+        for (target, _), x in zip(pairs, sources, strict=True):
+            target.copy_(x)
 
 
-def apart(found: list[Any], tree: optree.PyTreeSpec) -> Any:
+def apart(leaves: list[Any], tree: optree.PyTreeSpec) -> Any:
     """The result of a call without a program: what one part of it shares with another before is a copy.
 
     One of them may become an argument again, which a program overwrites.
     """
     owner: dict[int, int] = {}
-    number = [k for k, part in enumerate(tree.children() or [tree]) for _ in range(part.num_leaves)]
-    made = []
-    for k, x in zip(number, found, strict=True):
+    part_ids = [k for k, part in enumerate(tree.children() or [tree]) for _ in range(part.num_leaves)]
+    unaliased = []
+    for k, x in zip(part_ids, leaves, strict=True):
         if isinstance(x, Tensor):
             x = x.detach().clone() if owner.setdefault(autograd.storage_of(x), k) != k else x.detach()
-        made.append(x)
-    return optree.tree_unflatten(tree, made)
+        unaliased.append(x)
+    return optree.tree_unflatten(tree, unaliased)
 
 
 def _tensors(leaves: Iterable[Any]) -> list[Tensor]:
@@ -334,7 +343,7 @@ def same_elements(x: Tensor, y: Tensor) -> bool:
 
 
 def meaning(x: Tensor) -> tuple[Any, ...]:
-    """What a tensor makes of the memory from its first element on."""
+    """The dtype, shape, strides and lazy flags with which a tensor views its memory."""
     return x.dtype, x.shape, x.stride(), x.is_conj(), x.is_neg()
 
 

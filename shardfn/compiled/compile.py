@@ -19,9 +19,9 @@ from shardfn.collectives import late_checks
 from shardfn.collectives.agree import agree, failing_together
 from shardfn.compat import autograd, inductor, process_groups
 from shardfn.compiled import regions
-from shardfn.compiled.captured import Form, Program, apart, donate
+from shardfn.compiled.captured import ResultStructure, StepProgram, apart, donate
 from shardfn.compiled.graphed import ALIKE, NTH_CALL, Graphs, host_checks
-from shardfn.compiled.tracing import TENSOR, Trace
+from shardfn.compiled.tracing import TENSOR, TracedCall
 from shardfn.mesh import comparisons, watchdog
 from shardfn.mesh.axes import known_axes
 from shardfn.mesh.scope import scope
@@ -78,12 +78,12 @@ class Programs(Graphs):
     def _kind(self, x: Any) -> Any:
         return (super()._kind(x), x.stride()) if isinstance(x, Tensor) else super()._kind(x)
 
-    def _warm_up(self, program: Program, leaves: list[Any]) -> Any:
-        found, tree = program.step(leaves)
-        program.form = Form.of(found, tree)
-        return apart(found, tree)
+    def _warm_up(self, program: StepProgram, leaves: list[Any]) -> Any:
+        results, tree = program.step(leaves)
+        program.form = ResultStructure.of(results, tree)
+        return apart(results, tree)
 
-    def _refuse_unfit(self, program: Program, leaves: list[Any]) -> None:
+    def _refuse_unfit(self, program: StepProgram, leaves: list[Any]) -> None:
         self._refuse_away(program, leaves)
         if checks := host_checks(("collectives", "nan")):
             raise RuntimeError(f"{self.name}: {listed(checks)} checks each call on the host: leave it off")
@@ -93,29 +93,29 @@ class Programs(Graphs):
                 f'processes, World({dist.get_world_size()}, kind="processes")'
             )
 
-    def _captured(self, program: Program, leaves: list[Any], args: Any, kwargs: Any) -> Any:
+    def _captured(self, program: StepProgram, leaves: list[Any], args: Any, kwargs: Any) -> Any:
         meshes = list(self._meshes(args, kwargs))
         with failing_together(meshes, self.name):
             self._refuse_unfit(program, leaves)
-            trace = Trace.of(program, leaves)
+            trace = TracedCall.of(program, leaves)
             trace.schedule()
         agree([NTH_CALL.format("second"), *trace.collectives], meshes, self.name, subject=_COLLECTIVES)
         shapes = [
             list(x.shape) for i, x in enumerate(leaves) if isinstance(x, Tensor) and i not in program.roles.carried
         ]
         _log.info("%s: compiles for arguments of shapes %s", self.name, listed(shapes))
-        made = _Compiled(trace, meshes)
+        compiled = _Compiled(trace, meshes)
         comparisons.reached(f"{self.name} began to compile")
         # One process of a host compiles, and the others find what it made on disk. What is for a GPU is for that alone.
-        apart = bool(meshes) and program.device.type == "cpu"
+        in_turns = bool(meshes) and program.device.type == "cpu"
         leads = int(os.environ.get("LOCAL_RANK", process_groups.global_rank())) == 0
-        for first in (True, False) if apart else (True,):
+        for first in (True, False) if in_turns else (True,):
             with failing_together(meshes, self.name):
-                if not apart or first is leads:
-                    made.compile()
+                if not in_turns or first is leads:
+                    compiled.compile()
             agree([], meshes, self.name, subject=("the programs", watchdog.COMPILES))
         comparisons.reached(f"{self.name} was compiled")
-        return made
+        return compiled
 
 
 _COLLECTIVES = (
@@ -135,7 +135,7 @@ class _Compiled:
         times: how often it ran.
     """
 
-    trace: Trace
+    trace: TracedCall
     meshes: list[DeviceMesh]
     function: Callable[[list[Any]], list[Any]] | None = None
     source: str = ""
@@ -164,7 +164,7 @@ class _Compiled:
         try:
             around = scope(self.meshes[0], known_axes(self.meshes[0])) if self.meshes else contextlib.nullcontext()
             with around, torch.no_grad(), inductor.without_autocast():
-                found = iter(self.function([*inputs, *trace.constants]))
+                outputs = iter(self.function([*inputs, *trace.constants]))
         except BaseException:  # some may be overwritten already
             for work in trace.works:
                 work.abandon()
@@ -173,7 +173,7 @@ class _Compiled:
             raise
         if program.device.type != "cpu":
             late_checks.late_checks().close()
-        results = [next(found) if x is TENSOR else x for x in trace.results]
+        results = [next(outputs) if x is TENSOR else x for x in trace.results]
         for i, j in carried.items():
             results[j] = leaves[i].detach()
             donate(leaves[i])
@@ -202,9 +202,9 @@ class _Compiled:
 
     def _compare(self, leaves: list[Any]) -> None:
         """Raises RuntimeError if the step does something else than when it was traced."""
-        other = Trace.of(self.trace.program, leaves, self.trace.outside)
-        if what := self.trace.difference(other):
+        other = TracedCall.of(self.trace.program, leaves, self.trace.outside)
+        if difference := self.trace.difference(other):
             raise RuntimeError(
-                f"{other.program.name}: the step does {what}: a compiled program always does the same. What the step "
-                f"reads besides its arguments must not change: pass it as a 0-d tensor among the arguments"
+                f"{other.program.name}: the step does {difference}: a compiled program always does the same. What the "
+                f"step reads besides its arguments must not change: pass it as a 0-d tensor among the arguments"
             )

@@ -18,7 +18,7 @@ from shardfn.collectives.agree import agree, failing_together
 from shardfn.collectives.capturing import capturing, current
 from shardfn.compat import dispatch, dynamo, functorch
 from shardfn.compat.replacing import replaced
-from shardfn.compiled.captured import Captured, Donated, Program, Roles, apart, captured
+from shardfn.compiled.captured import Captured, Donated, Roles, StepProgram, apart, captured
 from shardfn.compiled.surroundings import changed, kept, surroundings
 from shardfn.debugging import KINDS, debugging
 from shardfn.mesh.scope import current_mesh, mesh_of
@@ -99,8 +99,8 @@ class Graphs:
         self.step, self.mesh, self.name = step, mesh, f"{self.caller}({name_of(step)})"
         self.roles: dict[optree.PyTreeSpec, Roles] = {}
         self.first: dict[optree.PyTreeSpec, tuple[list[Any], Any]] = {}
-        self.programs: dict[Any, Program] = {}
-        self.earlier: dict[optree.PyTreeSpec, Program] = {}
+        self.programs: dict[Any, StepProgram] = {}
+        self.earlier: dict[optree.PyTreeSpec, StepProgram] = {}
         self.stream: Any = None
         self.pool: Any = None
 
@@ -115,7 +115,7 @@ class Graphs:
         return call
 
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the step, as it is or by a graph."""
+        """Calls the step, eagerly or by a graph."""
         if torch.compiler.is_compiling():
             dynamo.refuse_in_graph(f"{self.name} is one program already: call it outside of torch.compile")
         if functorch.inside_transform() or functorch.inside_forward_mode() or capturing() is not None:
@@ -141,9 +141,9 @@ class Graphs:
         if program.captured is not None:
             return program.captured.run(leaves)
         if program.calls > self.warm_up:
-            made = self._captured(program, leaves, args, kwargs)
-            result = made.run(leaves, first=True)
-            program.captured = made
+            captured_call = self._captured(program, leaves, args, kwargs)
+            result = captured_call.run(leaves, first=True)
+            program.captured = captured_call
         else:
             with replaced(current, prepares=True):
                 result = self._warm_up(program, leaves)
@@ -183,29 +183,29 @@ class Graphs:
             return self.roles[tree]
         if tree not in self.first:
             return Roles()
-        before, result = self.first.pop(tree)
+        numbers, result = self.first.pop(tree)
         carried, lifted = _carried(values, result), {}
         if not carried:
             return Roles()
         for i in carried:
             x = leaves[i]
-            if type(x) in _NUMBERS and x != before[i]:
+            if type(x) in _NUMBERS and x != numbers[i]:
                 lifted[i] = _NUMBERS[type(x)]
             elif isinstance(x, Tensor) and x.ndim == 0 and x.dtype in _NUMBERS.values():
                 lifted[i] = x.dtype  # an earlier call made it of a number, which may come again
-        kept = {i: j for i, j in carried.items() if isinstance(leaves[i], Tensor) or i in lifted}
-        self.roles[tree] = Roles(kept, lifted, set(carried) - set(kept))
+        roles = {i: j for i, j in carried.items() if isinstance(leaves[i], Tensor) or i in lifted}
+        self.roles[tree] = Roles(roles, lifted, set(carried) - set(roles))
         for key in [key for key in self.programs if key[0] == tree]:
             self.earlier[tree] = self.programs.pop(key)
         return self.roles[tree]
 
     def _kind(self, x: Any) -> Any:
-        """What a graph is made for, of one leaf of the arguments."""
+        """The properties of an argument's leaf that select its program."""
         return (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else type(x) if type(x) in _NUMBERS else (x,)
 
     def _program(
         self, leaves: list[Any], tree: optree.PyTreeSpec, roles: Roles, device: torch.device, args: Any, kwargs: Any
-    ) -> Program:
+    ) -> StepProgram:
         autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
         key = tree, tuple(map(self._kind, leaves)), torch.is_grad_enabled(), autocast
         program = self.programs.get(key)
@@ -228,20 +228,20 @@ class Graphs:
             label = functools.partial(_label, self.step, tree)
             if earlier is None:  # new to one rank alone, it would wait for others that run theirs
                 self._meet(key, label, leaves, list(self._meshes(args, kwargs)))
-            program = Program(self.name, run, device, roles, numbers, label, calls=int(earlier is not None))
+            program = StepProgram(self.name, run, device, roles, numbers, label, calls=int(earlier is not None))
             self.programs[key] = program
         return program
 
     def _meet(self, key: Any, label: Callable[[int], str], leaves: list[Any], meshes: list[DeviceMesh]) -> None:
         """Raises an error on all ranks unless these arguments are new to all of them."""
         tree, kinds = key[:2]
-        before = next((known for other, known, *_ in reversed(self.programs) if other == tree), kinds)
-        new = [f"{label(i)}: {_described(leaves[i])}" for i, kind in enumerate(kinds) if kind != before[i]]
-        what, advice = ALIKE
+        previous = next((known for other, known, *_ in reversed(self.programs) if other == tree), kinds)
+        new = [f"{label(i)}: {_described(leaves[i])}" for i, kind in enumerate(kinds) if kind != previous[i]]
+        subject, advice = ALIKE
         advice = f"New here: {listed(new, 3)}. {advice}" if new else advice
-        agree([NTH_CALL.format("first")], meshes, self.name, subject=(what, advice))
+        agree([NTH_CALL.format("first")], meshes, self.name, subject=(subject, advice))
 
-    def _refuse_numbers(self, program: Program, leaves: list[Any]) -> None:
+    def _refuse_numbers(self, program: StepProgram, leaves: list[Any]) -> None:
         """Raises ValueError for a number that was another at the first call."""
         for i, number in program.numbers.items():
             if repr(leaves[i]) != repr(number):
@@ -256,7 +256,7 @@ class Graphs:
                     f"program keeps numbers as they are. {fix}"
                 )
 
-    def _refuse_surroundings(self, program: Program) -> None:
+    def _refuse_surroundings(self, program: StepProgram) -> None:
         """Raises RuntimeError if the step's functions read something that has changed since the graph was made.
 
         What changed between two calls that did the same is none of the graph's.
@@ -265,38 +265,38 @@ class Graphs:
             program.around = surroundings(self.step)
         elif program.calls == self.settled:
             program.around = kept(program.around, surroundings(self.step))
-        elif what := changed(program.around, self.step):
+        elif change := changed(program.around, self.step):
             raise RuntimeError(
-                f"{self.name}: {what}: a program keeps what the step read when it was made. Pass a number as a 0-d "
+                f"{self.name}: {change}: a program keeps what the step read when it was made. Pass a number as a 0-d "
                 f"tensor among the arguments, write into the tensor that was there, or make the program anew, by "
                 f"shardfn.{self.name.partition('(')[0]}(step)"
             )
 
     # --- calls ---
 
-    def _warm_up(self, program: Program, leaves: list[Any]) -> Any:
-        """Runs the step as it is: communicators connect, and buffers are made."""
+    def _warm_up(self, program: StepProgram, leaves: list[Any]) -> Any:
+        """Runs the step eagerly: communicators connect, and buffers are allocated."""
         rehearses = program.calls == self.warm_up
         if rehearses:
             self._refuse_unfit(program, leaves)
             rehearses = program.device.type != "cpu" or not host_checks()
         run = program.rehearse if rehearses else program.step
         if program.device.type == "cpu":
-            found, tree = run(leaves)
+            results, tree = run(leaves)
         else:
             module = torch.get_device_module(program.device)
             current = module.current_stream(program.device)
             self.stream = self.stream or module.Stream(program.device)
             self.stream.wait_stream(current)
             with module.stream(self.stream):
-                found, tree = run(leaves)
+                results, tree = run(leaves)
             current.wait_stream(self.stream)
-            for x in found:
+            for x in results:
                 if isinstance(x, Tensor) and x.device.type == program.device.type:
                     x.record_stream(current)
-        return apart(found, tree)
+        return apart(results, tree)
 
-    def _captured(self, program: Program, leaves: list[Any], args: Any, kwargs: Any) -> Captured:
+    def _captured(self, program: StepProgram, leaves: list[Any], args: Any, kwargs: Any) -> Captured:
         """Captures a call on all ranks, or raises on all."""
         meshes = list(self._meshes(args, kwargs))
         described = [
@@ -305,14 +305,14 @@ class Graphs:
         ]
         with failing_together(meshes, self.name):
             self._refuse_unfit(program, leaves)
-        number = 1 + sum(other.captured is not None for other in self.programs.values())
-        agree([f"graph {number}", *described], meshes, self.name)
+        graph_number = 1 + sum(other.captured is not None for other in self.programs.values())
+        agree([f"graph {graph_number}", *described], meshes, self.name)
         if self.pool is None and program.device.type != "cpu":
             self.pool = torch.get_device_module(program.device).graph_pool_handle()
         with failing_together(meshes, self.name):
-            made = captured(program, leaves, self.stream, self.pool)
+            captured_call = captured(program, leaves, self.stream, self.pool)
         agree(["captured"], meshes, self.name)
-        return made
+        return captured_call
 
     def _meshes(self, args: Any, kwargs: Any) -> Iterator[DeviceMesh]:
         """The meshes whose ranks capture together."""
@@ -328,7 +328,7 @@ class Graphs:
         for grid in grids:
             yield mesh_of(grid, self.name)
 
-    def _refuse_unfit(self, program: Program, leaves: list[Any]) -> None:
+    def _refuse_unfit(self, program: StepProgram, leaves: list[Any]) -> None:
         """Raises RuntimeError for what a graph cannot do, before anything runs."""
         self._refuse_away(program, leaves)
         kind = program.device.type
@@ -339,55 +339,56 @@ class Graphs:
                 f"{self.name}: {listed(checks)} checks each call on the host, and a graph runs without it: leave it off"
             )
 
-    def _refuse_away(self, program: Program, leaves: list[Any]) -> None:
+    def _refuse_away(self, program: StepProgram, leaves: list[Any]) -> None:
         """Raises RuntimeError for arguments that are not on the device."""
         kind = program.device.type
-        away = [program.labels(i) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.device.type != kind]
-        if away:
+        elsewhere = [program.labels(i) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.device.type != kind]
+        if elsewhere:
             raise RuntimeError(
-                f"{self.name}: {listed(away)} is on the CPU, and the graph on {kind}: move it there before the step"
+                f"{self.name}: {listed(elsewhere)} is on the CPU, and the graph on {kind}: move it there before "
+                f"the step"
             )
 
 
 def host_checks(kinds: Iterable[str] = KINDS) -> list[str]:
     """The checks that are on, of these debug modes and others, of which the host makes some in each call."""
-    on = [f"debug({name}=True)" for name in kinds if getattr(debugging, name)]
-    on += ["SHARDFN_CHECK=always"] if asked() == "always" else []
-    return [*on, *(["torch.autograd.detect_anomaly"] if torch.is_anomaly_enabled() else [])]
+    enabled = [f"debug({name}=True)" for name in kinds if getattr(debugging, name)]
+    enabled += ["SHARDFN_CHECK=always"] if asked() == "always" else []
+    return [*enabled, *(["torch.autograd.detect_anomaly"] if torch.is_anomaly_enabled() else [])]
 
 
 def _described(x: Any) -> str:
     return f"{x.dtype} {list(x.shape)} with strides {list(x.stride())}" if isinstance(x, Tensor) else short(x, 40)
 
 
-def _subtrees(tree: Any, structure: optree.PyTreeSpec, at: int = 0) -> Iterator[tuple[int, Any, optree.PyTreeSpec]]:
+def _subtrees(tree: Any, structure: optree.PyTreeSpec, first: int = 0) -> Iterator[tuple[int, Any, optree.PyTreeSpec]]:
     """A tree and those in it, with the number of the first leaf, from the top."""
-    yield at, tree, structure
+    yield first, tree, structure
     if not structure.is_leaf():
         for child, inner in zip(optree.tree_flatten_one_level(tree)[0], structure.children(), strict=True):
-            yield from _subtrees(child, inner, at)
-            at += inner.num_leaves
+            yield from _subtrees(child, inner, first)
+            first += inner.num_leaves
 
 
 def _carried(values: list[Any], result: Any) -> dict[int, int]:
     """The leaves of arguments that are those of a result: the same objects, or trees with the same tensors."""
     returned, structure = optree.tree_flatten(result)
-    top, at = [(0, result)], 0
+    top, index = [(0, result)], 0
     for part in result if type(result) is tuple else ():
-        top.append((at, part))
-        at += len(optree.tree_leaves(part))
+        top.append((index, part))
+        index += len(optree.tree_leaves(part))
     known: dict[Any, int] = {}
-    for at, part, inner in _subtrees(result, structure):
-        known.setdefault((inner, _tensors(returned[at : at + inner.num_leaves])), at)
+    for index, part, inner in _subtrees(result, structure):
+        known.setdefault((inner, _tensors(returned[index : index + inner.num_leaves])), index)
         if not inner.is_leaf():
-            known.setdefault(id(part), at)
-    found: dict[int, int] = {}
+            known.setdefault(id(part), index)
+    matches: dict[int, int] = {}
 
     def look(value: Any, inner: optree.PyTreeSpec, start: int) -> None:
         size, tensors = inner.num_leaves, _tensors(optree.tree_leaves(value))
-        at = known.get((inner, tensors)) if tensors else None if inner.is_leaf() else known.get(id(value))
-        if at is not None:
-            found.update((start + k, at + k) for k in range(size))
+        match = known.get((inner, tensors)) if tensors else None if inner.is_leaf() else known.get(id(value))
+        if match is not None:
+            matches.update((start + k, match + k) for k in range(size))
         elif not inner.is_leaf():
             for child, part in zip(optree.tree_flatten_one_level(value)[0], inner.children(), strict=True):
                 look(child, part, start)
@@ -396,13 +397,13 @@ def _carried(values: list[Any], result: Any) -> dict[int, int]:
     start = 0
     for value in values:
         inner = optree.tree_structure(value)
-        same = next((at for at, part in top if value is part), None)
-        if same is None:
+        match = next((index for index, part in top if value is part), None)
+        if match is None:
             look(value, inner, start)
         else:
-            found.update((start + k, same + k) for k in range(inner.num_leaves))
+            matches.update((start + k, match + k) for k in range(inner.num_leaves))
         start += inner.num_leaves
-    return found
+    return matches
 
 
 def _tensors(leaves: list[Any]) -> tuple[tuple[int, int], ...]:

@@ -32,7 +32,9 @@ def pure(module: fx.GraphModule) -> fx.GraphModule:
     calls = [node for node in nodes if node.op == "call_function"]
     plain = [node for node in calls if node not in chained and node.target is not operator.getitem]
     first = {node: kinds.setdefault(_kind(node), node) for node in plain}
-    return _Parts([node for node in calls if node in chained or first.get(node) is node], chained).joined(nodes, first)
+    return _Decompositions([node for node in calls if node in chained or first.get(node) is node], chained).joined(
+        nodes, first
+    )
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:
@@ -58,9 +60,9 @@ def _chained(nodes: list[fx.Node]) -> set[fx.Node]:
     """The operations that read, make or write memory that any of them overwrites."""
     calls = [node for node in nodes if node.op == "call_function"]
     tensors = {node: _tensors(node) for node in nodes}
-    if any(x.layout is not torch.strided for each in tensors.values() for x in each):
+    if any(x.layout is not torch.strided for node_tensors in tensors.values() for x in node_tensors):
         return set(calls)  # whose memory says nothing of aliases
-    storages = {node: {autograd.storage_of(x) for x in each} for node, each in tensors.items()}
+    storages = {node: {autograd.storage_of(x) for x in node_tensors} for node, node_tensors in tensors.items()}
     overwritten: set[int] = set()
     for node in calls:
         if node.target is not operator.getitem and node.target._schema.is_mutable:  # type: ignore[union-attr]
@@ -77,8 +79,8 @@ def _chained(nodes: list[fx.Node]) -> set[fx.Node]:
 
 
 def _kind(node: fx.Node) -> Any:
-    """Equal for operations that are decomposed alike: their arguments differ in numbers only."""
-    number = {x: i for i, x in enumerate(node.all_input_nodes)}
+    """A key, equal for operations with the same decomposition."""
+    index = {x: i for i, x in enumerate(node.all_input_nodes)}
 
     def exact(x: Any) -> Any:
         if isinstance(x, (list, tuple)):
@@ -86,17 +88,17 @@ def _kind(node: fx.Node) -> Any:
         if isinstance(x, dict):
             return tuple((k, exact(v)) for k, v in x.items())
         if isinstance(x, fx.Node):
-            return fx.Node, number[x]
+            return fx.Node, index[x]
         return (type(x), repr(x)) if isinstance(x, _EXACT) else (node, x)
 
     kinds = [
         (x.dtype, x.shape, x.stride(), x.storage_offset(), x.device, x.is_conj(), x.is_neg())
-        for y in number for x in _tensors(y)
+        for y in index for x in _tensors(y)
     ]  # fmt: skip
     return node.target, exact((node.args, node.kwargs)), tuple(kinds)
 
 
-class _Parts:
+class _Decompositions:
     """Decomposed operations.
 
     Attributes:
@@ -122,39 +124,41 @@ class _Parts:
         self.module = inductor.functional(self._traced, [x.meta["val"].detach() for _, x in self.reads])
         nodes = list(self.module.graph.nodes)
         traced = nodes[-1].args[0]
-        self.results = {node: [None if i is None else traced[i] for i in found] for node, found in self.places.items()}
+        self.results = {
+            node: [None if i is None else traced[i] for i in indices] for node, indices in self.places.items()
+        }
         self.inputs = dict(zip(self.reads, nodes, strict=False))
-        known = {x for each in self.members.values() for x in each}
+        known = {x for members in self.members.values() for x in members}
         self.members[None] = [x for x in nodes if x not in known and x.op not in ("placeholder", "output")]
 
     def _traced(self, *tensors: Tensor) -> list[Tensor]:
         """Runs the operations; returns the tensors that others read, and notes at which place each is."""
-        given, values, results = dict(zip(self.reads, tensors, strict=True)), dict[fx.Node, Any](), list[Tensor]()
+        inputs, values, results = dict(zip(self.reads, tensors, strict=True)), dict[fx.Node, Any](), list[Tensor]()
         last = inductor.newest_nodes()[-1:]
 
-        def keep(node: fx.Node, found: Any) -> None:
+        def keep(node: fx.Node, result: Any) -> None:
             self.places[node] = []
-            for x in found if isinstance(found, (tuple, list)) else [found]:
+            for x in result if isinstance(result, (tuple, list)) else [result]:
                 self.places[node].append(len(results) if isinstance(x, Tensor) else None)
                 results.extend([x] if isinstance(x, Tensor) else [])
 
-        def read(by: fx.Node, x: fx.Node) -> Any:
-            if by not in self.chained:
-                return given[by, x]
-            return values[x] if x in values else given[None, x]
+        def read(reader: fx.Node, x: fx.Node) -> Any:
+            if reader not in self.chained:
+                return inputs[reader, x]
+            return values[x] if x in values else inputs[None, x]
 
         for node in self.run:
             args, kwargs = _filled((node.args, node.kwargs), functools.partial(read, node))
-            found = node.target(*args, **kwargs)  # type: ignore[operator]
+            result = node.target(*args, **kwargs)  # type: ignore[operator]
             self.members[node] = inductor.newest_nodes(*last)
             last = self.members[node][-1:] or last
             if node in self.chained:
-                values[node] = found
+                values[node] = result
             else:
-                keep(node, found)
-        for node, found in values.items():
+                keep(node, result)
+        for node, result in values.items():
             if any(user not in self.chained for user in node.users):
-                keep(node, found)
+                keep(node, result)
         return results
 
     def joined(self, nodes: list[fx.Node], first: dict[fx.Node, fx.Node]) -> fx.GraphModule:
@@ -164,8 +168,8 @@ class _Parts:
         def value(x: fx.Node) -> Any:
             return chain[self.results[x][0]] if x in self.chained else new[x]  # type: ignore[index]
 
-        def write(of: fx.Node | None, known: dict[fx.Node, Any]) -> None:
-            for x in self.members[of]:
+        def write(node: fx.Node | None, known: dict[fx.Node, Any]) -> None:
+            for x in self.members[node]:
                 known[x] = graph.node_copy(x, known.__getitem__)
 
         for node in nodes:
@@ -177,12 +181,12 @@ class _Parts:
             elif node.target is operator.getitem:
                 new[node] = new[node.args[0]][node.args[1]]  # type: ignore[index]
             elif node.op != "output":
-                like = first[node]
-                pairs = zip(like.all_input_nodes, node.all_input_nodes, strict=True)
-                known = {self.inputs[like, x]: value(y) for x, y in pairs}
-                write(like, known)
-                found = [None if x is None else known[x] for x in self.results[like]]
-                new[node] = found if isinstance(node.meta.get("val"), (tuple, list)) else found[0]
+                traced = first[node]
+                pairs = zip(traced.all_input_nodes, node.all_input_nodes, strict=True)
+                known = {self.inputs[traced, x]: value(y) for x, y in pairs}
+                write(traced, known)
+                copies = [None if x is None else known[x] for x in self.results[traced]]
+                new[node] = copies if isinstance(node.meta.get("val"), (tuple, list)) else copies[0]
         write(None, chain)
         graph.output(fx.map_arg(nodes[-1].args[0], value))
         return fx.GraphModule(self.module, graph)

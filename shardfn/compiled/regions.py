@@ -49,8 +49,8 @@ def _only_puts(node: fx.Node) -> bool:
     source: Any = node.args[1]
     while source.target in (_aten.clone.default, _aten.copy.default):
         source = source.args[source.target is _aten.copy.default]
-    alike = any(_kind(x) == _kind(source) for x in source.all_input_nodes)
-    return source.op == "placeholder" or is_free(source) or (alike and inductor.leaves_out(source.target))
+    same_kind = any(_kind(x) == _kind(source) for x in source.all_input_nodes)
+    return source.op == "placeholder" or is_free(source) or (same_kind and inductor.leaves_out(source.target))
 
 
 def _kind(node: fx.Node) -> Any:
@@ -87,9 +87,9 @@ class Region:
         return all(_numel(node) <= 1 for node in self.nodes)
 
     def _alone(self, xs: list[Tensor]) -> Sequence[Tensor]:
-        found: Sequence[Tensor] = self.graph(*xs)
+        results: Sequence[Tensor] = self.graph(*xs)
         xs.clear()
-        return found
+        return results
 
     def function(self) -> Callable[[list[Tensor]], Sequence[Tensor]]:
         """The compiled operations."""
@@ -152,9 +152,9 @@ def simplified(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not _aten.copy_.default:
             continue
-        into, source = node.args[0], node.args[1]
+        target, source = node.args[0], node.args[1]
         node.replace_all_uses_with(source, delete_user_cb=lambda user: user.op == "output")
-        last = max([source, *(user for user in _readers(into) if user is not node)], key=order.__getitem__)
+        last = max([source, *(user for user in _readers(target) if user is not node)], key=order.__getitem__)
         last.append(node)
 
 
@@ -170,19 +170,19 @@ def _readers(node: fx.Node) -> Iterable[fx.Node]:
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """What a node reads, without views."""
-    found: dict[fx.Node, None] = {}
+    """Returns the nodes that a node reads, through views."""
+    sources: dict[fx.Node, None] = {}
 
     def visit(x: fx.Node) -> None:
         if is_free(x):
             for y in x.all_input_nodes:
                 visit(y)
         else:
-            found[x] = None
+            sources[x] = None
 
     for x in node.all_input_nodes:
         visit(x)
-    return list(found)
+    return list(sources)
 
 
 def _split(run: list[fx.Node]) -> list[list[fx.Node]]:
@@ -190,34 +190,34 @@ def _split(run: list[fx.Node]) -> list[list[fx.Node]]:
 
     Numbers are computed apart from the rest, so that equal parts are regions of the same kind.
     """
-    inside, drawn = set(run), list[fx.Node]()
+    inside, random_ops = set(run), list[fx.Node]()
     reads: dict[fx.Node, list[fx.Node]] = {}
     for node in run:
         reads[node] = [x for x in _sources(node) if x in inside]
         if node.target is _aten.copy_.default:  # after all that reads what it overwrites
-            into = node.args[0]
-            reads[node] += [x for x in _readers(into) if x in inside and x is not node]  # type: ignore[arg-type]
+            target = node.args[0]
+            reads[node] += [x for x in _readers(target) if x in inside and x is not node]  # type: ignore[arg-type]
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):  # numbers are drawn in order
-            reads[node] += drawn[-1:]
-            drawn.append(node)
+            reads[node] += random_ops[-1:]
+            random_ops.append(node)
     small: dict[fx.Node, bool] = {}
     for node in run:  # one of several results stays with the operation
         small[node] = small[node.args[0]] if node.target is operator.getitem else _numel(node) <= 1  # type: ignore[index]
-    alike = {node: [x for x in reads[node] if small[x] is small[node]] for node in run}
-    level = _levels(run, reads, small, alike)
+    same_size_reads = {node: [x for x in reads[node] if small[x] is small[node]] for node in run}
+    level = _levels(run, reads, small, same_size_reads)
     numbers: dict[int, fx.Node] = {}  # those of one level are one part
     for node in run:
-        alike[node] = [x for x in alike[node] if level[x] == level[node]]
+        same_size_reads[node] = [x for x in same_size_reads[node] if level[x] == level[node]]
         if small[node]:
-            alike[node].append(numbers.setdefault(level[node], node))
-    return sorted(_joined(run, alike), key=lambda nodes: level[nodes[0]])
+            same_size_reads[node].append(numbers.setdefault(level[node], node))
+    return sorted(_joined(run, same_size_reads), key=lambda nodes: level[nodes[0]])
 
 
 Edges = dict[fx.Node, list[fx.Node]]
 
 
-def _levels(run: list[fx.Node], reads: Edges, small: dict[fx.Node, bool], alike: Edges) -> dict[fx.Node, int]:
-    """How often the way to each operation alternates between single numbers and the rest.
+def _levels(run: list[fx.Node], reads: Edges, small: dict[fx.Node, bool], same_size_reads: Edges) -> dict[fx.Node, int]:
+    """Returns how often the path to each operation alternates between scalars and tensors.
 
     What overwrites an argument comes with the last of what belongs together, and everything beside what reads it, so
     that nothing need be kept in between.
@@ -225,7 +225,7 @@ def _levels(run: list[fx.Node], reads: Edges, small: dict[fx.Node, bool], alike:
     level: dict[fx.Node, int] = {}
     for node in run:
         level[node] = max((level[x] + (small[x] is not small[node]) for x in reads[node]), default=0)
-    for nodes in _joined(run, alike):
+    for nodes in _joined(run, same_size_reads):
         last = max(level[node] for node in nodes)
         level |= {node: last for node in nodes if node.target is _aten.copy_.default}
     readers: Edges = {node: [] for node in run}
@@ -284,7 +284,7 @@ def _region(nodes: list[fx.Node]) -> Region:
 
 def described(graph: fx.Graph) -> str:
     """A graph's operations, without names."""
-    number = {node: i for i, node in enumerate(graph.nodes)}
+    index = {node: i for i, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -292,7 +292,7 @@ def described(graph: fx.Graph) -> str:
             lines.append(f"{x.dtype} {tuple(x.shape)} {x.stride()} {x.device}")
         else:
             args = node.args if node.target is not SCHEDULED else (node.args[0], str(known(node.args[1])))
-            lines.append(f"{node.target} {fx.map_arg((args, node.kwargs), lambda x: f'%{number[x]}')}")
+            lines.append(f"{node.target} {fx.map_arg((args, node.kwargs), lambda x: f'%{index[x]}')}")
     return "\n".join(lines)
 
 
@@ -300,7 +300,7 @@ def described(graph: fx.Graph) -> str:
 
 
 @dataclass(eq=False)
-class Line:
+class ProgramLine:
     """A line of the program.
 
     Attributes:
@@ -315,7 +315,7 @@ class Line:
     region: bool = False
 
 
-class _Writer:
+class _ProgramWriter:
     """Writes the program of a graph.
 
     Attributes:
@@ -330,10 +330,10 @@ class _Writer:
         self.names: dict[fx.Node, str] = {}
         self.within: dict[str, list[str]] = {}
         self.values: dict[str, Any] = {}
-        self.lines: list[Line] = []
+        self.lines: list[ProgramLine] = []
         self.started: dict[fx.Node, tuple[str, str, list[str]]] = {}
-        self.gathers: list[Line] = []
-        self.made: dict[str, Line] = {}
+        self.gathers: list[ProgramLine] = []
+        self.made: dict[str, ProgramLine] = {}
         self.arguments = [self._new(node) for node in graph.nodes if node.op == "placeholder"]
 
     def _new(self, node: fx.Node | None = None) -> str:
@@ -348,8 +348,8 @@ class _Writer:
         self.values[name] = value
         return name
 
-    def _add(self, line: Line, at: int | None = None) -> Line:
-        self.lines.insert(len(self.lines) if at is None else at, line)
+    def _add(self, line: ProgramLine, index: int | None = None) -> ProgramLine:
+        self.lines.insert(len(self.lines) if index is None else index, line)
         for name in line.makes:
             self.made[name] = line
         return line
@@ -368,13 +368,13 @@ class _Writer:
         name = self._new(node)
         self.within[name] = [x for read in reads for x in (read, *self.within[read])]
         # Where what it reads was made: a gather that takes it may start there.
-        self._add(Line(does, reads, [name]), self._after(reads))
+        self._add(ProgramLine(does, reads, [name]), self._after(reads))
         return name
 
-    def _after(self, reads: Sequence[str], others: Sequence[Line] = ()) -> int:
+    def _after(self, reads: Sequence[str], other_lines: Sequence[ProgramLine] = ()) -> int:
         """The first place where these variables are known, behind other lines."""
-        before = {id(line) for line in (*(self.made[x] for x in reads if x in self.made), *others)}
-        return max((i + 1 for i, line in enumerate(self.lines) if id(line) in before), default=0)
+        earlier = {id(line) for line in (*(self.made[x] for x in reads if x in self.made), *other_lines)}
+        return max((i + 1 for i, line in enumerate(self.lines) if id(line) in earlier), default=0)
 
     def _call(self, node: fx.Node) -> str:
         """A node as Python."""
@@ -399,31 +399,31 @@ class _Writer:
         if isinstance(step, Region):
             reads = [self.variable(x) for x in step.inputs]
             function = self._constant(step.function())
-            self._add(Line(function, reads, [self._new(node) for node in step.outputs], region=True))
+            self._add(ProgramLine(function, reads, [self._new(node) for node in step.outputs], region=True))
         elif step.target is SCHEDULED:
             self._start(step)
         else:
             does, reads = self._call(step), [self.variable(x) for x in step.all_input_nodes]
-            self._add(Line(does, reads, [self._new(step)]))
+            self._add(ProgramLine(does, reads, [self._new(step)]))
 
     def _start(self, node: fx.Node) -> None:
-        inputs, number = node.args
-        work = known(number)  # type: ignore[arg-type]
+        inputs, work_id = node.args
+        work = known(work_id)  # type: ignore[arg-type]
         reads = [self.variable(x) for x in node.all_input_nodes]
         name, constant = self._new(), self._constant(work)
-        start, at = Line(f"{constant}.start({self.code(inputs)})", reads, [name]), None
+        start, index = ProgramLine(f"{constant}.start({self.code(inputs)})", reads, [name]), None
         if work.ahead:
-            at = self._after(reads, self.gathers[: len(self.gathers) - work.ahead + 1][-1:])
-        self._add(start, at)
+            index = self._after(reads, self.gathers[: len(self.gathers) - work.ahead + 1][-1:])
+        self._add(start, index)
         items = {user.args[1]: user for user in node.users}
         self.started[node] = name, constant, [self._new(items.get(i)) for i in range(len(node.meta["val"]))]
         if work.ahead:
             self.gathers.append(self._finish(node))
 
-    def _finish(self, node: fx.Node) -> Line:
+    def _finish(self, node: fx.Node) -> ProgramLine:
         name, constant, makes = self.started.pop(node)
         self.within.update({x: [] for x in makes})
-        return self._add(Line(f"{constant}.finish({name})", [name], makes))
+        return self._add(ProgramLine(f"{constant}.finish({name})", [name], makes))
 
     # --- the whole ---
 
@@ -432,7 +432,7 @@ class _Writer:
         for node in list(self.started):
             self._finish(node)
         returned = self.code(list(results))
-        last = Line(returned, [self.names[x] for x in results if isinstance(x, fx.Node)], [])
+        last = ProgramLine(returned, [self.names[x] for x in results if isinstance(x, fx.Node)], [])
         ends: dict[str, int] = {}
         for i, line in enumerate([*self.lines, last]):
             for name in [*line.makes, *(x for read in line.reads for x in (read, *self.within[read]))]:
@@ -445,16 +445,18 @@ class _Writer:
             dying.setdefault(i, []).append(name)
         for i, line in enumerate(self.lines):
             freed = dying.get(i, [])
-            into = f"{', '.join(line.makes)}, = " if line.makes and (line.region or ".finish(" in line.does) else ""
-            into = into or (f"{line.makes[0]} = " if line.makes else "")
+            assignment = (
+                f"{', '.join(line.makes)}, = " if line.makes and (line.region or ".finish(" in line.does) else ""
+            )
+            assignment = assignment or (f"{line.makes[0]} = " if line.makes else "")
             if line.region:
                 text.append(f"    b = [{', '.join(line.reads)}]")
                 early = [name for name in freed if name not in line.makes]
                 text += [f"    {' = '.join(early)} = None"] if early else []
-                text.append(f"    {into}{line.does}(b)")
+                text.append(f"    {assignment}{line.does}(b)")
                 freed = [name for name in freed if name in line.makes]
             else:
-                text.append(f"    {into}{line.does}")
+                text.append(f"    {assignment}{line.does}")
             text += [f"    {' = '.join(freed)} = None"] if freed else []
         text.append(f"    return {returned}")
         exec("\n".join(text), self.values)  # as torch.fx makes functions of graphs
@@ -473,7 +475,7 @@ def _serving(op: Any, stage: str, backward: bool) -> Callable[..., Any]:
 
 def program(graph: fx.Graph) -> tuple[Callable[[list[Any]], list[Any]], str]:
     """The program of a graph, `[arguments] -> results`, which empties the list, and its text."""
-    writer = _Writer(graph)
+    writer = _ProgramWriter(graph)
     for step in _steps(graph):
         writer.write(step)
     (output,) = (node for node in graph.nodes if node.op == "output")

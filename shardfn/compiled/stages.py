@@ -39,16 +39,16 @@ from shardfn.tiers.activations import Offload
 from shardfn.transforms.step import GradientSum, Step, wider
 
 
-class Gathering(Scheduled):
+class GatherFunction(Scheduled):
     """The gather of a stage's parameters: `shards -> gathered buffers`, those of `plan` that move.
 
     Args:
         pieces: of which of its parts it also returns a copy of this rank's own, from which backward gathers.
     """
 
-    def __init__(self, schedule: Schedule, wanted: Wanted, pieces: Sequence[Gather], ahead: int) -> None:
+    def __init__(self, schedule: Schedule, request: Wanted, pieces: Sequence[Gather], ahead: int) -> None:
         super().__init__()
-        self.schedule, self.plan, self.again = schedule, wanted.plan, wanted.again
+        self.schedule, self.plan, self.again = schedule, request.plan, request.again
         self.pieces, self.ahead = pieces, ahead
 
     def __str__(self) -> str:
@@ -67,9 +67,9 @@ class Gathering(Scheduled):
     def finish(self, started: Gathered) -> list[Tensor]:
         """Waits for it; returns its results."""
         with attributed_to(self.plan.stage, self.again):
-            found = started.wait()
-        wholes = [found[g.start : g.stop].view(g.dtype) for g in self.plan.each if g.moves]
-        return [*wholes, *(self.schedule.piece(started, gather) for gather in self.pieces)]
+            gathered = started.wait()
+        buffers = [gathered[g.start : g.stop].view(g.dtype) for g in self.plan.each if g.moves]
+        return [*buffers, *(self.schedule.piece(started, gather) for gather in self.pieces)]
 
     def prepare(self) -> None:
         """Frees what the schedule has gathered."""
@@ -78,13 +78,13 @@ class Gathering(Scheduled):
 
 def like_gathered(plan: GatherPlan, pieces: Sequence[Gather], device: torch.device) -> list[Tensor]:
     """Tensors like the buffers of a plan that move, and like pieces of this rank's own."""
-    found = [torch.empty(g.layout.padded, dtype=g.dtype, device=device) for g in plan.each if g.moves]
+    templates = [torch.empty(g.layout.padded, dtype=g.dtype, device=device) for g in plan.each if g.moves]
     for gather in pieces:
         n, dtype = gather.layout.piece, gather.dtype
         if gather.wire is not None:
             n, dtype = gather.wire.length, torch.uint8
-        found.append(torch.empty(n, dtype=dtype, device=device))
-    return found
+        templates.append(torch.empty(n, dtype=dtype, device=device))
+    return templates
 
 
 class Reducing(Scheduled):
@@ -137,13 +137,13 @@ class Reducing(Scheduled):
 
 
 class GatheredInGraph:
-    """A stage's whole parameters in a graph, with what `Gathered` has; each buffer is a tensor of its own."""
+    """A stage's full parameters in a graph, each buffer a separate tensor; like `Gathered`."""
 
     bytes = None
 
-    def __init__(self, plan: GatherPlan, found: Sequence[Tensor], pieces: dict[Gather, Tensor]) -> None:
+    def __init__(self, plan: GatherPlan, buffers: Sequence[Tensor], pieces: dict[Gather, Tensor]) -> None:
         moving = [gather.start for gather in plan.each if gather.moves]
-        self.wholes = dict(zip(moving, found, strict=False))  # by where they would begin in one buffer
+        self.wholes = dict(zip(moving, buffers, strict=False))  # by where they would begin in one buffer
         self.pieces = pieces
         self.of: Sequence[Tensor] = ()
         self.versions = self._versions()
@@ -156,7 +156,7 @@ class GatheredInGraph:
         return self._versions() != self.versions
 
     def _versions(self) -> list[int]:
-        return [whole._version for whole in self.wholes.values()]
+        return [buffer._version for buffer in self.wholes.values()]
 
     def parameters(self, gather: Gather) -> list[Tensor]:
         """The parameters of one gather."""
@@ -164,18 +164,18 @@ class GatheredInGraph:
 
     def storages(self) -> list[int]:
         """The memory that it lies in."""
-        return [storage_of(whole) for whole in self.wholes.values()]
+        return [storage_of(buffer) for buffer in self.wholes.values()]
 
     def offset_of(self, x: Tensor) -> int | None:
-        """Where a tensor would begin in one buffer, in bytes; None if no views that compilers know lead to it."""
-        for start, whole in self.wholes.items():
-            offset = offset_in(whole, x)
-            if offset is not None and x.dtype == whole.dtype and order_of(x.shape, x.stride()) is not None:
+        """A tensor's byte offset in one buffer; None if it is not a permuted view of it."""
+        for start, buffer in self.wholes.items():
+            offset = offset_in(buffer, x)
+            if offset is not None and x.dtype == buffer.dtype and order_of(x.shape, x.stride()) is not None:
                 return start + offset
         return None
 
     def numbers(self, dtype: torch.dtype) -> Any:
-        """What views of a dtype are made from."""
+        """The buffers of a dtype, from which views are made."""
         return _Numbers(self, dtype)
 
 
@@ -189,17 +189,17 @@ class _Numbers:
         """A view: a parameter, or its transpose."""
         order = order_of(shape, stride)
         assert order is not None, "only such places are saved"
-        sizes, at = [shape[d] for d in order], offset * self.dtype.itemsize
-        end = at + math.prod(sizes) * self.dtype.itemsize
-        for start, whole in self.gathered.wholes.items():
-            if whole.dtype == self.dtype and start <= at and end <= start + whole.nbytes:
-                ordered = whole.narrow(0, (at - start) // self.dtype.itemsize, math.prod(sizes)).view(sizes)
+        sizes, begin = [shape[d] for d in order], offset * self.dtype.itemsize
+        end = begin + math.prod(sizes) * self.dtype.itemsize
+        for start, buffer in self.gathered.wholes.items():
+            if buffer.dtype == self.dtype and start <= begin and end <= start + buffer.nbytes:
+                ordered = buffer.narrow(0, (begin - start) // self.dtype.itemsize, math.prod(sizes)).view(sizes)
                 straight = order == list(range(len(order)))
                 return ordered if straight else ordered.permute([order.index(d) for d in range(len(order))])
         raise AssertionError("a place is in one of the buffers")
 
 
-class Reductions:
+class TracedReductions:
     """Reductions as operations of a graph, with what those of a schedule have.
 
     Attributes:
@@ -231,15 +231,17 @@ class Reductions:
     def _run(self, reduction: Reduction, gradients: Sequence[Tensor | None], part: str) -> Tensor:
         work = Reducing(self.schedule, reduction, self.stage, part, self.begins and part != "replicas")
         self.begins = self.begins and part == "replicas"
-        (found,) = run(work, gradients)
-        return found
+        (reduced,) = run(work, gradients)
+        return reduced
 
     def _add(self, total: GradientSum, gradients: Sequence[Tensor | None]) -> None:
         """Adds whole gradients up on this rank, until the step reduces their sum."""
         dtype = wider(total.reduction.dtypes.sum, total.accumulator)
-        before = self.wholes.get(total, [None] * len(gradients))
-        now = [None if g is None else g.to(dtype) for g in gradients]
-        self.wholes[total] = [b if a is None else a if b is None else a + b for a, b in zip(before, now, strict=True)]
+        previous = self.wholes.get(total, [None] * len(gradients))
+        current = [None if g is None else g.to(dtype) for g in gradients]
+        self.wholes[total] = [
+            b if a is None else a if b is None else a + b for a, b in zip(previous, current, strict=True)
+        ]
 
     def wait(self, pending: Tensor) -> Tensor:
         """The same: the graph waits where it uses a gradient."""
@@ -257,8 +259,8 @@ class Reductions:
                 total.out = total.out.to(dtypes.shard)
             if step.defer == "everything":
                 self.begins = True
-                whole = [None if g is None else g.to(dtypes.sum) for g in self.wholes.pop(total)]
-                total.out = self._run(total.reduction, whole, "all")
+                full = [None if g is None else g.to(dtypes.sum) for g in self.wholes.pop(total)]
+                total.out = self._run(total.reduction, full, "all")
             elif step.defer == "replicas" and (route.split is not None or route.replica is not None):
                 total.out = self._run(total.reduction, [total.out], "replicas")
 
@@ -278,7 +280,7 @@ class Traced(Schedule):
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(mesh)
         self.runs, self.alone = schedule_of(mesh), contextlib.nullcontext()
-        self.reductions: Any = Reductions(self.runs)
+        self.reductions: Any = TracedReductions(self.runs)
 
     def call(self, signature: Signature, *rest: Any) -> Any:
         """Calls a stage."""
@@ -294,8 +296,8 @@ class Traced(Schedule):
         """Nothing: ranks compare the collectives of their graphs."""
 
     def surroundings(self, generators: Sequence[torch.Generator], policy: bool) -> RngAndAutocast:
-        """What a function may depend on besides its arguments, and the random numbers that it draws."""
-        return _Drawn(self.device, policy)
+        """The autocast state and random numbers on which a function may depend."""
+        return _TracedDraws(self.device, policy)
 
     def ran(self, call: Call) -> None:
         """Goes by this rank alone where a stage was not called before."""
@@ -315,11 +317,12 @@ class Traced(Schedule):
         pieces: list[Gather] = []
         if leaves and secondary is not None:
             pieces = [b for a, b in zip(one.plan.each, secondary.each, strict=True) if a is not b]
-        work = Gathering(self.runs, one, pieces, call.signature.options.prefetch)
-        found = run(work, one.shards)
-        own = dict(zip(one.plan.each, one.shards, strict=True) if one.again else ())  # it is gathered from these
-        own.update(zip(pieces, found[len(found) - len(pieces) :], strict=True))
-        return GatheredInGraph(one.plan, found, own)
+        work = GatherFunction(self.runs, one, pieces, call.signature.options.prefetch)
+        outputs = run(work, one.shards)
+        # Backward gathers from these.
+        local_pieces = dict(zip(one.plan.each, one.shards, strict=True) if one.again else ())
+        local_pieces.update(zip(pieces, outputs[len(outputs) - len(pieces) :], strict=True))
+        return GatheredInGraph(one.plan, outputs, local_pieces)
 
     def piece(self, gathered: Any, gather: Gather) -> Tensor:
         """A copy of this rank's own part of what was gathered, from which backward gathers."""
@@ -370,7 +373,7 @@ def order_of(shape: torch.Size, stride: tuple[int, ...]) -> list[int] | None:
     return order
 
 
-class _Drawn(RngAndAutocast):
+class _TracedDraws(RngAndAutocast):
     """The same in a graph, which has no state of random numbers: it keeps the numbers of the first run."""
 
     def __init__(self, device: torch.device, policy: bool) -> None:
@@ -381,20 +384,20 @@ class _Drawn(RngAndAutocast):
         """A context with the autocast of that time."""
         return self.autocast_again()
 
-    def drawing(self, again: bool) -> Any:
-        """A context for what draws random numbers, in a first run and `again`."""
-        return Drawing(self.drawn, again, self.policy)
+    def drawing(self, is_replay: bool) -> Any:
+        """A context for what draws random numbers, in a first run or its replay."""
+        return ReplayedDraws(self.drawn, is_replay, self.policy)
 
 
-class Drawing(DispatchMode):
+class ReplayedDraws(DispatchMode):
     """Keeps the random numbers of a first run, and uses them in the following runs in place of new ones.
 
     A policy right around it does not see them, as it counts operations, which are others in the second run.
     """
 
-    def __init__(self, drawn: list[Any], again: bool, policy: bool = False) -> None:
+    def __init__(self, draws: list[Any], is_replay: bool, policy: bool = False) -> None:
         super().__init__()
-        self.drawn, self.again, self.at, self.policy = drawn, again, 0, policy
+        self.drawn, self.again, self.at, self.policy = draws, is_replay, 0, policy
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags or not _draws(func, args, kwargs or {}):
@@ -402,8 +405,8 @@ class Drawing(DispatchMode):
         with innermost_unseen() if self.policy else contextlib.nullcontext():
             if not self.again:
                 result = func(*args, **(kwargs or {}))
-                kept = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, result)
-                self.drawn.append((func, kept))
+                saved = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, result)
+                self.drawn.append((func, saved))
                 return result
             if self.at == len(self.drawn) or self.drawn[self.at][0] is not func:
                 raise RuntimeError(

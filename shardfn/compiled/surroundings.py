@@ -1,4 +1,4 @@
-"""What the functions of a step read besides their arguments; a program that was made of them keeps what it was then.
+"""Values that the functions of a step read in addition to their arguments, and that a program freezes.
 
 A program is called often and fast. So the places of these values are looked for once, and then only read.
 """
@@ -57,8 +57,8 @@ _GONE: Any = object()
 Read = Callable[[], Any]
 
 
-class Seen(NamedTuple):
-    """A value as it is kept, what reads it again, and what its parts are called if it is a tuple of several."""
+class CapturedValue(NamedTuple):
+    """A saved value, the function that rereads it, and the names of its parts if a tuple."""
 
     value: Any
     read: Read
@@ -71,25 +71,27 @@ class Seen(NamedTuple):
         except Exception:
             return _GONE
 
-    def same(self, now: Any) -> bool:
+    def same(self, current: Any) -> bool:
         """Whether this is the same object, an equal number or string, or a function of the same code."""
         if isinstance(self.value, weakref.ref):
-            return now is self.value or (now is not None and now is self.value())
-        return _same(self.value, now)
+            return current is self.value or (current is not None and current is self.value())
+        return _same(self.value, current)
 
-    def told(self, where: str, now: Any) -> str:
-        """How the value differs, as a message: of several, the first that does."""
+    def told(self, where: str, current: Any) -> str:
+        """Returns how the value differs, as a message; of several, the first that does."""
         value, inside = self.value, where.partition(" in ")[2]
-        if self.parts and type(now) is tuple and len(now) == len(value) == len(self.parts):
-            i = next(i for i, pair in enumerate(zip(value, now, strict=True)) if not _same(*pair))
-            where, value, now = f"{self.parts[i]} in {inside}", value[i], now[i]
-        while type(now) is type(value) is tuple and len(now) == len(value) and not _is_plain((*value, *now)):
-            value, now = next(pair for pair in zip(value, now, strict=True) if not _same(*pair))
-        if type(now) is type(value) is tuple and not _is_plain((*value, *now)):
+        if self.parts and type(current) is tuple and len(current) == len(value) == len(self.parts):
+            i = next(i for i, pair in enumerate(zip(value, current, strict=True)) if not _same(*pair))
+            where, value, current = f"{self.parts[i]} in {inside}", value[i], current[i]
+        while (
+            type(current) is type(value) is tuple and len(current) == len(value) and not _is_plain((*value, *current))
+        ):
+            value, current = next(pair for pair in zip(value, current, strict=True) if not _same(*pair))
+        if type(current) is type(value) is tuple and not _is_plain((*value, *current)):
             return f"{where}: there are more or fewer now"
-        if isinstance(value, weakref.ref) and isinstance(now, (weakref.ref, Tensor, nn.Module)):
-            return f"{where} is another {_kind(now)} now"
-        return f"{where} is {_shown(now)} now, and was {_shown(value)}"
+        if isinstance(value, weakref.ref) and isinstance(current, (weakref.ref, Tensor, nn.Module)):
+            return f"{where} is another {_kind(current)} now"
+        return f"{where} is {_shown(current)} now, and was {_shown(value)}"
 
 
 def _same(x: Any, y: Any) -> bool:
@@ -104,7 +106,7 @@ def _same(x: Any, y: Any) -> bool:
     return isinstance(x, _PLAIN) and repr(x) == repr(y)
 
 
-Around = dict[str, Seen]
+Around = dict[str, CapturedValue]
 
 
 def surroundings(step: Callable[..., Any]) -> Around:
@@ -120,15 +122,19 @@ def surroundings(step: Callable[..., Any]) -> Around:
     functions = list(_functions(step))
     named = {name for f, _ in functions for code in _codes(f.__code__) for name in code.co_names}
     return {
-        f"{where} in {f.__qualname__}": Seen(*seen)
+        f"{where} in {f.__qualname__}": CapturedValue(*captured)
         for f, bound in functions if not _ours(f)
-        for name, read in (*_reads(f), *bound) for where, *seen in _looked(name, read, named)
+        for name, read in (*_reads(f), *bound) for where, *captured in _looked(name, read, named)
     }  # fmt: skip
 
 
-def kept(before: Around, now: Around) -> Around:
-    """Those of the values that have not changed."""
-    return {where: seen for where, seen in now.items() if where in before and before[where].same(seen.now())}
+def kept(previous: Around, current: Around) -> Around:
+    """Returns the values that have not changed."""
+    return {
+        where: captured
+        for where, captured in current.items()
+        if where in previous and previous[where].same(captured.now())
+    }
 
 
 def changed(around: Around, step: Callable[..., Any]) -> str:
@@ -136,19 +142,21 @@ def changed(around: Around, step: Callable[..., Any]) -> str:
 
     If a function was made again, of the same code, the values are looked for anew: they are in other places.
     """
-    told = _differs(around, around)
-    if told or all(seen.read() is seen.value for seen in around.values() if type(seen.value) is FunctionType):
-        return told
-    found = surroundings(step)
-    told = _differs(around, found)
-    around.update({where: found[where] for where in around.keys() & found.keys()})
-    return told
+    change = _differs(around, around)
+    if change or all(
+        captured.read() is captured.value for captured in around.values() if type(captured.value) is FunctionType
+    ):
+        return change
+    current = surroundings(step)
+    change = _differs(around, current)
+    around.update({where: current[where] for where in around.keys() & current.keys()})
+    return change
 
 
-def _differs(around: Around, found: Around) -> str:
-    for where, seen in around.items():
-        if where in found and not seen.same(now := found[where].now()):
-            return seen.told(where, now)
+def _differs(around: Around, current: Around) -> str:
+    for where, captured in around.items():
+        if where in current and not captured.same(current_value := current[where].now()):
+            return captured.told(where, current_value)
     return ""
 
 
@@ -191,7 +199,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _reads(f: FunctionType) -> Iterator[tuple[str, Read]]:
-    """What a function names besides its parameters and what it makes."""
+    """Yields the closure variables, globals and defaults that a function names, with readers."""
     for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
         yield name, functools.partial(getattr, cell, "cell_contents")
     if _ours(f):
@@ -206,7 +214,10 @@ def _reads(f: FunctionType) -> Iterator[tuple[str, Read]]:
 
 
 def _values(reads: Iterator[tuple[str, Read]]) -> Iterator[Any]:
-    """What is there: a cell may not be set yet, and a name may be one of an attribute."""
+    """Yields the values that can be read.
+
+    A cell may not be set yet, and a name may be one of an attribute.
+    """
     for _, read in reads:
         with contextlib.suppress(ValueError, KeyError):
             yield read()
@@ -225,16 +236,16 @@ def _looked(name: str, read: Read, named: set[str], inside: bool = False) -> Ite
     elif isinstance(x, nn.Module) or isinstance(_attributes(x).get("module"), nn.Module):
         module = x if isinstance(x, nn.Module) else _attributes(x)["module"]
         yield name, weakref.ref(x), read
-        for where, again, *parts in _in_module(name, module) if _ready(module) else ():
+        for where, reread, *parts in _in_module(name, module) if _ready(module) else ():
             with contextlib.suppress(Exception):  # of an object that cannot be looked at
-                yield where, again(), again, *parts
+                yield where, reread(), reread, *parts
     elif inside or (_ours(x) and not isinstance(x, (type, ModuleType, list, tuple, dict, functools.partial))):
-        again = functools.partial(_then, functools.partial(_noted, named=frozenset(named)), read)
-        yield name, again(), again
+        reread = functools.partial(_then, functools.partial(_noted, named=frozenset(named)), read)
+        yield name, reread(), reread
     elif isinstance(x, (list, tuple, dict)) and len(x) <= _MOST:
         for key in list(x) if isinstance(x, dict) else range(len(x)):
-            again = functools.partial(_then, operator.itemgetter(key), read)
-            yield from _looked(f"{name}[{key!r}]", again, named, inside=True)
+            reread = functools.partial(_then, operator.itemgetter(key), read)
+            yield from _looked(f"{name}[{key!r}]", reread, named, inside=True)
         if isinstance(x, list):
             yield f"len({name})", len(x), functools.partial(_then, len, read)
     elif isinstance(x, functools.partial):
@@ -243,12 +254,12 @@ def _looked(name: str, read: Read, named: set[str], inside: bool = False) -> Ite
     elif not isinstance(x, type) and not _ours(x):
         kind: Any = type(x)
         for key in sorted(named & (_attributes(x).keys() | _names_of(kind))):
-            again = functools.partial(_then, functools.partial(_own, key), read)
-            yield from _looked(f"{name}.{key}", again, named, inside=True)
+            reread = functools.partial(_then, functools.partial(_own, key), read)
+            yield from _looked(f"{name}.{key}", reread, named, inside=True)
 
 
 def _in_module(name: str, module: nn.Module) -> Iterator[tuple[Any, ...]]:
-    """What a module and those in it hold: each attribute by one reader for all that have it."""
+    """Yields the state of a module and its submodules, with one reader for each attribute name."""
     parts = {f"{name}.{path}" if path else name: part for path, part in module.named_modules()}
     kinds: list[Any] = list(dict.fromkeys(map(type, parts.values())))
     of_class = {kind: _of_class(kind) for kind in kinds}
@@ -259,17 +270,25 @@ def _in_module(name: str, module: nn.Module) -> Iterator[tuple[Any, ...]]:
             having.setdefault(key, []).append(where)
     named = frozenset[str]().union(*map(_read_by, kinds))
     for key, owners in having.items():
-        each = [vars(parts[where]) for where in owners]
-        plain = all(_is_plain(own.get(key)) for own in each)
-        read: Read = functools.partial(_each, each, key) if plain else functools.partial(_each_noted, each, key, named)
+        attribute_dicts = [vars(parts[where]) for where in owners]
+        plain = all(_is_plain(attributes.get(key)) for attributes in attribute_dicts)
+        read: Read = (
+            functools.partial(_each, attribute_dicts, key)
+            if plain
+            else functools.partial(_each_noted, attribute_dicts, key, named)
+        )
         yield f"{name}.{key}", read, tuple([f"{where}.{key}" for where in owners])
-    for kind, found in of_class.items():
-        for key in found:
+    for kind, class_keys in of_class.items():
+        for key in class_keys:
             yield f"{kind.__qualname__}.{key} of {name}", functools.partial(inspect.getattr_static, kind, key)
-    for what, keys in _INSIDE.items():
-        held = [(where, vars(part)[key]) for where, part in parts.items() for key in keys]
-        read = functools.partial(_references, [own for _, own in held])
-        yield f"the {what} of {name}", read, tuple([f"{where}.{key}" for where, own in held for key in own])
+    for member_kind, keys in _INSIDE.items():
+        members = [(where, vars(part)[key]) for where, part in parts.items() for key in keys]
+        read = functools.partial(_references, [attributes for _, attributes in members])
+        yield (
+            f"the {member_kind} of {name}",
+            read,
+            tuple([f"{where}.{key}" for where, attributes in members for key in attributes]),
+        )
     hooks = [vars(part)[key] for part in parts.values() for key in _HOOKS]
     read = functools.partial(_hooks, hooks + [_MODULES.get(f"_global{key}", {}) for key in _HOOKS])
     yield f"the hooks of {name}", read
@@ -277,10 +296,10 @@ def _in_module(name: str, module: nn.Module) -> Iterator[tuple[Any, ...]]:
 
 def _of_class(kind: Any) -> list[str]:
     """The functions and numbers of a module's class that its `forward` may use; of a library's class, itself alone."""
-    own = not (_ours(kind) or _installed(kind))
-    keys = {"forward", *(_read_by(kind) & {*dir(kind)} - {*dir(nn.Module)} if own else ())}
-    found = {key: inspect.getattr_static(kind, key, None) for key in sorted(keys)}
-    return [key for key, x in found.items() if isinstance(x, _FUNCTIONS) or _is_plain(x)]
+    is_user_class = not (_ours(kind) or _installed(kind))
+    keys = {"forward", *(_read_by(kind) & {*dir(kind)} - {*dir(nn.Module)} if is_user_class else ())}
+    attributes = {key: inspect.getattr_static(kind, key, None) for key in sorted(keys)}
+    return [key for key, x in attributes.items() if isinstance(x, _FUNCTIONS) or _is_plain(x)]
 
 
 def _ready(x: Any) -> bool:
@@ -299,13 +318,13 @@ def _is_plain(x: Any) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _read_by(kind: Any, methods: frozenset[str] = frozenset({"forward"})) -> frozenset[str]:
     """The names of attributes in an object's methods that are called, in its special ones, and in those they name."""
-    named, own = {"training", "forward"}, kind.__mro__[:-1]
-    special = {name for c in own if c is not nn.Module for name in vars(c) if name.startswith("__")}
+    named, classes = {"training", "forward"}, kind.__mro__[:-1]
+    special = {name for c in classes if c is not nn.Module for name in vars(c) if name.startswith("__")}
     todo = [*methods, *(("__call__",) if _installed(kind) else special - _NOT_CALLED)]
     while todo:
         name = todo.pop()
-        found = next((vars(c)[name] for c in own if c is not nn.Module and name in vars(c)), None)
-        f = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+        attribute = next((vars(c)[name] for c in classes if c is not nn.Module and name in vars(c)), None)
+        f = attribute.fget if isinstance(attribute, property) else getattr(attribute, "__func__", attribute)
         if isinstance(f, FunctionType):
             names = {x for code in _codes(f.__code__) for x in code.co_names}
             todo += names - named
@@ -314,7 +333,7 @@ def _read_by(kind: Any, methods: frozenset[str] = frozenset({"forward"})) -> fro
 
 
 def _each(owners: list[dict[str, Any]], key: str) -> tuple[Any, ...]:
-    return tuple([own.get(key, _GONE) for own in owners])
+    return tuple([attributes.get(key, _GONE) for attributes in owners])
 
 
 def _each_noted(owners: list[dict[str, Any]], key: str, named: frozenset[str]) -> tuple[Any, ...]:
@@ -327,16 +346,16 @@ def _each_noted(owners: list[dict[str, Any]], key: str, named: frozenset[str]) -
 
 def _references(owners: list[dict[str, Any]]) -> tuple[Any, ...]:
     """The tensors or modules in these dicts, of which most may be empty."""
-    return tuple([None if x is None else weakref.ref(x) for own in filter(None, owners) for x in own.values()])
+    return tuple([None if x is None else weakref.ref(x) for members in filter(None, owners) for x in members.values()])
 
 
 def _hooks(owners: list[dict[str, Any]]) -> tuple[Any, ...]:
-    found = [x for own in filter(None, owners) for x in own.values()]
-    return tuple([_noted(x, frozenset()) for x in found if getattr(x, "__module__", "") != _NOTING])
+    hooks = [x for hook_dict in filter(None, owners) for x in hook_dict.values()]
+    return tuple([_noted(x, frozenset()) for x in hooks if getattr(x, "__module__", "") != _NOTING])
 
 
 def _noted(x: Any, named: frozenset[str]) -> Any:
-    """A value as it is kept: weak references of tensors and modules, tuples for containers and objects.
+    """Returns a comparable form of a value: weak references for tensors and modules, tuples for containers.
 
     Of an object, these are the attributes that some function names, or a method of its own that is called.
     """
@@ -400,25 +419,25 @@ def _own_if_set(key: str, x: Any) -> Any:
 def _attributes(x: Any) -> dict[str, Any]:
     """An object's own attributes; looking at them runs nothing of the object's."""
     try:
-        found: dict[str, Any] = object.__getattribute__(x, "__dict__")
+        attributes: dict[str, Any] = object.__getattribute__(x, "__dict__")
     except (AttributeError, TypeError):
         return {}
-    return found
+    return attributes
 
 
 def _functions(step: Any) -> Iterator[tuple[FunctionType, list[tuple[str, Read]]]]:
     """The functions that a step may call, as far as they can be seen, and the objects to which they are bound."""
-    todo, seen = deque([step]), dict[Any, Any]()
-    while todo and len(seen) < _MOST:
+    todo, visited = deque([step]), dict[Any, Any]()
+    while todo and len(visited) < _MOST:
         x = todo.popleft()
         called = inspect.getattr_static(type(x), "__call__", None)
         method = MethodType(called, x) if isinstance(called, FunctionType) and not _ours(x) else x
         f, owner = (method.__func__, method.__self__) if isinstance(method, MethodType) else (method, None)
         module = isinstance(owner, nn.Module)
         key = (id(f), type(owner) if module else id(owner)) if isinstance(f, FunctionType) else id(x)
-        if key in seen:
+        if key in visited:
             continue
-        seen[key] = x, f, owner
+        visited[key] = x, f, owner
         if isinstance(x, functools.partial):
             todo += [x.func, *x.args, *x.keywords.values()]
         elif isinstance(x, (list, tuple)) and len(x) <= _MOST:
@@ -437,7 +456,7 @@ def _functions(step: Any) -> Iterator[tuple[FunctionType, list[tuple[str, Read]]
 def _forwards(x: Any) -> list[MethodType]:
     """The functions that compute a module and those in it, one for each class that is of no library."""
     module: Any = x if isinstance(x, nn.Module) else _attributes(x).get("module")
-    each = {type(part): part for part in module.modules()} if _ready(module) else {}
-    found = [(inspect.getattr_static(kind, "forward", None), part) for kind, part in each.items()]
-    own = [(f, part) for f, part in found if not (_ours(type(part)) or _installed(type(part)))]
-    return [MethodType(f, part) for f, part in own if isinstance(f, FunctionType)]
+    part_by_class = {type(part): part for part in module.modules()} if _ready(module) else {}
+    forwards = [(inspect.getattr_static(kind, "forward", None), part) for kind, part in part_by_class.items()]
+    user_forwards = [(f, part) for f, part in forwards if not (_ours(type(part)) or _installed(type(part)))]
+    return [MethodType(f, part) for f, part in user_forwards if isinstance(f, FunctionType)]

@@ -22,7 +22,7 @@ from shardfn.collectives.scheduled import SCHEDULED, Scheduled, known
 from shardfn.compat import autograd, dispatch, inductor
 from shardfn.compat.replacing import replaced
 from shardfn.compiled import regions
-from shardfn.compiled.captured import Program, meaning, same_elements
+from shardfn.compiled.captured import StepProgram, meaning, same_elements
 from shardfn.compiled.pure import overwrites, pure
 from shardfn.compiled.stages import in_graph
 from shardfn.compiled.watch import StepWatch, written
@@ -37,7 +37,7 @@ TENSOR: Any = object()
 
 
 @dataclass(eq=False)
-class Trace:
+class TracedCall:
     """One traced call.
 
     Attributes:
@@ -55,7 +55,7 @@ class Trace:
         collectives: what ranks compare.
     """
 
-    program: Program
+    program: StepProgram
     at: list[int]
     graph: fx.GraphModule
     outside: list[Tensor]
@@ -70,7 +70,7 @@ class Trace:
     overwritten: list[Tensor] = field(default_factory=list)
 
     @classmethod
-    def of(cls, program: Program, leaves: list[Any], outside: Sequence[Tensor] = ()) -> Trace:
+    def of(cls, program: StepProgram, leaves: list[Any], outside: Sequence[Tensor] = ()) -> TracedCall:
         """Traces a call; `outside` are tensors from elsewhere that it is known to overwrite.
 
         Raises:
@@ -85,34 +85,34 @@ class Trace:
         raise _foreign(program, more[0])
 
     @classmethod
-    def _of(cls, program: Program, leaves: list[Any], outside: list[Tensor]) -> tuple[Trace, list[Tensor]]:
-        """One trace with these tensors from elsewhere as inputs, and those that it overwrites besides."""
-        at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    def _of(cls, program: StepProgram, leaves: list[Any], outside: list[Tensor]) -> tuple[TracedCall, list[Tensor]]:
+        """Traces once with these tensors from elsewhere as inputs; also returns others that it overwrites."""
+        tensor_indices = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         runs: list[tuple[_TraceWatch, list[Any], optree.PyTreeSpec]] = []
 
         def flat(*tensors: Tensor) -> list[Tensor]:
             watch = _TraceWatch(program.name, tensors, program.device)
-            watch.known = list(zip(outside, tensors[len(at) :], strict=True))
+            watch.known = list(zip(outside, tensors[len(tensor_indices) :], strict=True))
             with watch, in_graph(), _random_state(watch), _memory(program.name):
-                results, tree = program.step(with_leaves(leaves, at, tensors[: len(at)]))
+                results, tree = program.step(with_leaves(leaves, tensor_indices, tensors[: len(tensor_indices)]))
             results = [watch.given(x) for x in results]
             runs.append((watch, results, tree))
             return [x for x in results if isinstance(x, Tensor)]
 
         try:
             with unrecorded():
-                graph = inductor.traced(flat, [*(leaves[i] for i in at), *outside])
+                graph = inductor.traced(flat, [*(leaves[i] for i in tensor_indices), *outside])
         except inductor.needs_numbers() as error:
             raise RuntimeError(
                 f"{program.name}: the step does what needs numbers on the host, and a step that is traced has none: "
                 f"{short(str(error), 300)}"
             ) from error
-        ((watch, found, tree),) = runs
-        program.refuse_results(leaves, found, tree)
-        results = [TENSOR if isinstance(x, Tensor) else x for x in found]
+        ((watch, outputs, tree),) = runs
+        program.refuse_results(leaves, outputs, tree)
+        results = [TENSOR if isinstance(x, Tensor) else x for x in outputs]
         lifted = _lift(graph)
         constants = [*outside, *lifted]
-        places = [node for node in graph.graph.nodes if node.op == "placeholder"][len(at) + len(outside) :]
+        places = [node for node in graph.graph.nodes if node.op == "placeholder"][len(tensor_indices) + len(outside) :]
         for x, place in zip(lifted, places, strict=True):
             if _overwritten(place):
                 watch.overwritten.append(x)
@@ -122,7 +122,7 @@ class Trace:
                 raise _foreign(program, x)
         regions.unaliased(graph.graph)
         traced = regions.described(graph.graph)
-        parts = program, at, graph, list(outside), constants, watch.works, watch.sent, tree, results, traced
+        parts = program, tensor_indices, graph, list(outside), constants, watch.works, watch.sent, tree, results, traced
         return cls(*parts), watch.overwritten
 
     def schedule(self) -> None:
@@ -137,8 +137,8 @@ class Trace:
         graph = functional.graph
         regions.uncloned(graph)
         self._carry(graph)
-        others = [node for node in graph.nodes if regions.is_collective(node) and node.target is not SCHEDULED]
-        for node, serves in zip(others, self.sent, strict=True):
+        unscheduled = [node for node in graph.nodes if regions.is_collective(node) and node.target is not SCHEDULED]
+        for node, serves in zip(unscheduled, self.sent, strict=True):
             node.meta["serves"] = serves
         regions.simplified(graph)
         self.collectives = [_collective(node) for node in graph.nodes if regions.is_collective(node)]
@@ -156,46 +156,46 @@ class Trace:
         self.overwritten = [
             x for x, node in zip(self.constants, inputs[len(self.at) :], strict=True) if node in written
         ]
-        place = {j: k for k, j in enumerate(j for j, x in enumerate(self.results) if x is TENSOR)}
+        result_index = {j: k for k, j in enumerate(j for j, x in enumerate(self.results) if x is TENSOR)}
         results: list[Any] = list(output.args[0])
         overwritten = {inputs[self.at.index(i)] for i in carried}
-        kept = set(range(len(results))) - {place[j] for j in carried.values()}
-        for k in kept:
+        returned = set(range(len(results))) - {result_index[j] for j in carried.values()}
+        for k in returned:
             if isinstance(results[k], fx.Node) and regions.origin(results[k]) in overwritten:
                 with graph.inserting_before(output):  # before it is overwritten
                     results[k] = _like(graph.call_function(_aten.clone.default, (results[k],)), results[k])
         writes = []
         for i, j in carried.items():
-            into, result = inputs[self.at.index(i)], results[place[j]]
-            own = written.pop(into, None)
-            if result in (own, into):
+            argument, result = inputs[self.at.index(i)], results[result_index[j]]
+            write = written.pop(argument, None)
+            if result in (write, argument):
                 continue  # in place, or left as it was
-            if own is not None:  # by something that is not the result
-                own.replace_all_uses_with(own.args[1])
-                graph.erase_node(own)
+            if write is not None:  # by something that is not the result
+                write.replace_all_uses_with(write.args[1])
+                graph.erase_node(write)
             with graph.inserting_before(output):
                 if regions.origin(result).op == "placeholder":  # which may be overwritten before it is read
                     result = _like(graph.call_function(_aten.clone.default, (result,)), result)
-                writes.append((into, result))
-        for into, result in writes:
+                writes.append((argument, result))
+        for argument, result in writes:
             with graph.inserting_before(output):
-                _like(graph.call_function(_aten.copy_.default, (into, result)), into)
-        dropped = {place[j] for j in carried.values()}
+                _like(graph.call_function(_aten.copy_.default, (argument, result)), argument)
+        dropped = {result_index[j] for j in carried.values()}
         output.args = ([None if k in dropped else x for k, x in enumerate(results)],)
 
-    def difference(self, other: Trace) -> str:
-        """What another trace of the same step, not scheduled yet, does otherwise; empty if nothing."""
+    def difference(self, other: TracedCall) -> str:
+        """Returns how another, unscheduled trace of the step differs, as a message; empty if nothing."""
         if self.traced == other.traced and all(map(_same, self.constants, other.constants)):
             return ""
         other.schedule()
         pairs = zip(self.text.split("\n"), other.text.split("\n"), strict=False)
-        before, now = next(((a, b) for a, b in pairs if a != b), ("", ""))
+        previous, current = next(((a, b) for a, b in pairs if a != b), ("", ""))
         if self.text == other.text and all(map(_same, self.constants, other.constants)):
             return ""
-        if now:
-            return f"{short(now, 200)}, and at the last call {short(before, 200)}"
-        other_ones = [x for x, y in zip(self.constants, other.constants, strict=False) if not _same(x, y)]
-        return f"the same with other tensors from elsewhere, of shapes {listed([list(x.shape) for x in other_ones])}"
+        if current:
+            return f"{short(current, 200)}, and at the last call {short(previous, 200)}"
+        different = [x for x, y in zip(self.constants, other.constants, strict=False) if not _same(x, y)]
+        return f"the same with other tensors from elsewhere, of shapes {listed([list(x.shape) for x in different])}"
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -233,9 +233,11 @@ class _TraceWatch(StepWatch):
             args, kwargs = optree.tree_map(self.given, (args, kwargs))
         if func in _UPDATES and args[3] is not None and args[5]:  # batch norm, which trains and has running statistics
             # Inductor runs this one in their place, and its schema says what it overwrites.
-            found = self.__torch_dispatch__(_aten._native_batch_norm_legit.default, types, args)
+            results = self.__torch_dispatch__(_aten._native_batch_norm_legit.default, types, args)
             return (
-                (*found, args[0].new_empty(0, dtype=torch.uint8)) if func is _aten.cudnn_batch_norm.default else found
+                (*results, args[0].new_empty(0, dtype=torch.uint8))
+                if func is _aten.cudnn_batch_norm.default
+                else results
             )
         tensors = [x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if func._schema.is_mutable and tensors and not any(map(dispatch.fake, tensors)):
@@ -265,7 +267,7 @@ class _TraceWatch(StepWatch):
         return func(*args, **kwargs)
 
     def given(self, x: Any) -> Any:
-        """What is traced for a tensor from elsewhere, or another of its memory such as `x.data`, if it is an input."""
+        """Returns the traced input for a tensor from elsewhere, or an alias such as `x.data`; others unchanged."""
         if isinstance(x, Tensor) and not dispatch.fake(x):
             for tensor, traced in self.known:
                 if x is tensor or _same_memory(x, tensor):
@@ -297,7 +299,7 @@ _LIBRARY.define(
 
 
 def _drawn(size: Any, stride: Any, dtype: torch.dtype, device: torch.device, op: str, args: str) -> Tensor:
-    """What an operation in place, such as `aten.bernoulli_.float`, draws into memory of this layout, in its order.
+    """The random numbers that an in-place operation, such as `aten.bernoulli_.float`, draws in this layout.
 
     The same operation on new tensors fills contiguous ones.
     """
@@ -323,34 +325,36 @@ def _random_state(watch: _TraceWatch) -> Iterator[None]:
     module = torch.get_device_module(watch.device)
     places = torch, torch.random, module, getattr(module, "random", module)
 
-    def noting(plain: Any) -> Any:
+    def noting(original: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             watch.reset = watch.reset or capturing() is watch  # and not another thread's
-            return plain(*args, **kwargs)
+            return original(*args, **kwargs)
 
         return run
 
     with contextlib.ExitStack() as stack:
-        for place in places:
-            those = {name: noting(getattr(place, name)) for name in names if hasattr(place, name)}
-            stack.enter_context(replaced(place, **those))
+        for module_to_patch in places:
+            noting_functions = {
+                name: noting(getattr(module_to_patch, name)) for name in names if hasattr(module_to_patch, name)
+            }
+            stack.enter_context(replaced(module_to_patch, **noting_functions))
         yield
 
 
 @contextlib.contextmanager
 def _memory(name: str) -> Iterator[None]:
     """Refuses to give a tensor other memory, which no operation shows: the graph would go on with the old one."""
-    plain: Any = torch._C.TensorBase.data
+    original: Any = torch._C.TensorBase.data
 
-    def put(x: Tensor, y: Tensor) -> None:
-        if capturing() is not None and not (dispatch.fake(x) and same_elements(x, y)):
+    def put(tensor: Tensor, source: Tensor) -> None:
+        if capturing() is not None and not (dispatch.fake(tensor) and same_elements(tensor, source)):
             raise RuntimeError(
                 f"{name}: x.data = y at {callers.caller()} gives a tensor other memory, which a compiled step cannot "
                 f"hold: write x.copy_(y)"
             )
-        plain.__set__(x, y)
+        original.__set__(tensor, source)
 
-    torch.Tensor.data = property(plain.__get__, put)  # type: ignore[assignment]
+    torch.Tensor.data = property(original.__get__, put)  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -379,7 +383,7 @@ def _lift(graph: fx.GraphModule) -> list[Tensor]:
     return constants
 
 
-def _foreign(program: Program, x: Tensor) -> RuntimeError:
+def _foreign(program: StepProgram, x: Tensor) -> RuntimeError:
     return RuntimeError(
         f"{program.name}: the step overwrites a tensor of shape {list(x.shape)} in memory that is not torch's, such as "
         f"an array of NumPy, or that is another in each call: overwrite a clone() of it, or a tensor made outside"

@@ -1,4 +1,4 @@
-"""What a captured step may not do, and what it must do every time alike: a mode that sees each operation.
+"""Checks that a captured step needs no host and repeats the same operations: a dispatch mode.
 
 A graph holds operations on a device with the numbers that the host passed to them. What the host computed is part of
 it for good. So the operations of one call are noted, with their numbers, and compared with those of the next: a number
@@ -95,26 +95,32 @@ class StepWatch(Watch, modes.Watching):
                 if watched and self.device.type == "cpu":
                     self._mark(x)
                 if self._watches(x):
-                    what = f"of shape {list(x.shape)}, made by {func.name()} at {callers.caller()},"
-                    self._made[autograd.storage_of(x)] = autograd.weak_storage(x), what
+                    description = f"of shape {list(x.shape)}, made by {func.name()} at {callers.caller()},"
+                    self._made[autograd.storage_of(x)] = autograd.weak_storage(x), description
         return result
 
     def finish(self, results: Iterable[Any]) -> None:
-        """Raises RuntimeError if the call did less than the one before, or left tensors besides its results."""
+        """Raises RuntimeError if the call ended early, or left tensors that are not results."""
         if self.before is not None and len(self.notes) < len(self.before):
             self._refuse_change(f"ends before {self.before[len(self.notes)][0].name()}, which it did at the last call")
-        own = {autograd.storage_of(x) for x in (*results, *(x for x, _ in self.late)) if isinstance(x, Tensor)}
-        if self._left(own):
+        result_storages = {
+            autograd.storage_of(x) for x in (*results, *(x for x, _ in self.late)) if isinstance(x, Tensor)
+        }
+        if self._left(result_storages):
             gc.collect()  # what only refers to itself is not kept
-        for what in self._left(own):
+        for description in self._left(result_storages):
             raise RuntimeError(
-                f"{self.name}: a tensor {what} is kept when the step has returned, in a list, a cache or an attribute: "
-                f"a graph leaves none there. Return it"
+                f"{self.name}: a tensor {description} is kept when the step has returned, in a list, a cache or an "
+                f"attribute: a graph leaves none there. Return it"
             )
 
     def _left(self, results: set[int]) -> list[str]:
-        """What has been made and is kept, besides results."""
-        return [what for n, (storage, what) in self._made.items() if n not in results and not storage.expired()]
+        """Returns descriptions of tensors that outlive the step and are not results."""
+        return [
+            description
+            for n, (storage, description) in self._made.items()
+            if n not in results and not storage.expired()
+        ]
 
     # --- what is noted ---
 
@@ -122,8 +128,8 @@ class StepWatch(Watch, modes.Watching):
         """Whether the host does not know what is in a tensor."""
         if self.device.type != "cpu":
             return x.device.type == self.device.type
-        found = self._from_inputs.get(autograd.storage_of(x)) if x.device.type == "cpu" else None
-        return found is not None and not found.expired()
+        storage = self._from_inputs.get(autograd.storage_of(x)) if x.device.type == "cpu" else None
+        return storage is not None and not storage.expired()
 
     def _mark(self, x: Tensor) -> None:
         """Notes that a tensor on the CPU depends on the inputs."""
@@ -131,10 +137,10 @@ class StepWatch(Watch, modes.Watching):
 
     def _hold(self, x: Tensor) -> None:
         """Keeps memory that was there before: a graph goes on using it."""
-        number = autograd.storage_of(x)
-        made = self._made.get(number)
-        if number not in self.held and (made is None or made[0].expired()) and self.device.type != "cpu":
-            self.held[number] = x
+        storage = autograd.storage_of(x)
+        origin = self._made.get(storage)
+        if storage not in self.held and (origin is None or origin[0].expired()) and self.device.type != "cpu":
+            self.held[storage] = x
 
     def _note(self, func: Any, leaves: list[Any]) -> None:
         """Notes an operation, and compares it with the one at the same place of the call before."""
@@ -152,18 +158,18 @@ class StepWatch(Watch, modes.Watching):
                 self._refuse_change(f"runs {func.name()}, and at the last call {known}")
             elif repr(self.before[i][1]) != repr(numbers):
                 pairs = zip(self.before[i][1], numbers, strict=False)
-                was, now = next(((a, b) for a, b in pairs if repr(a) != repr(b)), (self.before[i][1], numbers))
+                previous, current = next(((a, b) for a, b in pairs if repr(a) != repr(b)), (self.before[i][1], numbers))
                 raise RuntimeError(
-                    f"{self.name}: {func.name()} at {callers.caller()} gets the number {now!r}, and at the last call "
-                    f"{was!r}: the host computes it, so a graph would keep it as it is now. Pass it as a 0-d tensor "
-                    f"among the arguments, or return it with the state"
+                    f"{self.name}: {func.name()} at {callers.caller()} gets the number {current!r}, and at the last "
+                    f"call {previous!r}: the host computes it, so a graph would keep it as it is now. Pass it as a 0-d "
+                    f"tensor among the arguments, or return it with the state"
                 )
         self.notes.append(note)
 
-    def _refuse_change(self, how: str) -> None:
+    def _refuse_change(self, change: str) -> None:
         raise RuntimeError(
-            f"{self.name}: the step {how} (at {callers.caller()}): a graph always does the same. What the step reads "
-            f"besides its arguments must not change, and branches go by arguments that are not tensors"
+            f"{self.name}: the step {change} (at {callers.caller()}): a graph always does the same. What the step "
+            f"reads besides its arguments must not change, and branches go by arguments that are not tensors"
         )
 
     # --- what is refused ---
@@ -204,13 +210,13 @@ class StepWatch(Watch, modes.Watching):
         if kwargs.get("pin_memory") or packet is _aten._pin_memory:
             self._refuse_host("the step pins memory", "keep it on the device")
         if torch.Tag.nondeterministic_seeded in func.tags:
-            given = next((x for x in (*args, *kwargs.values()) if isinstance(x, _GENERATOR)), None)
-            if self.drawing or given is not None:
-                why = self.drawing or (
+            generator = next((x for x in (*args, *kwargs.values()) if isinstance(x, _GENERATOR)), None)
+            if self.drawing or generator is not None:
+                reason = self.drawing or (
                     "from a torch.Generator, such as fold_in makes, which a graph does not advance: draw from torch's "
                     "own generator, torch.rand(...) or F.dropout, or pass the numbers among the arguments"
                 )
-                raise RuntimeError(f"{self.name}: {func.name()} at {callers.caller()} draws {why}")
+                raise RuntimeError(f"{self.name}: {func.name()} at {callers.caller()} draws {reason}")
 
     def _counts(self, packet: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether the size of a result depends on numbers."""
@@ -221,9 +227,9 @@ class StepWatch(Watch, modes.Watching):
             return not single and any(isinstance(x, Tensor) and x.dtype in _MASKS for x in args[1])
         return False
 
-    def _refuse_host(self, what: str, fix: str) -> None:
+    def _refuse_host(self, action: str, fix: str) -> None:
         raise RuntimeError(
-            f"{self.name}: {what} at {callers.caller()}, but nothing has run yet when a step is captured, and a "
+            f"{self.name}: {action} at {callers.caller()}, but nothing has run yet when a step is captured, and a "
             f"graph runs without the host: {fix}"
         )
 
@@ -235,9 +241,9 @@ def _device_of(kwargs: dict[str, Any]) -> str | None:
 
 def written(func: Any, args: Any, kwargs: dict[str, Any], kind: type[T]) -> list[T]:
     """The tensors among the arguments into which an operation writes, or what stands for them."""
-    found: list[T] = []
+    targets: list[T] = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
-            found += [x for x in optree.tree_leaves(value) if isinstance(x, kind)]
-    return found
+            targets += [x for x in optree.tree_leaves(value) if isinstance(x, kind)]
+    return targets

@@ -30,17 +30,17 @@ from shardfn.checkpoint.tensor_bytes import memory
 from shardfn.collectives.agree import agree, failing_together
 from shardfn.compat import process_groups
 from shardfn.curvature.operators import check_batches, count_of, each_of, must_take
-from shardfn.curvature.per_example import Batch, Losses, checked, compare_once, kind_of, visit
+from shardfn.curvature.per_example import BatchArguments, Losses, checked, compare_once, kind_of, visit
 from shardfn.curvature.resuming import compare, made_of
 from shardfn.curvature.row_axes import cuts, refuse_cut, row_place, same_along
 from shardfn.curvature.row_gradients import Used, parts, single, whole
-from shardfn.curvature.row_moments import Kind, Place, factors, largest, over_all, places, turned
+from shardfn.curvature.row_moments import Kind, OwnedParameter, factors, largest, over_all, places, turned
 from shardfn.curvature.row_uses import Key, Receiver
 from shardfn.curvature.vectors import Space, draws_restored
 from shardfn.forward_mode.jvp import jvp
 from shardfn.local_paths import local_path
 from shardfn.optim.hyperparameters import kind
-from shardfn.optim.owners import Block, on_owner, work
+from shardfn.optim.owners import OwnedBlock, on_owner, work
 from shardfn.quoting import listed
 from shardfn.shards.random import int_seed, mixed
 from shardfn.transforms.autodiff import name_of
@@ -102,7 +102,7 @@ def influence(
         rows = checked(params, functools.partial(tuple, batch), name)[1]
         same_along(cut, params, rows.leaves, name)
 
-        def of(values: Any, rows: Batch = rows) -> Tensor:
+        def of(values: Any, rows: BatchArguments = rows) -> Tensor:
             return rows.of(losses, space.variables.tree(values), name)
 
         each = [jvp(of, (values,), (direction,))[1] for direction in directions]
@@ -316,7 +316,7 @@ class Sketch:
         owned, plain = (torch.zeros(self.length, dtype=self.dtype, device=self.space.like[0].device) for _ in range(2))
         keys = {at.block.name: key for key, at in self.places.items()}
 
-        def of_block(block: Block, x: Tensor) -> Tensor:
+        def of_block(block: OwnedBlock, x: Tensor) -> Tensor:
             key = keys[block.name]
             into = plain if block.layout is None else owned
             into[self.columns[key]] = turned(x.to(self.dtype).view(_shape(self.places[key])), self.bases(key)).flatten()
@@ -327,7 +327,7 @@ class Sketch:
         return over_all(self.space.params, owned) + plain
 
 
-def _shape(at: Place) -> tuple[int, int]:
+def _shape(at: OwnedParameter) -> tuple[int, int]:
     """A parameter's shape as a matrix; a vector is a column."""
     first, second = (*at.matrix, 1, 1)[:2]
     return first, second

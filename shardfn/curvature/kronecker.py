@@ -26,12 +26,12 @@ from shardfn.curvature.operators import Operator, check_batches, each_of
 from shardfn.curvature.per_example import Losses, checked, compare_once, kind_of, visit
 from shardfn.curvature.resuming import begun, compare, made_of
 from shardfn.curvature.row_axes import refuse_cut
-from shardfn.curvature.row_moments import KINDS, Kind, Place, Sums, Total, places, turned
+from shardfn.curvature.row_moments import KINDS, Kind, OwnedParameter, Sums, Total, places, turned
 from shardfn.curvature.row_uses import Key
 from shardfn.curvature.vectors import Space, Vector, draws_restored
 from shardfn.local_paths import local_path
 from shardfn.optim.norms import wide
-from shardfn.optim.owners import Block, as_owner, eigh, on_owner, remembered, work
+from shardfn.optim.owners import OwnedBlock, as_owner, eigh, on_owner, remembered, work
 from shardfn.quoting import listed
 from shardfn.transforms.autodiff import name_of
 from shardfn.transforms.fitting import together
@@ -74,7 +74,7 @@ class Kronecker(Operator):
         return self._through(v, lambda x, values: x / (values + damping))
 
     def _through(self, v: Any, scaled: Callable[[Tensor, Tensor], Tensor]) -> Any:
-        def of_block(block: Block, x: Tensor) -> Tensor:
+        def of_block(block: OwnedBlock, x: Tensor) -> Tensor:
             own = as_owner(self.state[block.name])
             left, right = own.get("left"), own.get("right")
             y = x.to(own["values"].dtype).view(own["values"].shape)
@@ -168,7 +168,7 @@ def ekfac(
 
 def _fitted(
     space: Space,
-    each: dict[Key, Place],
+    each: dict[Key, OwnedParameter],
     losses: Losses | Drawn,
     batches: Iterable[Any],
     name: str,
@@ -227,7 +227,7 @@ def _labelled(losses: Losses | Drawn, params: Any, batch: tuple[Any, ...], numbe
     return losses.labelled(params, batch, number) if isinstance(losses, Drawn) else batch
 
 
-def _wrong(diagonal: Collection[str], each: dict[Key, Place], name: str) -> Exception | None:
+def _wrong(diagonal: Collection[str], each: dict[Key, OwnedParameter], name: str) -> Exception | None:
     if isinstance(diagonal, str):
         return TypeError(f"{name}: diagonal={diagonal!r}; it is a collection of paths, [{diagonal!r}] for one")
     paths = {at.path for at in each.values()}
@@ -240,19 +240,19 @@ def _wrong(diagonal: Collection[str], each: dict[Key, Place], name: str) -> Exce
 # --- what is kept ---
 
 
-def _zeros(each: dict[Key, Place], kinds: Mapping[str, str]) -> dict[str, Any]:
-    def zeros(at: Place) -> Any:
+def _zeros(each: dict[Key, OwnedParameter], kinds: Mapping[str, str]) -> dict[str, Any]:
+    def zeros(at: OwnedParameter) -> Any:
         return remembered(at.unit, at.block, at.owner, _shapes(at, kinds[at.path]) | {"values": at.matrix})
 
     return {at.block.name: zeros(at) for at in each.values()}
 
 
-def _shapes(at: Place, kind: str) -> dict[str, tuple[int, ...]]:
+def _shapes(at: OwnedParameter, kind: str) -> dict[str, tuple[int, ...]]:
     return {side: (at.matrix[i],) * 2 for i, side in enumerate(SIDES) if side in KEPT.get(kind, ())}
 
 
 def _read(
-    space: Space, each: dict[Key, Place], folder: Path, asked: dict[str, Any], of: dict[str, float], name: str
+    space: Space, each: dict[Key, OwnedParameter], folder: Path, asked: dict[str, Any], of: dict[str, float], name: str
 ) -> Kronecker:
     like = {"asked": asked, "of": of, "kinds": {at.path: "" for at in each.values()}, "rows": 0.0}
     told = checkpoint.load(folder, like, ignore=r"state\..*")
@@ -277,7 +277,7 @@ def _decompose(own: dict[str, Tensor], total: Total, rows: float) -> None:
     own["values"].copy_(values[0] / rows)
 
 
-def _bases(at: Place, state: dict[str, Any], kinds: Mapping[str, str]) -> dict[str, Tensor]:
+def _bases(at: OwnedParameter, state: dict[str, Any], kinds: Mapping[str, str]) -> dict[str, Tensor]:
     """The eigenvectors of a matrix's factors on its owner, and zeros on other ranks."""
     shapes, like = _shapes(at, kinds[at.path]), at.unit.values
     if at.mine:
@@ -336,7 +336,7 @@ class Grams:
         """
         errors: list[Exception] = []
 
-        def of_block(block: Block, x: Tensor) -> Tensor:
+        def of_block(block: OwnedBlock, x: Tensor) -> Tensor:
             if block.name not in self.inputs:
                 return x
             flip = INPUTS[self.kinds[block.name]] == 0

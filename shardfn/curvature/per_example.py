@@ -25,8 +25,8 @@ from shardfn.collectives.agree import ARGUMENTS, agree
 from shardfn.compat import autograd, functorch
 from shardfn.curvature.operators import must_take
 from shardfn.curvature.row_axes import Cuts, all_of, cuts, over_ranks, row_axes, same_along
-from shardfn.curvature.row_uses import Key, Norms, Receiver
-from shardfn.curvature.rows import Task, Way, cannot, stages_apart
+from shardfn.curvature.row_uses import Key, Receiver, SquaredNorms
+from shardfn.curvature.rows import ExecutionMode, FunctionCall, cannot, stages_apart
 from shardfn.curvature.vectors import random
 from shardfn.forward_mode.jvp import jvp
 from shardfn.mesh.axes import axis_of, per_mesh
@@ -61,7 +61,7 @@ class PerExample:
     norms: Tensor
     _losses: Losses = field(repr=False)
     _params: Any = field(repr=False)
-    _batch: Batch = field(repr=False)
+    _batch: BatchArguments = field(repr=False)
     _micro: int = field(repr=False)
 
     def dots(self, direction: Any) -> Tensor:
@@ -107,7 +107,7 @@ class PerExample:
         parts = self._batch.parts(self._micro)
         pairs = list(zip(weights.detach().split([part.rows for part in parts]), parts, strict=True))
 
-        def total(params: Any, weights: Tensor, part: Batch) -> Tensor:
+        def total(params: Any, weights: Tensor, part: BatchArguments) -> Tensor:
             each = part.of(self._losses, params)
             return (each * weights.to(each.dtype)).sum()
 
@@ -314,7 +314,7 @@ def _all_alike(
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class BatchArguments:
     """Arguments after the parameters.
 
     Attributes:
@@ -353,16 +353,16 @@ class Batch:
         found: tuple[Any, ...] = optree.tree_unflatten(self.tree, kept)
         return found
 
-    def parts(self, n: int) -> list[Batch]:
+    def parts(self, n: int) -> list[BatchArguments]:
         """The batch in parts; with too few rows the last have none."""
         if n == 1:
             return [self]
         counts = [self.rows // n + (i < self.rows % n) for i in range(n)]
         split = [x.split(counts) if yes else [x] * n for x, yes in zip(self.leaves, self.mapped, strict=True)]
-        return [Batch([xs[i] for xs in split], self.tree, self.mapped, counts[i]) for i in range(n)]
+        return [BatchArguments([xs[i] for xs in split], self.tree, self.mapped, counts[i]) for i in range(n)]
 
 
-def batch_of(batch: tuple[Any, ...], name: str = "per_example") -> Batch:
+def batch_of(batch: tuple[Any, ...], name: str = "per_example") -> BatchArguments:
     """Arguments after the parameters; raises TypeError or ValueError if no rows can be told in them."""
     paths, leaves, tree = optree.tree_flatten_with_path(batch, none_is_leaf=True)
     if flat_shards(batch):
@@ -374,7 +374,7 @@ def batch_of(batch: tuple[Any, ...], name: str = "per_example") -> Batch:
     if len(set(counts.values())) > 1:
         told = listed(f"{path} has {n}" for path, n in counts.items())
         raise ValueError(f"{name}: every tensor of the batch has this rank's rows in dim 0, and {told}")
-    return Batch(leaves, tree, mapped, next(iter(counts.values())))
+    return BatchArguments(leaves, tree, mapped, next(iter(counts.values())))
 
 
 def checked(
@@ -383,14 +383,14 @@ def checked(
     name: str,
     told: Sequence[str] = (),
     subject: tuple[str, str] = ARGUMENTS,
-) -> tuple[tuple[Any, ...], Batch]:
+) -> tuple[tuple[Any, ...], BatchArguments]:
     """The arguments for a batch, and its rows, after all ranks have found theirs right, and tell the same."""
 
-    def right() -> tuple[tuple[Any, ...], Batch]:
+    def right() -> tuple[tuple[Any, ...], BatchArguments]:
         given = batch()
         return given, batch_of(given, name)
 
-    found: tuple[tuple[Any, ...], Batch] = _all_alike(right, params, name, told, subject)
+    found: tuple[tuple[Any, ...], BatchArguments] = _all_alike(right, params, name, told, subject)
     return found
 
 
@@ -415,7 +415,7 @@ def _not_losses(losses: Losses, result: Any, of: str, name: str) -> str:
 # --- norms ---
 
 
-class Found(NamedTuple):
+class ExampleNorms(NamedTuple):
     """Losses and norms of some rows, and the relative rounding of the coarsest numbers from which they come."""
 
     values: Tensor
@@ -434,9 +434,9 @@ def _code(function: Any, depth: int = 3) -> Any:
     return getattr(function, "__code__", type(function))
 
 
-def _norms(losses: Losses, params: Any, batch: Batch, cut: Cuts, name: str) -> Found:
+def _norms(losses: Losses, params: Any, batch: BatchArguments, cut: Cuts, name: str) -> ExampleNorms:
     """Losses and norms of the rows."""
-    norms = Norms(max(batch.rows, 1), *kind_of(params, batch), cut)
+    norms = SquaredNorms(max(batch.rows, 1), *kind_of(params, batch), cut)
     each = visit(losses, params, batch, norms, name)
     squares = norms.squares.pop(())
     if cut:
@@ -455,17 +455,17 @@ def _norms(losses: Losses, params: Any, batch: Batch, cut: Cuts, name: str) -> F
             f"parameter, or what all ranks have, meets what each rank has"
         )
         agree([], together(params), name, mine=error if apart else None)
-    return Found(each, squares.sqrt()[: batch.rows], norms.eps)
+    return ExampleNorms(each, squares.sqrt()[: batch.rows], norms.eps)
 
 
-def kind_of(params: Any, batch: Batch) -> tuple[torch.dtype, torch.device]:
+def kind_of(params: Any, batch: BatchArguments) -> tuple[torch.dtype, torch.device]:
     """The dtype in which gradients of rows are summed, float32 or wider, and the device."""
     values = Variables(params).values
     wide = torch.float64 if any(x.dtype in (torch.float64, torch.complex128) for x in values) else torch.float32
     return wide, values[0].device if values else batch.device
 
 
-def visit(losses: Losses, params: Any, batch: Batch, receiver: Receiver, name: str) -> Tensor:
+def visit(losses: Losses, params: Any, batch: BatchArguments, receiver: Receiver, name: str) -> Tensor:
     """Computes the losses of the rows, `[rows]`, and has their gradients taken by a receiver.
 
     A rank without rows visits one of zeros, since it calls stages as often as others: its receiver has one row.
@@ -480,7 +480,7 @@ def visit(losses: Losses, params: Any, batch: Batch, receiver: Receiver, name: s
     rows = [x[:, None] if yes else x for x, yes in zip(rows, batch.mapped, strict=True)]  # each a batch of one row
     wide, device = kind_of(params, batch)
     # With shards, ranks call stages equally often, so not for some rows alone.
-    way = Way.of(_code(losses), 1 if shards else 2, bounded=not shards)
+    way = ExecutionMode.of(_code(losses), 1 if shards else 2, bounded=not shards)
 
     def call(leaves: list[Any]) -> Any:
         receiver.calls.clear()
@@ -495,7 +495,7 @@ def visit(losses: Losses, params: Any, batch: Batch, receiver: Receiver, name: s
         own = [*keys, *[None] * len(rows)]
         with stages_apart(receiver, shards):
             try:
-                result, which = way.run(Task(call, [*values, *rows], mapped, own, anchor, receiver))
+                result, which = way.run(FunctionCall(call, [*values, *rows], mapped, own, anchor, receiver))
             except (RuntimeError, ValueError, NotImplementedError) as error:
                 if not cannot(error) or not shards:
                     raise
@@ -524,7 +524,7 @@ def visit(losses: Losses, params: Any, batch: Batch, receiver: Receiver, name: s
 _seen: set[Any] = set()
 
 
-def _unseen(losses: Losses, params: Any, batch: Batch) -> Callable[[], None] | None:
+def _unseen(losses: Losses, params: Any, batch: BatchArguments) -> Callable[[], None] | None:
     """What notes that a function was compared; None if it was. All ranks of a mesh compare, or none."""
     mesh, _ = row_axes(params)
     seen: set[Any] = _seen if mesh is None else per_mesh(mesh, ("per_example", lane()), set)
@@ -538,7 +538,7 @@ def compare_once(losses: Losses, params: Any, batch: tuple[Any, ...], name: str)
         examples(losses, params, batch, name)
 
 
-def _compare(losses: Losses, params: Any, batch: Batch, found: Found, name: str) -> bool:
+def _compare(losses: Losses, params: Any, batch: BatchArguments, found: ExampleNorms, name: str) -> bool:
     """Compares losses, and the norm of the last of the first rows, with those of the losses as they are written.
 
     Returns:

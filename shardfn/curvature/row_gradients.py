@@ -24,7 +24,7 @@ from shardfn.optim.norms import wide
 AT_ONCE = 2**20  # elements of gradients of rows that are in memory at once
 
 
-class Form(Protocol):
+class ExampleGradient(Protocol):
     """The gradient of each of some rows, `[rows, *shape]`."""
 
     @property
@@ -160,7 +160,7 @@ def parts(rows: int, elements: int) -> list[slice]:
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterView:
     """Which elements of a parameter a tensor has: a view of it, of so many elements from `offset`."""
 
     shape: tuple[int, ...]
@@ -183,7 +183,7 @@ class Place:
         return flat.as_strided((len(flat), *self.shape), (flat.stride(0), *self.strides), self.offset)
 
 
-Used = tuple[Form, Place]
+Used = tuple[ExampleGradient, ParameterView]
 
 
 @dataclass(frozen=True)
@@ -207,10 +207,10 @@ class Several:
         return whole(math.prod(self.shape), self.uses, rows).unflatten(1, self.shape or (1,)).reshape(-1, *self.shape)
 
 
-def everywhere(shape: Sequence[int]) -> Place:
+def everywhere(shape: Sequence[int]) -> ParameterView:
     """The place of a whole parameter of this shape."""
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    return Place(tuple(shape), tuple(strides), 0)
+    return ParameterView(tuple(shape), tuple(strides), 0)
 
 
 def squares(numel: int, uses: Sequence[Used]) -> Tensor:
@@ -224,7 +224,7 @@ def squares(numel: int, uses: Sequence[Used]) -> Tensor:
     for form, place in single(uses):
         rising = len(place.shape) == 2 and place.strides[0] < place.strides[1]
         if rising and isinstance(form, Outer) and form.a.shape[1] == 1:
-            form, place = form.swapped(), Place(place.shape[::-1], place.strides[::-1], place.offset)
+            form, place = form.swapped(), ParameterView(place.shape[::-1], place.strides[::-1], place.offset)
         heads = form.a.shape[1] if isinstance(form, Outer) else 0
         key = (type(form), place, heads) if isinstance(form, (Outer, Picked, Dense)) else id(form)
         groups.setdefault(key, []).append((form, place))
@@ -259,9 +259,9 @@ def single(uses: Sequence[Used]) -> list[Used]:
     return found
 
 
-def _sum(forms: Sequence[Any]) -> Form:
+def _sum(forms: Sequence[Any]) -> ExampleGradient:
     """The sum of forms of one kind."""
-    first: Form = forms[0]
+    first: ExampleGradient = forms[0]
     if len(forms) == 1:
         return first
     if isinstance(first, Outer):
@@ -272,7 +272,7 @@ def _sum(forms: Sequence[Any]) -> Form:
 
 
 @functools.lru_cache(maxsize=1024)
-def _disjoint(numel: int, places: tuple[Place, ...]) -> bool:
+def _disjoint(numel: int, places: tuple[ParameterView, ...]) -> bool:
     reach = [sum((n - 1) * s for n, s in zip(p.shape, p.strides, strict=True)) for p in places]
     ends = sorted((p.offset, p.offset + far) for p, far in zip(places, reach, strict=True))
     if all(stop < start for (_, stop), (start, _) in itertools.pairwise(ends)):

@@ -21,11 +21,11 @@ from shardfn.collectives import functional
 from shardfn.compat import process_groups
 from shardfn.curvature.row_axes import over_ranks
 from shardfn.curvature.row_gradients import Outer, Picked, Used, everywhere, parts, single, whole
-from shardfn.curvature.row_rules import Kernel
+from shardfn.curvature.row_rules import ConvolutionWeight
 from shardfn.curvature.row_uses import Key, Receiver
 from shardfn.curvature.vectors import Space
 from shardfn.optim.norms import wide
-from shardfn.optim.owners import Block, as_matrix, blocks, owners, work
+from shardfn.optim.owners import OwnedBlock, as_matrix, blocks, owners, work
 from shardfn.shards.boxes import Ints
 from shardfn.shards.pieces import Unit
 
@@ -36,7 +36,7 @@ Bases = Sequence[Tensor | None]  # for each dimension of a matrix an orthogonal 
 
 
 @dataclass(frozen=True)
-class Place:
+class OwnedParameter:
     """A parameter, and the rank that owns what is computed of it.
 
     Attributes:
@@ -45,7 +45,7 @@ class Place:
         owner: global rank; with plain tensors, every rank itself.
     """
 
-    block: Block
+    block: OwnedBlock
     unit: Unit
     owner: int
 
@@ -70,11 +70,11 @@ class Place:
         return self.owner == process_groups.global_rank()
 
 
-def places(space: Space) -> dict[Key, Place]:
+def places(space: Space) -> dict[Key, OwnedParameter]:
     """The parameters that have a gradient, as receivers know them."""
     owner = owners(space.moving, work)
     return {
-        Key(i, block.entry): Place(block, unit, owner[block])
+        Key(i, block.entry): OwnedParameter(block, unit, owner[block])
         for i, unit in enumerate(space.moving)
         for block in blocks(unit)
     }
@@ -125,10 +125,10 @@ class Sums:
         self.totals = {key: Total() for key in self.places}
         self.rows = 0.0
 
-    def receiver(self, rows: int, dtype: torch.dtype, device: torch.device) -> Moments:
+    def receiver(self, rows: int, dtype: torch.dtype, device: torch.device) -> MomentSums:
         """What takes one batch; `rows` is 0 for a rank without rows, which visits zeros."""
         self.rows += float(over_all(self.params, torch.tensor(float(rows), dtype=torch.float64, device=device)))
-        return Moments(self, rows, dtype, device)
+        return MomentSums(self, rows, dtype, device)
 
     def refused(self) -> list[str]:
         """Paths of the matrices that have no factors."""
@@ -147,7 +147,7 @@ def largest(params: Any, x: Tensor) -> Tensor:
         return over_ranks(params, x, functional.pmax)
 
 
-class Moments(Receiver):
+class MomentSums(Receiver):
     """Takes what one batch adds to sums."""
 
     def __init__(self, sums: Sums, rows: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -263,7 +263,7 @@ Vectors = tuple[Tensor, Tensor]  # along each dimension of a matrix, `[rows, tok
 def factors(shape: Ints, use: Used) -> tuple[Kind, Vectors] | None:
     """The vectors along the dimensions of a matrix, of whose outer products a use of it is the sum, and its kind."""
     form, place = use
-    if isinstance(form, Kernel):
+    if isinstance(form, ConvolutionWeight):
         whole, outer = place == everywhere(form.op.shape), form.outer()
         return ("linear", (outer.a[:, 0], outer.b[:, 0])) if whole and outer is not None else None
     if isinstance(form, Picked):
@@ -312,7 +312,9 @@ def _counted(form: Picked) -> Tensor:
 
 def squares_in(shape: Ints, numel: int, uses: Sequence[Used], bases: Bases) -> Tensor:
     """The sum over rows of the squares of their gradients, each turned into a basis: `[*shape]`."""
-    plain = bases == (None, None) and any(isinstance(form, Kernel) for form, _ in uses)  # which needs no patches
+    plain = bases == (None, None) and any(
+        isinstance(form, ConvolutionWeight) for form, _ in uses
+    )  # which needs no patches
     found = [None] if plain or len(shape) != 2 else [factors(shape, use) for use in single(uses)]
     pairs = [pair for pair in found if pair is not None]
     kinds = {kind for kind, _ in pairs}

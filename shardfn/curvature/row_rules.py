@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardfn.curvature.row_gradients import Dense, Form, Outer, Picked, parts
+from shardfn.curvature.row_gradients import Dense, ExampleGradient, Outer, Picked, parts
 
 if TYPE_CHECKING:
-    from shardfn.curvature.rows import Rows
+    from shardfn.curvature.rows import RowsMode
 
 
 # --- products with a matrix ---
@@ -37,14 +37,14 @@ class Product:
         """The gradient of x."""
         return g @ w.T
 
-    def form(self, x: Tensor, g: Tensor) -> Form:
+    def form(self, x: Tensor, g: Tensor) -> ExampleGradient:
         """Those of w."""
         tokens = math.prod(x.shape[1:-1])
         a, b = (y.reshape(len(y), 1, tokens, y.shape[-1]) for y in (x, g))
         return Outer(a, b, (x.shape[-1], g.shape[-1]))
 
 
-def linear(apart: Rows, input: Any, weight: Any, bias: Any = None) -> Any:
+def linear(apart: RowsMode, input: Any, weight: Any, bias: Any = None) -> Any:
     """`F.linear`."""
     if not (apart.row(input) and apart.shared(weight) and weight.ndim == 2 and _real(input, weight)):
         return NotImplemented
@@ -52,7 +52,7 @@ def linear(apart: Rows, input: Any, weight: Any, bias: Any = None) -> Any:
     return y if bias is None else apart.call(torch.add, y, bias)
 
 
-def matmul(apart: Rows, input: Any, other: Any) -> Any:
+def matmul(apart: RowsMode, input: Any, other: Any) -> Any:
     """`x @ w`, and `w @ x` for a vector or a matrix x."""
     if not (isinstance(input, Tensor) and isinstance(other, Tensor) and _real(input, other)):
         return NotImplemented
@@ -70,7 +70,7 @@ def matmul(apart: Rows, input: Any, other: Any) -> Any:
     return NotImplemented
 
 
-def addmm(apart: Rows, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+def addmm(apart: RowsMode, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     """`torch.addmm` without factors."""
     if (beta, alpha) != (1, 1):
         return NotImplemented
@@ -110,7 +110,7 @@ class Contraction:
         """The gradient of x."""
         return torch.einsum(f"{self.row}{self.y},{self.w}->{self.row}{self.x}", g, w)
 
-    def form(self, x: Tensor, g: Tensor) -> Form:
+    def form(self, x: Tensor, g: Tensor) -> ExampleGradient:
         """Those of the tensor."""
         sizes = dict(zip(self.x + self.y, (*x.shape[1:], *g.shape[1:]), strict=True))
 
@@ -123,7 +123,7 @@ class Contraction:
         return Outer(ordered(x, self.x, self.ins), ordered(g, self.y, self.outs), shape)
 
 
-def einsum(apart: Rows, equation: Any, *operands: Any) -> Any:
+def einsum(apart: RowsMode, equation: Any, *operands: Any) -> Any:
     """`torch.einsum` of a row and a tensor, in which each letter occurs in two places at least."""
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
@@ -157,7 +157,7 @@ def einsum(apart: Rows, equation: Any, *operands: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Table:
+class EmbeddingRows:
     """Rows of a table at places `[rows, *]`; those at `padding` have no gradient."""
 
     count: int
@@ -167,7 +167,7 @@ class Table:
         """What the places pick."""
         return table[at]
 
-    def form(self, at: Tensor, g: Tensor) -> Form:
+    def form(self, at: Tensor, g: Tensor) -> ExampleGradient:
         """The gradients of the table."""
         places = (at.long() % self.count).flatten(1)
         values = g.reshape(*places.shape, -1)
@@ -176,14 +176,14 @@ class Table:
         return Picked(places, values, (self.count, *g.shape[at.ndim :]), self.padding)
 
 
-def _picked(apart: Rows, table: Tensor, at: Tensor, padding: int | None = None) -> Any:
+def _picked(apart: RowsMode, table: Tensor, at: Tensor, padding: int | None = None) -> Any:
     if at.dtype not in (torch.int64, torch.int32) or not _real(table) or not at.numel() or not table.numel():
         return NotImplemented
-    return apart.by(Table(len(table), padding), at, table, range(table.ndim))
+    return apart.by(EmbeddingRows(len(table), padding), at, table, range(table.ndim))
 
 
 def embedding(
-    apart: Rows,
+    apart: RowsMode,
     input: Any,
     weight: Any,
     padding_idx: int | None = None,
@@ -199,7 +199,7 @@ def embedding(
 
 
 def padded_embedding(
-    apart: Rows, input: Any, weight: Any, padding_idx: int | None = None, *args: Any, **kwargs: Any
+    apart: RowsMode, input: Any, weight: Any, padding_idx: int | None = None, *args: Any, **kwargs: Any
 ) -> Any:
     """`F.embedding` of a table for each row, of which torch's vmap lets only that of the first row have padding."""
     if padding_idx is None or not apart.row(weight):
@@ -208,7 +208,7 @@ def padded_embedding(
     return torch.where((input == padding_idx % len(weight))[..., None], y.detach(), y)
 
 
-def getitem(apart: Rows, table: Any, index: Any) -> Any:
+def getitem(apart: RowsMode, table: Any, index: Any) -> Any:
     """`table[tokens]`."""
     at = index[0] if isinstance(index, tuple) and len(index) == 1 else index
     if not (isinstance(at, Tensor) and apart.row(at) and apart.shared(table)):
@@ -216,7 +216,7 @@ def getitem(apart: Rows, table: Any, index: Any) -> Any:
     return _picked(apart, table, at)
 
 
-def index_select(apart: Rows, input: Any, dim: Any, index: Any) -> Any:
+def index_select(apart: RowsMode, input: Any, dim: Any, index: Any) -> Any:
     """`torch.index_select` in the first dimension."""
     if dim != 0 or not (apart.row(index) and apart.shared(input)) or index.ndim != 1:
         return NotImplemented
@@ -227,7 +227,7 @@ def index_select(apart: Rows, input: Any, dim: Any, index: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class ConvolutionWeight:
     """Gradients of a convolution's weight, by a convolution in which each row is a group of its own."""
 
     x: Tensor
@@ -279,9 +279,9 @@ class Convolution:
         """The gradient of x."""
         return self._backward(g.flatten(0, 1), x.flatten(0, 1), w, self.groups, 0).unflatten(0, x.shape[:2])
 
-    def form(self, x: Tensor, g: Tensor) -> Form:
+    def form(self, x: Tensor, g: Tensor) -> ExampleGradient:
         """Those of the weight."""
-        return Kernel(x, g, self)
+        return ConvolutionWeight(x, g, self)
 
     def patches(self, x: Tensor) -> Tensor:
         """What each element of the result is computed from, `[rows, elements, channels * kernel]`."""
@@ -313,8 +313,8 @@ def convolution(dims: int) -> Callable[..., Any]:
         return (value,) * dims if isinstance(value, int) else tuple(value) * (dims if len(value) == 1 else 1)
 
     def rule(
-        apart: Rows, input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
-        groups: int = 1,
+        apart: RowsMode, input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0,
+        dilation: Any = 1, groups: int = 1,
     ) -> Any:  # fmt: skip
         if not (apart.row(input) and apart.shared(weight) and _real(input, weight)) or input.ndim != dims + 2:
             return NotImplemented
@@ -334,7 +334,7 @@ def convolution(dims: int) -> Callable[..., Any]:
 
 
 def attention(
-    apart: Rows, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+    apart: RowsMode, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
     is_causal: bool = False, **kwargs: Any,
 ) -> Any:  # fmt: skip
     """`F.scaled_dot_product_attention` of rows, which are images of one batch to it."""
@@ -361,7 +361,7 @@ def attention(
 
 
 def cross_entropy(
-    apart: Rows, input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
+    apart: RowsMode, input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
     reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Any:  # fmt: skip
     """`F.cross_entropy` of tokens, each of which has its own loss, summed or not."""

@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 
 from shardfn.compat import autograd, functorch
-from shardfn.curvature.row_gradients import Dense, Form, Place, Several, Used, everywhere, parts, squares, whole
+from shardfn.curvature.row_gradients import (
+    Dense,
+    ExampleGradient,
+    ParameterView,
+    Several,
+    Used,
+    everywhere,
+    parts,
+    squares,
+    whole,
+)
 
 _VIEWS = {  # nodes of autograd through which a norm passes as it is
     "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0", "SelectBackward0",
@@ -73,7 +83,7 @@ class Receiver:
         if rows == slice(0, self.rows):
             kept += uses
             return
-        place = Place((numel,), (1,), 0)
+        place = ParameterView((numel,), (1,), 0)
         if not kept or not (isinstance(kept[0][0], Dense) and kept[0][1] == place):
             values = uses[0][0].part(slice(0, 1))
             kept.insert(0, (Dense(values.new_zeros((self.rows, numel))), place))
@@ -88,7 +98,7 @@ class Receiver:
         self.kept.clear()
 
 
-class Norms(Receiver):
+class SquaredNorms(Receiver):
     """The squares of the norms of this rank's rows' gradients, as far as they are known.
 
     Attributes:
@@ -118,7 +128,7 @@ class Ticket:
         self.taken: Callable[[], list[Used]] = list
 
 
-class Parameter:
+class RunParameter:
     """A parameter in one run of a function.
 
     Attributes:
@@ -137,11 +147,11 @@ class Parameter:
         self.leaf: Tensor | None = leaf
         self.shape, self.key, self.source = leaf.shape, key, source
         self.awaited, self.simple = 0, True
-        self.uses: list[Use] = []
-        self.every: list[Use] = []
+        self.uses: list[TensorUse] = []
+        self.every: list[TensorUse] = []
 
 
-class Use:
+class TensorUse:
     """One use of a tensor that is computed from parameters alone.
 
     Attributes:
@@ -154,13 +164,13 @@ class Use:
 
     __slots__ = ("form", "order", "parameters", "place", "tensor")
 
-    def __init__(self, tensor: Tensor, order: Sequence[int], parameters: Sequence[Parameter]) -> None:
+    def __init__(self, tensor: Tensor, order: Sequence[int], parameters: Sequence[RunParameter]) -> None:
         self.tensor: Tensor | None = tensor
         self.order, self.parameters = tuple(order), parameters
         self.place = _place(self.order, tensor, parameters)
-        self.form: Form | None = None
+        self.form: ExampleGradient | None = None
 
-    def part(self, rows: slice, parameter: Parameter) -> Tensor:
+    def part(self, rows: slice, parameter: RunParameter) -> Tensor:
         """The gradients of some rows with respect to a parameter, `[rows, *shape]`."""
         assert self.form is not None, "it was handed over"
         assert parameter.leaf is not None, "only of views it is not needed"
@@ -183,7 +193,7 @@ class Use:
             return torch.stack([pull(g) for g in gradients])
 
 
-def _place(order: Sequence[int], tensor: Tensor, parameters: Sequence[Parameter]) -> Place | None:
+def _place(order: Sequence[int], tensor: Tensor, parameters: Sequence[RunParameter]) -> ParameterView | None:
     leaf = parameters[0].leaf
     assert leaf is not None, "the function runs"
     if len(parameters) > 1 or tensor.dtype != leaf.dtype or tensor._backward_hooks or not leaf.is_contiguous():
@@ -194,21 +204,21 @@ def _place(order: Sequence[int], tensor: Tensor, parameters: Sequence[Parameter]
         node = node.next_functions[0][0]
     if names == {"CloneBackward0"} and tensor.shape == leaf.shape:
         ordered = leaf.detach().permute(tuple(order))
-        return Place(tuple(ordered.shape), ordered.stride(), 0)
+        return ParameterView(tuple(ordered.shape), ordered.stride(), 0)
     if not names <= _VIEWS or autograd.storage_of(tensor) != autograd.storage_of(leaf):
         return None
     ordered = tensor.detach().permute(tuple(order))
-    place = Place(tuple(ordered.shape), ordered.stride(), int(ordered.storage_offset() - leaf.storage_offset()))
+    place = ParameterView(tuple(ordered.shape), ordered.stride(), int(ordered.storage_offset() - leaf.storage_offset()))
     return place if place.once else None
 
 
-class Collector:
+class UseCollector:
     """The uses in one run of a function on some of the rows."""
 
     def __init__(self, receiver: Receiver, rows: slice) -> None:
         self.receiver, self.rows = receiver, rows
-        self.parameters: dict[int, Parameter] = {}
-        self.ended: list[Parameter] = []
+        self.parameters: dict[int, RunParameter] = {}
+        self.ended: list[RunParameter] = []
 
     @property
     def count(self) -> int:
@@ -218,13 +228,13 @@ class Collector:
     def parameter(self, x: Tensor, key: Key) -> Tensor:
         """A parameter for the function: a leaf of its own."""
         leaf = x.detach().requires_grad_()
-        self.parameters[id(leaf)] = Parameter(leaf, key)
+        self.parameters[id(leaf)] = RunParameter(leaf, key)
         return leaf
 
     def returned(self, source: Tensor, ticket: Ticket) -> Tensor:
         """The same for what a stage returned."""
         leaf = source.detach().requires_grad_()
-        parameter = self.parameters[id(leaf)] = Parameter(leaf, None, source)
+        parameter = self.parameters[id(leaf)] = RunParameter(leaf, None, source)
 
         def taken() -> list[Used]:
             uses, parameter.uses = parameter.uses, []
@@ -233,7 +243,7 @@ class Collector:
         ticket.taken = taken
         return leaf
 
-    def use(self, tensor: Tensor, order: Sequence[int] | None = None) -> Use | None:
+    def use(self, tensor: Tensor, order: Sequence[int] | None = None) -> TensorUse | None:
         """A new use; None if the tensor depends on no parameter of the run.
 
         Raises:
@@ -244,7 +254,9 @@ class Collector:
             return None
         if not leaves <= self.parameters.keys() or any(self.parameters[i].leaf._backward_hooks for i in leaves):  # type: ignore[union-attr]
             raise Undecided("a tensor that is computed from parameters and others that need a gradient")
-        use = Use(tensor, range(tensor.ndim) if order is None else order, [self.parameters[i] for i in sorted(leaves)])
+        use = TensorUse(
+            tensor, range(tensor.ndim) if order is None else order, [self.parameters[i] for i in sorted(leaves)]
+        )
         for parameter in use.parameters:
             parameter.awaited += 1
             parameter.every.append(use)
@@ -261,12 +273,12 @@ class Collector:
                     use.tensor = None
             parameter.every.clear()
 
-    def expanded(self, tensor: Tensor, anchor: Tensor, use: Use) -> Tensor:
+    def expanded(self, tensor: Tensor, anchor: Tensor, use: TensorUse) -> Tensor:
         """A tensor once for each row, `[rows, *shape]`."""
         rows = tensor.detach().expand(self.count, *tensor.shape)
         return Met.apply(rows, anchor, lambda g: self.hand_over(use, Dense(g), g.dtype))  # type: ignore[no-untyped-call]
 
-    def exported(self, tensor: Tensor, anchor: Tensor, use: Use, ticket: Ticket) -> Tensor:
+    def exported(self, tensor: Tensor, anchor: Tensor, use: TensorUse, ticket: Ticket) -> Tensor:
         """A tensor that a stage returns; in its backward all uses outside of the stage have been handed over."""
 
         def take(g: Tensor) -> None:
@@ -275,7 +287,7 @@ class Collector:
 
         return Met.apply(tensor.detach(), anchor, take)  # type: ignore[no-untyped-call]
 
-    def hand_over(self, use: Use, form: Form, dtype: torch.dtype) -> None:
+    def hand_over(self, use: TensorUse, form: ExampleGradient, dtype: torch.dtype) -> None:
         """Takes the gradients of a use, which come from numbers of this dtype."""
         use.form = form
         self.receiver.eps = max(self.receiver.eps, torch.finfo(dtype).eps)
@@ -293,7 +305,7 @@ class Collector:
         self.parameters.clear()
         self.ended.clear()
 
-    def _finish(self, parameter: Parameter, key: Key) -> None:
+    def _finish(self, parameter: RunParameter, key: Key) -> None:
         uses, parameter.uses = parameter.uses, []
         numel, whole = parameter.shape.numel(), slice(0, self.count)
         self.receiver.seen(key, self._used(parameter, uses, whole) if parameter.simple else None)
@@ -304,7 +316,7 @@ class Collector:
             rows = slice(self.rows.start + part.start, self.rows.start + part.stop)
             self.receiver.take(key, numel, rows, self._used(parameter, uses, part))
 
-    def _used(self, parameter: Parameter, uses: Sequence[Use], part: slice) -> list[Used]:
+    def _used(self, parameter: RunParameter, uses: Sequence[TensorUse], part: slice) -> list[Used]:
         """The uses of a parameter; of some rows if they are not simple."""
         if parameter.simple:
             return [(use.form, use.place) for use in uses if use.form is not None and use.place is not None]
@@ -371,7 +383,9 @@ class Shared(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tensor: Tensor, anchor: Tensor, collector: Collector, use: Use, op: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, tensor: Tensor, anchor: Tensor, collector: UseCollector, use: TensorUse, op: Any
+    ) -> Tensor:
         """The result of the op."""
         ctx.collector, ctx.use, ctx.op, ctx.anchor = collector, use, op, anchor
         ctx.save_for_backward(x, tensor)

@@ -27,7 +27,7 @@ from shardfn.compat.dispatch import tensors_in
 from shardfn.compat.replacing import replaced
 from shardfn.curvature.row_gradients import parts
 from shardfn.curvature.row_rules import OPENED, RULES, WITHOUT_PARAMETERS
-from shardfn.curvature.row_uses import Begin, Collector, Key, Link, Receiver, Shared, Ticket, Undecided, Use
+from shardfn.curvature.row_uses import Begin, Key, Link, Receiver, Shared, TensorUse, Ticket, Undecided, UseCollector
 from shardfn.quant.packed import is_packed
 from shardfn.shards.layout import assemble
 from shardfn.stages.signature import Signature
@@ -37,21 +37,21 @@ MOST_EXPANDED = 4  # times the elements of a row that an op takes, which its par
 
 
 class _Now(threading.local):
-    mode: Rows | None = None
+    mode: RowsMode | None = None
 
 
 now = _Now()
 
 
-class Rows(TorchFunctionMode):
+class RowsMode(TorchFunctionMode):
     """A context in which ops meet rows, and tensors that are computed from parameters alone."""
 
-    def __init__(self, collector: Collector, level: int, anchor: Tensor, bounded: bool) -> None:
+    def __init__(self, collector: UseCollector, level: int, anchor: Tensor, bounded: bool) -> None:
         super().__init__()
         self.collector, self.level, self.anchor, self.bounded = collector, level, anchor, bounded
-        self.before: list[Rows | None] = []
+        self.before: list[RowsMode | None] = []
 
-    def __enter__(self) -> Rows:
+    def __enter__(self) -> RowsMode:
         self.before.append(now.mode)
         now.mode = self
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -142,7 +142,7 @@ class Rows(TorchFunctionMode):
                 return self.collector.expanded(tensor, self._anchor(use), use)
             return self.collector.exported(tensor, self._anchor(use), use, ticket)
 
-    def _anchor(self, use: Use) -> Tensor:
+    def _anchor(self, use: TensorUse) -> Tensor:
         sources = [parameter.source for parameter in use.parameters if parameter.source is not None]
         return Link.apply(self.anchor, *sources) if sources else self.anchor  # type: ignore[no-untyped-call]
 
@@ -164,7 +164,7 @@ Result = tuple[Any, list[bool | None]]  # a tree, and which of its leaves are `[
 
 
 @dataclass(frozen=True)
-class Task:
+class FunctionCall:
     """A call of a function.
 
     Attributes:
@@ -186,7 +186,7 @@ class Task:
     tickets: dict[int, Ticket] | None = None
 
 
-class Way:
+class ExecutionMode:
     """How a function is run: with rules, with every parameter once for each row, or row by row.
 
     Attributes:
@@ -200,11 +200,11 @@ class Way:
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
-    def of(code: Any, most: int, bounded: bool) -> Way:
+    def of(code: Any, most: int, bounded: bool) -> ExecutionMode:
         """How functions with this code are run; they may be made anew at each step."""
-        return Way(most, bounded)
+        return ExecutionMode(most, bounded)
 
-    def run(self, task: Task) -> Result:
+    def run(self, task: FunctionCall) -> Result:
         """Runs a function with its rows apart."""
         while True:
             state, tried = torch.get_rng_state(), self.at
@@ -228,15 +228,15 @@ _SIGNS = (
 )  # fmt: skip
 
 
-def _by_rules(task: Task, bounded: bool) -> Result:
-    collector = Collector(task.receiver, slice(0, task.receiver.rows))
+def _by_rules(task: FunctionCall, bounded: bool) -> Result:
+    collector = UseCollector(task.receiver, slice(0, task.receiver.rows))
     pairs = zip(task.leaves, task.keys, strict=True)
     leaves = [x if key is None else collector.parameter(x, key) for x, key in pairs]
     begin = Begin.apply(task.anchor, collector.finish)  # type: ignore[no-untyped-call]
     return _under_vmap(task, leaves, task.mapped, begin, collector, bounded)
 
 
-def _expanded(task: Task, bounded: bool) -> Result:
+def _expanded(task: FunctionCall, bounded: bool) -> Result:
     numel = sum(x.numel() for x, key in zip(task.leaves, task.keys, strict=True) if key is not None)
     results = []
     for rows in parts(task.receiver.rows, numel if bounded else 0):
@@ -245,7 +245,7 @@ def _expanded(task: Task, bounded: bool) -> Result:
     return _joined(results, torch.cat)
 
 
-def _one_by_one(task: Task, bounded: bool) -> Result:
+def _one_by_one(task: FunctionCall, bounded: bool) -> Result:
     results: list[Result] = []
     for i in range(task.receiver.rows):
         leaves, mapped, *_ = _of_rows(task, slice(i, i + 1))
@@ -257,9 +257,9 @@ def _one_by_one(task: Task, bounded: bool) -> Result:
 _WAYS = (_by_rules, _expanded, _one_by_one)
 
 
-def _of_rows(task: Task, rows: slice) -> tuple[list[Any], list[bool], Tensor, Collector]:
+def _of_rows(task: FunctionCall, rows: slice) -> tuple[list[Any], list[bool], Tensor, UseCollector]:
     """The arguments for some rows, every parameter once for each, and which are mapped; the anchor; what collects."""
-    collector = Collector(task.receiver, rows)
+    collector = UseCollector(task.receiver, rows)
     begin = Begin.apply(task.anchor, collector.finish)  # type: ignore[no-untyped-call]
     leaves = []
     for x, yes, key in zip(task.leaves, task.mapped, task.keys, strict=True):
@@ -274,10 +274,15 @@ def _of_rows(task: Task, rows: slice) -> tuple[list[Any], list[bool], Tensor, Co
 
 
 def _under_vmap(
-    task: Task, leaves: Sequence[Any], mapped: Sequence[bool], begin: Tensor, collector: Collector, bounded: bool
+    task: FunctionCall,
+    leaves: Sequence[Any],
+    mapped: Sequence[bool],
+    begin: Tensor,
+    collector: UseCollector,
+    bounded: bool,
 ) -> Result:
     count, tickets = collector.count, task.tickets
-    with functorch.mapping(count) as level, Rows(collector, level, begin, bounded) as rows, _no_hooks():
+    with functorch.mapping(count) as level, RowsMode(collector, level, begin, bounded) as rows, _no_hooks():
         result = task.call([functorch.mapped(x, level) if yes else x for x, yes in zip(leaves, mapped, strict=True)])
         ys, tree = optree.tree_flatten(result)
         made: list[Any] = []
@@ -327,7 +332,7 @@ def _joined(results: Sequence[Result], join: Callable[..., Tensor]) -> Result:
 Variables = Mapping[int, tuple[int, Tensor]]
 
 
-class Plan:
+class RowsPlan:
     """What a call needs besides tensors; no pytree node.
 
     Attributes:
@@ -371,7 +376,9 @@ def _called(receiver: Receiver, variables: Variables, signature: Signature, leav
             given[i], mapped[i] = (x, False) if all_of is None else (all_of, True)
     pairs, wholes = zip(signature.sources, signature.nodes(given), strict=True), signature.wholes
     nodes = [wholes[at[0]].having(x) if at[0] in wholes else x for at, x in pairs]
-    plan = Plan([mapped[at[0]] for at in signature.sources], _keys(signature, leaves, receiver, variables), receiver)
+    plan = RowsPlan(
+        [mapped[at[0]] for at in signature.sources], _keys(signature, leaves, receiver, variables), receiver
+    )
     args, kwargs = optree.tree_unflatten(signature.outer, nodes)
     with functorch.below(), _aside(variables):
         result, which = _stage(signature)(args, kwargs, mode.anchor, plan)
@@ -433,14 +440,14 @@ def _stage(signature: Signature) -> Any:
     if signature.apart is None:
 
         @functools.wraps(signature.function)
-        def function(args: Any, kwargs: Any, anchor: Tensor, plan: Plan) -> Any:
+        def function(args: Any, kwargs: Any, anchor: Tensor, plan: RowsPlan) -> Any:
             return _run(signature, args, kwargs, anchor, plan)
 
         signature.apart = made(signature.name, function, signature.options, signature.computes)
     return signature.apart
 
 
-def _run(signature: Signature, args: Any, kwargs: Any, anchor: Tensor, plan: Plan) -> Any:
+def _run(signature: Signature, args: Any, kwargs: Any, anchor: Tensor, plan: RowsPlan) -> Any:
     leaves: list[Any] = []
     mapped: list[bool] = []
     keys: list[Key | None] = []
@@ -462,6 +469,6 @@ def _run(signature: Signature, args: Any, kwargs: Any, anchor: Tensor, plan: Pla
 
     trained = [key for key in keys if key is not None]
     anchor = Begin.apply(anchor, functools.partial(plan.receiver.settle, trained))  # type: ignore[no-untyped-call]
-    task = Task(call, leaves, mapped, keys, anchor, plan.receiver, plan.tickets)
-    result, which = Way.of(signature.code, 2, bounded=True).run(task)
+    task = FunctionCall(call, leaves, mapped, keys, anchor, plan.receiver, plan.tickets)
+    result, which = ExecutionMode.of(signature.code, 2, bounded=True).run(task)
     return result, tuple("shared" if yes is None else "rows" if yes else "other" for yes in which)

@@ -123,7 +123,7 @@ class _Training:
         return [*found, (now, None)]
 
 
-class _Part:
+class _DifferentiatedLeaves:
     """The leaves of a tree with a derivative, as variables of a graph."""
 
     def __init__(self, tree: Any) -> None:
@@ -145,7 +145,7 @@ class _Back:
 
     def over(self, number: int, now: Any, g: Any) -> None:
         """Transposes a step."""
-        training, parts = self.training, [_Part(x) for x in (now[0], g, now[1])]
+        training, parts = self.training, [_DifferentiatedLeaves(x) for x in (now[0], g, now[1])]
         with torch.enable_grad():
             new = training.optimizer.step(*(part.tracked() for part in parts))
             pairs = zip(Variables(new).values, [*self.params, *self.state], strict=True)

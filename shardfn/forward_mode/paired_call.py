@@ -23,8 +23,8 @@ from shardfn.forward_mode.pairs import Pairs, dual, nobodys, saving, scheduled
 from shardfn.forward_mode.refusals import closes_over, refuse_opaque
 from shardfn.stages.entry_exit import Call
 from shardfn.stages.refusals import other_numbers, other_result
-from shardfn.stages.replay import RngAndAutocast, Sample, form_of
-from shardfn.stages.saved import Place
+from shardfn.stages.replay import RngAndAutocast, SampledNumbers, form_of
+from shardfn.stages.saved import GatheredView
 from shardfn.stages.schedule import schedule_of
 from shardfn.stages.signature import Signature
 from shardfn.stages.stage import called, called_by
@@ -93,14 +93,14 @@ class PairedCall(Call):
                 return x
             if not low <= (at := x.data_ptr()) < high:
                 return x
-            return Place(self, None, x, at - low, recording.current())
+            return GatheredView(self, None, x, at - low, recording.current())
 
         def pack(x: Tensor) -> Any:
             x = functorch.unwrapped(x)  # the wrapper would hold its operation, which holds what it has saved
             with functorch.outside_transforms(), modes.functions_unseen():
                 value, tangent = functorch.unpacked(x)
                 both = _PairOfPlaces(place(value), place(tangent))
-            if Place not in map(type, both):
+            if GatheredView not in map(type, both):
                 return x, x._version
             self.saved = True
             return both
@@ -151,7 +151,7 @@ class _PairOfPlaces(NamedTuple):
 def _unpack(packed: Any) -> Tensor:
     if type(packed) is _PairOfPlaces:
         with modes.functions_unseen():
-            value, tangent = [x.found() if type(x) is Place else x for x in packed]
+            value, tangent = [x.found() if type(x) is GatheredView else x for x in packed]
             x = value if tangent is None else dual(value, tangent)
     else:
         x, version = packed
@@ -184,7 +184,7 @@ class _Again:
         self.sizes = [len(gather.layout.entries) for gather in call.plan.each]
         self.tree: Any = None
         self.form: Any = None  # of the first run's result, and some of its numbers, if they are compared
-        self.sample: Sample | None = None
+        self.sample: SampledNumbers | None = None
         self.parts: list[Any] = []  # of the result: whether it is an output, and its tangent, or else what it is
 
     def arguments(self, xs: Sequence[Tensor]) -> list[Any]:
@@ -241,7 +241,7 @@ class _Rerun(torch.autograd.Function):
             signature, given = again.call.signature, {id(x) for x in [*xs, *[p for ps in views for p in ps]]}
             if any(id(x) not in given for x in autograd.leaves_of(y for y in leaves if moves(y))):
                 raise RuntimeError(closes_over(signature))
-        again.sample, signature.sampled = None if signature.sampled else Sample(outputs), True
+        again.sample, signature.sampled = None if signature.sampled else SampledNumbers(outputs), True
         ctx.again = again
         ctx.mark_non_differentiable(*constant)
         ctx.save_for_backward(*tensors[:n])

@@ -189,7 +189,7 @@ def _transposed(
             result = _called(signature, optree.tree_unflatten(tree, arguments))
         found, structure = optree.tree_flatten(result)
         ys, others = ([y for y in found if isinstance(y, Tensor) and moves(y) == yes] for yes in (True, False))
-        constants = [_Place(moves(y)) if isinstance(y, Tensor) else y for y in found]
+        constants = [_TensorLocation(moves(y)) if isinstance(y, Tensor) else y for y in found]
         kept[:] = constants, structure, [y.requires_grad for y in ys], ys, moved, others
         return ys or [moved[0].new_zeros(())], others  # `vjp` refuses a function without results
 
@@ -214,7 +214,7 @@ def _transposed(
         values = [out if yes else y for y, out, yes in zip(values, outputs, follows, strict=True)]
     results = iter([y if t is None else functorch.dual(y, t) for y, (_, t) in zip(values, pairs, strict=True)])
     rest = iter(others)
-    filled = [next(results if y.moves else rest) if isinstance(y, _Place) else y for y in constants]
+    filled = [next(results if y.moves else rest) if isinstance(y, _TensorLocation) else y for y in constants]
     return optree.tree_unflatten(structure, filled)
 
 
@@ -232,7 +232,7 @@ def _ranges(leaves: Iterable[Any]) -> list[tuple[int, int]]:
     return [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in leaves if type(x) is Tensor]
 
 
-class _Place(NamedTuple):
+class _TensorLocation(NamedTuple):
     """Where a tensor was, and whether it may have a tangent."""
 
     moves: bool

@@ -99,12 +99,12 @@ def belonging(tree: Any) -> None:
 WRITES = "a stage's function writes into what it was lent"
 
 
-class _Running(threading.local):
+class _WatchedCalls(threading.local):
     stage: str | None = None
     lent: Sequence[tuple[int, int]] = ()
 
 
-_running = _Running()
+_running = _WatchedCalls()
 
 
 def running(stage: str | None, lent: Sequence[tuple[int, int]]) -> Any:

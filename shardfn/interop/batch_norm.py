@@ -34,7 +34,7 @@ def synchronised(m: Any, axis: AxisName) -> Callable[..., Tensor]:
     own = in_one_dtype(m, nn.BatchNorm1d.forward.__get__(m) if synced else m.forward)
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        with Together(m, axis) as together:
+        with SyncedStatistics(m, axis) as together:
             out = own(*args, **kwargs)
         if (m.training or m.running_mean is None) and not together.found:
             raise TypeError(
@@ -65,7 +65,7 @@ def in_one_dtype(m: Any, own: Callable[..., Tensor] | None = None) -> Callable[.
     return forward
 
 
-class Together(TorchFunctionMode):
+class SyncedStatistics(TorchFunctionMode):
     """A context in which `F.batch_norm` takes its statistics over all ranks along an axis.
 
     It makes two all-reduces of one number per channel, in forward and in backward; the second sums squared distances

@@ -20,7 +20,7 @@ from shardfn.quant.packed import Packed
 from shardfn.quoting import listed
 
 
-class Coded(Computed):
+class DecodedOnDemand(Computed):
     """A parameter that is decoded when elements of it are needed.
 
     Attributes:
@@ -38,7 +38,7 @@ class Coded(Computed):
 
 
 @functools.lru_cache(maxsize=1)
-def _decoded(x: Coded) -> Assembled:
+def _decoded(x: DecodedOnDemand) -> Assembled:
     return lazy(x.packed().decoded(torch.float32), "")
 
 
@@ -52,7 +52,7 @@ def stored(tensors: Mapping[str, Tensor]) -> dict[str, Assembled]:
     inner = {name for names in few.values() for name in names}
     plain = {name: lazy(x, name) for name, x in tensors.items() if name not in inner}
     try:
-        return plain | {name: Coded(name, {part: tensors[part] for part in names if part in tensors})
+        return plain | {name: DecodedOnDemand(name, {part: tensors[part] for part in names if part in tensors})
                         for name, names in few.items()}  # fmt: skip
     except ValueError as error:
         raise CheckpointError(str(error)) from None
@@ -61,10 +61,12 @@ def stored(tensors: Mapping[str, Tensor]) -> dict[str, Assembled]:
 def upright(values: Mapping[str, Assembled], module: nn.Module) -> dict[str, Assembled]:
     """Undoes the transposition that `transformers` applies to the weight of a `Conv1D` before quantising it."""
     turned = {f"{path}.weight" for path, m in module.named_modules() if is_conv1d(m)}
-    return {name: _transposed(x) if name in turned and isinstance(x, Coded) else x for name, x in values.items()}
+    return {
+        name: _transposed(x) if name in turned and isinstance(x, DecodedOnDemand) else x for name, x in values.items()
+    }
 
 
-def _transposed(x: Coded) -> Computed:
+def _transposed(x: DecodedOnDemand) -> Computed:
     return Computed(x.shape[::-1], x.dtype, lambda: lazy(x.joined().T, ""))
 
 
@@ -75,13 +77,13 @@ def kept(values: Mapping[str, Any]) -> dict[str, Format]:
         CheckpointError: one is made of several tensors, or transposed.
     """
     few = {name: x for name, x in values.items() if isinstance(x, Computed) and x.rounded}
-    if several := [name for name, x in few.items() if not isinstance(x, Coded)]:
+    if several := [name for name, x in few.items() if not isinstance(x, DecodedOnDemand)]:
         raise CheckpointError(
             f"as_stored: {listed(several, 4)}: made of several tensors that are in few bits there, or of one that is "
             f"transposed, which a parameter cannot keep as they are. Without as_stored, model.tree says what stays in "
             f"few bits: a quant.Packed each"
         )
-    return {name: x.format for name, x in few.items() if isinstance(x, Coded)}
+    return {name: x.format for name, x in few.items() if isinstance(x, DecodedOnDemand)}
 
 
 def refuse_twice(values: Mapping[str, Any], formats: Mapping[str, Format]) -> None:
@@ -90,7 +92,9 @@ def refuse_twice(values: Mapping[str, Any], formats: Mapping[str, Format]) -> No
     for name, format in formats.items():
         x = values.get(name)
         if isinstance(x, Computed) and x.rounded:
-            stored_as = x.format if isinstance(x, Coded) else "made of several that are in few bits, or transposed,"
+            stored_as = (
+                x.format if isinstance(x, DecodedOnDemand) else "made of several that are in few bits, or transposed,"
+            )
             wrong += [f"{name} is {stored_as} there, and {format} in model.tree"] if stored_as != format else []
     if wrong:
         raise CheckpointError(

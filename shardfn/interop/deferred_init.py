@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.compat import dynamo
-from shardfn.shards.random import Drawing, int_seed, mixed
+from shardfn.shards.random import DrawContext, int_seed, mixed
 
 LARGE = 2**24  # bytes from which on memory is reserved lazily
 _MAP_NORESERVE = 0x4000  # of Linux; Python 3.11 has no constant for it
@@ -131,7 +131,7 @@ def beginning(module: nn.Module, name: str, shape: tuple[int, ...], dtype: torch
     around = [copies.of(module.get_submodule(".".join(parts[:n]))) for n in range(len(parts), -1, -1)]
     generator = torch.Generator().manual_seed(mixed(int_seed(seed), name))
     try:
-        with torch.no_grad(), Drawing(generator, f"what {name} begins with"):
+        with torch.no_grad(), DrawContext(generator, f"what {name} begins with"):
             for methods in (_resets(around), _by_models(around)):
                 for initialise in methods:
                     initialise()

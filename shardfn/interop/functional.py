@@ -29,7 +29,7 @@ from shardfn.interop.in_place import (
 )
 from shardfn.interop.module_state import Attributes, undone
 from shardfn.interop.partition import Anatomy, Boundaries, taken_apart
-from shardfn.interop.placeholder import HOOKED, Part, Placeholder, Slot
+from shardfn.interop.placeholder import HOOKED, ModulePart, Placeholder, Slot
 from shardfn.interop.refusals import (
     drawn_layers,
     refuse_apart,
@@ -39,8 +39,8 @@ from shardfn.interop.refusals import (
     refuse_router_loss,
     refuse_written_outside,
 )
-from shardfn.interop.stage_module import Run, Shell, Unit, casting
-from shardfn.interop.tensor_checks import Region
+from shardfn.interop.stage_module import ModuleCall, Shell, StageUnit, casting
+from shardfn.interop.tensor_checks import ShardedModules
 from shardfn.interop.tensor_parallel import TensorParallel
 from shardfn.interop.tensor_plan import Table, TensorPlan, planned
 from shardfn.mesh import planned as plans
@@ -235,12 +235,14 @@ class Functional:
             around |= {m: casting(around.get(m, m.forward), input_dtype, output_dtype) for m in loose}
         return around
 
-    def _unit(self, shell: Shell, part: Part, compile: bool | Mapping[str, Any], options: Mapping[str, Any]) -> Unit:
+    def _unit(
+        self, shell: Shell, part: ModulePart, compile: bool | Mapping[str, Any], options: Mapping[str, Any]
+    ) -> StageUnit:
         inside = list(part.module.modules())
         instead = {m: self._instead[m] for m in inside if m in self._instead}
-        return Unit(shell, part, self._region_of(part.path, inside), instead, compile, options)
+        return StageUnit(shell, part, self._region_of(part.path, inside), instead, compile, options)
 
-    def _region_of(self, path: str, modules: Iterable[nn.Module]) -> Region | None:
+    def _region_of(self, path: str, modules: Iterable[nn.Module]) -> ShardedModules | None:
         return None if self._tensor is None else self._tensor.region(path, modules)
 
     def __call__(
@@ -305,7 +307,7 @@ class Functional:
         own = self._own_buffers(self._place.device)
         values = {**own, **{key: b for key, b in given.items() if key not in self._kept}}
         records = Functional._called.__code__ if torch.is_grad_enabled() else None
-        run = Run(params, frozenset(changing | self._kept), adapters, records, self._revealed)
+        run = ModuleCall(params, frozenset(changing | self._kept), adapters, records, self._revealed)
         parts = arguments(params, self._loose, adapters)
         loose, *adapted = self._reveal(*parts) if self._loose.own or self._loose.shared else ({},)
         announced = self._announced(params, adapters)
@@ -538,7 +540,7 @@ class Functional:
         names = sorted(buffers, key=lambda name: self._same[name] == name)
         return {self._same[name]: b if (b := buffers[name]).device == device else b.to(device) for name in names}
 
-    def _revealed(self, run: Run, read: Placeholder) -> Any:
+    def _revealed(self, run: ModuleCall, read: Placeholder) -> Any:
         """The value of a stage's parameter that other code reads, from a copy of the stage's that the call keeps."""
         unit = self._units.get(read.owner)
         hooked = read.path.endswith(HOOKED) and any(m._forward_pre_hooks for m in self.module.modules())

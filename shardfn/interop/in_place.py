@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from shardfn.compat import functorch, replacing
 from shardfn.compat.autograd import storage_of
-from shardfn.interop.placeholder import Part, Slot, left_in, placed
-from shardfn.interop.tensor_checks import Following, Region
+from shardfn.interop.placeholder import ModulePart, Slot, left_in, placed
+from shardfn.interop.tensor_checks import Following, ShardedModules
 from shardfn.mesh.scope import current_mesh, scope_of
 from shardfn.mesh.spec import joined
 from shardfn.quoting import listed
@@ -24,7 +24,7 @@ from shardfn.stages.written import first_written, sums_of
 
 @contextlib.contextmanager
 def along_tensor(
-    region: Region | None, module: nn.Module, given: Sequence[Any], loose: Part, params: Any
+    region: ShardedModules | None, module: nn.Module, given: Sequence[Any], loose: ModulePart, params: Any
 ) -> Iterator[Following | None]:
     """Binds axis names to the parameters' mesh for loose code that is cut by `tensor`, as inside stages."""
     if region is None:
@@ -38,7 +38,7 @@ def along_tensor(
         yield followed
 
 
-def arguments(params: Any, part: Part, adapters: Mapping[str, Any]) -> tuple[Any, ...]:
+def arguments(params: Any, part: ModulePart, adapters: Mapping[str, Any]) -> tuple[Any, ...]:
     """The arguments of a stage's function: its own parameters, those that others read too, and any adapters."""
     parameters = params.get(part.path, {}), {key: params[key] for key in part.shared_keys()}
     return (*parameters, adapters[part.path]) if part.path in adapters else parameters
@@ -95,7 +95,7 @@ def loose_in_place(
 
 @contextlib.contextmanager
 def buffers_in_place(
-    part: Part, values: Mapping[str, Tensor], changing: Collection[str]
+    part: ModulePart, values: Mapping[str, Tensor], changing: Collection[str]
 ) -> Iterator[dict[str, Tensor]]:
     """A context with buffers in their places; yields a dict in which those that may change, as copies, are collected.
 
@@ -188,7 +188,7 @@ class Adapting:
     by `adapter.on(weight, training)`; before that, `adapter.misfit(module, parameter)` tells what is wrong with it.
     """
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: ModulePart) -> None:
         self.part = part
         self.homes = {id(m._parameters): _Home(path, m) for path, m in part.module.named_modules()}
         self.known: dict[int, Layout] = {}

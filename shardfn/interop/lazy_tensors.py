@@ -19,7 +19,7 @@ from shardfn.quoting import listed
 from shardfn.shards.boxes import Box, Ints, whole
 
 
-class Part(NamedTuple):
+class AssembledPart(NamedTuple):
     """A part of an assembled tensor.
 
     Attributes:
@@ -42,7 +42,7 @@ class Assembled:
         parts: a partition of it.
     """
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[Part]) -> None:
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[AssembledPart]) -> None:
         self.shape, self.dtype, self.parts = tuple(shape), dtype, tuple(parts)
 
     @property
@@ -108,7 +108,7 @@ class Computed(Assembled):
         self, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], Assembled], rounded: bool = True
     ) -> None:
         nothing = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        super().__init__(shape, dtype, [Part(whole(tuple(shape)), nothing, "")])
+        super().__init__(shape, dtype, [AssembledPart(whole(tuple(shape)), nothing, "")])
         self._make, self.rounded = make, rounded
 
     def joined(self) -> Tensor:
@@ -122,7 +122,7 @@ class Computed(Assembled):
 
 def lazy(x: Tensor, origin: str) -> Assembled:
     """An `Assembled` of one part: a whole tensor."""
-    return Assembled(x.shape, x.dtype, [Part(whole(x.shape), x, origin)])
+    return Assembled(x.shape, x.dtype, [AssembledPart(whole(x.shape), x, origin)])
 
 
 def _real(x: Any) -> Any:
@@ -150,11 +150,11 @@ def _stack(tensors: Sequence[Any], dim: int = 0) -> Assembled:
     return _cat(thicker, dim)
 
 
-def _thicker(part: Part, dim: int) -> Part:
+def _thicker(part: AssembledPart, dim: int) -> AssembledPart:
     """A part with a new dimension of size 1."""
     offsets, sizes = part.box.offsets, part.box.sizes
     box = Box((*offsets[:dim], 0, *offsets[dim:]), (*sizes[:dim], 1, *sizes[dim:]))
-    return Part(box, part.values.unsqueeze(dim), part.origin)
+    return AssembledPart(box, part.values.unsqueeze(dim), part.origin)
 
 
 def _cat(tensors: Sequence[Any], dim: int = 0) -> Assembled:
@@ -165,7 +165,7 @@ def _cat(tensors: Sequence[Any], dim: int = 0) -> Assembled:
     start, parts = 0, []
     for x in inputs:
         corner = _at((0,) * x.ndim, dim, start)
-        parts += [Part(part.box.moved(corner), part.values, part.origin) for part in x.parts]
+        parts += [AssembledPart(part.box.moved(corner), part.values, part.origin) for part in x.parts]
         start += x.shape[dim]
     return Assembled(_at(inputs[0].shape, dim, start), reduce(torch.promote_types, (x.dtype for x in inputs)), parts)
 
@@ -181,7 +181,7 @@ def _narrow(x: Assembled, dim: int, start: int, length: int) -> Assembled:
     for part in x.parts:
         both = part.box.common(box)
         if both is not None:
-            parts.append(Part(both.moved(back), part.values[both.within(part.box)], part.origin))
+            parts.append(AssembledPart(both.moved(back), part.values[both.within(part.box)], part.origin))
     return Assembled(box.sizes, x.dtype, parts)
 
 
@@ -209,7 +209,7 @@ def _squeeze(x: Assembled, dim: int) -> Any:
 def _rearranged(x: Assembled, numbers: Callable[[Ints], Ints], values: Callable[[Tensor], Tensor]) -> Assembled:
     """Rearranges dimensions: `numbers` maps shapes and offsets, and `values` maps tensors."""
     parts = [
-        Part(Box(numbers(part.box.offsets), numbers(part.box.sizes)), values(part.values), part.origin)
+        AssembledPart(Box(numbers(part.box.offsets), numbers(part.box.sizes)), values(part.values), part.origin)
         for part in x.parts
     ]
     return Assembled(numbers(x.shape), x.dtype, parts)

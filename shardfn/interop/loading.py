@@ -17,16 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn.checkpoint.contents import Kind, LocalBox
+from shardfn.checkpoint.contents import LocalBox, TensorType
 from shardfn.checkpoint.matching import Differences, part_with, patterns
-from shardfn.checkpoint.team import CheckpointError, Team, team_of
+from shardfn.checkpoint.team import CheckpointError, RankGroup, team_of
 from shardfn.collectives.agree import agree, failing_together
 from shardfn.compat import process_groups
 from shardfn.interop import coded, conversions
-from shardfn.interop.coded import Coded
+from shardfn.interop.coded import DecodedOnDemand
 from shardfn.interop.deferred_init import beginning
 from shardfn.interop.functional import Functional, expect_functional
-from shardfn.interop.lazy_tensors import Assembled, Computed, Part, lazy
+from shardfn.interop.lazy_tensors import Assembled, AssembledPart, Computed, lazy
 from shardfn.interop.reading import Source, fingerprint, in_files, tensors_of
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import axis_of, device_of, grid_of, sizes
@@ -156,7 +156,7 @@ def _check(model: Functional, source: Any, as_stored: Any, seed: Any, mesh: Devi
     agree(few or ["nothing"], mesh, "load", subject=_FEW)
 
 
-def _shared_note(plan: _Plan | None, team: Team, what: str) -> _Note:
+def _shared_note(plan: _LoadPlan | None, team: RankGroup, what: str) -> _Note:
     """Shares the note of the ranks that read with all ranks.
 
     Raises:
@@ -190,7 +190,7 @@ class _Note(NamedTuple):
     fingerprint: tuple[int, int, int]
 
 
-class _Plan(NamedTuple):
+class _LoadPlan(NamedTuple):
     """What to read.
 
     Attributes:
@@ -217,7 +217,7 @@ def _planned(
     ignore: list[re.Pattern[str]],
     seed: int,
     share: tuple[int, int],
-) -> _Plan:
+) -> _LoadPlan:
     """Finds the values of each parameter and buffer.
 
     Raises:
@@ -251,7 +251,9 @@ def _planned(
         raise CheckpointError(f"{message}. {advice}" if advice else message)
     coded.refuse_twice(values, {name: x.format for name, x in packed.items()})
     begins = [*new, *(name for name in grown if wanted[name].is_meta)]
-    initial = _initialised(model, {name: Kind(wanted[name].dtype, tuple(wanted[name].shape)) for name in begins}, seed)
+    initial = _initialised(
+        model, {name: TensorType(wanted[name].dtype, tuple(wanted[name].shape)) for name in begins}, seed
+    )
     initial |= {name: lazy(wanted[name].detach(), "") for name in grown if name not in initial}
     values |= {name: _with_rows(values[name], x) if name in grown else x for name, x in initial.items()}
     values, others = _encoded(values, others, packed)
@@ -265,7 +267,7 @@ def _planned(
     generation = conversions.generation_settings(model.module, Path(folder)) if in_files(folder) else ""
     note = _Note(tuple(buffers), by_module_name.used, stored_formats, generation, message, (*crc, identity))
     forget()
-    return _Plan(values, others, note, forget)
+    return _LoadPlan(values, others, note, forget)
 
 
 def _found(folder: Any, model: Functional, stored: dict[str, Assembled], of_module: set[str]) -> conversions.Converted:
@@ -296,9 +298,9 @@ def _compared(
 ) -> Differences:
     differences = Differences(missing=[name for name in wanted if name not in values])
     for key, x in values.items():
-        ours = Kind(wanted[key].dtype, tuple(wanted[key].shape))
+        ours = TensorType(wanted[key].dtype, tuple(wanted[key].shape))
         for name, stored in {key: x, **others.get(key, {})}.items():
-            theirs = Kind(stored.dtype, stored.shape)
+            theirs = TensorType(stored.dtype, stored.shape)
             if theirs.shape != ours.shape:
                 differences.shapes[name] = str(theirs), str(ours)
                 continue
@@ -321,7 +323,7 @@ def _reported(differ: Differences, model: Functional) -> Differences:
     )
 
 
-def _initialised(model: Functional, new: Mapping[str, Kind], seed: int) -> dict[str, Assembled]:
+def _initialised(model: Functional, new: Mapping[str, TensorType], seed: int) -> dict[str, Assembled]:
     """Parameters as their classes initialise them; computed when needed, one at a time."""
 
     @functools.lru_cache(maxsize=1)
@@ -360,7 +362,7 @@ def _with_rows(first: Assembled, initial: Assembled) -> Assembled:
 
     def make() -> Assembled:
         rest = Box((rows, *[0] * (len(shape) - 1)), (shape[0] - rows, *shape[1:]))
-        after = [Part(box, x, "") for box, x in initial.cut(rest)]
+        after = [AssembledPart(box, x, "") for box, x in initial.cut(rest)]
         return Assembled(shape, initial.dtype, [*first.parts, *after])
 
     return Computed(shape, initial.dtype, make, rounded=False)
@@ -404,7 +406,7 @@ def _encoded(
 
     @functools.lru_cache(maxsize=1)
     def content(x: Assembled, name: str) -> Assembled:
-        if isinstance(x, Coded):
+        if isinstance(x, DecodedOnDemand):
             return lazy(x.packed().values, "")
         try:
             encoded = pack(x.joined().to(packed[name].dtype), packed[name].format)
@@ -447,7 +449,7 @@ def _kept(params: Any) -> Iterator[tuple[Layout, dict[str, list[LocalBox]]]]:
         yield flat.layout, boxes
 
 
-def _read(params: Any, model: Functional, plan: _Plan) -> None:
+def _read(params: Any, model: Functional, plan: _LoadPlan) -> None:
     for _, boxes in _kept(params):
         for local in (local for part_boxes in boxes.values() for local in part_boxes):
             _filled(plan, local.name, local.box, local.values)
@@ -456,7 +458,7 @@ def _read(params: Any, model: Functional, plan: _Plan) -> None:
         _filled(plan, name, whole(b.shape), b)
 
 
-def _filled(plan: _Plan, name: str, box: Box, target: Tensor) -> None:
+def _filled(plan: _LoadPlan, name: str, box: Box, target: Tensor) -> None:
     """Copies a box of a parameter or buffer.
 
     Raises:
@@ -492,7 +494,7 @@ def _buffer(model: Functional, name: str) -> Tensor:
 class _Sender:
     """Broadcasts what one rank reads; after an error it goes on until the next `compare`, so no rank waits in vain."""
 
-    def __init__(self, plan: _Plan | None, mesh: DeviceMesh, source: int, team: Team, what: str) -> None:
+    def __init__(self, plan: _LoadPlan | None, mesh: DeviceMesh, source: int, team: RankGroup, what: str) -> None:
         self.plan, self.source, self.team, self.what, self.device = plan, source, team, what, device_of(mesh)
         self.axis = axis_of(mesh, tuple(sizes(mesh)), "load")
         self.failed: Exception | None = None

@@ -41,7 +41,7 @@ class Attributes:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.owners = [vars(m) for m in modules]
         self.changed: list[Attribute] = []
-        self.drawn: list[Source] = []
+        self.drawn: list[RandomSource] = []
         self.looked: set[tuple[bool, ...]] = set()
 
     def now(self) -> Before:
@@ -83,7 +83,7 @@ class Before:
     """
 
     def __init__(
-        self, of: Attributes, training: tuple[bool, ...], places: list[Attribute], sources: list[Source]
+        self, of: Attributes, training: tuple[bool, ...], places: list[Attribute], sources: list[RandomSource]
     ) -> None:
         self.of, self.training, self.places, self.sources = of, training, places, sources
         self.values = [_copied(own.get(name), rebound) for own, name, rebound in places]
@@ -136,17 +136,17 @@ class Before:
         self.marks = []
 
 
-class Source(NamedTuple):
+class RandomSource(NamedTuple):
     """A generator of random numbers outside of torch."""
 
     get: Callable[[], Any]
     put: Callable[[Any], None]
 
 
-def _sources() -> list[Source]:
+def _sources() -> list[RandomSource]:
     numpy = sys.modules.get("numpy")
-    of_numpy = [Source(numpy.random.get_state, numpy.random.set_state)] if numpy is not None else []
-    return [Source(random.getstate, random.setstate), *of_numpy]
+    of_numpy = [RandomSource(numpy.random.get_state, numpy.random.set_state)] if numpy is not None else []
+    return [RandomSource(random.getstate, random.setstate), *of_numpy]
 
 
 def _is_restorable(x: Any) -> bool:
@@ -213,6 +213,6 @@ def _put(places: list[Attribute], values: list[Any], contents: list[tuple[Any, A
     _refill(contents)
 
 
-def _draw_from(sources: list[Source], states: list[Any]) -> None:
+def _draw_from(sources: list[RandomSource], states: list[Any]) -> None:
     for source, state in zip(sources, states, strict=True):
         source.put(state)

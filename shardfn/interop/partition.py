@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardfn.interop.placeholder import Part, Place, Placeholder, Slot, placeholder
+from shardfn.interop.placeholder import ModulePart, Placeholder, ShellPlacement, Slot, placeholder
 from shardfn.interop.refusals import aliases, refuse_shared_memory, refuse_taken
 from shardfn.mesh.selectors import Chosen
 from shardfn.mesh.spec import joined
@@ -48,9 +48,9 @@ class Anatomy:
     frozen: tuple[str, ...]
     buffers: dict[str, Tensor]
     same: dict[str, str]
-    parts: dict[str, Part]
-    loose: Part
-    place: Place
+    parts: dict[str, ModulePart]
+    loose: ModulePart
+    place: ShellPlacement
 
 
 def taken_apart(
@@ -81,7 +81,7 @@ def taken_apart(
     chosen = boundaries(module, stages, min_num_params, small, is_loose)
     refuse(chosen)
     _keep_order(module)
-    parts, rest = {path: Part(path, m) for path, m in chosen.items()}, Part(LOOSE, module)
+    parts, rest = {path: ModulePart(path, m) for path, m in chosen.items()}, ModulePart(LOOSE, module)
     modules_by_path = dict(module.named_modules(remove_duplicate=False))
     part_of, add = _by_name(modules_by_path, parts, rest), _Once()
     all_parts = {**parts, LOOSE: rest}
@@ -92,7 +92,7 @@ def taken_apart(
     tree: dict[str, Any] = {path: {} for path in all_parts}
     stand_ins: dict[int, Placeholder] = {}
     devices = {p.device for _, p in named if not p.is_meta}
-    place = Place(devices.pop() if len(devices) == 1 else torch.device("cpu"), gather_dtype)
+    place = ShellPlacement(devices.pop() if len(devices) == 1 else torch.device("cpu"), gather_dtype)
     places = _places(module, {id(p): p for _, p in named})
     for name, p in named:
         key, paths = canonical[name], list(readers[id(p)])
@@ -134,8 +134,8 @@ def _keep_order(module: nn.Module) -> None:
 def _buffers(
     module: nn.Module,
     modules: Mapping[str, nn.Module],
-    part_of: Callable[[str], Part],
-    rest: Part,
+    part_of: Callable[[str], ModulePart],
+    rest: ModulePart,
     add: Callable[[list[Slot], Slot], None],
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Gives parts their buffers; returns these by name, and the first name of the same buffer for each name."""
@@ -149,11 +149,13 @@ def _buffers(
     return buffers, same
 
 
-def _by_name(modules: Mapping[str, nn.Module], parts: Mapping[str, Part], rest: Part) -> Callable[[str], Part]:
+def _by_name(
+    modules: Mapping[str, nn.Module], parts: Mapping[str, ModulePart], rest: ModulePart
+) -> Callable[[str], ModulePart]:
     """A function that finds the stage of a name; a module may have several names."""
     of_module = {id(part.module): part for part in parts.values()}
 
-    def part_of(name: str) -> Part:
+    def part_of(name: str) -> ModulePart:
         words = name.split(".")
         paths = (".".join(words[:n]) for n in range(1, len(words)))
         return next((of_module[id(modules[path])] for path in paths if id(modules[path]) in of_module), rest)

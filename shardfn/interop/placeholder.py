@@ -39,24 +39,24 @@ HOOKED = "_g", "_v", "_u", "_orig"
 """Ends of the parameters from which a hook of torch.nn.utils makes a weight before forward, outside of a stage."""
 
 
-class Running(threading.local):
+class ShellCall(threading.local):
     """The call of a shell that this thread is in, and the stage that it runs."""
 
     now: Any = None
     unit: Any = None
 
 
-class Place:
+class ShellPlacement:
     """The device of one shell's parameters, and the dtype in which its modules get them; may change with each call."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
-        self.device, self.dtype, self.running = device, dtype, Running()
+        self.device, self.dtype, self.running = device, dtype, ShellCall()
 
     def reveals(self) -> bool:
         """Whether values of stages may be read now: in a call of the shell, in code outside of its stages."""
         return self.running.now is not None and self.running.unit is None
 
-    def __deepcopy__(self, memo: Any) -> Place:
+    def __deepcopy__(self, memo: Any) -> ShellPlacement:
         return self
 
 
@@ -68,7 +68,7 @@ class Placeholder(nn.Parameter):
 
     path: str
     owner: str
-    place: Place
+    place: ShellPlacement
     given: dict[str, Any]
     refuses_operations = True
 
@@ -168,7 +168,7 @@ def _asked(args: Any, kwargs: Any) -> bool:
     return bool(args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True))
 
 
-def placeholder(parameter: Tensor, path: str, owner: str, place: Place) -> Placeholder:
+def placeholder(parameter: Tensor, path: str, owner: str, place: ShellPlacement) -> Placeholder:
     """Makes the placeholder of a parameter.
 
     Args:
@@ -203,7 +203,7 @@ class Slot(NamedTuple):
 
 
 @dataclass
-class Part:
+class ModulePart:
     """The places of a stage, or of what is loose.
 
     Attributes:
@@ -240,7 +240,7 @@ def placed(slots: Sequence[Slot], values: Sequence[Any]) -> Iterator[None]:
             holder[at] = value
 
 
-def left_in(part: Part, slot: Slot) -> Any:
+def left_in(part: ModulePart, slot: Slot) -> Any:
     """The value in a parameter's place after the module ran.
 
     If a parametrisation was registered and removed in forward, as peft does for experts, torch leaves a plain tensor

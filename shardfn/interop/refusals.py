@@ -22,7 +22,7 @@ from shardfn.collectives.agree import agree
 from shardfn.compat import autograd, dispatch, dynamo, functorch
 from shardfn.compat.autograd import storage_of
 from shardfn.interop import output_capturing
-from shardfn.interop.placeholder import Part, Placeholder, Slot, given_as_it_is, left_in
+from shardfn.interop.placeholder import ModulePart, Placeholder, Slot, given_as_it_is, left_in
 from shardfn.interop.pytrees import is_cache
 from shardfn.mesh.scope import mesh_of
 from shardfn.mesh.spec import is_dtensor, joined
@@ -259,7 +259,7 @@ def refuse_router_loss(module: nn.Module, out: Any, given: Mapping[str, Any]) ->
         )
 
 
-def refuse_written(part: Part, leaves: Sequence[Any], now: tuple[Sequence[Any], int], form: int) -> None:
+def refuse_written(part: ModulePart, leaves: Sequence[Any], now: tuple[Sequence[Any], int], form: int) -> None:
     """Raises RuntimeError if a module has written into a list, dict or dataclass among its arguments."""
     if now[1] != form or any(a is not b for a, b in zip(leaves, now[0], strict=True)):
         raise RuntimeError(
@@ -269,7 +269,7 @@ def refuse_written(part: Part, leaves: Sequence[Any], now: tuple[Sequence[Any], 
         )
 
 
-def refuse_deleted(part: Part, error: KeyError) -> NoReturn:
+def refuse_deleted(part: ModulePart, error: KeyError) -> NoReturn:
     """Raises RuntimeError for a module of which a parameter was deleted in forward."""
     raise RuntimeError(
         f"{part.path} ({type(part.module).__name__}) has lost its parameter {error} in forward. Call it with other "
@@ -287,7 +287,7 @@ def refuse_written_outside(copies: Iterable[Mapping[str, Tensor]]) -> None:
             )
 
 
-def refuse_rebound(part: Part, pairs: Sequence[tuple[Slot, Any]]) -> None:
+def refuse_rebound(part: ModulePart, pairs: Sequence[tuple[Slot, Any]]) -> None:
     """Raises RuntimeError if a module has replaced one of its parameters by a tensor with other numbers."""
     for slot, value in pairs:
         now = left_in(part, slot)
@@ -299,7 +299,7 @@ def refuse_rebound(part: Part, pairs: Sequence[tuple[Slot, Any]]) -> None:
             )
 
 
-def refuse_mixed(error: RuntimeError, part: Part, groups: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+def refuse_mixed(error: RuntimeError, part: ModulePart, groups: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Raises TypeError instead of torch's error if a stage mixes dtypes or devices.
 
     Args:
@@ -340,7 +340,7 @@ def refuse_mixed_loose(
         ) from error
 
 
-def refuse_caches(part: Part, leaves: Sequence[Any]) -> None:
+def refuse_caches(part: ModulePart, leaves: Sequence[Any]) -> None:
     """Raises TypeError if a stage is given a cache."""
     for x in leaves:
         if is_cache(x):
@@ -351,7 +351,7 @@ def refuse_caches(part: Part, leaves: Sequence[Any]) -> None:
             )
 
 
-def refuse_inside_function(part: Part, outermost: types.CodeType, read: str | None = None) -> None:
+def refuse_inside_function(part: ModulePart, outermost: types.CodeType, read: str | None = None) -> None:
     """Raises RuntimeError if a stage that computes no graph is called, or read, by the forward of a custom Function.
 
     What a Function is given of the module, such as `*self.parameters()`, are placeholders, which get no gradient.
@@ -370,7 +370,7 @@ def refuse_inside_function(part: Part, outermost: types.CodeType, read: str | No
         frame = frame.f_back  # type: ignore[assignment]
 
 
-def refuse_hooks(part: Part) -> None:
+def refuse_hooks(part: ModulePart) -> None:
     """Raises RuntimeError for a forward hook inside a stage under torch.func: what it keeps would lose its gradient."""
     for path, m in part.module.named_modules():
         hooks = (*m._forward_hooks.values(), *m._forward_pre_hooks.values()) if path else ()  # a stage's run outside
@@ -383,7 +383,7 @@ def refuse_hooks(part: Part) -> None:
                 )
 
 
-def refuse_kept(part: Part, given: Sequence[Any]) -> None:
+def refuse_kept(part: ModulePart, given: Sequence[Any]) -> None:
     """Raises RuntimeError for computed tensors kept in attributes or argument objects, for the same reason."""
     for path, m in part.module.named_modules():
         for name, held in vars(m).items():

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from shardfn.checkpoint import folders
-from shardfn.checkpoint.contents import Kind, contents
+from shardfn.checkpoint.contents import TensorType, contents
 from shardfn.checkpoint.disk import sync
 from shardfn.checkpoint.huggingface import STEP, refuse_different, refuse_options, turns
-from shardfn.checkpoint.safetensors import DIFFUSERS, OURS, Elements, Plan, begin, clear, fill, planned, publish
+from shardfn.checkpoint.safetensors import DIFFUSERS, OURS, Elements, FileLayout, begin, clear, fill, planned, publish
 from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, on_each_rank, team_of
 from shardfn.checkpoint.tensor_bytes import pieces
 from shardfn.interop import coded, conversions
 from shardfn.interop.functional import Functional, expect_functional
-from shardfn.interop.lazy_tensors import Assembled, Part, lazy
+from shardfn.interop.lazy_tensors import Assembled, AssembledPart, lazy
 from shardfn.local_paths import local_path
 from shardfn.mesh import waiting
 from shardfn.mesh.spec import leaves_by_path
@@ -126,7 +126,7 @@ class _Given(NamedTuple):
         buffers: by name.
     """
 
-    params: dict[str, Kind]
+    params: dict[str, TensorType]
     packed: dict[str, Packed]
     buffers: dict[str, Tensor]
 
@@ -147,18 +147,18 @@ def _checked(model: Functional, params: Any, buffers: Mapping[str, Tensor] | Non
         if name not in model.buffers or b.shape != model.buffers[name].shape:
             is_ = f"of shape {list(model.buffers[name].shape)}" if name in model.buffers else "not one of this model"
             raise ValueError(f"save_pretrained: the buffer {name}, passed with shape {list(b.shape)}, is {is_}")
-    kinds, packed = dict[str, Kind](), dict[str, Packed]()
+    kinds, packed = dict[str, TensorType](), dict[str, Packed]()
     for name, leaf in leaves_by_path(params, lambda x: is_flat(x) or is_packed(x)).items():
         if is_packed(leaf):
             packed[name] = leaf
         if not is_flat(leaf):
-            kinds[name] = Kind(leaf.dtype, tuple(leaf.shape))
+            kinds[name] = TensorType(leaf.dtype, tuple(leaf.shape))
         elif leaf.values is not None:
             for number, entry in enumerate(leaf.layout.entries):
                 if (packed_here := leaf.layout.packed_at(number)) is not None:
                     packed[entry.path] = packed_here
                 dtype = leaf.values.dtype if packed_here is None else packed_here.dtype
-                kinds[entry.path] = Kind(dtype, leaf.layout.meant_shape(number))
+                kinds[entry.path] = TensorType(dtype, leaf.layout.meant_shape(number))
     names = set(model.names.values())
     if set(kinds) != names:
         differing = sorted(names ^ set(kinds))
@@ -174,7 +174,7 @@ def _checked(model: Functional, params: Any, buffers: Mapping[str, Tensor] | Non
 
 def _planned(
     model: Functional, given: _Given, dtype: torch.dtype | None, largest: int, metadata: Mapping[str, str]
-) -> tuple[dict[str, Assembled], _Few, Plan]:
+) -> tuple[dict[str, Assembled], _Few, FileLayout]:
     """What each tensor of the files is made of, which of them are in few bits, and the layout of the files."""
     names = {name: model.names.get(name, name) for name in model.module.state_dict()}
     strange = [name for name, key in names.items() if key not in given.params and key not in given.buffers]
@@ -184,15 +184,15 @@ def _planned(
             f"load model.state_dict(params) into a whole module on one process, and save the state_dict of that"
         )
     metas = {name: _meta(kind, dtype) for name, kind in given.params.items()}
-    metas |= {name: _meta(Kind(b.dtype, tuple(b.shape)), None) for name, b in given.buffers.items()}
+    metas |= {name: _meta(TensorType(b.dtype, tuple(b.shape)), None) for name, b in given.buffers.items()}
     files = {name: lazy(metas[key], key) for name, key in names.items()}
     if conversions.of_transformers(model.module):
         files = _of_transformers(model, {name: x for name, x in files.items() if name in metas}, metas)
     few = _few(model, given, files, metas) if dtype is None and given.packed else _Few({}, {})
-    kinds = {name: Kind(x.dtype, x.shape) for name, x in files.items() if name not in few.formats}
+    kinds = {name: TensorType(x.dtype, x.shape) for name, x in files.items() if name not in few.formats}
     for name, packed in few.formats.items():
         parts = bitsandbytes.tensors(name, packed).items()
-        kinds |= {part: Kind(x.dtype, tuple(x.shape)) for part, x in parts}
+        kinds |= {part: TensorType(x.dtype, tuple(x.shape)) for part, x in parts}
     prefix = DIFFUSERS if conversions.of_diffusers(model.module) else ""
     return files, few, planned(kinds, largest, metadata, prefix)
 
@@ -228,7 +228,7 @@ def _few(model: Functional, given: _Given, files: Mapping[str, Assembled], metas
     return _Few(formats, coded.settings(given.packed, linear) if of_transformers else {})
 
 
-def _meta(kind: Kind, dtype: torch.dtype | None) -> Tensor:
+def _meta(kind: TensorType, dtype: torch.dtype | None) -> Tensor:
     """A meta tensor in place of one that is written, converted to `dtype` if there is one."""
     own = kind.dtype if dtype is None or not kind.dtype.is_floating_point else dtype
     return torch.empty(kind.shape, dtype=own, device="meta")
@@ -289,9 +289,9 @@ def _geometry(x: Tensor) -> tuple[Any, ...]:
 # --- writing ---
 
 
-def _targets(files: Mapping[str, Assembled]) -> dict[str, list[tuple[str, Part]]]:
+def _targets(files: Mapping[str, Assembled]) -> dict[str, list[tuple[str, AssembledPart]]]:
     """For each parameter, the tensors in files that contain parts of it, and these parts, which are views of it."""
-    targets: dict[str, list[tuple[str, Part]]] = {}
+    targets: dict[str, list[tuple[str, AssembledPart]]] = {}
     for name, x in files.items():
         for part in x.parts:
             targets.setdefault(part.origin, []).append((name, part))
@@ -299,7 +299,7 @@ def _targets(files: Mapping[str, Assembled]) -> dict[str, list[tuple[str, Part]]
 
 
 def _placed(
-    targets: Mapping[str, list[tuple[str, Part]]],
+    targets: Mapping[str, list[tuple[str, AssembledPart]]],
     few: _Few,
     packed: Mapping[str, Packed],
     dtype: torch.dtype | None,
@@ -321,7 +321,7 @@ def _placed(
 
 
 def _begin(
-    folder: Path, plan: Plan, model: Functional, tokenizer: Any, files: Mapping[str, Assembled], few: _Few
+    folder: Path, plan: FileLayout, model: Functional, tokenizer: Any, files: Mapping[str, Assembled], few: _Few
 ) -> None:
     """Creates the tensor files at full length and writes the other files, all under temporary names."""
     begin(folder, plan)
@@ -349,7 +349,7 @@ def _begin(
         sync(new / file)
 
 
-def _finish(folder: Path, plan: Plan) -> None:
+def _finish(folder: Path, plan: FileLayout) -> None:
     """Renames all files; at no time are tensors of one model next to the configuration of another."""
     new, config = folder / SETTINGS, folder / CONFIG
     files = sorted(_files_in(new), key=lambda file: str(file) == CONFIG)

@@ -16,14 +16,14 @@ from shardfn.compat.autograd import storage_of
 from shardfn.interop import output_capturing, refusals
 from shardfn.interop.in_place import Adapting, arguments, buffers_in_place, replaced, unasked, uncached
 from shardfn.interop.module_state import Attributes, Before
-from shardfn.interop.placeholder import Part, Placeholder, Running, Slot, revealed
+from shardfn.interop.placeholder import ModulePart, Placeholder, ShellCall, Slot, revealed
 from shardfn.interop.pytrees import Forms
-from shardfn.interop.tensor_checks import Region
+from shardfn.interop.tensor_checks import ShardedModules
 from shardfn.stages.signature import cast
 from shardfn.stages.stage import skip, stage
 
 
-class Run:
+class ModuleCall:
     """One call: its parameters, the keys of buffers that may change, adapters, and the stages that have run.
 
     Attributes:
@@ -39,7 +39,7 @@ class Run:
         changing: frozenset[str],
         adapters: Mapping[str, Any],
         records: CodeType | None,
-        reveal: Callable[[Run, Placeholder], Any],
+        reveal: Callable[[ModuleCall, Placeholder], Any],
     ) -> None:
         self.params, self.changing, self.adapters, self.records = params, changing, adapters, records
         self.trace: list[str] = []
@@ -57,7 +57,7 @@ class Shell(NamedTuple):
         statistics: keys of buffers that may change.
     """
 
-    running: Running
+    running: ShellCall
     places: Mapping[str, Sequence[Slot]]
     statistics: Collection[str]
 
@@ -87,14 +87,14 @@ def storage(x: Tensor) -> int | None:
     return storage_of(functorch.unwrapped(x)) if x.layout is torch.strided else None
 
 
-class Unit:
+class StageUnit:
     """A module that is a stage: its forward is replaced by a call of this."""
 
     def __init__(
         self,
         shell: Shell,
-        part: Part,
-        region: Region | None,
+        part: ModulePart,
+        region: ShardedModules | None,
         instead: Mapping[nn.Module, Callable[..., Any]],
         compile: bool | Mapping[str, Any],
         options: Mapping[str, Any],

@@ -21,7 +21,7 @@ from shardfn.collectives.functional import all_gather, axis_index, axis_size
 from shardfn.compat import dispatch, functorch
 from shardfn.compat.dispatch import plain
 from shardfn.interop import output_capturing
-from shardfn.interop.placeholder import Part, Slot, placed
+from shardfn.interop.placeholder import ModulePart, Slot, placed
 from shardfn.interop.pytrees import Forms, is_cache, mapped
 from shardfn.interop.tensor_plan import COUNTS, Cut, Holder, cut_dim, weights_of
 from shardfn.mesh.grid import Axis
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _MARK = "_shardfn_cut"
 
 
-class Region:
+class ShardedModules:
     """The cut modules of one stage, and the modules that hold them."""
 
     def __init__(
@@ -135,7 +135,9 @@ class Region:
             self.numbers[size] = slots, values
         return self.numbers[size]
 
-    def prove(self, part: Part, slots: Sequence[Slot], forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def prove(
+        self, part: ModulePart, slots: Sequence[Slot], forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> None:
         """Compares, once, the stage's results on this rank's part with those on whole layers.
 
         Only this detects code of the module that splits, normalises or counts what is cut. It needs the stage's whole
@@ -269,7 +271,7 @@ class Following(TorchFunctionMode):
         ValueError: one is combined with a value that is the same on all ranks and needs a gradient.
     """
 
-    def __init__(self, region: Region, given: Sequence[Any], slots: Sequence[Slot]) -> None:
+    def __init__(self, region: ShardedModules, given: Sequence[Any], slots: Sequence[Slot]) -> None:
         super().__init__()
         self.region, self.group = region, bound_axis(region.axis, region.path).group
         self.names: dict[int, str] = {}

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from shardfn.collectives.functional import all_gather, axis_index, axis_size, local_slice, pvary, ragged_all_to_all
 from shardfn.interop.placeholder import Slot, placed
 from shardfn.interop.pytrees import mapped
-from shardfn.interop.tensor_checks import Region
+from shardfn.interop.tensor_checks import ShardedModules
 from shardfn.interop.tensor_plan import PARTS, Cut, TensorPlan, cut_dim, dims, runs_as, weights_of
 from shardfn.parallel.linear import from_parallel, to_parallel
 
@@ -39,12 +39,12 @@ class TensorParallel:
         forwards = {m: self._forward(m, cut, m.forward) for m, cut in plan.cuts.items()}
         self.forwards = {m: forward for m, forward in forwards.items() if forward is not None}
 
-    def region(self, path: str, modules: Iterable[nn.Module]) -> Region | None:
+    def region(self, path: str, modules: Iterable[nn.Module]) -> ShardedModules | None:
         """The region of the modules of one stage; None if none of them is cut."""
         inside = set(modules)
         cuts = {m: cut for m, cut in self.plan.cuts.items() if m in inside and cut.word != "replicate"}
         holders = {m: holder for m, holder in self.plan.holders.items() if m in inside}
-        return Region(self, path, cuts, holders) if cuts else None
+        return ShardedModules(self, path, cuts, holders) if cuts else None
 
     def _forward(self, m: Any, cut: Cut, whole: Forward) -> Forward | None:
         axis, word = self.plan.axis, cut.word

@@ -35,7 +35,7 @@ class _Body:
 
 
 @dataclass(frozen=True)
-class Place:
+class ReachedComparison:
     """The comparison that a thread has reached.
 
     Attributes:
@@ -57,7 +57,7 @@ _bodies: dict[int, _Body] = {}  # open calls, by thread
 _numbers: dict[str, int] = {}  # comparisons so far, by group
 _left: dict[str, tuple[int, str, bool]] = {}  # group -> (last comparison, how its call ended, whether by an error)
 _last: list[str] = []
-reaching: dict[int, Place] = {}
+reaching: dict[int, ReachedComparison] = {}
 """The comparison that each thread waits in, until all other ranks have reached it."""
 
 
@@ -84,15 +84,15 @@ def body() -> Iterator[None]:
                 _left[group] = _numbers.get(group, 0), f"has {outcome} the call at {open_body.where}", own_error
 
 
-def place(group: str, text: str) -> Place:
+def place(group: str, text: str) -> ReachedComparison:
     """Numbers the next comparison in a group."""
     number = _numbers[group] = _numbers.get(group, 0) + 1
     open_body = _bodies.get(get_ident())
     if open_body is None:
-        return Place(text, group, number, 0, "")
+        return ReachedComparison(text, group, number, 0, "")
     open_body.alike = False
     inside = open_body.counts[group] = open_body.counts.get(group, 0) + 1
-    return Place(text, group, number, inside, open_body.where)
+    return ReachedComparison(text, group, number, inside, open_body.where)
 
 
 def alike() -> None:
@@ -102,13 +102,13 @@ def alike() -> None:
         open_body.alike = True
 
 
-def outside(what: str, group: str) -> Place:
+def outside(what: str, group: str) -> ReachedComparison:
     """Returns an unnumbered place for a comparison of something other than the next collective."""
-    return Place(f"{what}, called at {callers.caller()}{failure(group)}", group, 0, 0, "")
+    return ReachedComparison(f"{what}, called at {callers.caller()}{failure(group)}", group, 0, 0, "")
 
 
 @contextlib.contextmanager
-def at(here: Place) -> Iterator[None]:
+def at(here: ReachedComparison) -> Iterator[None]:
     """Holds this thread at a place; when the block ends without an error, all ranks have reached it."""
     thread = get_ident()
     reaching[thread] = here

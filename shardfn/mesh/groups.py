@@ -21,7 +21,7 @@ from shardfn.mesh.lanes import lane
 
 
 @dataclass(frozen=True)
-class World:
+class ProcessWorld:
     """What this process has created in one world, shared by all its threads.
 
     Attributes:
@@ -45,11 +45,11 @@ os.register_at_fork(after_in_child=gc.freeze)
 
 # The uses of groups in steps; background saves use others.
 OF_STEPS = ("", "gather", "reduce", "compare", "notes", "finish")
-_worlds: dict[int, World] = {}  # more than one only in tests whose ranks are threads
+_worlds: dict[int, ProcessWorld] = {}  # more than one only in tests whose ranks are threads
 _lock = threading.Lock()
 
 
-def world_of_thread() -> World:
+def world_of_thread() -> ProcessWorld:
     """Returns this thread's world, creating it on first use; all threads of a process share it."""
     group = dist.group.WORLD
     world = _worlds.get(id(group))
@@ -59,13 +59,13 @@ def world_of_thread() -> World:
             if world is None:
                 if not process_groups.worlds_of_threads():
                     _worlds.clear()  # a world that has ended is never used again
-                world = _worlds[id(group)] = World(group)
+                world = _worlds[id(group)] = ProcessWorld(group)
                 if group is not None:
                     watchdog.joined()
     return world
 
 
-def worlds() -> list[World]:
+def worlds() -> list[ProcessWorld]:
     """Returns the worlds that this process has."""
     return list(_worlds.values())
 

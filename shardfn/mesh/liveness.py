@@ -25,7 +25,7 @@ EVERY = 2  # seconds between keepalive probes on an idle connection
 
 
 @dataclass(frozen=True)
-class Reading:
+class ConnectionState:
     """The kernel's view of one connection.
 
     Attributes:
@@ -39,7 +39,7 @@ class Reading:
     quiet: float
 
 
-def quiet_hosts(readings: Iterable[Reading]) -> dict[str, float]:
+def quiet_hosts(readings: Iterable[ConnectionState]) -> dict[str, float]:
     """Returns the addresses that were asked and answer on no connection, with the seconds since their last answer."""
     asked: dict[str, int] = {}
     quiet: dict[str, float] = {}
@@ -49,7 +49,7 @@ def quiet_hosts(readings: Iterable[Reading]) -> dict[str, float]:
     return {address: seconds for address, seconds in quiet.items() if asked[address] and seconds >= DOUBT}
 
 
-def readings() -> list[Reading]:
+def readings() -> list[ConnectionState]:
     """Reads all connections to other hosts, and turns keepalive probes on for each of them."""
     result = []
     for connection in _connections():
@@ -61,7 +61,7 @@ def readings() -> list[Reading]:
             _, _, retransmits, probes, backoff = struct.unpack_from("5B", information)
             received, answered = struct.unpack_from("2I", information, 52)  # milliseconds
             asked = retransmits + probes + backoff
-            result.append(Reading(_host(connection.getpeername()), asked, min(received, answered) / 1e3))
+            result.append(ConnectionState(_host(connection.getpeername()), asked, min(received, answered) / 1e3))
     return result
 
 

@@ -13,7 +13,7 @@ from shardfn.compat.trusted import trusted
 from shardfn.optim.state_dtype import Coded, Opened
 from shardfn.quant import codes
 from shardfn.quant.fused import DTYPES, difference, fits, tables
-from shardfn.shards.blocks import BLOCK, Run, Runs
+from shardfn.shards.blocks import BLOCK, BlockRun, Runs
 from shardfn.shards.pieces import units
 
 SLOTS = "mean", "square"
@@ -115,7 +115,7 @@ def _samples(dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device) 
     """
     draw = torch.Generator().manual_seed(0)
     n, cpu = 8 * BLOCK + 57, torch.device("cpu")
-    part = Run(0, 8 * BLOCK, 0, 8, -1), Run(8 * BLOCK, n, 8, 1, -1)
+    part = BlockRun(0, 8 * BLOCK, 0, 8, -1), BlockRun(8 * BLOCK, n, 8, 1, -1)
     p, g = (torch.randint(-64, 65, (n,), generator=draw, device=cpu) / 16 for _ in range(2))
     random = torch.randint(256, (2, n), generator=draw, dtype=torch.uint8, device=cpu)
     short = torch.stack([torch.where(row % 2 == 0, zero, 255) for row, zero in zip(random, (127, 0), strict=True)])

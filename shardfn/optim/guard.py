@@ -29,7 +29,7 @@ Places = tuple[int | None, int | None, list[int]]
 
 
 @dataclass(frozen=True)
-class Use:
+class StateUse:
     """Identifies the state that a step received, by what differs in the state that it returns; keeps no memory alive.
 
     Attributes:
@@ -50,7 +50,7 @@ class Use:
     version: int
     times: int = 1
 
-    def again(self, before: Use | None) -> bool:
+    def again(self, before: StateUse | None) -> bool:
         """Whether this is the same state as `before`, and no parameter was written to since."""
         if before is None or (self.state, self.counts, self.version) != (before.state, before.counts, before.version):
             return False
@@ -69,7 +69,7 @@ class Guard:
         self.name, self.init, self._takes = name, init, f"{name} takes (params, grads, state)"
         self.away = False  # whether anything is kept on the host or on disk
         self._passed: tuple[Any, list[Any], int, int, Places] | None = None
-        self._used: Use | None = None
+        self._used: StateUse | None = None
         self._seen: Callable[[], Any] = lambda: None
 
     def keep(self, params: Any) -> None:
@@ -123,7 +123,7 @@ class Guard:
                     f"{self._takes}: the parameters came as {role} here; if they are meant as that, pass a copy"
                 )
 
-    def use(self, leaves: list[Any], places: Places, state: Any) -> Use | None:
+    def use(self, leaves: list[Any], places: Places, state: Any) -> StateUse | None:
         """Identifies the state that a step receives; None where there is nothing to identify it by.
 
         Raises:
@@ -136,7 +136,7 @@ class Guard:
             return None
         s = None if slot is None else weakref.ref(_values(leaves[slot]))
         kept = state if s is None else None
-        use = Use(id(state), [leaves[i] for i in counts], weakref.ref(p), s, kept, p._version)
+        use = StateUse(id(state), [leaves[i] for i in counts], weakref.ref(p), s, kept, p._version)
         if not use.again(self._used):
             return use
         assert self._used is not None, "there is one that it is equal to"
@@ -148,7 +148,7 @@ class Guard:
             )
         return replace(use, times=self._used.times + 1)
 
-    def used(self, use: Use | None, same: bool) -> None:
+    def used(self, use: StateUse | None, same: bool) -> None:
         """Remembers the state of a finished step, if the step overwrote parameters and returned another state."""
         p = None if use is None else use.param()
         self._used = None

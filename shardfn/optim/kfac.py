@@ -22,7 +22,7 @@ from shardfn.optim.hyperparameters import Schedule, begun, check, constants, kin
 from shardfn.optim.norms import dots
 from shardfn.optim.optimizer import Optimizer, Rule
 from shardfn.optim.owners import (
-    Block,
+    OwnedBlock,
     all_remembered,
     as_matrix,
     as_owner,
@@ -223,7 +223,7 @@ def kfac(
     return Kfac(both.init, both.step, estimate)
 
 
-def _kept(block: Block) -> dict[str, Any]:
+def _kept(block: OwnedBlock) -> dict[str, Any]:
     """The shapes of what is remembered of a block: of each dimension of the matrix."""
     square = [(n, n) for n in as_matrix(block.box.sizes)]
     return {"factors": square, "inverses": square}
@@ -274,7 +274,7 @@ def _invert(own: dict[str, list[Tensor]], bias: float, damping: float) -> None:
         inverse.copy_(inverse_power(factor, 1.0, damping**0.5 * share))
 
 
-def _preconditioned(kept: Mapping[str, Any], block: Block, g: Tensor) -> Tensor:
+def _preconditioned(kept: Mapping[str, Any], block: OwnedBlock, g: Tensor) -> Tensor:
     left, right = as_owner(kept[block.name])["inverses"]
     return (left @ g.to(left.dtype).view(len(left), len(right)) @ right).view(g.shape)
 

@@ -39,7 +39,7 @@ from shardfn.shards.pieces import Unit, slot
 from shardfn.shards.placement import Placement
 
 Cost = Callable[[Ints], int]  # of a block, by its shape; not a closure, as it is a key of cached plans
-Fn = Callable[["Block", Tensor], Tensor]  # from the elements of a block to as many
+Fn = Callable[["OwnedBlock", Tensor], Tensor]  # from the elements of a block to as many
 
 
 def on_owner(
@@ -68,7 +68,7 @@ def on_owner(
         dtype; zero outside of the parameters.
     """
     results = [None if x is None else x.new_zeros(x.shape) for x in tensors]
-    groups: dict[tuple[Any, ...], list[tuple[Block, int]]] = {}
+    groups: dict[tuple[Any, ...], list[tuple[OwnedBlock, int]]] = {}
     local: dict[str, tuple[Tensor, Tensor]] = {}
     owner = owners(units, cost, most)
     for unit, x, result in zip(units, tensors, results, strict=True):
@@ -85,14 +85,14 @@ def on_owner(
 
 
 def _moved_and_back(
-    plan: Plan, peers: _Peers, here: Sequence[tuple[Tensor, Tensor] | None], like: Tensor, fn: Fn
+    plan: OwnersPlan, peers: _SharingRanks, here: Sequence[tuple[Tensor, Tensor] | None], like: Tensor, fn: Fn
 ) -> None:
     """Runs a plan: sends parts to their owners, computes there, and writes the returned parts into the results.
 
     `here` has this rank's elements of each block's parameter, and of its results.
     """
 
-    def local(number: int, part: Part, which: int) -> Tensor:
+    def local(number: int, part: BlockSlice, which: int) -> Tensor:
         held = here[number]
         assert held is not None, "what is sent or wanted lies here"
         return part.of(held[which])
@@ -145,7 +145,7 @@ def on_everyone(
 
 
 @dataclass(frozen=True)
-class Part:
+class BlockSlice:
     """Elements of a block that a rank holds.
 
     Attributes:
@@ -171,7 +171,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Block:
+class OwnedBlock:
     """A whole parameter of which ranks hold parts, or a box of it.
 
     Attributes:
@@ -214,7 +214,7 @@ class Block:
         own = self.layout.entries[self.entry].path
         return next((held for held in self.layout.ranges(rank) if held.path == own), None)
 
-    def parts(self, rank: int) -> Iterator[Part]:
+    def parts(self, rank: int) -> Iterator[BlockSlice]:
         """The elements of the block that a rank holds."""
         held, first = self.held(rank), 0
         if held is None:
@@ -223,22 +223,22 @@ class Block:
             moved = box.moved(held.corner)
             common = moved.common(self.box)
             if common is not None:
-                yield Part(first, moved, common, self.box)
+                yield BlockSlice(first, moved, common, self.box)
             first += box.numel
 
 
 @functools.lru_cache(maxsize=4096)
 def _listed(
     layout: Layout, entries: tuple[int, ...], paths: tuple[str, ...], most: int | None = None
-) -> tuple[Block, ...]:
+) -> tuple[OwnedBlock, ...]:
     rows = [(path, layout.whole_shape(number), number) for number, path in zip(entries, paths, strict=True)]
-    return tuple([Block(path, shape, box, layout, n) for path, shape, n in rows for box in _cut(shape, most)])
+    return tuple([OwnedBlock(path, shape, box, layout, n) for path, shape, n in rows for box in _cut(shape, most)])
 
 
-def blocks(unit: Unit, most: int | None = None) -> tuple[Block, ...]:
+def blocks(unit: Unit, most: int | None = None) -> tuple[OwnedBlock, ...]:
     """The parameters of a unit that have elements, cut into blocks of at most `most` along each dimension."""
     if unit.layout is None:
-        return tuple([Block(s.path, s.whole, box) for s in unit.filled for box in _cut(s.whole, most)])
+        return tuple([OwnedBlock(s.path, s.whole, box) for s in unit.filled for box in _cut(s.whole, most)])
     return _listed(unit.layout, unit.entries, tuple(map(unit.path, unit.entries)), most)
 
 
@@ -252,13 +252,13 @@ def _cut(shape: Ints, most: int | None) -> list[Box]:
     return [Box(tuple(at for at, _ in place), tuple(n for _, n in place)) for place in itertools.product(*ranges)]
 
 
-def owners(units: Sequence[Unit], cost: Cost, most: int | None = None) -> dict[Block, int]:
+def owners(units: Sequence[Unit], cost: Cost, most: int | None = None) -> dict[OwnedBlock, int]:
     """The rank that works on each block of these units: the same on all ranks that share the work."""
-    groups: dict[tuple[Grid | None, tuple[str, ...]], list[Block]] = {}
+    groups: dict[tuple[Grid | None, tuple[str, ...]], list[OwnedBlock]] = {}
     for unit in units:
         for block in blocks(unit, most):
             groups.setdefault(block.among, []).append(block)
-    found: dict[Block, int] = {}
+    found: dict[OwnedBlock, int] = {}
     for (grid, axes), members in groups.items():
         ranks = _peers(grid, axes).ranks
         found |= zip(members, [ranks[i] for i in _assigned(tuple(members), len(ranks), cost)], strict=True)
@@ -277,14 +277,14 @@ def as_matrix(shape: Ints) -> Ints:
 
 
 def all_remembered(
-    units: Sequence[Unit], shapes: Callable[[Block], Any], cost: Cost, most: int | None = None
+    units: Sequence[Unit], shapes: Callable[[OwnedBlock], Any], cost: Cost, most: int | None = None
 ) -> dict[str, Any]:
     """What `remembered` gives for each block of these units, by its name."""
     owner = owners(units, cost, most)
     return {b.name: remembered(unit, b, owner[b], shapes(b)) for unit in units for b in blocks(unit, most)}
 
 
-def remembered(unit: Unit, block: Block, owner: int, shapes: Any) -> Any:
+def remembered(unit: Unit, block: OwnedBlock, owner: int, shapes: Any) -> Any:
     """Zeros of these shapes, a tree of tuples, in float32 or wider, that only the owner of a block holds: a flat shard.
 
     With a block of a plain tensor, a tree of tensors, which every rank holds.
@@ -332,14 +332,14 @@ def handed(pairs: Sequence[tuple[Any, Any]]) -> list[Tensor | None]:
                 found[n] = x
             continue
         boxes_of = {n: whole(pairs[n][0].layout.whole_shape(0)) for n in members}
-        shares = {n: (n, Part(0, box, box, box)) for n, box in boxes_of.items()}
+        shares = {n: (n, BlockSlice(0, box, box, box)) for n, box in boxes_of.items()}
         incoming = [[shares[n] for n in members if way[n] == (source, peers.rank)] for source in peers.ranks]
         for n, _, x in _exchanged(outgoing, incoming, torch.empty(0, dtype=dtype, device=device), peers):
             found[n] = x
     return found
 
 
-def _at(peers: _Peers, grid: Grid, layout: Layout) -> int:
+def _at(peers: _SharingRanks, grid: Grid, layout: Layout) -> int:
     """The rank among peers that holds a flat shard of one rank alone."""
     at = layout.placement.only_at
     return next(rank for rank in peers.ranks if all(grid.index(rank, axis) == i for axis, i in at))
@@ -351,7 +351,7 @@ def _ints(x: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _on_owner(
-    block: Block, owner: int, paths: tuple[str, ...], shapes: tuple[Ints, ...], tree: Any, dtype: torch.dtype
+    block: OwnedBlock, owner: int, paths: tuple[str, ...], shapes: tuple[Ints, ...], tree: Any, dtype: torch.dtype
 ) -> Layout:
     (grid, axes), layout = block.among, block.layout
     assert grid is not None, "what has an owner lies on a mesh"
@@ -362,11 +362,11 @@ def _on_owner(
     return lay(block.name, tree, parts, dtype, True, Placement(only_at=at, tiers=layout.placement.tiers), grid)
 
 
-Share = tuple[int, Part]  # index of a block, and elements of it
+Share = tuple[int, BlockSlice]  # index of a block, and elements of it
 
 
 @dataclass(frozen=True)
-class Plan:
+class OwnersPlan:
     """Which rank works on which block, and what ranks exchange.
 
     Attributes:
@@ -378,7 +378,7 @@ class Plan:
         wanted: for each peer, the shares of its results that this rank holds.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[OwnedBlock, ...]
     owned: tuple[int, ...]
     sent: tuple[tuple[Share, ...], ...]
     received: tuple[tuple[Share, ...], ...]
@@ -387,7 +387,7 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=256)
-def planned(owned: tuple[tuple[Block, int], ...], peers: tuple[int, ...], rank: int) -> Plan:
+def planned(owned: tuple[tuple[OwnedBlock, int], ...], peers: tuple[int, ...], rank: int) -> OwnersPlan:
     """The plan for blocks on the same axes and their owners, as `rank` sees it."""
 
     def shares(holder: int, owner: int, same_copy: bool) -> tuple[Share, ...]:
@@ -397,7 +397,7 @@ def planned(owned: tuple[tuple[Block, int], ...], peers: tuple[int, ...], rank: 
                 held += [(number, part) for part in block.parts(holder)]
         return tuple(held)
 
-    return Plan(
+    return OwnersPlan(
         tuple(block for block, _ in owned),
         tuple(number for number, (_, owner) in enumerate(owned) if owner == rank),
         tuple(shares(rank, peer, True) for peer in peers),
@@ -408,7 +408,7 @@ def planned(owned: tuple[tuple[Block, int], ...], peers: tuple[int, ...], rank: 
 
 
 @functools.lru_cache(maxsize=256)
-def _assigned(blocks: tuple[Block, ...], workers: int, cost: Cost) -> list[int]:
+def _assigned(blocks: tuple[OwnedBlock, ...], workers: int, cost: Cost) -> list[int]:
     return assigned([cost(block.box.sizes) for block in blocks], workers)
 
 
@@ -453,7 +453,7 @@ def eigh(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class _Peers:
+class _SharingRanks:
     """The ranks along some axes that share the work, and this one; `group` is None if it is alone."""
 
     axes: tuple[str, ...]
@@ -463,19 +463,21 @@ class _Peers:
     rank: int
 
 
-def _peers(grid: Grid | None, axes: tuple[str, ...]) -> _Peers:
+def _peers(grid: Grid | None, axes: tuple[str, ...]) -> _SharingRanks:
     rank = process_groups.global_rank()
     if grid is None or not axes:
-        return _Peers((), "", None, (rank,), rank)
+        return _SharingRanks((), "", None, (rank,), rank)
     axis = axis_of(mesh_of(grid, "a tree"), axes)
     group = process_groups.group_of(axis.group) if axis.size > 1 else None
-    return _Peers(axes, axis.group, group, tuple(dist.get_process_group_ranks(group)) if group else (rank,), rank)
+    return _SharingRanks(
+        axes, axis.group, group, tuple(dist.get_process_group_ranks(group)) if group else (rank,), rank
+    )
 
 
-class _Exchange(Scheduled):
+class _ElementExchange(Scheduled):
     """An exchange of elements: `[sum(sent)] -> [sum(received)]`."""
 
-    def __init__(self, sent: list[int], received: list[int], peers: _Peers) -> None:
+    def __init__(self, sent: list[int], received: list[int], peers: _SharingRanks) -> None:
         super().__init__()
         self.sent, self.received, self.peers = sent, received, peers
 
@@ -503,20 +505,20 @@ class _Exchange(Scheduled):
 
 
 def _exchanged(
-    outgoing: list[list[Tensor]], incoming: Sequence[Sequence[Share]], like: Tensor, peers: _Peers
-) -> list[tuple[int, Part, Tensor]]:
+    outgoing: list[list[Tensor]], incoming: Sequence[Sequence[Share]], like: Tensor, peers: _SharingRanks
+) -> list[tuple[int, BlockSlice, Tensor]]:
     """Exchanges elements; returns what the peers sent: index of a block, part, and its elements in their shape."""
     sizes = [sum(x.numel() for x in to) for to in outgoing]
     expected = [sum(part.common.numel for _, part in shares) for shares in incoming]
     flat = torch.cat([like, *(x.reshape(-1) for to in outgoing for x in to)])
-    exchange = _Exchange(sizes, expected, peers)
+    exchange = _ElementExchange(sizes, expected, peers)
     (received,) = run(exchange, [flat]) if dispatch.in_graph() else exchange.finish(exchange.start([flat]))
     parts = [share for shares in incoming for share in shares]
     pieces = received.split([part.common.numel for _, part in parts])
     return [(n, part, x.view(part.common.sizes)) for (n, part), x in zip(parts, pieces, strict=True)]
 
 
-def _whole(matrix: Block, segments: dict[str, Any], update: Tensor) -> Tensor:
+def _whole(matrix: OwnedBlock, segments: dict[str, Any], update: Tensor) -> Tensor:
     """Gathers a matrix on every rank, by a sum of zero-padded parts, which can be differentiated."""
     assert matrix.layout is not None, "what is gathered lies in a layout"
     full = update.new_zeros(matrix.whole)

@@ -18,7 +18,7 @@ from shardfn.optim.differentiable import refuse_overwriting
 from shardfn.optim.elementwise import adamw
 from shardfn.optim.hyperparameters import Schedule, begun, check, check_rule, constants, made_of_numbers, whole
 from shardfn.optim.optimizer import Optimizer, Rule
-from shardfn.optim.owners import Block, all_remembered, as_owner, eigh, exact, moved, on_owner
+from shardfn.optim.owners import OwnedBlock, all_remembered, as_owner, eigh, exact, moved, on_owner
 from shardfn.optim.state_offload import on_whole
 from shardfn.optim.wrappers import masked
 from shardfn.shards.boxes import Ints
@@ -287,7 +287,7 @@ def _optimizer(
         with torch.no_grad():
             kept = state["blocks"] if donate else optree.tree_map(torch.clone, state["blocks"])
 
-            def of_block(block: Block, g: Tensor) -> Tensor:
+            def of_block(block: OwnedBlock, g: Tensor) -> Tensor:
                 own = as_owner(kept[block.name])
                 x = g.to(own["mean"].dtype).view(own["mean"].shape)
                 return direction(x, own, counts[block.path], rates[block.path]).view(g.shape)
@@ -323,7 +323,7 @@ def refuse_derivative(name: str, count: Any, *trees: Any) -> None:
 # --- what is remembered of a block, and where ---
 
 
-def _kept(block: Block, squares: bool) -> dict[str, Any]:
+def _kept(block: OwnedBlock, squares: bool) -> dict[str, Any]:
     """The shapes of what is remembered of a block: of its elements, and of each dimension."""
     shape = tuple(n for n, length in zip(block.box.sizes, block.whole, strict=True) if length != 1)
     square = [(n, n) for n in shape]

@@ -123,7 +123,7 @@ def _gathered(params: Any, parts: Any, before: list[int], new_parts: Any, finer:
     return optree.tree_unflatten(tree, gathered)
 
 
-class _Gathering(Scheduled):
+class _GatherUpdated(Scheduled):
     """The gather of a parameter's new parts in a traced step: `this rank's part -> the parameter`."""
 
     ahead = 1
@@ -173,7 +173,7 @@ def _whole(node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: l
         if layout.grid.size(names) > 1 and layout.here(process_groups.global_rank()):
             along = communicator_of(mesh, names)
             if dispatch.in_graph():
-                (gathered,) = run(_Gathering(layout, fine, along), [new])
+                (gathered,) = run(_GatherUpdated(layout, fine, along), [new])
                 return values.copy_(gathered) if donated else gathered
             handle = all_gather(whole.view(torch.uint8), along, whole.dtype)
             handles.append((layout.stage, along.gathers.group_name, handle))

@@ -17,7 +17,7 @@ from shardfn.optim.rounding import closed, refusing
 from shardfn.quant import codes
 from shardfn.quant.codes import Code
 from shardfn.shards import blocks
-from shardfn.shards.blocks import Run, Runs, Said
+from shardfn.shards.blocks import BlockRun, Runs, Said
 from shardfn.shards.pieces import Unit, Units
 from shardfn.shards.pieces import slot as slot_of
 
@@ -173,12 +173,12 @@ class Rounded:
 
     def chunks(self, unit: Unit, start: int, stop: int, most: int) -> Sequence[Runs]:
         """Elements `start` to `stop` of a unit, in chunks of at most this many elements."""
-        return [(Run(at, min(at + most, stop), 0, 0, -1),) for at in range(start, stop, most)]
+        return [(BlockRun(at, min(at + most, stop), 0, 0, -1),) for at in range(start, stop, most)]
 
     def whole(self, unit: Unit) -> Runs:
         """All elements of a unit."""
         n = unit.values.numel()
-        return (Run(0, n, 0, 0, -1),) if n else ()
+        return (BlockRun(0, n, 0, 0, -1),) if n else ()
 
     def places(self, part: Runs) -> tuple[slice, ...]:
         """Where this part is in the stored tensor."""

@@ -55,7 +55,7 @@ class Elementwise:
 
 
 @dataclass
-class _Step:
+class _RuleStep:
     """One step of a rule, with its numbers and how slots are stored: `kept` is None for the parameters' dtype."""
 
     rule: Elementwise
@@ -111,9 +111,9 @@ def optimizer(
         rows = pairs(leaves, grads)
         missed = missed_after(state["missed"], rows) if rule.counts else {}
         new_counts = {"step": count} | ({"missed": missed} if rule.counts else {})
-        work = [_Work(i, unit, grad, [slot[i] for slot in slots]) for i, (unit, grad) in enumerate(rows)]
+        work = [_UnitUpdate(i, unit, grad, [slot[i] for slot in slots]) for i, (unit, grad) in enumerate(rows)]
         jobs = [(item, _spans(item.unit, varying, missed)) for item in work if item.grad is not None]
-        this = _Step(rule, kept, leaves, count, now, (state.get("seed", 0), count), missed)
+        this = _RuleStep(rule, kept, leaves, count, now, (state.get("seed", 0), count), missed)
         if donate:
             refuse_overwriting(name, params, grads, state)
             if dispatch.in_graph():  # whose compiler fuses the rule's operations, and does them in place
@@ -130,7 +130,7 @@ def optimizer(
     return Optimizer(init, step if donate else on_whole(step))
 
 
-class _Work:
+class _UnitUpdate:
     """A unit during a step: its values and slots are replaced as the step goes on."""
 
     def __init__(self, number: int, unit: Unit, grad: Tensor | None, slots: list[Any]) -> None:
@@ -165,7 +165,7 @@ def _spans(unit: Unit, varying: dict[str, Rule], missed: Missed) -> list[Span]:
     return spans
 
 
-def _overwrite(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:
+def _overwrite(this: _RuleStep, work: list[tuple[_UnitUpdate, list[Span]]]) -> None:
     """Overwrites parameters and slots by fused kernels, one call for each set of numbers, dtype and device."""
     groups: dict[Any, tuple[list[Tensor], list[Tensor], list[list[Tensor]]]] = {}
     moved: list[tuple[Tensor, Tensor]] = []
@@ -195,7 +195,7 @@ def _overwrite(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:
             x.copy_(new)
 
 
-def _windows(this: _Step, work: list[tuple[_Work, list[Span]]]) -> Iterator[Window]:
+def _windows(this: _RuleStep, work: list[tuple[_UnitUpdate, list[Span]]]) -> Iterator[Window]:
     """Steps on tensors that are not on the device, a few elements at a time."""
     for item, spans in work:
         columns = [_real(x) for x in item.columns]
@@ -225,7 +225,7 @@ def _in_order(row: list[Tensor], moved: list[tuple[Tensor, Tensor]]) -> list[Ten
     return copies
 
 
-def _refuse_dtypes(item: _Work, kept: Kept | None) -> None:
+def _refuse_dtypes(item: _UnitUpdate, kept: Kept | None) -> None:
     """Raises ValueError for a slot of another dtype than the parameter, or than it is kept as."""
     for slot in item.slots:
         if kept is None and slot.dtype != item.values.dtype:
@@ -240,7 +240,7 @@ def _refuse_dtypes(item: _Work, kept: Kept | None) -> None:
             )
 
 
-def _copied_back(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:
+def _copied_back(this: _RuleStep, work: list[tuple[_UnitUpdate, list[Span]]]) -> None:
     """Overwrites parameters and slots by what the pure rule makes of them."""
     with torch.no_grad():
         for item, _ in work:
@@ -252,12 +252,12 @@ def _copied_back(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:
                 x.copy_(new)
 
 
-def _replace_all(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:
+def _replace_all(this: _RuleStep, work: list[tuple[_UnitUpdate, list[Span]]]) -> None:
     for item, spans in work:
         _replace(this, item, spans)
 
 
-def _replace(this: _Step, item: _Work, spans: list[Span]) -> None:
+def _replace(this: _RuleStep, item: _UnitUpdate, spans: list[Span]) -> None:
     """Replaces a unit's values and slots by new tensors, differentiably."""
     assert item.grad is not None
     now = {name: varied(number, item.unit) for name, number in this.now.items()}
@@ -284,11 +284,11 @@ def _replace(this: _Step, item: _Work, spans: list[Span]) -> None:
 # --- slots in another dtype than the parameter, or in 8 bits ---
 
 
-def _overwrite_kept(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:
+def _overwrite_kept(this: _RuleStep, work: list[tuple[_UnitUpdate, list[Span]]]) -> None:
     """As `_overwrite`, a few elements at a time, whose slots are decoded, updated and encoded again."""
     kept = this.kept
     assert kept is not None
-    waiting: list[tuple[_Work, Opened]] = []
+    waiting: list[tuple[_UnitUpdate, Opened]] = []
     with torch.no_grad():
         ordered = []
         for item, spans in work:
@@ -314,7 +314,7 @@ def _overwrite_kept(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:
                     x.view(-1)[place] = part
 
 
-def _at_once(this: _Step, item: _Work, p: Tensor, g: Tensor) -> int:
+def _at_once(this: _RuleStep, item: _UnitUpdate, p: Tensor, g: Tensor) -> int:
     """How many elements to decode at a time: all of them, if a kernel keeps no intermediate results in memory."""
     streamed = streams(item.columns)
     if this.fused and not streamed and this.fused.takes([p, g, *(x.view(-1) for x in item.stored)]):
@@ -324,13 +324,13 @@ def _at_once(this: _Step, item: _Work, p: Tensor, g: Tensor) -> int:
 
 
 def _kept_window(
-    this: _Step,
+    this: _RuleStep,
     kept: Kept,
-    item: _Work,
+    item: _UnitUpdate,
     flat: tuple[Tensor, Tensor],
     part: Runs,
     now: dict[str, Any],
-    waiting: list[tuple[_Work, Opened]],
+    waiting: list[tuple[_UnitUpdate, Opened]],
 ) -> Window:
     """A few elements and the function that updates them; it adds blocks shared with other ranks to `waiting`."""
     n = len(kept.dtypes)
@@ -362,7 +362,7 @@ def _kept_window(
     return Window(columns, [i != 1 for i in range(len(columns))], move)
 
 
-def _move_all(this: _Step, columns: list[Tensor], now: dict[str, Any]) -> None:
+def _move_all(this: _RuleStep, columns: list[Tensor], now: dict[str, Any]) -> None:
     """Updates a vector of parameters and the vectors of slots, by one of gradients.
 
     On a CPU, kernels round differently in the remainder after the last full vector of the processor. So the remainder
@@ -380,11 +380,11 @@ def _move_all(this: _Step, columns: list[Tensor], now: dict[str, Any]) -> None:
             columns[i][n - rest :] = end[:rest]
 
 
-def _replace_kept(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:
+def _replace_kept(this: _RuleStep, work: list[tuple[_UnitUpdate, list[Span]]]) -> None:
     """As `_replace_all`, on the numbers that slots encode."""
     kept = this.kept
     assert kept is not None
-    pending: list[tuple[_Work, Opened]] = []
+    pending: list[tuple[_UnitUpdate, Opened]] = []
     for item, spans in work:
         _refuse_dtypes(item, kept)
         assert item.grad is not None
@@ -399,7 +399,7 @@ def _replace_kept(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:
                 opened = kept.opened(slot, own, part).to(zeros.dtype)
             slots.append(torch.cat((zeros[:start], opened, zeros[stop:])).view(values.shape))
         unit = item.unit._replace(values=values.to(zeros.dtype))
-        moving = _Work(item.number, unit, item.grad.to(zeros.dtype), slots)
+        moving = _UnitUpdate(item.number, unit, item.grad.to(zeros.dtype), slots)
         _replace(this, moving, spans)
         item.values = moving.values.to(values.dtype)
         if part:  # a rank that has nothing takes part in derivatives nevertheless

@@ -72,7 +72,7 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
         if callable(options.get("lr")):
             now["lr"] = at_step(options["lr"], count)
         groups: dict[Any, list[Tensor]] = {}
-        work: list[tuple[Tensor, Unit, dict[str, Any], _Stretch]] = []
+        work: list[tuple[Tensor, Unit, dict[str, Any], _ElementRange]] = []
         memory = {name: dict(known) for name, known in state["memory"].items()}
         moved: list[tuple[Tensor, Tensor]] = []
         refuse_overwriting(name, params, grads, state, instead="take an optimizer of shardfn with donate=False")
@@ -131,7 +131,7 @@ def _without_memory(node: Any) -> bool:
     return type(node) is dict and set(node) == {"step", "numbers", "memory"} and not any(node["memory"].values())
 
 
-def _variable(values: Tensor, grad: Tensor, stretch: _Stretch) -> Tensor:
+def _variable(values: Tensor, grad: Tensor, stretch: _ElementRange) -> Tensor:
     """A range of a unit with its gradient, as an optimizer takes it: a view, or a copy if the range is not dense.
 
     For a range without elements it is two numbers, which are forgotten: CUDA starts no kernel for nothing, and what
@@ -151,7 +151,7 @@ def _variable(values: Tensor, grad: Tensor, stretch: _Stretch) -> Tensor:
     return variable
 
 
-def _opened(x: Any, variable: Tensor, unit: Unit, stretch: _Stretch) -> Any:
+def _opened(x: Any, variable: Tensor, unit: Unit, stretch: _ElementRange) -> Any:
     """What is remembered of a range, as an optimizer takes it."""
     if not is_unit(x):
         return x
@@ -161,7 +161,7 @@ def _opened(x: Any, variable: Tensor, unit: Unit, stretch: _Stretch) -> Any:
 
 
 @dataclass(frozen=True)
-class _Stretch:
+class _ElementRange:
     """Elements `start` to `stop` of a unit, which an optimizer gets as one tensor."""
 
     options: Any
@@ -176,7 +176,7 @@ class _Stretch:
         return self.start == self.stop
 
 
-def _stretches(unit: Unit, rules: dict[str, Any], block: int) -> list[_Stretch]:
+def _stretches(unit: Unit, rules: dict[str, Any], block: int) -> list[_ElementRange]:
     """Ranges with the same options, each split into whole blocks and a rest."""
 
     def options(path: str, whole: tuple[int, ...]) -> Any:
@@ -190,9 +190,9 @@ def _stretches(unit: Unit, rules: dict[str, Any], block: int) -> list[_Stretch]:
     split = []
     for number, (key, entries, start, stop) in enumerate(runs):
         middle = start + (stop - start) // block * block if unit.layout else stop
-        split.append(_Stretch(key, entries, start, middle, str(number)))
+        split.append(_ElementRange(key, entries, start, middle, str(number)))
         if unit.layout and block > 1:
-            split.append(_Stretch(key, entries, middle, stop, f"{number}, rest"))
+            split.append(_ElementRange(key, entries, middle, stop, f"{number}, rest"))
     return split  # also those of which this rank has nothing, so that all ranks' states have one structure
 
 

@@ -53,7 +53,7 @@ Kind = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, whether it nee
 
 
 @dataclass(frozen=True)
-class End:
+class LastNote:
     """A rank's last note.
 
     Attributes:
@@ -84,7 +84,7 @@ class Message:
     tensors: Sequence[Tensor] = ()
 
 
-_GONE = End(wrong=("does not answer", ""))
+_GONE = LastNote(wrong=("does not answer", ""))
 _Sent = tuple[Any, Tensor, list[int]]  # the work, the bytes, and their versions
 _left: deque[Any] = deque(maxlen=16)  # keeps what the last runs sent alive: other ranks may still read it
 # By group: why messages may still be under way on it that no run will read.
@@ -107,7 +107,7 @@ def _tried(call: Callable[..., Any], *args: Any) -> Any:
         raise _Gone(waiting.brief(error)) from error
 
 
-class _Line:
+class _NoteChannel:
     """Notes to and from one other rank, in order.
 
     A note has room for tensors behind it, as many bytes as the previous message's tensors took, which both sides know.
@@ -182,7 +182,7 @@ def _places(rows: Sequence[Any]) -> list[int]:
     return list(itertools.accumulate((-(-len(row) // 64) * 64 for row in rows), initial=0))
 
 
-class Team:
+class PipelineRanks:
     """The ranks along an axis, on which one pipeline runs after another.
 
     Attributes:
@@ -206,9 +206,9 @@ class Team:
         ranks = dist.get_process_group_ranks(along.group)
         hosts = along.group if backend == "gloo" or planned() else group_over(ranks, "notes", "gloo")
         self.together = hosts is along.group and self.device.type == "cpu"  # notes and tensors take the same way
-        self.lines = {i: _Line(hosts, i) for i in range(self.size) if i != self.index}
+        self.lines = {i: _NoteChannel(hosts, i) for i in range(self.size) if i != self.index}
         self.sent: dict[int, deque[list[_Sent]]] = {i: deque() for i in self.lines}
-        self.ends: dict[int, End] = {}
+        self.ends: dict[int, LastNote] = {}
         self.hosts = hosts
         late = process_groups.connects_late(along.group, device.type)
         ways = {"gathers": along.group, "reductions": group_over(ranks, "reduce") if late else along.group}
@@ -252,11 +252,11 @@ class Team:
                 f"and its messages may still be on their way: start the processes again"
             )
 
-    def _finished(self, result: Any, failure: BaseException | None) -> list[End]:
+    def _finished(self, result: Any, failure: BaseException | None) -> list[LastNote]:
         """Exchanges ends and returns every rank's, once no message is under way."""
         stopped = isinstance(failure, Stopped)
         wrong = None if failure is None or stopped else (type(failure).__name__, str(failure)[:8000])
-        own, earlier = End(result, wrong, stopped), _cut_short.get(self.hosts)
+        own, earlier = LastNote(result, wrong, stopped), _cut_short.get(self.hosts)
         _cut_short[self.hosts] = earlier or "while ranks compared how it ended"  # stays if an interrupt comes below
         for line in self.lines.values():
             with contextlib.suppress(RuntimeError):  # a rank that is gone cannot be told
@@ -285,7 +285,7 @@ class Team:
                 unread = f"when it could not take what rank {source} had sent"
         return f"when rank {source} did not answer" if self.ends[source] is _GONE else unread
 
-    def _raise_of(self, ends: list[End]) -> None:
+    def _raise_of(self, ends: list[LastNote]) -> None:
         for i, end in enumerate(ends):
             if end.wrong is not None:
                 kind, text = end.wrong
@@ -375,10 +375,10 @@ class Team:
         values = {source: self.receive(source).said for source in self.lines}
         return [values.get(i, value) for i in range(self.size)]
 
-    def _next(self, source: int) -> Message | End:
+    def _next(self, source: int) -> Message | LastNote:
         if source not in self.ends:
             note, data = self.lines[source].receive()
-            if not isinstance(note, End):
+            if not isinstance(note, LastNote):
                 return self._message(source, data, *note)
             self.ends[source] = note
         return self.ends[source]
@@ -426,7 +426,7 @@ class Team:
         return x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-class PlannedTeam(Team):
+class PlannedTeam(PipelineRanks):
     """The same where a program is planned: other ranks do not run, and what they send has to be `supposed`.
 
     Attributes:
@@ -478,11 +478,11 @@ def _within(data: bytearray, at: int, shape: tuple[int, ...], dtype: torch.dtype
     return torch.frombuffer(data, dtype=dtype, count=count, offset=at).view(shape)
 
 
-def team_of(axis: AxisName) -> Team:
+def team_of(axis: AxisName) -> PipelineRanks:
     """The ranks along an axis of the mesh in scope. All of them must take part in the first call."""
     mesh = current_mesh()
     assert mesh is not None, "an axis of several ranks belongs to a mesh"
-    kind = PlannedTeam if planned() else Team
+    kind = PlannedTeam if planned() else PipelineRanks
     return per_mesh(
         mesh, ("team", lane(), axis), lambda: kind(axis, communicator_of(mesh, as_names(axis)), device_of(mesh))
     )

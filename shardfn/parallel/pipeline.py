@@ -25,7 +25,16 @@ from shardfn.compat import autograd, functorch
 from shardfn.mesh.grid import AxisName, as_names
 from shardfn.mesh.planned import notes, planned
 from shardfn.mesh.scope import as_if_at, independent_along, refuse_independent
-from shardfn.parallel.messages import Kind, Message, PlannedTeam, Team, packed, refuse_changed, team_of, unpacked
+from shardfn.parallel.messages import (
+    Kind,
+    Message,
+    PipelineRanks,
+    PlannedTeam,
+    packed,
+    refuse_changed,
+    team_of,
+    unpacked,
+)
 from shardfn.quoting import listed
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.partition import with_leaves
@@ -99,7 +108,7 @@ def _batches(batches: Iterable[Any], schedule: Schedule) -> list[Any]:
     return micro_batches
 
 
-def _job(part: Part, arguments: Any, team: Team, schedule: Schedule) -> tuple[_Job, list[Tensor]]:
+def _job(part: Part, arguments: Any, team: PipelineRanks, schedule: Schedule) -> tuple[_Job, list[Tensor]]:
     leaves, tree = optree.tree_flatten(arguments)
     layouts = layouts_of(arguments)
     moving = [i for i, leaf in enumerate(leaves) if moves(leaf, layouts[i])]
@@ -153,7 +162,7 @@ class _Job:
     inside: bool
     records: bool
     collected: dict[int, Layout]
-    team: Team
+    team: PipelineRanks
     schedule: Schedule
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> tuple[Any, list[Any]]:
@@ -187,7 +196,7 @@ class _Job:
         rows = zip(variables, self.moving, self.needs, strict=True)
         steps = [v for v, i, need in rows if i in self.collected and need]
         with Step(steps, "replicas", ordered=False, accumulator=torch.float32) as step:
-            work = _Work(self, variables, step)
+            work = _RankPasses(self, variables, step)
             dtypes = self.team.run(work.run)
             collected = step.finish()
             follow(collected, variables, [self.collected.get(i) for i in self.moving])
@@ -245,7 +254,7 @@ class _Waiting(NamedTuple):
     versions: list[int]
 
 
-class _Work:
+class _RankPasses:
     """One rank's passes, in the order of the schedule.
 
     Attributes:

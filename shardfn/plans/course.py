@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Sequence
 from typing import NamedTuple
 
-from shardfn.plans.recorder import Block, Event
+from shardfn.plans.recorder import Event, MemoryBlock
 from shardfn.plans.schedule import Allocation, Held
 
 UNIT = 512  # bytes: CUDA's caching allocator gives each tensor whole ones
@@ -23,7 +23,7 @@ class Course(NamedTuple):
     disk: dict[str, int]
 
 
-def kind_of(block: Block, returned: bool) -> str:
+def kind_of(block: MemoryBlock, returned: bool) -> str:
     """Says what a memory is for: see `plan`."""
     phase, part, ended = block.place.phase, block.place.part, block.ended
     differentiates = ("backward", "recompute")
@@ -40,7 +40,7 @@ def kind_of(block: Block, returned: bool) -> str:
 
 
 def course_of(
-    events: Sequence[Event], before: dict[Block, int], returned: Container[Block | None], last: int
+    events: Sequence[Event], before: dict[MemoryBlock, int], returned: Container[MemoryBlock | None], last: int
 ) -> Course:
     """Returns the course of a step.
 
@@ -52,7 +52,9 @@ def course_of(
     """
     kinds = {block: kind_of(block, block in returned) for block in [*before, *(event[2] for event in events)]}
     device, host, disk = (
-        _Side({block: n for block, n in before.items() if block.tier == tier}, [e for e in events if e[2].tier == tier])
+        _TierTimeline(
+            {block: n for block, n in before.items() if block.tier == tier}, [e for e in events if e[2].tier == tier]
+        )
         for tier in ("device", "host", "disk")
     )
     held, peak_after = device.course(kinds, max(last, 0))
@@ -62,13 +64,13 @@ def course_of(
     )
 
 
-class _Side:
+class _TierTimeline:
     """The memory of a tier: what there is at the start, and how that changes."""
 
-    def __init__(self, start: dict[Block, int], events: list[Event]) -> None:
+    def __init__(self, start: dict[MemoryBlock, int], events: list[Event]) -> None:
         self.start, self.events = start, events
 
-    def course(self, kinds: dict[Block, str], last: int) -> tuple[tuple[Held, ...], int]:
+    def course(self, kinds: dict[MemoryBlock, str], last: int) -> tuple[tuple[Held, ...], int]:
         """Returns the most that is held during each work that changes it, and after how many events it is the most of
         all.
         """
@@ -91,12 +93,12 @@ class _Side:
                 most, after = total, number + 1
         return tuple(held.values()) or (Held(0, dict(+now)),), after
 
-    def most(self, kinds: dict[Block, str]) -> dict[str, int]:
+    def most(self, kinds: dict[MemoryBlock, str]) -> dict[str, int]:
         """Returns the most that is held, by kind."""
         held, _ = self.course(kinds, 0)
         return {kind: n for kind, n in max(held, key=lambda entry: entry.total).kinds.items() if n}
 
-    def allocations(self, kinds: dict[Block, str], after: int) -> tuple[Allocation, ...]:
+    def allocations(self, kinds: dict[MemoryBlock, str], after: int) -> tuple[Allocation, ...]:
         """Returns what is held after this many events, by the line that made it, largest first."""
         sizes = defaultdict(int, self.start)
         for _, change, block in self.events[:after]:

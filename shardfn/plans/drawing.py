@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol, runtime_checkable
 
-from shardfn.plans.holdings import Section
+from shardfn.plans.holdings import MeshSection
 from shardfn.plans.schedule import Held, Work
 
 FEW = ("#38618c", "#e08e45", "#4f9d69", "#c0504d", "#7b5ea7", "#3d9db3", "#b08a2e", "#c2679b")
@@ -116,7 +116,7 @@ def lane_of(work: Work) -> str:
     }.get(work.kind, "sends")  # fmt: skip
 
 
-def colors(section: Section) -> dict[int, str]:
+def colors(section: MeshSection) -> dict[int, str]:
     """Returns rank -> color: a hue by position along the axes cutting most bytes (or all), paler for further copies."""
     grid = section.grid
     if grid is None:

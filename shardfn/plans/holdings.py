@@ -118,7 +118,7 @@ class Stage:
         return sum(flat.whole for flat in self.flats) + sum(tensor.whole for tensor in self.plain)
 
 
-class Held(NamedTuple):
+class BytesByKind(NamedTuple):
     """Bytes on one rank, by kind."""
 
     trained: int
@@ -127,7 +127,7 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Section:
+class MeshSection:
     """The part of a tree on one mesh, or on this process alone if `grid` is None."""
 
     grid: Grid | None
@@ -144,7 +144,7 @@ class Section:
         return [list(stages) for _, stages in itertools.groupby(self.stages, lambda stage: stage.kind)]
 
     @cached_property
-    def held(self) -> dict[int, Held]:
+    def held(self) -> dict[int, BytesByKind]:
         """Rank -> bytes that it holds."""
         pieces: Counter[tuple[Layout, bool]] = Counter()  # by one layout for each set of places
         layout_at: dict[Any, Layout] = {}
@@ -157,7 +157,7 @@ class Section:
             totals = {True: 0, False: 0}
             for (layout, trained), nbytes in pieces.items():
                 totals[trained] += nbytes * layout.here(rank)
-            held[rank] = Held(totals[True], totals[False], plain)
+            held[rank] = BytesByKind(totals[True], totals[False], plain)
         return held
 
     @property
@@ -184,7 +184,7 @@ def pieces_of(layout: Layout, number: int) -> range:
 # --- reading a tree ---
 
 
-def sections(tree: Any, mesh: DeviceMesh | None) -> tuple[Section, ...]:
+def sections(tree: Any, mesh: DeviceMesh | None) -> tuple[MeshSection, ...]:
     """Returns the sections of a tree: one for each mesh, and one for what is on no mesh.
 
     Raises:
@@ -218,9 +218,11 @@ def sections(tree: Any, mesh: DeviceMesh | None) -> tuple[Section, ...]:
         )
     without_mesh = tuple(stage for stage in stages if not stage.flats)
     if given is not None or len(grids) == 1:
-        return (Section(given or grids[0], tuple(stages)),)
-    by_grid = [Section(grid, tuple(s for s in stages if s.flats and s.flats[0].layout.grid == grid)) for grid in grids]
-    return (*by_grid, Section(None, without_mesh)) if without_mesh else tuple(by_grid)
+        return (MeshSection(given or grids[0], tuple(stages)),)
+    by_grid = [
+        MeshSection(grid, tuple(s for s in stages if s.flats and s.flats[0].layout.grid == grid)) for grid in grids
+    ]
+    return (*by_grid, MeshSection(None, without_mesh)) if without_mesh else tuple(by_grid)
 
 
 def _stages(tree: Any) -> Iterator[Stage]:

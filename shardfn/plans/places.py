@@ -33,7 +33,7 @@ _AGAIN = ("stages/recompute.py second", "forward_mode/paired_call.py run_again")
 _PASSES = {"parallel/pipeline.py _forward": "forward", "parallel/pipeline.py _backward": "backward"}
 
 
-class Place(NamedTuple):
+class SourceLocation(NamedTuple):
     """Where an operation is issued.
 
     Attributes:
@@ -48,7 +48,7 @@ class Place(NamedTuple):
     where: str
 
 
-class _Code(NamedTuple):
+class _CodeOrigin(NamedTuple):
     """What a frame's code is."""
 
     kind: str  # "user", "package" or "library"
@@ -56,7 +56,7 @@ class _Code(NamedTuple):
     name: str
 
 
-class Places:
+class LocationFinder:
     """Finds the places of operations.
 
     Attributes:
@@ -65,10 +65,10 @@ class Places:
 
     def __init__(self) -> None:
         self.differentiated = False
-        self._codes: dict[CodeType, _Code] = {}
+        self._codes: dict[CodeType, _CodeOrigin] = {}
         self._lines: dict[int, str] = {}  # by the number of the operation that autograd records
 
-    def here(self, stage: str) -> Place:
+    def here(self, stage: str) -> SourceLocation:
         """Returns the place of the operation that is issued now, for this stage."""
         part, where, phase = "", "", ""
         user = False
@@ -94,7 +94,7 @@ class Places:
             frame = frame.f_back
         inside = autograd.inside_backward()
         self.differentiated |= inside
-        return Place(phase or self._phase(inside, stage), part, self._line(where, inside, phase))
+        return SourceLocation(phase or self._phase(inside, stage), part, self._line(where, inside, phase))
 
     def asks(self) -> str:
         """Returns the line of the user's code that issues this; empty if the package does so for itself."""
@@ -121,18 +121,18 @@ class Places:
             self._lines[number] = where
         return where
 
-    def _seen(self, code: CodeType) -> _Code:
+    def _seen(self, code: CodeType) -> _CodeOrigin:
         file = code.co_filename
         whose = "user" if file.startswith(MODELS) else kind_of(file)
         if whose == "package":
             name = file.removeprefix(PACKAGE)
             parts = [part for start, part in _PARTS.items() if name.startswith(start)]
             kind = "library" if name.startswith(_UNSEEN) else "package"
-            found = _Code(kind, parts[0] if parts else "", f"{name} {code.co_name}")
+            found = _CodeOrigin(kind, parts[0] if parts else "", f"{name} {code.co_name}")
         elif whose in ("between", "python"):
             name = code.co_name if file.endswith(("utils/checkpoint.py", "autograd/graph.py")) else ""
-            found = _Code("library", "", name)
+            found = _CodeOrigin("library", "", name)
         else:
-            found = _Code("user", "", pathlib.PurePath(file).name)
+            found = _CodeOrigin("user", "", pathlib.PurePath(file).name)
         self._codes[code] = found
         return found

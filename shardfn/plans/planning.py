@@ -22,9 +22,9 @@ from shardfn.mesh.planned import planning_on
 from shardfn.mesh.scope import current_mesh, mesh_of
 from shardfn.mesh.spec import dotted
 from shardfn.plans.course import course_of
-from shardfn.plans.places import Place
+from shardfn.plans.places import SourceLocation
 from shardfn.plans.plan import Plan
-from shardfn.plans.recorder import Block, Recorder
+from shardfn.plans.recorder import MemoryBlock, PlanRecorder
 from shardfn.quant.packed import is_packed
 from shardfn.quoting import listed, short, short_errors
 from shardfn.shards.layout import flat_shards, is_flat
@@ -73,7 +73,7 @@ def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device
             f"planning: this process is rank {dist.get_rank()} of {dist.get_world_size()} already, on "
             f"{dist.get_backend()}, and cannot be another: plan in a process of its own, or before the first make_mesh"
         )
-    recorder = Recorder()
+    recorder = PlanRecorder()
     with (
         simulated(ranks, rank, listener=recorder, races=False) as device,
         planning_on(device.name, recorder),
@@ -96,7 +96,7 @@ def _forget() -> None:
     transfers.buffers.forget()
 
 
-_open: list[tuple[Recorder, int]] = []
+_open: list[tuple[PlanRecorder, int]] = []
 
 
 @contextlib.contextmanager
@@ -171,7 +171,7 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
 
 
 @contextlib.contextmanager
-def _explained(recorder: Recorder) -> Iterator[None]:
+def _explained(recorder: PlanRecorder) -> Iterator[None]:
     """A context in which an error says what was assumed before: it may come from that."""
     recorder.assumed.clear()
     try:
@@ -193,12 +193,12 @@ def mesh_for(what: str, mesh: DeviceMesh | None, given: Any) -> DeviceMesh | Non
 
 
 def plan_of(
-    recorder: Recorder,
+    recorder: PlanRecorder,
     per_node: int,
     step: Callable[..., Any],
     mesh: DeviceMesh | None,
     parameters: int,
-    before: dict[Block, int],
+    before: dict[MemoryBlock, int],
     result: Any,
 ) -> Plan:
     """Returns what a recorder noted of a step.
@@ -255,7 +255,7 @@ _NAMES = {
 }
 
 
-def mark(recorder: Recorder, given: Sequence[tuple[str, Any]]) -> int:
+def mark(recorder: PlanRecorder, given: Sequence[tuple[str, Any]]) -> int:
     """Notes for the memory of a step's arguments what it is; returns the number of elements of all parameters.
 
     Args:
@@ -275,7 +275,7 @@ def mark(recorder: Recorder, given: Sequence[tuple[str, Any]]) -> int:
             for x in optree.tree_leaves(node):
                 block = recorder.find(x) if isinstance(x, Tensor) else None
                 if block is not None and not block.kind:
-                    block.kind, block.place = kind, Place("forward", "", name)
+                    block.kind, block.place = kind, SourceLocation("forward", "", name)
             if kind == "parameters":
                 numbers |= _numbers(node)
     return sum(numbers.values())

@@ -29,7 +29,7 @@ from shardfn.mesh.planned import planned
 from shardfn.plans.drawing import lane_of
 from shardfn.plans.plan import Plan
 from shardfn.plans.planning import mark, mesh_for, named, plan_of
-from shardfn.plans.recorder import Block, Draft, Recorder
+from shardfn.plans.recorder import MemoryBlock, OpenWork, PlanRecorder
 from shardfn.plans.schedule import Work
 from shardfn.quoting import short_errors
 from shardfn.simulated.device import Device
@@ -143,15 +143,15 @@ class DeviceClock:
         return [marks[0].elapsed_time(mark) / 1e3 for mark in marks]
 
 
-class _Timer(Recorder):
+class _Timer(PlanRecorder):
     """A recorder of what runs, which also notes when each work began and ended."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.kind = device.type
         self.clock = HostClock() if device.type == "cpu" else DeviceClock(device)
-        self.spans: dict[Draft, list[Any]] = {}
-        self.under_way: list[Draft] = []
+        self.spans: dict[OpenWork, list[Any]] = {}
+        self.under_way: list[OpenWork] = []
         clocks = SimpleNamespace(all=dict, known=lambda stream: {}, marked=set())
         own = SimpleNamespace(clocks=clocks, defaults=[_STREAM], stream=self.clock.stream)
         self.device = cast(Device, own)
@@ -161,7 +161,7 @@ class _Timer(Recorder):
         """A context in which it is told of operations, of what the ledger hears, and of waits."""
         waiting.ended.append(self.waited)
         try:
-            with super().listening(), _Seen(self):
+            with super().listening(), _OperationTimer(self):
                 yield
         finally:
             waiting.ended.remove(self.waited)
@@ -208,7 +208,7 @@ class _Timer(Recorder):
             if self._on and self.works and (moved is not None or launches(func)):
                 self.spans.setdefault(self.works[-1], [begin, end])[1] = end
 
-    def kept(self, before: dict[Block, int], result: Any) -> dict[Block, int]:
+    def kept(self, before: dict[MemoryBlock, int], result: Any) -> dict[MemoryBlock, int]:
         """Returns buffers of earlier steps, with their bytes: those that the step used and neither took nor returned.
 
         They were first heard of when the step wrote to them, and are taken to be there from the beginning.
@@ -228,7 +228,7 @@ class _Timer(Recorder):
         return Profile(**vars(plan) | {"works": works, "begins": begins, "ends": ends})
 
 
-class _Seen(modes.Watching):
+class _OperationTimer(modes.Watching):
     """Tells a timer of each operation that runs."""
 
     def __init__(self, timer: _Timer) -> None:

@@ -20,7 +20,7 @@ from shardfn.compat import autograd, process_groups
 from shardfn.compat.dispatch import tensors_in
 from shardfn.compat.flops import flops_of, traffic_of
 from shardfn.compat.replacing import replaced
-from shardfn.plans.places import Place, Places
+from shardfn.plans.places import LocationFinder, SourceLocation
 from shardfn.plans.schedule import Work
 from shardfn.simulated.clocks import HOST
 from shardfn.simulated.device import Device, Listener
@@ -29,7 +29,7 @@ from shardfn.tiers.tensors import ALIGNMENT, on_disk
 
 
 @dataclass(eq=False)
-class Block:
+class MemoryBlock:
     """The memory of one tensor, with all its views.
 
     Attributes:
@@ -43,14 +43,14 @@ class Block:
 
     nbytes: int
     tier: str
-    place: Place
+    place: SourceLocation
     stage: str
     kind: str = ""
     ended: str = ""
 
 
 @dataclass(eq=False)
-class Draft:
+class OpenWork:
     """A work that may still grow."""
 
     kind: str
@@ -78,14 +78,14 @@ class Draft:
         )  # fmt: skip
 
 
-Event = tuple[int, int, Block]
+Event = tuple[int, int, MemoryBlock]
 """A change of the memory: the position of the work during which it came, the change in bytes, and of what."""
 
 
 class _Records(list[Record]):
     """A ledger's records, each of which is told to a recorder."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: PlanRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -94,7 +94,7 @@ class _Records(list[Record]):
         self._recorder.recorded(entry)
 
 
-class Recorder(Listener):
+class PlanRecorder(Listener):
     """Is told by the device what a program does.
 
     Attributes:
@@ -110,10 +110,10 @@ class Recorder(Listener):
     device: Device
 
     def __init__(self) -> None:
-        self.works: list[Draft] = []
+        self.works: list[OpenWork] = []
         self.events: list[Event] = []
         self.assumed: dict[str, None] = {}
-        self.blocks: dict[int, Block] = {}
+        self.blocks: dict[int, MemoryBlock] = {}
         self._references: dict[int, Any] = {}
         self._lock = threading.RLock()
         self._on = False
@@ -138,8 +138,8 @@ class Recorder(Listener):
         return replaced(self, _on=False)
 
     def _begin(self) -> None:
-        self.works, self.events, self.assumed, self.places = [], [], {}, Places()
-        self._announced: deque[Draft] = deque()
+        self.works, self.events, self.assumed, self.places = [], [], {}, LocationFinder()
+        self._announced: deque[OpenWork] = deque()
         self._known: defaultdict[int, dict[int, int]] = defaultdict(dict)  # of each stream, when its last work began
         self._times: defaultdict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
 
@@ -232,12 +232,12 @@ class Recorder(Listener):
                 return
             place = self.places.here(entry.stage)
             phase = place.phase if place.phase == "update" else "backward" if entry.backward else place.phase
-            draft = Draft(entry.op, entry.stage, phase, HOST, place.where, sent=entry.bytes, record=entry)
+            draft = OpenWork(entry.op, entry.stage, phase, HOST, place.where, sent=entry.bytes, record=entry)
             self._announced.append(draft)
 
     # --- works ---
 
-    def _open(self, kind: str, place: Place, sent: int = 0) -> Draft:
+    def _open(self, kind: str, place: SourceLocation, sent: int = 0) -> OpenWork:
         """The work to which an operation belongs: the last one if nothing comes between, or a new one."""
         clocks, stream, stage = self.device.clocks, self.device.stream(), attribution.stage
         waits = self._waits(stream)
@@ -249,7 +249,7 @@ class Recorder(Listener):
             or waits
             or stream in clocks.marked
         ):
-            last = Draft(kind, stage, place.phase, stream, place.where, set(waits))
+            last = OpenWork(kind, stage, place.phase, stream, place.where, set(waits))
             self.works.append(last)
             self._date(stream, len(self.works) - 1, waits=False)
         last.launches += 1
@@ -287,7 +287,7 @@ class Recorder(Listener):
             return x not in second
         return block.tier != "disk" and block.nbytes != x.untyped_storage().nbytes()
 
-    def _hold(self, x: Tensor, place: Place) -> None:
+    def _hold(self, x: Tensor, place: SourceLocation) -> None:
         number, storage = autograd.storage_of(x), x.untyped_storage()
         nbytes, block = int(storage.nbytes()), self.blocks.get(number)
         if block is not None:
@@ -297,7 +297,7 @@ class Recorder(Listener):
         tier = "device" if x.device.type == self.kind else "disk" if on_disk(x) else "host"
         if tier == "disk":
             nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        block = self.blocks[number] = Block(nbytes, tier, place, attribution.stage)
+        block = self.blocks[number] = MemoryBlock(nbytes, tier, place, attribution.stage)
         self._happens(nbytes, block)
         # Torch keeps the object of a storage that a weak reference names as long as the storage.
         self._references[number] = weakref.ref(storage, lambda _: self._freed(number))
@@ -310,15 +310,15 @@ class Recorder(Listener):
                 block.ended = self.works[-1].phase if self.works else "forward"
                 self._happens(-block.nbytes, block)
 
-    def _happens(self, change: int, block: Block) -> None:
+    def _happens(self, change: int, block: MemoryBlock) -> None:
         if self._on:
             self.events.append((len(self.works) - 1, change, block))
 
-    def find(self, x: Tensor) -> Block | None:
+    def find(self, x: Tensor) -> MemoryBlock | None:
         """The memory of a tensor of the device, or of the host's, which is noted if it was not yet."""
         if x.device.type not in (self.kind, "cpu"):
             return None
         with self._lock:
             if self._changed(x):
-                self._hold(x, Place("forward", "", ""))
+                self._hold(x, SourceLocation("forward", "", ""))
             return self.blocks[autograd.storage_of(x)]

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn.compat import process_groups
 from shardfn.mesh.grid import Grid
 from shardfn.plans.drawing import colors, over
-from shardfn.plans.holdings import Flat, Held, Section, Stage, owners, pieces_of, sections, word
+from shardfn.plans.holdings import BytesByKind, Flat, MeshSection, Stage, owners, pieces_of, sections, word
 from shardfn.plans.printed import WIDE, Line, Printed, need_matplotlib, save_figure
 from shardfn.quoting import byte_count
 from shardfn.shards.layout import Layout, Range
@@ -70,7 +70,7 @@ class Shown(Printed):
         sections: the contents, mesh by mesh.
     """
 
-    def __init__(self, sections: tuple[Section, ...]) -> None:
+    def __init__(self, sections: tuple[MeshSection, ...]) -> None:
         self.sections = sections
 
     def nbytes(self, rank: int) -> int:
@@ -126,7 +126,7 @@ def _drawn(shown: list[Line]) -> Figure:
     return figure
 
 
-def lines(shown: Sequence[Section], width: int) -> Iterator[Line]:
+def lines(shown: Sequence[MeshSection], width: int) -> Iterator[Line]:
     """Yields all lines."""
     for number, section in enumerate(shown):
         if number:
@@ -144,7 +144,7 @@ def lines(shown: Sequence[Section], width: int) -> Iterator[Line]:
 class Page:
     """One section, formatted to the width of a terminal."""
 
-    section: Section
+    section: MeshSection
     color: dict[int, str]
     width: int
 
@@ -244,7 +244,7 @@ class Page:
     def totals(self) -> Iterator[Line]:
         """Yields what each rank holds in total, and the size of the whole."""
         section = self.section
-        kinds: dict[Held, list[int]] = {}
+        kinds: dict[BytesByKind, list[int]] = {}
         for rank, held in section.held.items():
             kinds.setdefault(held, []).append(rank)
         for held, holders in itertools.islice(kinds.items(), PARTS):
@@ -263,7 +263,7 @@ class Page:
                (f"{byte_count(whole)}, {numel:,} numbers in {count} parameter{'s' * (count != 1)}", "")]  # fmt: skip
 
 
-def _holders(holders: list[int], section: Section) -> str:
+def _holders(holders: list[int], section: MeshSection) -> str:
     grid = section.grid
     if grid is None:
         return "this process"
@@ -387,7 +387,7 @@ def ranks(numbers: Sequence[int], grid: Grid) -> str:
     return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(str, run)) for run in runs)
 
 
-def holders(section: Section, layout: Layout) -> dict[int, list[int]]:
+def holders(section: MeshSection, layout: Layout) -> dict[int, list[int]]:
     """Returns piece -> the ranks that hold it."""
     ranks_of: dict[int, list[int]] = {}
     for rank in sorted(section.ranks):

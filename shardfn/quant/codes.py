@@ -97,7 +97,7 @@ def _cached(make: Callable[[], tuple[Tensor, ...]]) -> Callable[[torch.device], 
     return on
 
 
-class _Table:
+class _CodeTable:
     """A table of numbers, whose codes are their indices; cached on each device that asks for it."""
 
     def __init__(self, values: Callable[[], Tensor], keeps: bool = False) -> None:
@@ -150,13 +150,13 @@ def _constants(listed: tuple[tuple[float, ...], ...], like: Tensor) -> tuple[Ten
 
 def _tabled(name: str, bits: int, values: Callable[[], Tensor], keeps: bool = False) -> Code:
     """The code of a table of numbers, of which the largest is 1."""
-    table = _Table(values, keeps)
+    table = _CodeTable(values, keeps)
     if bits == 8:
         return Code(name, 8, 1.0, lambda x: _looked_up(x, table), table.at, keeps)
     return Code(name, 4, 1.0, lambda x: _paired(_compared(x, table)), _of_pairs(values))
 
 
-def _looked_up(x: Tensor, table: _Table) -> Tensor:
+def _looked_up(x: Tensor, table: _CodeTable) -> Tensor:
     """The codes of a sorted 8-bit table nearest to `x`."""
     if _traced():
         return torch.bucketize(x, _constants(table.listed()[1:2], x)[0]).to(torch.uint8)
@@ -166,7 +166,7 @@ def _looked_up(x: Tensor, table: _Table) -> Tensor:
     return (least.index_select(0, half) + (flat > bound.index_select(0, half))).view(x.shape)
 
 
-def _compared(x: Tensor, table: _Table) -> Tensor:
+def _compared(x: Tensor, table: _CodeTable) -> Tensor:
     """The codes of a 4-bit table nearest to `x`: so few bounds are faster compared than searched."""
     between, *order = _constants(table.listed()[1:], x) if _traced() else table.bounds(x.device)
     place = (x > between[0]).to(torch.uint8)  # derived from x: batched by vmap if x is
@@ -177,8 +177,8 @@ def _compared(x: Tensor, table: _Table) -> Tensor:
 
 def _of_pairs(values: Callable[[], Tensor]) -> Callable[[Tensor], Tensor]:
     """A function that decodes both codes of a byte at once: each pair of float32 numbers is one 64-bit table entry."""
-    singles = _Table(values)
-    pairs = _Table(lambda: torch.cartesian_prod(values(), values()).view(torch.float64).view(-1))
+    singles = _CodeTable(values)
+    pairs = _CodeTable(lambda: torch.cartesian_prod(values(), values()).view(torch.float64).view(-1))
 
     def decode(codes: Tensor) -> Tensor:
         if _traced():
@@ -206,7 +206,7 @@ def _stepped(name: str, bits: int) -> Code:
 
 def _floating(name: str, dtype: torch.dtype) -> Code:
     """The numbers of an 8-bit floating-point dtype."""
-    table = _Table(lambda: torch.arange(256, device="cpu").to(torch.uint8).view(dtype).to(torch.float32))
+    table = _CodeTable(lambda: torch.arange(256, device="cpu").to(torch.uint8).view(dtype).to(torch.float32))
     return Code(name, 8, torch.finfo(dtype).max, lambda x: x.to(dtype).view(torch.uint8), table.at)
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn.checkpoint.team import Team
+from shardfn.checkpoint.team import RankGroup
 from shardfn.compat import process_groups
 from shardfn.mesh import waiting, watchdog
 from shardfn.quoting import findings
@@ -55,7 +55,7 @@ def common(*words: Word) -> Word:
     return Word(*map(max, zip(*map(astuple, words), strict=True)))
 
 
-class Exchange:
+class WordExchange:
     """All-reduces the ranks' words in the background, so that all ranks act on the same words at the same step.
 
     The word that a rank sends at one step travels while the next step runs, and all ranks read the result there. So all
@@ -63,7 +63,7 @@ class Exchange:
     few steps.
     """
 
-    def __init__(self, team: Team) -> None:
+    def __init__(self, team: RankGroup) -> None:
         self.team, self.period = team, 1 + team.size // 64
         self._travels: tuple[Tensor, Any] | None = None
 
@@ -102,12 +102,12 @@ class Exchange:
         return Word(*map(int, numbers.tolist()))
 
 
-def ranks_of(team: Team) -> list[int]:
+def ranks_of(team: RankGroup) -> list[int]:
     """The global ranks of a team, in team order."""
     return [process_groups.global_rank()] if team.group is None else dist.get_process_group_ranks(team.group)
 
 
-def compare(team: Team, facts: dict[str, str], mine: Exception | None) -> None:
+def compare(team: RankGroup, facts: dict[str, str], mine: Exception | None) -> None:
     """Raises on every rank if the arguments of one rank are wrong, or differ between ranks.
 
     Args:
@@ -141,7 +141,7 @@ TOGETHER = 1.0  # seconds within which errors on all ranks count as one common f
 class Failing:
     """Tells the other ranks of a run when this rank fails alone, since they may be waiting for it."""
 
-    def __init__(self, team: Team) -> None:
+    def __init__(self, team: RankGroup) -> None:
         # A random key and no counter, since ranks may have made different numbers of runs before.
         name = team.gathered(uuid.uuid4().hex, "starting the run")[0]
         self.key = f"shardfn/run/{name}/failed"

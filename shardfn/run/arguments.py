@@ -26,7 +26,7 @@ Evaluation = Evaluate | tuple[Evaluate, int]
 
 
 @dataclass(frozen=True)
-class Asked:
+class LoopOptions:
     """The arguments of `loop`, normalised.
 
     Attributes:
@@ -75,7 +75,7 @@ class Asked:
         return facts | {"batches.identity": self.identity}
 
 
-def asked(step: Any, batches: Any, given: dict[str, Any]) -> Asked:
+def asked(step: Any, batches: Any, given: dict[str, Any]) -> LoopOptions:
     """Checks and normalises the arguments.
 
     Raises:
@@ -116,7 +116,7 @@ def asked(step: Any, batches: Any, given: dict[str, Any]) -> Asked:
     if best is not None and keep is None:
         raise ValueError(f"sf.run.loop: best={given['best']!r} is about what stays, and without keep= all do")
     _check_batches(batches, save is not None)
-    return Asked(
+    return LoopOptions(
         steps=steps,
         start=start,
         numbered=numbered,

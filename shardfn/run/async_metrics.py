@@ -149,7 +149,7 @@ def tokens_of(batch: Any, places: int) -> int:
     return places * max((x.numel() for x in matrices if x.dtype in kinds), default=0)
 
 
-class Figures:
+class StepFigures:
     """Computes time, throughput and memory of each step.
 
     Args:

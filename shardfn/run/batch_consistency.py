@@ -41,7 +41,7 @@ from shardfn.run.collating import (
     rows_of,
     sizes_of,
 )
-from shardfn.run.feeding import Copier, Copy, fresh, owned
+from shardfn.run.feeding import BatchCopy, Copier, fresh, owned
 
 LOOKS = 64  # at most so many batches are compared by content
 ASTRAY = -1  # sent in place of an iterator's number by a rank that has seen ranks out of step
@@ -123,7 +123,7 @@ def peers(mesh: DeviceMesh, axes: tuple[str, ...], name: str, lengths: Lengths |
 
 
 @dataclass
-class _Seen:
+class _BatchDigests:
     """Digests of what a rank's batches have contained so far.
 
     Attributes:
@@ -153,7 +153,7 @@ def together(batches: Generator[Read], start: int, who: Peers, device: torch.dev
         RuntimeError: another rank failed to read its batch. The rank that failed raises its own error.
     """
     copier = Copier(device)
-    seen = _Seen(looking=len(who.places) > 1 and process_groups.between_processes())
+    seen = _BatchDigests(looking=len(who.places) > 1 and process_groups.between_processes())
     counter: itertools.count[int] = per_mesh(who.mesh, "feeds", itertools.count)
     number = next(counter)  # counts iterators over this mesh, so that ranks that iterate differently are found
     with contextlib.closing(batches):
@@ -186,7 +186,7 @@ class _Summaries:
 
 
 def _next(
-    batches: Iterator[Read], step: int, who: Peers, seen: _Seen, copier: Copier, number: int
+    batches: Iterator[Read], step: int, who: Peers, seen: _BatchDigests, copier: Copier, number: int
 ) -> tuple[Read, _Summaries | None]:
     """Starts to copy the next batch to the device, and to all-gather the ranks' summaries of it."""
     shapes, sizes = 0, [0] * SIZES
@@ -260,7 +260,7 @@ def _send(row: list[int], who: Peers) -> _Summaries:
     return _Summaries(group.group_name, process_groups.start_all_gather(rows, own, group), rows, own)
 
 
-def _ended(mine: Read, summaries: _Summaries | None, step: int, who: Peers, seen: _Seen) -> bool:
+def _ended(mine: Read, summaries: _Summaries | None, step: int, who: Peers, seen: _BatchDigests) -> bool:
     """Whether the step has no batch; raises on every rank if anything is wrong on one."""
     if summaries is None:
         if mine.error is not None:
@@ -322,7 +322,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _differ(mine: Read, step: int, who: Peers) -> None:
-    copy: Copy = mine.batch
+    copy: BatchCopy = mine.batch
     advice = "On every step all ranks have batches alike"
     if who.lengths is None:
         advice = (

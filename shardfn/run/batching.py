@@ -23,7 +23,7 @@ from shardfn.run.batch_consistency import Peers, Read, State, axes_of, peers, to
 from shardfn.run.collating import Collate, Lengths, Pad, lengths_of
 from shardfn.run.feeding import ahead, locked
 from shardfn.run.order import RARE, Last, Order, Sample, Sampled, Sampler, chosen_rows, room
-from shardfn.run.sources import NAME, Reader, by_workers, opened, portion, sampled
+from shardfn.run.sources import NAME, BatchReader, by_workers, opened, portion, sampled
 from shardfn.run.streams import Stream, Streamed, stream_facts
 from shardfn.shards.random import int_seed
 
@@ -238,14 +238,14 @@ def _made(
             f'{NAME}: batch={batch} rows a step, and the source has {order.count}: last="drop" leaves none. Say '
             f'last="wrap" or "pad", or a smaller batch'
         )
-    reader = Reader(source, order, first, first + size, collate)
+    reader = BatchReader(source, order, first, first + size, collate)
     digest, facts = sampled(source, seed)
     identity |= {"rows": len(source), "source": digest}
     reads = partial(_reads, reader, workers, prefetch, device)
     return Batches(axes, identity, order.steps_per_epoch, start, order.steps, who, reads), facts
 
 
-def _reads(reader: Reader, workers: int, prefetch: int, device: torch.device, start: int) -> Generator[Read]:
+def _reads(reader: BatchReader, workers: int, prefetch: int, device: torch.device, start: int) -> Generator[Read]:
     """Yields a rank's batches, read by workers, by a thread, or when they are asked for."""
     steps = reader.order.steps
     if workers:

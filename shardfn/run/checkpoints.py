@@ -16,7 +16,7 @@ from shardfn import checkpoint
 from shardfn.checkpoint.contents import contents
 from shardfn.checkpoint.folders import source_of
 from shardfn.checkpoint.saving import begin, finish
-from shardfn.checkpoint.team import CheckpointError, Team, team_of
+from shardfn.checkpoint.team import CheckpointError, RankGroup, team_of
 from shardfn.checkpoint.writing import Save
 from shardfn.quoting import findings
 from shardfn.run.agreeing import ranks_of
@@ -176,7 +176,7 @@ class Saver:
         self.pending = begin(lambda: Save(self.path(step), content, True, surplus, self.lock.check))
 
     def values(
-        self, team: Team, step: int, steps: list[int], history: Mapping[str, Mapping[int, float]]
+        self, team: RankGroup, step: int, steps: list[int], history: Mapping[str, Mapping[int, float]]
     ) -> dict[int, float]:
         """The values of the metric that decides the best checkpoint, by step, as the first rank has them.
 

@@ -26,7 +26,7 @@ PATIENCE = 10.0  # seconds to wait for the reading thread to end
 
 
 @dataclass(frozen=True)
-class _End:
+class _EndOfBatches:
     """The end of the batches, with the error that caused it, if any."""
 
     error: BaseException | None = None
@@ -86,7 +86,7 @@ def ahead(open_: Callable[[], Iterator[Any]], depth: int, device: torch.device) 
     try:
         while True:
             item = _next(shared, thread)
-            if isinstance(item, _End):
+            if isinstance(item, _EndOfBatches):
                 if item.error is not None:
                     raise item.error
                 return
@@ -113,9 +113,9 @@ def _read(open_: Callable[[], Iterator[Any]], shared: _Ahead, device: torch.devi
             if not shared.put(locked(batch, device)):
                 break
         else:
-            shared.put(_End())
+            shared.put(_EndOfBatches())
     except BaseException as error:
-        shared.put(_End(without_frames(error)))
+        shared.put(_EndOfBatches(without_frames(error)))
 
 
 def locked(batch: Any, device: torch.device) -> Any:
@@ -139,18 +139,18 @@ class Copier:
             self._module = torch.get_device_module(device)
             self._stream = self._module.Stream(device=device)
 
-    def start(self, batch: Any) -> Copy:
+    def start(self, batch: Any) -> BatchCopy:
         """Starts to copy a batch."""
         if self.device.type == "cpu":
-            return Copy(batch, None)
+            return BatchCopy(batch, None)
         with self._module.stream(self._stream):
             moved = optree.tree_map(self._moved, batch)
-            return Copy(moved, self._stream.record_event())
+            return BatchCopy(moved, self._stream.record_event())
 
     def _moved(self, x: Any) -> Any:
         return x.to(self.device, non_blocking=True) if isinstance(x, Tensor) else x
 
-    def arrived(self, copy: Copy) -> Any:
+    def arrived(self, copy: BatchCopy) -> Any:
         """The copied batch; makes the current stream wait for the copy."""
         if copy.event is not None:
             current = self._module.current_stream(self.device)
@@ -162,7 +162,7 @@ class Copier:
 
 
 @dataclass(frozen=True)
-class Copy:
+class BatchCopy:
     """A batch that is being copied, and the event that follows the copy; None if there was nothing to copy."""
 
     batch: Any

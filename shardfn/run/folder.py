@@ -26,7 +26,7 @@ from typing import Any, Literal
 from shardfn.checkpoint.disk import sync
 from shardfn.checkpoint.folders import aside, intact, names_in, restored, seen
 from shardfn.checkpoint.manifest import MANIFEST
-from shardfn.checkpoint.team import CheckpointError, Team
+from shardfn.checkpoint.team import CheckpointError, RankGroup
 from shardfn.checkpoint.verifying import verify
 from shardfn.quoting import findings, listed
 
@@ -63,7 +63,7 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def chosen(team: Team, folder: Path, resume: Resume) -> Choice:
+def chosen(team: RankGroup, folder: Path, resume: Resume) -> Choice:
     """Finds the newest complete checkpoint in a folder, as the first rank sees it.
 
     Raises:
@@ -110,7 +110,7 @@ def _refusal(torn: dict[Path, str], path: Path | None) -> str:
     )
 
 
-def put_aside(team: Team, torn: dict[Path, str]) -> None:
+def put_aside(team: RankGroup, torn: dict[Path, str]) -> None:
     """Renames incomplete checkpoints so that they no longer count as checkpoints, and logs it.
 
     Raises:

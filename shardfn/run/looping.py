@@ -15,12 +15,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardfn.checkpoint.team import Team, team_of
+from shardfn.checkpoint.team import RankGroup, team_of
 from shardfn.optim.torch import comes_later
 from shardfn.quoting import listed, short_errors
-from shardfn.run.agreeing import REASONS, Exchange, Failing, Word, common, compare
-from shardfn.run.arguments import Asked, Evaluation, Stop, asked
-from shardfn.run.async_metrics import STEPS, Figures, Late, checked
+from shardfn.run.agreeing import REASONS, Failing, Word, WordExchange, common, compare
+from shardfn.run.arguments import Evaluation, LoopOptions, Stop, asked
+from shardfn.run.async_metrics import STEPS, Late, StepFigures, checked
 from shardfn.run.checkpoints import Origin, Saver, loaded
 from shardfn.run.folder import Keeping, Resume, chosen, compared, put_aside
 from shardfn.run.interrupts import Interrupts, ended, refuse
@@ -134,9 +134,9 @@ def loop(
         asked=wanted,
         failing=Failing(team),
         stepping=Stepping(step, batches, wanted.seed, where, wanted.steps, wanted.numbered),
-        exchange=Exchange(team),
+        exchange=WordExchange(team),
         reports=Reports(wanted.reports if team.rank == 0 else ()),
-        figures=Figures(wanted.flops, wanted.peak, team.size, places),
+        figures=StepFigures(wanted.flops, wanted.peak, team.size, places),
         saver=_new_saver(wanted),
     )
     with Interrupts(wanted.limit, wanted.save) as interrupts:
@@ -169,13 +169,13 @@ def loop(
     return state, Run(first, reached, why, run.history, kept)
 
 
-def _new_saver(asked: Asked) -> Saver | None:
+def _new_saver(asked: LoopOptions) -> Saver | None:
     if asked.save is None:
         return None
     return Saver(asked.save, Keeping(asked.keep, asked.best), Origin(asked.seed, asked.identity))
 
 
-def _asked(team: Team, step: Any, state: Any, batches: Any, given: dict[str, Any]) -> tuple[int, int, Asked]:
+def _asked(team: RankGroup, step: Any, state: Any, batches: Any, given: dict[str, Any]) -> tuple[int, int, LoopOptions]:
     """This rank's place among those with different rows, their number, and the arguments, equal on all ranks."""
     facts, wrong, arguments, where = {}, None, None, (0, 1)
     try:
@@ -452,13 +452,13 @@ class LoopState:
         stopped: whether `stop` has said so on this rank.
     """
 
-    team: Team
-    asked: Asked
+    team: RankGroup
+    asked: LoopOptions
     failing: Failing
     stepping: Stepping
-    exchange: Exchange
+    exchange: WordExchange
     reports: Reports
-    figures: Figures
+    figures: StepFigures
     saver: Saver | None
     interrupts: Interrupts = field(default_factory=lambda: Interrupts(None))
     late: Late = field(default_factory=Late)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardfn.checkpoint.contents import contents
-from shardfn.checkpoint.team import Team
+from shardfn.checkpoint.team import RankGroup
 from shardfn.debugging import debug
 from shardfn.quoting import listed, short
 from shardfn.run.checkpoints import Saver, loaded
@@ -32,7 +32,7 @@ def wrong_metrics(metrics: dict[str, float]) -> list[str]:
 
 
 def explain(
-    team: Team, stepping: Stepping, state: Any, saver: Saver | None, bad: int, found: str
+    team: RankGroup, stepping: Stepping, state: Any, saver: Saver | None, bad: int, found: str
 ) -> FloatingPointError:
     """Makes the error for a step whose metrics are not finite; collective over all ranks.
 
@@ -67,7 +67,7 @@ def explain(
     )
 
 
-def _watched(team: Team, stepping: Stepping, state: Any, start: int, bad: int) -> str:
+def _watched(team: RankGroup, stepping: Stepping, state: Any, start: int, bad: int) -> str:
     """Runs the steps up to `bad` again and describes the first number that is not finite."""
     rows = stepping.rows(start)
     with contextlib.ExitStack() as stack, debug(nan=True):

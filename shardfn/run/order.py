@@ -25,7 +25,7 @@ Sampler = Callable[[int], Iterable[int]]
 ROUNDS = 16  # half-rounds: with 8, the orders of a few rows are not equally likely
 
 
-class Part(NamedTuple):
+class StepRows(NamedTuple):
     """The rows of one or more steps, or a part of them.
 
     Attributes:
@@ -78,19 +78,19 @@ class Order:
             return -(-self.count * self.epochs // self.batch)
         return self.steps_per_epoch * self.epochs
 
-    def part(self, step: int, first: int, stop: int, steps: int = 1) -> Part:
+    def part(self, step: int, first: int, stop: int, steps: int = 1) -> StepRows:
         """Rows `first` to `stop` of the batches of `steps` steps from `step` on, one after the other."""
         within = np.arange(first, stop, dtype=np.int64)
         each = np.arange(steps, dtype=np.int64)
         if self.last == "wrap":
             places = ((step + each)[:, None] * self.batch + within).ravel()
             epochs, offsets = places // self.count, places % self.count
-            return Part(self._rows(epochs, offsets), epochs, np.ones(len(offsets), bool))
+            return StepRows(self._rows(epochs, offsets), epochs, np.ones(len(offsets), bool))
         per_epoch = self.steps_per_epoch
         offsets = ((step + each)[:, None] % per_epoch * self.batch + within).ravel()
         epochs = ((step + each) // per_epoch).repeat(len(within))
         real = offsets < self.count
-        return Part(self._rows(epochs, offsets % self.count), epochs, real)
+        return StepRows(self._rows(epochs, offsets % self.count), epochs, real)
 
     def _rows(self, epochs: Numbers, offsets: Numbers) -> Numbers:
         if not self.shuffle:
@@ -214,7 +214,7 @@ class Sample:
             found.append(first + np.flatnonzero(drawn < below))
         return np.concatenate(found).astype(np.int64)
 
-    def part(self, step: int, first: int, stop: int) -> Part:
+    def part(self, step: int, first: int, stop: int) -> StepRows:
         """Rows `first` to `stop` of the batch of a step.
 
         Rows of the sample are spread evenly over a batch, so that every rank has about as many. Between them it is
@@ -232,7 +232,7 @@ class Sample:
         rows, real = np.zeros(self.batch, np.int64), np.zeros(self.batch, bool)
         places = np.arange(len(sample)) * self.batch // max(1, len(sample))
         rows[places], real[places] = sample, True
-        return Part(rows[first:stop], np.full(stop - first, step, np.int64), real[first:stop])
+        return StepRows(rows[first:stop], np.full(stop - first, step, np.int64), real[first:stop])
 
 
 def room(count: int, rate: float) -> int:

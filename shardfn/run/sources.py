@@ -20,7 +20,7 @@ from shardfn.checkpoint.contents import lack
 from shardfn.quoting import listed, short
 from shardfn.run.collating import Collate, collated, described, digest, kinds, masked
 from shardfn.run.feeding import owned
-from shardfn.run.order import Numbers, Order, Part, Sample
+from shardfn.run.order import Numbers, Order, Sample, StepRows
 from shardfn.run.randomness import lent_generators, seed_host
 from shardfn.shards.random import mixed
 from shardfn.transforms.fitting import written
@@ -161,7 +161,7 @@ AT_ONCE = 1024  # at most so many rows have their order computed together
 
 
 @dataclass(frozen=True)
-class Reader(Dataset[Any]):
+class BatchReader(Dataset[Any]):
     """The batches of one place along the axes, by step number.
 
     Attributes:
@@ -197,15 +197,15 @@ class Reader(Dataset[Any]):
             part = self.order.part(start, self.first, self.stop, steps)
             for number in range(steps):
                 rows = slice(number * size, (number + 1) * size)
-                yield self.read(Part(part.rows[rows], part.epochs[rows], part.real[rows]), start + number)
+                yield self.read(StepRows(part.rows[rows], part.epochs[rows], part.real[rows]), start + number)
             start, steps = start + steps, max(1, min(2 * steps, AT_ONCE // size))
 
-    def read(self, part: Part, step: int) -> Any:
+    def read(self, part: StepRows, step: int) -> Any:
         """Reads the batch of these rows."""
         batch = self.source.take(part.rows) if self.ready else self._collated(part, step)
         return masked(batch, part.real) if self.order.masked else batch
 
-    def _collated(self, part: Part, step: int) -> Any:
+    def _collated(self, part: StepRows, step: int) -> Any:
         with lent_generators():
             rows = _rows(self.source, part, self.order.seed)
             seed_host(mixed(self.order.seed, "collate", step, self.first))
@@ -225,7 +225,7 @@ def made(rows: list[Any], numbers: Sequence[int], collate: Collate | None) -> An
     return batch if collate is None else owned(batch)
 
 
-def _rows(source: Any, part: Part, seed: int) -> list[Any]:
+def _rows(source: Any, part: StepRows, seed: int) -> list[Any]:
     """Reads rows, each with its own seed; or all at once, with the first's, if the data set has `__getitems__`."""
     inner, numbers = unwrapped(source, part.rows.tolist())
     seeds = [mixed(seed, "row", *where) for where in zip(part.epochs.tolist(), part.rows.tolist(), strict=True)]

@@ -40,7 +40,7 @@ class Stepping:
     steps: int
     numbered: bool = False
 
-    def rows(self, start: int) -> Rows:
+    def rows(self, start: int) -> IsolatedBatches:
         """Opens the batches from a step on, with random numbers that begin the same for every `start`.
 
         So a loader that reads the batches before `start` again and drops them draws the same numbers as before.
@@ -51,7 +51,7 @@ class Stepping:
         seed_all(self.seed, "batches", self.place)
         batches = self.batches(start) if callable(self.batches) else self.batches
         try:
-            return Rows(iter(batches))
+            return IsolatedBatches(iter(batches))
         except TypeError:
             raise TypeError(
                 f"sf.run.loop: batches({start}) returned a {type(batches).__name__}, not an iterator of batches"
@@ -60,7 +60,7 @@ class Stepping:
     def close(self, rows: Iterator[Any]) -> None:
         """Closes the batches, unless they are the caller's own iterator, which may be read further."""
         close = getattr(rows, "close", None)
-        is_callers = isinstance(rows, Rows) and rows.iterator is self.batches
+        is_callers = isinstance(rows, IsolatedBatches) and rows.iterator is self.batches
         if callable(close) and not is_callers:
             close()
 
@@ -143,7 +143,7 @@ def _versions(state: Any) -> list[tuple[Tensor, int]]:
 
 
 @dataclass
-class Rows(Iterator[Any]):
+class IsolatedBatches(Iterator[Any]):
     """Batches whose code draws random numbers of its own, unaffected by what steps draw in between."""
 
     iterator: Iterator[Any]

@@ -146,7 +146,7 @@ class Streamed:
 
     def _by_workers(self, start: int, workers: int, prefetch: int) -> Iterator[tuple[State, Any]]:
         """Joins the batches of the workers, each of which reads a share of the lanes, in lane order."""
-        parts = by_workers(_Parts(self, start), None, workers, prefetch)
+        parts = by_workers(_WorkerShare(self, start), None, workers, prefetch)
         for turn in zip(*[parts] * workers, strict=True):
             states = [state for state, _ in turn]
             if State.END in states:
@@ -294,7 +294,7 @@ class Lane:
             raise ValueError(f"Stream: {name} has {count} rows, and lengths says {lengths[file]}: correct it")
 
 
-class _Parts(IterableDataset[Any]):
+class _WorkerShare(IterableDataset[Any]):
     """A worker's share of a rank's lanes. It never ends by itself, so that the workers keep taking turns."""
 
     def __init__(self, whole: Streamed, start: int) -> None:

@@ -23,7 +23,7 @@ PERIOD = 2  # blocks after which all is as before: those of a ring take turns wi
 
 
 @dataclass(frozen=True)
-class Figures:
+class PlanFigures:
     """What a plan comes to.
 
     Attributes:
@@ -48,9 +48,9 @@ class Figures:
         return sum(self.peak.values())
 
 
-def figures(plan: Plan, timeline: Timeline) -> Figures:
+def figures(plan: Plan, timeline: Timeline) -> PlanFigures:
     """Returns the figures of a plan."""
-    return Figures(
+    return PlanFigures(
         peak={kind: count for kind, count in plan.peak.kinds.items() if count},
         host=sum(plan.host.values()),
         seconds=timeline.seconds,
@@ -60,7 +60,7 @@ def figures(plan: Plan, timeline: Timeline) -> Figures:
     )
 
 
-def extrapolated(shape: Shape, setting: Setting, links: Links | str, chip: Chip | str) -> Figures:
+def extrapolated(shape: Shape, setting: Setting, links: Links | str, chip: Chip | str) -> PlanFigures:
     """Returns the figures of a model's plan without planning all of its blocks.
 
     Bytes are those of the whole plan; seconds too, as far as each block takes as long as the one before it.
@@ -92,7 +92,7 @@ def extrapolated(shape: Shape, setting: Setting, links: Links | str, chip: Chip 
     peak = max(candidates, key=lambda kinds: sum(kinds.values()))
     seconds = further(less.seconds, more.seconds)
     used = further(less.utilization * less.seconds, more.utilization * more.seconds)
-    return Figures(
+    return PlanFigures(
         peak={kind: count for kind, count in peak.items() if count},
         host=round(further(less.host, more.host)),
         seconds=seconds,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from shardfn.plans.fits import RESERVE, size_of
 from shardfn.plans.machines import Chip, Links
-from shardfn.shapes.extrapolating import Figures, extrapolated
+from shardfn.shapes.extrapolating import PlanFigures, extrapolated
 from shardfn.shapes.settings import Setting, dtype_of
 from shardfn.shapes.sizes import Shape
 
@@ -19,7 +19,7 @@ _STATE = {"adamw": 2, "lion": 1}  # values of state for each parameter, at least
 
 
 @dataclass(frozen=True)
-class Found:
+class Candidate:
     """A way to train, and what it comes to.
 
     Attributes:
@@ -31,7 +31,7 @@ class Found:
     """
 
     setting: Setting
-    figures: Figures | None
+    figures: PlanFigures | None
     spare: int
     tokens: float = 0.0
     cost: float = math.inf
@@ -52,8 +52,8 @@ def search(
     *,
     reserve: str | int = RESERVE,
     batches: Sequence[int] = BATCHES,
-    told: Callable[[Found], None] = lambda found: None,
-) -> list[Found]:
+    told: Callable[[Candidate], None] = lambda found: None,
+) -> list[Candidate]:
     """Plans a model in many ways, and returns those that fit, cheapest first; then the others, nearest first.
 
     Tried are strategies and meshes on which they differ; blocks that keep their activations, and that compute them
@@ -75,7 +75,7 @@ def search(
         ValueError: a size or a name is wrong; the model is not to be cut so.
     """
     room = size_of(memory) - size_of(reserve)
-    found: list[Found] = []
+    found: list[Candidate] = []
     for tiers in ({}, {"state": "host"}, {"params": "host", "grads": "host", "state": "host"}):
         for strategy, mesh in ways(shape, ranks, base.per_node):
             for remat in ("off", "on"):
@@ -90,16 +90,16 @@ def search(
     return sorted(found, key=lambda each: (each.cost, -each.spare))
 
 
-def _tried(shape: Shape, setting: Setting, room: int, links: Links | str, chip: Chip | str) -> Found:
+def _tried(shape: Shape, setting: Setting, room: int, links: Links | str, chip: Chip | str) -> Candidate:
     least = kept(shape, setting)
     if least > room:
-        return Found(setting, None, room - least)
+        return Candidate(setting, None, room - least)
     figures = extrapolated(shape, setting, links, chip)
     spare = room - figures.needed
     each = setting.batch * (setting.sequence or shape.context)
     tokens = each * setting.ranks / setting.mesh.get("tensor", 1) / figures.seconds
     cost = setting.ranks / tokens * 1e9 / 3600 if spare >= 0 else math.inf
-    return Found(setting, figures, spare, tokens, cost)
+    return Candidate(setting, figures, spare, tokens, cost)
 
 
 def kept(shape: Shape, setting: Setting) -> int:

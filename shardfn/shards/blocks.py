@@ -24,7 +24,7 @@ BLOCK = 256
 CHUNK = 2**16  # elements processed at a time on a CPU, so that they stay in a cache
 
 
-class Run(NamedTuple):
+class BlockRun(NamedTuple):
     """Consecutive whole blocks of a unit, or this rank's part of a single block.
 
     Attributes:
@@ -47,7 +47,7 @@ class Run(NamedTuple):
         return self.stop - self.start == self.blocks * BLOCK
 
 
-Runs = tuple[Run, ...]
+Runs = tuple[BlockRun, ...]
 
 
 class Blocks(Piece):
@@ -100,15 +100,15 @@ def count(unit: Unit) -> int:
 def _runs(layout: Layout | None, entries: tuple[int, ...], start: int, stop: int, rank: int) -> Runs:
     cuts = [(0, 0, stop, 0)] if layout is None else cuts_within(layout, rank, entries, start, stop)
     shared = {} if layout is None else _shared(layout, entries)
-    runs: list[Run] = []
+    runs: list[BlockRun] = []
     blocks = 0
     for number, low, high, at in cuts:
         while low < high:
             n = (high - low) // BLOCK if low % BLOCK == 0 else 0
             length = n * BLOCK or min(high - low, BLOCK - low % BLOCK)
-            run = Run(at, at + length, blocks, n or 1, shared.get((number, low // BLOCK), -1))
+            run = BlockRun(at, at + length, blocks, n or 1, shared.get((number, low // BLOCK), -1))
             if n and runs and runs[-1].full and runs[-1].stop == at:
-                run = Run(runs[-1].start, run.stop, runs[-1].at, runs[-1].blocks + n, -1)
+                run = BlockRun(runs[-1].start, run.stop, runs[-1].at, runs[-1].blocks + n, -1)
                 runs.pop()
             runs.append(run)
             low, at, blocks = low + length, at + length, blocks + (n or 1)
@@ -136,7 +136,7 @@ def chunks(unit: Unit, start: int, stop: int, most: int) -> list[Runs]:
 def _chunks(
     layout: Layout | None, entries: Any, first: int, last: int, rank: int, start: int, stop: int, most: int
 ) -> list[Runs]:
-    chunks: list[list[Run]] = []
+    chunks: list[list[BlockRun]] = []
     room = 0
     for whole in _runs(layout, entries, first, last, rank):
         low, high = max(whole.start, start), min(whole.stop, stop)
@@ -145,7 +145,7 @@ def _chunks(
         run = whole
         if (low, high) != (whole.start, whole.stop):  # blocks of several parameters may be one run
             first_block = whole.at + (low - whole.start) // BLOCK
-            run = Run(low, high, first_block, (high - low) // BLOCK, whole.shared)
+            run = BlockRun(low, high, first_block, (high - low) // BLOCK, whole.shared)
         for part in _parts(run, most):
             length = part.stop - part.start
             if part.shared >= 0 or room < length:
@@ -156,12 +156,12 @@ def _chunks(
     return [tuple(parts) for parts in chunks]
 
 
-def _parts(run: Run, most: int) -> Iterator[Run]:
+def _parts(run: BlockRun, most: int) -> Iterator[BlockRun]:
     """Splits a run into parts of at most this many elements, or of one block."""
     rows = max(1, most // BLOCK)
     for n in range(0, run.blocks, rows):
         stop = min(run.start + (n + rows) * BLOCK, run.stop)
-        yield Run(run.start + n * BLOCK, stop, run.at + n, min(rows, run.blocks - n), run.shared)
+        yield BlockRun(run.start + n * BLOCK, stop, run.at + n, min(rows, run.blocks - n), run.shared)
 
 
 # --- numbers of blocks, and of elements ---
@@ -245,7 +245,7 @@ def _row(values: list[Said], n: int, device: torch.device) -> list[Tensor]:
 # --- in checkpoints ---
 
 
-class Part(NamedTuple):
+class BlockShare(NamedTuple):
     """A rank's part of a parameter's blocks in a checkpoint.
 
     Attributes:
@@ -267,7 +267,7 @@ def whole_shape(layout: Layout, number: int) -> tuple[int, ...]:
     return (*(parts if math.prod(parts) > 1 else ()), -(-layout.entries[number].numel // BLOCK))
 
 
-def parts(node: Blocks, rank: int, mine: bool) -> list[Part]:
+def parts(node: Blocks, rank: int, mine: bool) -> list[BlockShare]:
     """A rank's part of each parameter's blocks; with `mine`, without blocks whose first element another rank holds.
 
     Parameters without elements have a part at their position.
@@ -279,6 +279,6 @@ def parts(node: Blocks, rank: int, mine: bool) -> list[Part]:
         low, high = start // BLOCK, -(-stop // BLOCK)
         skipped = int(mine and start % BLOCK > 0)
         corner = layout.part(number, rank) if len(whole_shape(layout, number)) > 1 else ()
-        parts.append(Part(number, (*corner, low + skipped), at + skipped, at + high - low))
+        parts.append(BlockShare(number, (*corner, low + skipped), at + skipped, at + high - low))
         at += high - low
     return parts

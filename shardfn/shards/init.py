@@ -20,7 +20,7 @@ from shardfn.mesh.spec import P, dotted, joined
 from shardfn.quant.packed import is_packed, pack
 from shardfn.quoting import short_errors
 from shardfn.shards.placement import Strategy
-from shardfn.shards.random import Drawing, int_seed, mixed
+from shardfn.shards.random import DrawContext, int_seed, mixed
 from shardfn.shards.sharding import Rules, Specs, agreed, refuse_second, refuse_sparse
 
 Make = Callable[[torch.Generator], Any]
@@ -145,7 +145,7 @@ def _drawn(make: Make, path: str, seed: int) -> Any:
     if planned():
         return drawn_hollow(make, path or "the tree", "init_sharded")
     generator = torch.Generator().manual_seed(mixed(int_seed(seed), path))
-    with Drawing(generator, f"the maker of {path or 'the tree'}"):
+    with DrawContext(generator, f"the maker of {path or 'the tree'}"):
         return make(generator)
 
 

@@ -124,7 +124,7 @@ def with_leaves(leaves: Sequence[T], at: Iterable[int], others: Iterable[T]) -> 
 
 
 @dataclass(frozen=True)
-class _Places:
+class _FlatTree:
     """A flattened tree, in which None is a leaf; `by_path` says whether it may be a dict that `pruned` made."""
 
     tree: Any
@@ -133,18 +133,18 @@ class _Places:
     spec: optree.PyTreeSpec
     by_path: bool
 
-    def has_places_of(self, other: _Places) -> bool:
+    def has_places_of(self, other: _FlatTree) -> bool:
         """Whether this tree has a place for each leaf of the other."""
         return other.spec == self.spec or (other.by_path and set(other.paths) <= set(self.paths))
 
 
-def _places(tree: Any) -> _Places:
+def _places(tree: Any) -> _FlatTree:
     accessors, leaves, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_flat, none_is_leaf=True)
     by_path = type(tree) is dict and all(len(path) == 1 for path in accessors) and all(type(key) is str for key in tree)
-    return _Places(tree, list(map(dotted, accessors)), leaves, spec, by_path)
+    return _FlatTree(tree, list(map(dotted, accessors)), leaves, spec, by_path)
 
 
-def _different(trees: Sequence[_Places]) -> str:
+def _different(trees: Sequence[_FlatTree]) -> str:
     """Why trees do not fit together."""
     if all(tree.by_path for tree in trees):
         return (

@@ -71,7 +71,7 @@ def mixed(seed: int, *parts: int | str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-class Drawing(modes.DispatchMode):
+class DrawContext(modes.DispatchMode):
     """A context in which draws from torch's own generators come from another generator; torch's own stay as they are.
 
     On other devices draws come from generators with the same seed.

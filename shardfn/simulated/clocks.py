@@ -35,7 +35,7 @@ def _merge(clock: Clock, other: Clock) -> None:
 
 
 @dataclass(frozen=True)
-class Use:
+class StorageUse:
     """One use of some bytes of a storage.
 
     Attributes:
@@ -72,7 +72,7 @@ class Uses:
 
     stream: int
     name: str
-    each: list[Use] = field(default_factory=list)
+    each: list[StorageUse] = field(default_factory=list)
     recorded: set[int] = field(default_factory=set)
     number: int = 0
 
@@ -267,9 +267,9 @@ class Clocks:
             label = f"{what} at {self.where()}"
             for tensors, writing in ((reads, False), (writes, True)):
                 for x in tensors:
-                    self._enter(x, Use(*extent(x), stream, time, writing, label), clock)
+                    self._enter(x, StorageUse(*extent(x), stream, time, writing, label), clock)
 
-    def _enter(self, x: Tensor, use: Use, clock: Clock) -> None:
+    def _enter(self, x: Tensor, use: StorageUse, clock: Clock) -> None:
         uses = self._storages.get(x)
         if uses is None:
             if use.stream == HOST:

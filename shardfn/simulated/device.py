@@ -363,10 +363,10 @@ class _Generator(torch.Generator):
 # --- what torch asks the module of a device ---
 
 
-class _Stream(torch.Stream):
+class _SimulatedStream(torch.Stream):
     """A queue of work."""
 
-    def __new__(cls, device: Any = None, priority: int = 0, *, number: int | None = None) -> _Stream:
+    def __new__(cls, device: Any = None, priority: int = 0, *, number: int | None = None) -> _SimulatedStream:
         on = _device()
         index = device_index(device, on.current.device)
         number = on.clocks.stream() if number is None else number
@@ -438,7 +438,7 @@ def _within(stream: Any) -> Iterator[None]:
 class _Module:
     """`torch.sim`."""
 
-    Stream = _Stream
+    Stream = _SimulatedStream
     Event = _Event
     CUDAGraph = Graph
     graph = Capture
@@ -478,10 +478,10 @@ class _Module:
         index = device_index(device, on.current.device)
         return on.current.streams.get(index) or self.default_stream(index)
 
-    def default_stream(self, device: Any = None) -> _Stream:
+    def default_stream(self, device: Any = None) -> _SimulatedStream:
         on = _device()
         index = device_index(device, on.current.device)
-        return _Stream(index, number=on.defaults[index])
+        return _SimulatedStream(index, number=on.defaults[index])
 
     def stream(self, stream: Any) -> Any:
         return _within(stream)

@@ -33,7 +33,7 @@ from shardfn.stages.recompute import Recomputed
 from shardfn.stages.recorded import record_parameters
 from shardfn.stages.refusals import refuse_mixed, writes
 from shardfn.stages.replay import entered
-from shardfn.stages.saved import DecodedParameter, Place, hooks
+from shardfn.stages.saved import DecodedParameter, GatheredView, hooks
 from shardfn.stages.signature import Signature, cast, cast_all
 from shardfn.stages.written import Snapshot, snapshot
 from shardfn.tiers.activations import Offload, offloading
@@ -171,7 +171,7 @@ class Call:
 
     def _entered(self) -> tuple[Tensor, list[list[Tensor]]]:
         """The parameters as results of the entry, and what leads the exit to it: one of them that has a gradient."""
-        views = self._parted(_Entry.apply(self, *self.shards))  # type: ignore[no-untyped-call]
+        views = self._parted(_EntryFunction.apply(self, *self.shards))  # type: ignore[no-untyped-call]
         token = self.shards[0]
         for ps, trains in zip(views, self.trains, strict=True):
             if trains and ps:
@@ -312,7 +312,7 @@ class Call:
 
     # --- what autograd saves ---
 
-    def place(self, x: Tensor) -> Place | None:
+    def place(self, x: Tensor) -> GatheredView | None:
         """What is saved in place of a tensor that lies in what was gathered or decoded; None if it is kept itself."""
         if x.layout is not torch.strided or x.is_conj() or x.is_neg():
             return None
@@ -326,7 +326,9 @@ class Call:
             if offset is not None:
                 self.saved = True
                 return (
-                    None if parameter is None and self.keeps else Place(self, parameter, x, offset, recording.current())
+                    None
+                    if parameter is None and self.keeps
+                    else GatheredView(self, parameter, x, offset, recording.current())
                 )
         return None
 
@@ -335,7 +337,7 @@ class Call:
         found = self.decoded.get(parameter)
         if found is None:
             source = parameter.source
-            bytes_ = source.found() if isinstance(source, Place) else source
+            bytes_ = source.found() if isinstance(source, GatheredView) else source
             found = self.decoded[parameter] = self._decoded(parameter.form.having(bytes_))
         return found
 
@@ -416,7 +418,7 @@ def _tensors(result: Any) -> list[Tensor]:
     return [y for y in optree.tree_leaves(result) if isinstance(y, Tensor)]
 
 
-class _Entry(torch.autograd.Function):
+class _EntryFunction(torch.autograd.Function):
     """Gathers; in backward, reduces. The exit leads to it also where the function used no parameter."""
 
     @staticmethod

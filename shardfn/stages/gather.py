@@ -187,7 +187,7 @@ class Gathered:
         else:
             piece = self.buffer.part(*at, torch.uint8)
             work = all_gather(region, comm, dtype, piece, _purpose(gather, self.again).number)
-        arrival = _Arrival(work, comm, gather, self.buffer, self.again, checks=not by_purpose)
+        arrival = _CheckedGather(work, comm, gather, self.buffer, self.again, checks=not by_purpose)
         self.works.append(arrival if wire is None or by.stream is None else by.stream.decoded(arrival))
 
     def wait(self) -> Tensor:
@@ -247,7 +247,7 @@ def offset_in(own: Tensor, x: Tensor) -> int | None:
     return int(x.storage_offset() * x.dtype.itemsize - own.storage_offset() * own.dtype.itemsize)
 
 
-class _Arrival:
+class _CheckedGather:
     """A gather that, when it arrives, checks whether ranks gathered the same stage, and decodes it."""
 
     __slots__ = ("again", "buffer", "checks", "gather", "group", "work")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardfn.compat import autograd
 from shardfn.stages.refusals import other_numbers, other_result, writes
-from shardfn.stages.replay import Form, RngAndAutocast, Sample, form_of, shape_of
+from shardfn.stages.replay import ResultSignature, RngAndAutocast, SampledNumbers, form_of, shape_of
 from shardfn.stages.signature import Signature
 
 Run = Callable[[Sequence[Tensor]], Any]
@@ -81,8 +81,8 @@ class Recomputed:
         self.operations: list[autograd.Operation] = []
         self.outside: set[Any] = set()  # nodes of what the function closes over
         self.again: dict[int, tuple[Tensor, int]] = {}
-        self.sample: Sample | None = None
-        self.form: Form | None = None  # of the first run's result, once it has ended
+        self.sample: SampledNumbers | None = None
+        self.form: ResultSignature | None = None  # of the first run's result, once it has ended
         anchor = torch.empty(0, device="cpu", requires_grad=True)
         # What needs a gradient would come back without its subclass.
         self.kept: Any = _Keep.apply(anchor, *[x.detach() for x in tensors])  # type: ignore[no-untyped-call]
@@ -93,7 +93,7 @@ class Recomputed:
         with contextlib.ExitStack() as stack:
             if self.contexts:
                 stack.enter_context(self.contexts.pop(0))
-            stack.enter_context(self.surroundings.drawing(again=False))
+            stack.enter_context(self.surroundings.drawing(is_replay=False))
             stack.enter_context(autograd.hooked(self._pack, self._unpack))
             result = self.run(tensors)
         kinds, self.kinds = self.kinds, []
@@ -109,7 +109,7 @@ class Recomputed:
         self.again.clear()  # for a gradient that the function itself took
         if compares:
             order = self.form.order
-            self.sample = Sample([y.detach() if k >= 0 else None for y, k in zip(outputs, order, strict=True)])
+            self.sample = SampledNumbers([y.detach() if k >= 0 else None for y, k in zip(outputs, order, strict=True)])
         return result
 
     def _pack(self, x: Tensor) -> _Saved:
@@ -150,7 +150,7 @@ class Recomputed:
             stack.enter_context(torch.enable_grad())
             if self.contexts:  # of a policy, which keeps results for one run
                 stack.enter_context(self.contexts.pop())
-            stack.enter_context(self.surroundings.drawing(again=True))
+            stack.enter_context(self.surroundings.drawing(is_replay=True))
             stack.enter_context(autograd.hooked(keep, lambda saved: found[saved.number][0]))
             result = self.run(tensors)
         if self.form is None:  # the first run has not ended, and asks for what it has saved so far

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardfn.check.bits import rounding
 from shardfn.collectives.capturing import capturing
 from shardfn.compat import functorch
-from shardfn.compat.norms import Written
+from shardfn.compat.norms import ReplacedFunctions
 from shardfn.quoting import short
 
 SAMPLE = 2**16  # most numbers that are compared of one tensor
@@ -40,8 +40,9 @@ _NOT_AGAIN = (
 
 
 class RngAndAutocast:
-    """The random state, autocast and `Written`, on which a function may depend besides its arguments, for running it
-    again.
+    """The random state, autocast and `ReplacedFunctions`, on which a function may depend besides its arguments.
+
+    They are kept for running it again.
 
     The random state is read only if it may run `again`.
     """
@@ -55,11 +56,11 @@ class RngAndAutocast:
         on_device = again and device.type != "cpu" and capturing() is None
         self.more = torch.get_device_module(device).get_rng_state(device) if on_device else None
         kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
-        self.written = Written.active()
+        self.written = ReplacedFunctions.active()
         self.autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
 
-    def drawing(self, again: bool) -> Any:
-        """A context for what draws random numbers, in a first run and `again`."""
+    def drawing(self, is_replay: bool) -> Any:
+        """A context for what draws random numbers, in a first run or its replay."""
         return contextlib.nullcontext()
 
     def autocast_again(self) -> Any:
@@ -101,7 +102,7 @@ TENSOR: Any = object()
 _DISCRETE = (bool, int, str, bytes, torch.dtype, torch.device)
 
 
-class Form(NamedTuple):
+class ResultSignature(NamedTuple):
     """The result of a function, without its numbers.
 
     Attributes:
@@ -116,7 +117,7 @@ class Form(NamedTuple):
     kinds: list[tuple[torch.dtype, torch.Size]]
     order: list[int]
 
-    def same(self, other: Form) -> bool:
+    def same(self, other: ResultSignature) -> bool:
         """Whether a later run returned the same form. Floats may differ, such as a time that the function measured."""
         return (
             self.kinds == other.kinds
@@ -141,7 +142,7 @@ def _alike(a: Any, b: Any) -> bool:
     return type(a) is type(b) and (a is TENSOR) is (b is TENSOR) and (not isinstance(a, _DISCRETE) or a == b)
 
 
-def form_of(result: Any, arguments: Sequence[Tensor]) -> tuple[Form, list[Tensor]]:
+def form_of(result: Any, arguments: Sequence[Tensor]) -> tuple[ResultSignature, list[Tensor]]:
     """The form of a function's result, given the tensors passed to it, and the tensors in the result."""
     leaves, tree = optree.tree_flatten(result)
     tensors = [y for y in leaves if isinstance(y, Tensor)]
@@ -154,7 +155,7 @@ def form_of(result: Any, arguments: Sequence[Tensor]) -> tuple[Form, list[Tensor
             outputs += 1
         order.append(k)
     rest = [TENSOR if isinstance(y, Tensor) else y for y in leaves]
-    return Form(tree, rest, [(y.dtype, shape_of(y)) for y in tensors], order), tensors
+    return ResultSignature(tree, rest, [(y.dtype, shape_of(y)) for y in tensors], order), tensors
 
 
 def shape_of(x: Tensor) -> torch.Size:
@@ -181,7 +182,7 @@ class Off(NamedTuple):
     part: float
 
 
-class Sample:
+class SampledNumbers:
     """Some of the numbers that a function returned: all of a small tensor, evenly spread ones of a large one."""
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:

@@ -21,11 +21,11 @@ class DecodedParameter:
 
     __slots__ = ("form", "source", "x")
 
-    def __init__(self, form: Packed, source: Place | Tensor, x: Tensor | None) -> None:
+    def __init__(self, form: Packed, source: GatheredView | Tensor, x: Tensor | None) -> None:
         self.form, self.source, self.x = form, source, x
 
 
-class Place:
+class GatheredView:
     """A tensor that lies in what was gathered; of a class of its own, since users' hooks may return anything.
 
     Attributes:
@@ -38,7 +38,12 @@ class Place:
     __slots__ = ("call", "decoded", "dtype", "noted", "offset", "shape", "stride")
 
     def __init__(
-        self, call: Call, decoded: DecodedParameter | None, x: Tensor, offset: int, recorder: recording.Recorder | None
+        self,
+        call: Call,
+        decoded: DecodedParameter | None,
+        x: Tensor,
+        offset: int,
+        recorder: recording.TraceRecorder | None,
     ) -> None:
         self.call, self.decoded, self.dtype = call, decoded, (dtype := x.dtype)
         self.shape, self.stride, self.offset = x.shape, x.stride(), offset // dtype.itemsize
@@ -81,7 +86,7 @@ def hooks(call: Call, leave: Any) -> Any:
             if low <= (at := x.data_ptr()) < high and not ((x.dtype.is_complex and x.is_conj()) or x.is_neg()):
                 call.saved = True
                 if not call.keeps:
-                    return Place(call, None, x, at - low, recorder)
+                    return GatheredView(call, None, x, at - low, recorder)
             elif at == 0 and (place := call.place(x)) is not None:  # without elements
                 return place
         elif (place := call.place(x)) is not None:
@@ -91,7 +96,7 @@ def hooks(call: Call, leave: Any) -> Any:
         return (x.detach(), x._version) if around is None else around[0](x)
 
     def unpack(packed: Any) -> Tensor:
-        if type(packed) is Place:
+        if type(packed) is GatheredView:
             return packed.found()
         if leave is not None and type(packed) is View:
             x, version = packed.witness, packed.version

@@ -93,22 +93,22 @@ class Chaos:
     def __init__(self, seed: int, longest: float) -> None:
         self.longest, self._named = longest, f"{seed} {process_groups.global_rank()}"
         self._dice = random.Random(self._named)
-        self._lines: dict[tuple[str, tuple[int, ...]], _Line] = {}
-        self._left: dict[weakref.ref[_Message], str] = {}
+        self._lines: dict[tuple[str, tuple[int, ...]], _Communicator] = {}
+        self._left: dict[weakref.ref[_PendingCollective], str] = {}
         self.launched = 0
 
     def pause(self) -> None:
         """Makes this rank pause at random."""
         _pause(self._dice, self.longest)
 
-    def all_gather(self, whole: Tensor, own: Tensor, group: Any) -> _Message:
+    def all_gather(self, whole: Tensor, own: Tensor, group: Any) -> _PendingCollective:
         """Replaces `compat.process_groups.start_all_gather`."""
         line = self._line("gathers", group)
         pieces = whole.view(line.size, -1)
         others = [piece for i, piece in enumerate(pieces.unbind()) if i != line.index]
         return self._launch("all_gather", line, own, others, lambda rows: [rows[i] for i in line.others])
 
-    def reduce_scatter(self, out: Tensor, flat: Tensor, group: Any) -> _Message:
+    def reduce_scatter(self, out: Tensor, flat: Tensor, group: Any) -> _PendingCollective:
         """Replaces `compat.process_groups.start_reduce_scatter`."""
         line = self._line("reductions", group)
 
@@ -117,7 +117,7 @@ class Chaos:
 
         return self._launch("reduce_scatter", line, flat, [out], summed, lent=flat)
 
-    def all_reduce(self, x: Tensor, along: into_buffers.Communicator) -> _Message:
+    def all_reduce(self, x: Tensor, along: into_buffers.Communicator) -> _PendingCollective:
         """Replaces the native in-place all-reduce."""
         line = self._line("reductions", along.reductions)
         return self._launch("all_reduce", line, x, [x], lambda rows: [functools.reduce(torch.add, rows).view(x.shape)])
@@ -138,40 +138,42 @@ class Chaos:
         for line in self._lines.values():
             line.queue.put(None)
 
-    def _line(self, kind: str, group: Any) -> _Line:
+    def _line(self, kind: str, group: Any) -> _Communicator:
         ranks = tuple(dist.get_process_group_ranks(group))
         for way in ("gathers", "reductions"):  # both at once: all ranks must make groups in the same order
             if (way, ranks) not in self._lines:
                 own = group_over(list(ranks), f"chaos {way}")
-                self._lines[way, ranks] = _Line(f"{way} over ranks {list(ranks)}", own, self._named, self.longest)
+                self._lines[way, ranks] = _Communicator(
+                    f"{way} over ranks {list(ranks)}", own, self._named, self.longest
+                )
         return self._lines[kind, ranks]
 
     def _launch(
         self,
         op: str,
-        line: _Line,
+        line: _Communicator,
         read: Tensor,
         written: list[Tensor],
         results: Callable[[Tensor], list[Tensor]],
         lent: Tensor | None = None,
-    ) -> _Message:
+    ) -> _PendingCollective:
         self.pause()
         self.launched += 1
         line.launched += 1
         name = f"{op} of {read.nbytes} bytes, number {line.launched} of {line.name}"
-        message = _Message(self, name, read, written, results, lent, late=self._dice.random() < 0.7)
+        message = _PendingCollective(self, name, read, written, results, lent, late=self._dice.random() < 0.7)
         self._left[weakref.ref(message)] = name
         line.queue.put(message)
         return message
 
-    def arrived(self, message: _Message) -> None:
+    def arrived(self, message: _PendingCollective) -> None:
         """Records that a message was waited for."""
         self.pause()
         self._left.pop(weakref.ref(message), None)
 
 
 @dataclass(eq=False)
-class _Message:
+class _PendingCollective:
     """One collective under way, on memory that nothing else may write to."""
 
     owner: Chaos
@@ -218,7 +220,7 @@ class _Message:
             _write(self.lent, None)
 
 
-class _Line:
+class _Communicator:
     """A communicator, which runs one message after another on a thread of its own."""
 
     def __init__(self, name: str, group: Any, seed: str, longest: float) -> None:
@@ -226,7 +228,7 @@ class _Line:
         self.size, self.index = group.size(), group.rank()
         self.others = [i for i in range(self.size) if i != self.index]
         self.dice = random.Random(f"{seed} {name}")
-        self.queue: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[_PendingCollective | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=f"chaos {name}", daemon=True).start()
 
     @torch.no_grad()
@@ -243,7 +245,7 @@ class _Line:
             message.ready.set()
             del message  # otherwise it is held until the next message
 
-    def _meet(self, message: _Message) -> None:
+    def _meet(self, message: _PendingCollective) -> None:
         """Raises RuntimeError unless all ranks launched the same collective."""
         described = f"{message.name} {message.read.dtype}".encode()
         digest = hashlib.blake2b(described, digest_size=8).digest()

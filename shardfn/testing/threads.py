@@ -49,13 +49,13 @@ class Threads:
         dynamo.free_graphs()
         with state.borrowed(), process_groups.threaded_groups():
             state.reset()
-            return _Run(self._size, call).outcomes(deadline)
+            return _ThreadedCall(self._size, call).outcomes(deadline)
 
     def close(self) -> None:
         """Does nothing: nothing outlives a run."""
 
 
-class _Run:
+class _ThreadedCall:
     """One call, on fresh threads."""
 
     def __init__(self, size: int, call: bytes) -> None:

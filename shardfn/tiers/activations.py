@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn.compat import autograd, dynamo, functorch
 from shardfn.tiers import mapping, placing, tensors
 from shardfn.tiers.tensors import ALIGNMENT, File
-from shardfn.tiers.transfers import Buffer, Reading, Transfer, reading, writing
+from shardfn.tiers.transfers import DirectBuffer, PendingRead, Transfer, reading, writing
 
 CHUNK = 2**23  # bytes in one write
 WRITING = 2**26  # most bytes in flight to disk
@@ -163,7 +163,7 @@ class Activation:
     left: Any = None
     place: Tensor | None = None
     parts: int = 0
-    coming: Reading | None = None
+    coming: PendingRead | None = None
     back: Tensor | None = None
     arrived: Any = None
 
@@ -323,7 +323,7 @@ class Away:
         if activation.host is None:
             assert activation.place is not None, "it is somewhere"
             activation.coming = reading(
-                activation.place, own=Buffer(-(-activation.place.nbytes // ALIGNMENT) * ALIGNMENT)
+                activation.place, own=DirectBuffer(-(-activation.place.nbytes // ALIGNMENT) * ALIGNMENT)
             )
             return
         activation.back = torch.empty(activation.host.nbytes, dtype=torch.uint8, device=self.device)

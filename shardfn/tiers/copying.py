@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardfn.tiers import tensors
 from shardfn.tiers.tensors import ALIGNMENT, File, on_disk, place_of, settle
-from shardfn.tiers.transfers import Reading, reading, writing
+from shardfn.tiers.transfers import PendingRead, reading, writing
 
 PORTION = 2**23  # bytes
 ROOM = PORTION + 2 * ALIGNMENT  # bytes of a buffer; all have the same size, so that few are needed
@@ -42,7 +42,7 @@ def arrivals(sources: Iterable[Tensor]) -> Iterator[Tensor]:
             _end(under_way)
 
 
-def _end(under_way: Reading | None) -> None:
+def _end(under_way: PendingRead | None) -> None:
     if under_way is not None:
         under_way.give_back()
 

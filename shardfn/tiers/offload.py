@@ -13,16 +13,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.tiers import placing, streaming, tensors
 from shardfn.tiers.tensors import ALIGNMENT, place_of
-from shardfn.tiers.transfers import Arrival, CopyStreams, Reading, Transfer, buffers, copy_streams, reading, writing
+from shardfn.tiers.transfers import (
+    CopyStreams,
+    PendingCopies,
+    PendingRead,
+    Transfer,
+    buffers,
+    copy_streams,
+    reading,
+    writing,
+)
 
 
 class DiskPrefetch:
     """Reads of one schedule, by address: the tensor (kept alive: its address stays its own), its version, the read."""
 
     def __init__(self) -> None:
-        self._reads: dict[tuple[int, int], tuple[Tensor, int, Reading]] = {}
+        self._reads: dict[tuple[int, int], tuple[Tensor, int, PendingRead]] = {}
         self._streams: CopyStreams | None = None  # set if anything was copied since the last step
-        self._copies: list[Arrival] = []
+        self._copies: list[PendingCopies] = []
 
     def announce(self, x: Tensor) -> None:
         """Starts to read a tensor that will be needed, if it is on disk and has a version counter."""
@@ -36,7 +45,7 @@ class DiskPrefetch:
         if started is not None:
             self._reads[_key(x)] = x, x._version, started
 
-    def take(self, x: Tensor) -> Reading | None:
+    def take(self, x: Tensor) -> PendingRead | None:
         """The read of a tensor, started now if it was not announced or has changed since; None if it is not on disk."""
         if place_of(x) is None:
             return None
@@ -57,7 +66,7 @@ class DiskPrefetch:
     def arriving(self, tier: str, x: Tensor, device: torch.device) -> Iterator[Tensor]:
         """A shard's values in memory, for a block that starts to copy them to a device."""
         coming = self.take(x) if tier == "disk" else None
-        arrival: Arrival | None = None
+        arrival: PendingCopies | None = None
         try:
             if coming is not None:
                 coming.wait()
@@ -73,7 +82,7 @@ class DiskPrefetch:
             if coming is not None:
                 coming.give_back(None if arrival is None else arrival.event)
 
-    def copies(self) -> list[Arrival]:
+    def copies(self) -> list[PendingCopies]:
         """The copies started since the last call."""
         copies, self._copies = self._copies, []
         return copies

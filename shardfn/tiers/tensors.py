@@ -56,7 +56,7 @@ def sweep() -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Stretch:
+class FileRange:
     """A stretch of a file, which is mapped into memory too.
 
     Attributes:
@@ -105,7 +105,7 @@ class File:
 
     def __init__(self, folder: str, kind: str) -> None:
         self.folder, self.kind, self.nbytes, self.process = folder, kind, 0, os.getpid()
-        self._free: dict[int, list[Stretch]] = {}
+        self._free: dict[int, list[FileRange]] = {}
         self.plain, self.direct = _NONE, _NONE
         self._addresses: list[tuple[int, int]] = []
         self._lock = threading.Lock()
@@ -130,7 +130,7 @@ class File:
         system = os.fstatvfs(self.plain)
         return system.f_bavail * system.f_frsize
 
-    def take(self, nbytes: int) -> tuple[Stretch, bool]:
+    def take(self, nbytes: int) -> tuple[FileRange, bool]:
         """Returns a stretch of at least `nbytes` bytes, and whether it is new, and so full of zeros.
 
         Raises:
@@ -149,7 +149,7 @@ class File:
                 address = self._extended(rounded)
             self._addresses.append((address, rounded))
             self.nbytes += rounded
-            return Stretch(self, offset, rounded, address), True
+            return FileRange(self, offset, rounded, address), True
 
     def _extended(self, nbytes: int) -> int:
         """Extends the file and returns the address of the new bytes."""
@@ -191,7 +191,7 @@ class File:
                 f"again from the last checkpoint",
             )
 
-    def give_back(self, stretch: Stretch) -> None:
+    def give_back(self, stretch: FileRange) -> None:
         """Keeps a stretch that is no longer used for later ones of its size."""
         with self._lock:
             self._free.setdefault(stretch.nbytes, []).append(stretch)
@@ -253,17 +253,17 @@ class File:
 # --- tensors in them ---
 
 
-class Place(NamedTuple):
+class DiskExtent(NamedTuple):
     """Where on disk a tensor's values are: bytes `start` to `stop` of a stretch whose first `end` are in use."""
 
-    stretch: Stretch
+    stretch: FileRange
     start: int
     stop: int
     end: int
 
 
-_stretches: dict[int, tuple[Stretch, int]] = {}  # by address, with the number of bytes in use
-_dropped: deque[Stretch] = deque()  # filled by the garbage collector, which must not do more: see `_ended`
+_stretches: dict[int, tuple[FileRange, int]] = {}  # by address, with the number of bytes in use
+_dropped: deque[FileRange] = deque()  # filled by the garbage collector, which must not do more: see `_ended`
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, file: File, zeros: bool = False) -> Tensor:
@@ -294,17 +294,17 @@ def collect() -> None:
         stretch.file.give_back(stretch)
 
 
-def place_of(x: Tensor) -> Place | None:
+def place_of(x: Tensor) -> DiskExtent | None:
     """Where on disk a tensor is; None if it is in memory, not contiguous, or a lazily conjugated or negated view."""
     used = None if x.is_conj() or x.is_neg() else _stretch_of(x)
     if used is None or not x.is_contiguous():
         return None
     stretch, end = used
     start = int(x.storage_offset()) * x.dtype.itemsize
-    return Place(stretch, start, start + x.numel() * x.dtype.itemsize, end)
+    return DiskExtent(stretch, start, start + x.numel() * x.dtype.itemsize, end)
 
 
-def _stretch_of(x: Tensor) -> tuple[Stretch, int] | None:
+def _stretch_of(x: Tensor) -> tuple[FileRange, int] | None:
     """The stretch that a tensor is in, and how many of its bytes are in use; None if it is in none."""
     if torch.compiler.is_compiling() or not _stretches or x.device.type != "cpu":
         return None

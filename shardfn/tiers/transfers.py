@@ -46,7 +46,7 @@ def patience() -> float:
     return min(seconds, threading.TIMEOUT_MAX)
 
 
-class Buffer:
+class DirectBuffer:
     """Memory for direct I/O: aligned, and pinned if this process uses CUDA.
 
     Attributes:
@@ -76,7 +76,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._spare: dict[int, list[Buffer]] = {}
+        self._spare: dict[int, list[DirectBuffer]] = {}
         self.unlock()
 
     def unlock(self) -> None:
@@ -89,7 +89,7 @@ class Buffers:
             self.nbytes -= sum(size * len(spare) for size, spare in self._spare.items())
             self._spare.clear()
 
-    def take(self, nbytes: int) -> Buffer:
+    def take(self, nbytes: int) -> DirectBuffer:
         """Returns a buffer of at least `nbytes` bytes."""
         rounded = -(-nbytes // UNIT) * UNIT
         with self._lock:
@@ -97,13 +97,13 @@ class Buffers:
             buffer = spare.pop(0) if spare else None  # free for longest, so least likely to be busy
             self.nbytes += 0 if buffer else rounded
         if buffer is None:
-            return Buffer(rounded)
+            return DirectBuffer(rounded)
         if buffer.busy is not None:
             buffer.busy.synchronize()
             buffer.busy = None
         return buffer
 
-    def give_back(self, buffer: Buffer, busy: Any = None) -> None:
+    def give_back(self, buffer: DirectBuffer, busy: Any = None) -> None:
         """Takes a buffer back, in use until the event `busy`. The debug mode fills it with bytes 255: nan, or -1."""
         if debugging.memory:
             if busy is not None:
@@ -121,7 +121,7 @@ Move = Callable[[int, memoryview], None]
 
 
 @dataclass(eq=False)
-class _Task:
+class _TransferPart:
     """One part of a transfer.
 
     Attributes:
@@ -159,11 +159,11 @@ class _Task:
             self.future.set_exception(failed)
 
 
-_pools: dict[int, queue.SimpleQueue[_Task]] = {}
+_pools: dict[int, queue.SimpleQueue[_TransferPart]] = {}
 _starting = threading.Lock()
 
 
-def _pool() -> queue.SimpleQueue[_Task]:
+def _pool() -> queue.SimpleQueue[_TransferPart]:
     """The task queue of this process's threads. Each process starts its own: threads do not survive a fork."""
     tasks = _pools.get(os.getpid())
     if tasks is not None:  # without the lock, which a fork may inherit locked
@@ -180,7 +180,7 @@ def _pool() -> queue.SimpleQueue[_Task]:
         return tasks
 
 
-def _serve(tasks: queue.SimpleQueue[_Task], as_here: Callable[[], None]) -> None:
+def _serve(tasks: queue.SimpleQueue[_TransferPart], as_here: Callable[[], None]) -> None:
     as_here()
     while True:
         tasks.get().run()
@@ -200,7 +200,7 @@ class Transfer:
 
     __slots__ = ("buffer", "parts", "what")
 
-    def __init__(self, parts: list[Future[None]], buffer: Buffer | None, what: str) -> None:
+    def __init__(self, parts: list[Future[None]], buffer: DirectBuffer | None, what: str) -> None:
         self.parts, self.buffer, self.what = parts, buffer, what
 
     def wait(self) -> None:
@@ -238,7 +238,7 @@ class Transfer:
         self.give_back()
 
 
-class Reading(Transfer):
+class PendingRead(Transfer):
     """A tensor's read from disk; `values` are its values in memory once it has arrived."""
 
     __slots__ = ("values",)
@@ -252,7 +252,7 @@ class Reading(Transfer):
         self.give_back()
 
 
-def reading(x: Tensor, room: int = 0, own: Buffer | None = None) -> Reading | None:
+def reading(x: Tensor, room: int = 0, own: DirectBuffer | None = None) -> PendingRead | None:
     """Starts to read a tensor into `own`, or a buffer of at least `room` bytes; None if it is in memory or empty."""
     place = place_of(x)
     if place is None or place.start == place.stop:
@@ -262,7 +262,7 @@ def reading(x: Tensor, room: int = 0, own: Buffer | None = None) -> Reading | No
     buffer = buffers.take(max(last - first, room)) if own is None else None
     memory = (own or buffer).bytes[: last - first]  # type: ignore[union-attr]
     parts = _parts(file.read, place.stretch.offset + first, memory, x)
-    coming = Reading(parts, buffer, f"reading {x.nbytes / 1e6:.1f} MB of {file.kind} in {file.folder!r}")
+    coming = PendingRead(parts, buffer, f"reading {x.nbytes / 1e6:.1f} MB of {file.kind} in {file.folder!r}")
     coming.values = memory[place.start - first : place.stop - first].view(x.dtype).view(x.shape)
     return coming
 
@@ -308,7 +308,7 @@ def _parts(move: Move, offset: int, memory: Tensor, keeps: Any = None, after: An
     while at < len(memory):
         stop = min(len(memory), at + AT_ONCE - (offset + at) % ALIGNMENT)
         future: Future[None] = Future()
-        _pool().put(_Task(future, move, offset + at, bytes_[at:stop], (memory, keeps), after))
+        _pool().put(_TransferPart(future, move, offset + at, bytes_[at:stop], (memory, keeps), after))
         parts.append(future)
         at = stop
     return parts
@@ -317,7 +317,7 @@ def _parts(move: Move, offset: int, memory: Tensor, keeps: Any = None, after: An
 # --- between an accelerator and its host's memory ---
 
 
-class Arrival:
+class PendingCopies:
     """Copies under way to the accelerator; waiting for them holds up the accelerator's stream, not the host."""
 
     def __init__(self, streams: CopyStreams) -> None:
@@ -347,11 +347,11 @@ class CopyStreams:
         return moved
 
     @contextlib.contextmanager
-    def bringing(self) -> Iterator[Arrival]:
+    def bringing(self) -> Iterator[PendingCopies]:
         """Runs the block's copies into memory of this device on the copy stream, after what is enqueued by now."""
         self._in.wait_stream(self.module.current_stream(self.device))
         with self.module.stream(self._in):
-            arrival = Arrival(self)
+            arrival = PendingCopies(self)
             try:
                 yield arrival
             finally:

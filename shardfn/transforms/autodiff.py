@@ -201,7 +201,7 @@ def _by_autograd(
     return (value, aux, gradients) if keep and held else (detached(value), optree.tree_map(detached, aux), gradients)
 
 
-def follow_parts(recorder: recording.Recorder, flat: Tensor, layout: Layout) -> None:
+def follow_parts(recorder: recording.TraceRecorder, flat: Tensor, layout: Layout) -> None:
     """Tells a checked call what is where in a flat shard, or in its gradient."""
     number = {entry.path: k for k, entry in enumerate(layout.entries)}
     held = local_parameters(FlatShard(flat, layout))

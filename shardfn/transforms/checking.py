@@ -25,7 +25,7 @@ from shardfn.check.findings import LAST, PROBABLY, Finding, VaryingError, Varyin
 from shardfn.check.hints import hints
 from shardfn.check.inputs import draws_met
 from shardfn.check.judging import judged, used
-from shardfn.check.recording import Recorder
+from shardfn.check.recording import TraceRecorder
 from shardfn.check.trace import Mask, Node, Output
 from shardfn.check.values import like_of
 from shardfn.collectives.agree import compare
@@ -88,7 +88,7 @@ def _transformed(function: Callable[..., Any]) -> list[Tensor]:
     return [x for x in closed if functorch.wrapped(x) and x.is_floating_point()]
 
 
-class Checked:
+class CheckedCall:
     """One checked call of a function.
 
     Args:
@@ -102,7 +102,7 @@ class Checked:
         several = {axis: size for axis, size in sizes(mesh).items() if size > 1}
         self.name, self.mesh = name, mesh
         self.ranks = Exchange(mesh, tuple(several), name)
-        self.recorder = Recorder(name, several, functools.partial(_axes_of, mesh))
+        self.recorder = TraceRecorder(name, several, functools.partial(_axes_of, mesh))
         self.recorder.trace.outer = outer
         self.arguments: list[Argument] = []
         self.shown: list[Tensor | int] = []  # the bits of each argument
@@ -292,7 +292,7 @@ class Checked:
 
 
 def claim(
-    recorder: Recorder, function: str, side: str, leaves: Sequence[Leaf], pieces: Sequence[Any], mesh: DeviceMesh
+    recorder: TraceRecorder, function: str, side: str, leaves: Sequence[Leaf], pieces: Sequence[Any], mesh: DeviceMesh
 ) -> None:
     """Records what a function that is mapped inside a checked one declares of its arguments or its result."""
     trace = recorder.trace

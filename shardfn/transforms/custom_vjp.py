@@ -47,12 +47,12 @@ class custom_vjp:
         needed = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
         if not needed and not functorch.inside_transform():
             return self.fwd(*inputs)[0]
-        run = _Run(self)
+        run = _VjpCall(self)
         tensors: Tensors = functorch.applied(_Forward if functorch.inside_transform() else _Direct, run, *inputs)
         return tensors[: run.outputs]
 
 
-class _Run:
+class _VjpCall:
     """One call; not a pytree node, so transforms pass it through.
 
     Attributes:
@@ -113,12 +113,12 @@ class _Forward(Function):
     """Autograd's function `(run, *inputs) -> (*outputs, *residuals)`, without residuals that are inputs or outputs."""
 
     @staticmethod
-    def forward(run: _Run, *inputs: Tensor) -> Tensors:
+    def forward(run: _VjpCall, *inputs: Tensor) -> Tensors:
         return run.forward(inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        run: _Run = inputs[0]
+        run: _VjpCall = inputs[0]
         ctx.run = run
         ctx.save_for_backward(*inputs[1:], *[output[i] for i in run.made])
         ctx.mark_non_differentiable(*output[run.outputs :])
@@ -126,7 +126,7 @@ class _Forward(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        run: _Run = ctx.run
+        run: _VjpCall = ctx.run
         needs = ctx.needs_input_grad[1:]
         saved = [functorch.alive(x) for x in ctx.saved_tensors]
         if not any(needs):
@@ -149,7 +149,7 @@ class _Direct(_Forward):
     setup_context = Function.setup_context
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, *inputs: Tensor) -> Tensors:  # type: ignore[override]
+    def forward(ctx: Any, run: _VjpCall, *inputs: Tensor) -> Tensors:  # type: ignore[override]
         output = run.forward(inputs)
         _Forward.setup_context(ctx, (run, *inputs), output)
         return output
@@ -159,7 +159,7 @@ class _Backward(Function):
     """Autograd's function `(run, needs, given, *cotangents, *inputs, *made) -> gradients` of inputs that need one."""
 
     @staticmethod
-    def forward(run: _Run, needs: Sequence[bool], given: list[bool], *tensors: Tensor) -> Tensors:
+    def forward(run: _VjpCall, needs: Sequence[bool], given: list[bool], *tensors: Tensor) -> Tensors:
         cts, saved = _separated(given, tensors)
         gs = run.backward(saved, cts, needs)
         return own(
@@ -174,7 +174,7 @@ class _Backward(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        run: _Run = ctx.run
+        run: _VjpCall = ctx.run
         tensors = [functorch.alive(x) for x in ctx.saved_tensors]
         count = sum(ctx.given) + len(ctx.needs)  # without `made`, which is computed from the inputs
         indices = [i for i, x in enumerate(tensors[:count]) if x.is_floating_point() or x.is_complex()]

@@ -28,7 +28,7 @@ from shardfn.quoting import listed
 from shardfn.shards.parts import Parts, note_again, note_parts
 from shardfn.shards.replicated import checksum
 from shardfn.transforms.autodiff import name_of
-from shardfn.transforms.checking import Checked, asked, claim
+from shardfn.transforms.checking import CheckedCall, asked, claim
 
 Function = Callable[..., Any]
 F = TypeVar("F", bound=Function)
@@ -181,7 +181,7 @@ def _check(
     f: Function, entered: _Entered, out_specs: Any, mesh: DeviceMesh, seen: set[Any], outer: bool, parts: Known
 ) -> Any:
     """Runs a call that is recorded, and judges it afterwards."""
-    checked = Checked(f, mesh, outer)
+    checked = CheckedCall(f, mesh, outer)
     with checked.recorder:
         checked.take(entered.leaves, entered.pieces)
         result = f(*entered.args, **entered.kwargs)

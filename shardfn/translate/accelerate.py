@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardfn.translate import deepspeed, fsdp, precision
-from shardfn.translate.draft import Draft
+from shardfn.translate.draft import TranslationBuilder
 from shardfn.translate.schema import By, Section, Table, always, each, flag, meant, missing, read, sets, yours
-from shardfn.translate.values import Call, TranslateError, dtype, lower, on, shown, spellings, whole, word
+from shardfn.translate.values import SourceCall, TranslateError, dtype, lower, on, shown, spellings, whole, word
 
 _ORDER = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _LAUNCH = yours("starting processes: torchrun")
@@ -22,7 +22,7 @@ STRATEGY = By(
 )
 
 
-def _reshard(draft: Draft, key: str, value: Any) -> None:
+def _reshard(draft: TranslationBuilder, key: str, value: Any) -> None:
     """Reads `reshard_after_forward`: a strategy's name for FSDP1, true or false for FSDP2."""
     old = draft.get("kind", "fsdp1") == "fsdp1"
     if old == (isinstance(value, bool) or word(value) in ("TRUE", "FALSE")):
@@ -66,7 +66,7 @@ def plugin(table: Table = PLUGIN, name: str = "") -> Section:
     """The section of FullyShardedDataParallelPlugin's arguments; in YAML their names begin with `fsdp_`."""
     prefixed = {key if key.startswith(name) else f"{name}{key}": meaning for key, meaning in table.items()}
 
-    def before(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
+    def before(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
         version = whole(f"{prefix}fsdp_version", given.get("fsdp_version", given.get("version", 1)))
         draft.put("kind", "fsdp2" if version == 2 else "fsdp1")
         offloaded, checkpointed = f"{name}activation_checkpointing_offload", f"{name}activation_checkpointing"
@@ -88,7 +88,7 @@ def plugin(table: Table = PLUGIN, name: str = "") -> Section:
     return Section(prefixed, "Accelerate's FSDP", cut="full_shard", before=before)
 
 
-def _of_file(draft: Draft, key: str, value: Any) -> None:
+def _of_file(draft: TranslationBuilder, key: str, value: Any) -> None:
     """Reads DeepSpeed's own file, whose contents have replaced its name."""
     if isinstance(value, Mapping):
         draft.row(key, "a file", "becomes", "its keys, below")
@@ -147,7 +147,7 @@ _DYNAMO: Table = {
 }
 
 
-def _if_compiled(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
+def _if_compiled(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
     """Leaves the arguments of torch.compile to read if anything is compiled."""
     unprefixed = {name.removeprefix("dynamo_"): setting for name, setting in given.items()}
     if not {"NO", "NONE", ""}.intersection(spellings(unprefixed.get("backend"))) and not on(
@@ -168,7 +168,7 @@ _PRECISION = By(
 )
 
 
-def low(draft: Draft, key: str, value: Any, spelling: Any) -> None:
+def low(draft: TranslationBuilder, key: str, value: Any, spelling: Any) -> None:
     """Reads a precision of 16 bits, whose meaning depends on the strategy, which was read before."""
     low_dtype, kind = str(dtype(key, spelling)), draft.get("kind", "ddp")
     text = [] if kind == "ddp" else [precision.of_stages(draft, low_dtype, key, kind)]
@@ -215,7 +215,7 @@ CONFIG: Table = {
 }
 
 
-def _one_strategy(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
+def _one_strategy(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
     if given.get("fsdp_config") and given.get("deepspeed_config"):
         raise TranslateError("fsdp_config and deepspeed_config: two strategies in one file; leave one of them")
     kind = word(given.get("distributed_type", "NO"))
@@ -238,13 +238,13 @@ _QUIET = ("DistributedDataParallelKwargs", "InitProcessGroupKwargs", "ProfileKwa
 _HOOKS = {"comm_hook", "comm_wrapper", "comm_state_option"}
 
 
-def _handlers(draft: Draft, key: str, value: Any) -> None:
+def _handlers(draft: TranslationBuilder, key: str, value: Any) -> None:
     """Reads a list of handlers, of which some change numbers: scales, autocast, what DDP sends."""
     if value is not None and not isinstance(value, (list, tuple)):
         draft.open(key, value, "a list of calls, each of which has a row")
     for one in value if isinstance(value, (list, tuple)) else ():
-        name = one.name if isinstance(one, Call) else "?"
-        quiet = isinstance(one, Call) and name in _QUIET and not _HOOKS & one.arguments.keys()
+        name = one.name if isinstance(one, SourceCall) else "?"
+        quiet = isinstance(one, SourceCall) and name in _QUIET and not _HOOKS & one.arguments.keys()
         said = "no number changes" if quiet else "so.loss_scaled, torch.autocast or compressed strategies"
         draft.row(f"{key}.{name}", one, "yours" if quiet else "missing", said)
 

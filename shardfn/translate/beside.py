@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from shardfn.translate.accelerate import BACKEND, MODE
-from shardfn.translate.draft import Draft
+from shardfn.translate.draft import TranslationBuilder
 from shardfn.translate.fsdp import OPTIMIZERS, optimizer
 from shardfn.translate.schema import Section, Table, always, each, meant, missing, sets, yours
-from shardfn.translate.values import Call, Source, dtype, on, shown
+from shardfn.translate.values import SourceCall, SourceExpression, dtype, on, shown
 
 _ADAPTERS = missing("lora.init(model, ...): docs/how-to/train-adapters.md")
 _QUANTIZED = missing("quant.quantize(model.tree, quant.nf4(), ...): docs/how-to/train-adapters-on-four-bits.md")
@@ -20,15 +20,15 @@ _FOREIGN = missing("of quantized folders, those of bitsandbytes in 4 bits can be
 _SEED = yours("seed= of sf.run.loop and sf.run.batches, and what seeds the module's weights")
 
 
-def _autocast(draft: Draft, key: str, call: Call) -> None:
+def _autocast(draft: TranslationBuilder, key: str, call: SourceCall) -> None:
     """Reads torch.autocast, whose dtype on CUDA is float16 unless it is said."""
     given = dict(call.arguments)
     where, enabled = given.get("device_type"), given.get("enabled", True)
-    if isinstance(enabled, Source) or (where is None and "argument 1" in given):
+    if isinstance(enabled, SourceExpression) or (where is None and "argument 1" in given):
         draft.open(f"{key}.enabled", enabled, "torch.autocast around the model")
     elif not on(f"{key}.enabled", enabled):
         draft.row(key, call, "always", "no autocast unless it is said")
-    elif isinstance(given.get("dtype"), Source):
+    elif isinstance(given.get("dtype"), SourceExpression):
         draft.open(f"{key}.dtype", given["dtype"], "torch.autocast around the model")
     else:
         low = dtype(f"{key}.dtype", given.get("dtype", "bf16" if where == "cpu" else "fp16"))
@@ -47,7 +47,7 @@ _COMPILE: Table = {
 }
 
 
-def _zero1(draft: Draft, key: str, call: Call) -> None:
+def _zero1(draft: TranslationBuilder, key: str, call: SourceCall) -> None:
     """Reads ZeroRedundancyOptimizer: the optimizer of its class, with state cut over the ranks."""
     given = dict(call.arguments)
     make, group = given.pop("optimizer_class", None), given.pop("process_group", None)
@@ -58,9 +58,9 @@ def _zero1(draft: Draft, key: str, call: Call) -> None:
         draft.row(f"{key}.process_group", group, "missing", "write the mesh: its axes are the groups")
     draft.put("cut", "zero1", key)
     draft.row(key, call, "becomes", "the strategy sf.zero1")
-    name = make.text.rpartition(".")[2] if isinstance(make, Source) else ""
+    name = make.text.rpartition(".")[2] if isinstance(make, SourceExpression) else ""
     if name in OPTIMIZERS:
-        optimizer(draft, name, Call(name, call.line, given))
+        optimizer(draft, name, SourceCall(name, call.line, given))
     else:
         draft.row(f"{key}.optimizer_class", make, "open", "the program has the name optimizer for it")
 
@@ -88,7 +88,11 @@ TABLE: Table = {
 
 
 def rows(
-    draft: Draft, calls: Iterable[Call], used: Collection[Call], modules: Mapping[str, str], known: Collection[str]
+    draft: TranslationBuilder,
+    calls: Iterable[SourceCall],
+    used: Collection[SourceCall],
+    modules: Mapping[str, str],
+    known: Collection[str],
 ) -> None:
     """Adds the rows of calls beside the one that shards.
 
@@ -110,24 +114,26 @@ def rows(
         told.add(text)
         if meaning is not None:
             whole = isinstance(meaning, Section) or callable(meaning)
-            meant(draft, call.name, call if whole else Source(text), meaning)
+            meant(draft, call.name, call if whole else SourceExpression(text), meaning)
         elif modules.get(call.name) == "":
-            draft.row(call.name, Source(text), "yours", "this file defines it")
+            draft.row(call.name, SourceExpression(text), "yours", "this file defines it")
         elif modules.get(call.name, "").startswith("transformers") and call.name.endswith("Config"):
-            draft.row(call.name, Source(text), "yours", "of the model, which is yours")
+            draft.row(call.name, SourceExpression(text), "yours", "of the model, which is yours")
         else:
-            draft.row(call.name, Source(text), "missing", "not read beside what shards here: translate it by itself")
+            draft.row(
+                call.name, SourceExpression(text), "missing", "not read beside what shards here: translate it by itself"
+            )
 
 
 _MODELS = ("model", "module", "params", "model_parameters", "parameters")
 
 
-def _within(value: Any) -> Iterable[Call]:
+def _within(value: Any) -> Iterable[SourceCall]:
     """The calls among the arguments of a call, but those that make the model, which are not read with it."""
-    inner = value.arguments if isinstance(value, Call) else value
+    inner = value.arguments if isinstance(value, SourceCall) else value
     inner = {key: x for key, x in inner.items() if key not in _MODELS} if isinstance(inner, Mapping) else inner
     inner = inner.values() if isinstance(inner, Mapping) else inner if isinstance(inner, (list, tuple)) else ()
     for item in inner:
-        if isinstance(item, Call):
+        if isinstance(item, SourceCall):
             yield item
         yield from _within(item)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardfn.translate.values import Call, Source, TranslateError
+from shardfn.translate.values import SourceCall, SourceExpression, TranslateError
 
 _WRAPPED = ("module", "process_group", "sharding_strategy")
 _POSITIONS = {
@@ -50,7 +50,7 @@ _DTYPES = {"bfloat16", "float16", "half", "float32", "float64", "double"}
 
 
 @dataclass(frozen=True)
-class Program:
+class FileBindings:
     """What a file binds to names.
 
     Attributes:
@@ -70,7 +70,7 @@ class Program:
     read: Collection[str]
 
 
-def calls(text: str, read: Collection[str]) -> tuple[list[Call], set[str], Mapping[str, str]]:
+def calls(text: str, read: Collection[str]) -> tuple[list[SourceCall], set[str], Mapping[str, str]]:
     """The calls of a file with these names, or with the name of settings, in order; the packages that it imports; and
     the modules from which its names are, "" for its own.
 
@@ -99,7 +99,7 @@ def _is_read(name: str, read: Collection[str]) -> bool:
     return name in read or (name.endswith(_SETTINGS) and name[:1].isupper() and name not in _DICTS)
 
 
-def _program(nodes: list[ast.AST], read: Collection[str]) -> Program:
+def _program(nodes: list[ast.AST], read: Collection[str]) -> FileBindings:
     bound = Counter(node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load))
     bound.update(node.arg for node in nodes if isinstance(node, ast.arg))
     assigned: dict[str, ast.expr] = {}
@@ -114,7 +114,7 @@ def _program(nodes: list[ast.AST], read: Collection[str]) -> Program:
     changed = {name for name, _ in changes}
     imports = [(node.module or "", alias) for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
     own = {node.name: "" for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
-    return Program(
+    return FileBindings(
         {name: value for name, value in assigned.items() if bound[name] == 1 and name not in changed},
         {alias.asname: alias.name for _, alias in imports if alias.asname},
         {alias.name: module for module, alias in imports} | own,
@@ -138,7 +138,7 @@ def _changes(nodes: list[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
             yield root.id, node
 
 
-def _param_groups(nodes: list[ast.AST]) -> list[Call]:
+def _param_groups(nodes: list[ast.AST]) -> list[SourceCall]:
     """What a program assigns to an optimizer's groups, `group["lr"] = ...`, as calls with these arguments."""
     if not any(isinstance(node, ast.Attribute) and node.attr == "param_groups" for node in nodes):
         return []
@@ -149,17 +149,19 @@ def _param_groups(nodes: list[ast.AST]) -> list[Call]:
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             key = target.slice if isinstance(target, ast.Subscript) else None
             if isinstance(key, ast.Constant) and key.value in _NUMBERS:
-                found.append(Call("param_groups", node.lineno, {str(key.value): Source(ast.unparse(node))}))
+                found.append(
+                    SourceCall("param_groups", node.lineno, {str(key.value): SourceExpression(ast.unparse(node))})
+                )
     return found
 
 
-def _called(node: ast.Call, program: Program) -> str:
+def _called(node: ast.Call, program: FileBindings) -> str:
     """The name of the called function, or of the one that `partial` is applied to."""
     name = _last(node.func, program)
     return _last(node.args[0], program) if name == "partial" and node.args else name
 
 
-def _last(node: ast.expr, program: Program) -> str:
+def _last(node: ast.expr, program: FileBindings) -> str:
     """The last part of a name, with import aliases resolved."""
     if isinstance(node, ast.Attribute):
         return f"{_WHOLE[node.attr]}.{node.attr}" if ast.unparse(node.value) == _WHOLE.get(node.attr) else node.attr
@@ -167,17 +169,19 @@ def _last(node: ast.expr, program: Program) -> str:
     return f"{_WHOLE[name]}.{name}" if program.modules.get(name, "") == _WHOLE.get(name) else name
 
 
-def _read(node: ast.Call, program: Program) -> Call:
+def _read(node: ast.Call, program: FileBindings) -> SourceCall:
     """A call, with what the program later assigns to its result's fields: `args.max_grad_norm = 0.5`."""
     call = _call(node, program, ())
     if not call.name.endswith(_SETTINGS):
         return call
     names = {name for line, name in program.made if line == call.line}
-    changed = {ast.unparse(place): Source(ast.unparse(place)) for name, place in program.changes if name in names}
+    changed = {
+        ast.unparse(place): SourceExpression(ast.unparse(place)) for name, place in program.changes if name in names
+    }
     return replace(call, arguments={**call.arguments, **changed})
 
 
-def _call(node: ast.Call, program: Program, inside: tuple[str, ...]) -> Call:
+def _call(node: ast.Call, program: FileBindings, inside: tuple[str, ...]) -> SourceCall:
     name, positional = _last(node.func, program), node.args
     if name == "partial" and _called(node, program) in program.read:
         name, positional = _called(node, program), positional[1:]
@@ -192,11 +196,11 @@ def _call(node: ast.Call, program: Program, inside: tuple[str, ...]) -> Call:
         elif isinstance(value, Mapping):
             arguments |= {str(key): item for key, item in value.items()}
         else:
-            arguments[f"**{ast.unparse(word.value)}"] = Source(ast.unparse(word.value))
-    return Call(name, node.lineno, arguments)
+            arguments[f"**{ast.unparse(word.value)}"] = SourceExpression(ast.unparse(word.value))
+    return SourceCall(name, node.lineno, arguments)
 
 
-def _value(node: ast.expr, program: Program, inside: tuple[str, ...]) -> Any:
+def _value(node: ast.expr, program: FileBindings, inside: tuple[str, ...]) -> Any:
     if isinstance(node, ast.Name) and node.id in program.known and node.id not in inside:
         return _value(program.known[node.id], program, (*inside, node.id))
     if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
@@ -214,4 +218,4 @@ def _value(node: ast.expr, program: Program, inside: tuple[str, ...]) -> Any:
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError):
-        return Source(ast.unparse(node))
+        return SourceExpression(ast.unparse(node))

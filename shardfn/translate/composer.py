@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardfn.translate import fsdp, optimizers, precision
-from shardfn.translate.draft import Draft, Name
-from shardfn.translate.optimizers import Kind, steps_of
+from shardfn.translate.draft import TranslationBuilder, UndefinedName
+from shardfn.translate.optimizers import OptimizerCounterpart, steps_of
 from shardfn.translate.schema import By, Section, Table, always, each, flag, meant, missing, sets, unsaid, yours
 from shardfn.translate.values import TranslateError, dtype, natural, number, whole, whole_or_all, word
 
@@ -15,7 +15,7 @@ _LOOP = yours("sf.run.loop is a function; what it is given is yours: docs/how-to
 _DATA = yours("the data, the model and the tokenizer are yours")
 
 
-def _mixed(draft: Draft, key: str, value: Any) -> None:
+def _mixed(draft: TranslationBuilder, key: str, value: Any) -> None:
     """Reads DEFAULT or PURE, which use the dtype of the trainer's precision."""
     trainer_dtype, pure = draft.get("low"), word(value) == "PURE"
     if trainer_dtype == "torch.float32":
@@ -75,7 +75,7 @@ TP: Table = {
 }
 
 
-def _of_one_number(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
+def _of_one_number(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
     """Takes out the keys that other keys of the section overrule."""
     if given.get("activation_checkpointing") and given.get("activation_cpu_offload"):
         remat = given.pop("activation_checkpointing")
@@ -87,7 +87,7 @@ def _of_one_number(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
             draft.row(f"{prefix}{name}", given.pop(name), "always", "prefetch= is one number for both directions")
 
 
-def _mixed_by_default(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
+def _mixed_by_default(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
     if "mixed_precision" not in given:
         _mixed(draft, f"{prefix}mixed_precision", "DEFAULT")
 
@@ -98,12 +98,12 @@ _FSDP, _FSDP2 = (
 _PARTS = {"fsdp": _FSDP, "fsdp2": _FSDP2, "tp": Section(TP, "Composer")}
 
 
-def _one_of_two(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
+def _one_of_two(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
     if given.get("fsdp") is not None and given.get("fsdp2") is not None:
         raise TranslateError(f"{prefix}fsdp and fsdp2: two strategies in one file; leave one of them")
 
 
-def _low(draft: Draft, key: str, value: Any) -> None:
+def _low(draft: TranslationBuilder, key: str, value: Any) -> None:
     text = precision.of_autocast(draft, str(dtype(key, word(value).lower())), key)
     draft.row(key, value, "becomes", f"{text}, and the dtype of mixed_precision")
 
@@ -117,7 +117,7 @@ _PRECISION = By(
 )
 
 
-def _optimizer(draft: Draft, key: str, value: Any) -> None:
+def _optimizer(draft: TranslationBuilder, key: str, value: Any) -> None:
     name = optimizers.named(key, value, "name", "decoupled_adamw")
     given = {argument: x for argument, x in value.items() if argument != "name"}
     kind = OPTIMIZERS.get(name)
@@ -129,19 +129,19 @@ def _optimizer(draft: Draft, key: str, value: Any) -> None:
     arguments = optimizers.arguments(draft, key, given, kind)
     lr, decay = arguments["lr"], arguments.get("weight_decay")
     if kind.notes and decay:
-        both_numbers = not isinstance(lr, Name) and not isinstance(decay, Name)
-        arguments["weight_decay"] = (decay / lr if lr else 0.0) if both_numbers else Name(f"{decay} / {lr}")
+        both_numbers = not isinstance(lr, UndefinedName) and not isinstance(decay, UndefinedName)
+        arguments["weight_decay"] = (decay / lr if lr else 0.0) if both_numbers else UndefinedName(f"{decay} / {lr}")
 
 
 _DECOUPLED = {"weight_decay": ", divided by lr: theirs is of the parameter, ours is multiplied by the rate"}
 OPTIMIZERS = {
-    "decoupled_adamw": Kind("adamw", {"betas": (0.9, 0.95), "weight_decay": 1e-5}, _DECOUPLED),
-    "decoupled_lionw": Kind("lion", {"weight_decay": 0.0}, _DECOUPLED),
-    **{name: Kind(name) for name in ("adamw", "adam", "sgd")},
+    "decoupled_adamw": OptimizerCounterpart("adamw", {"betas": (0.9, 0.95), "weight_decay": 1e-5}, _DECOUPLED),
+    "decoupled_lionw": OptimizerCounterpart("lion", {"weight_decay": 0.0}, _DECOUPLED),
+    **{name: OptimizerCounterpart(name) for name in ("adamw", "adam", "sgd")},
 }
 
 
-def _scheduler(draft: Draft, key: str, value: Any) -> None:
+def _scheduler(draft: TranslationBuilder, key: str, value: Any) -> None:
     optimizers.named(key, value, "name", "cosine_with_warmup")
     optimizers.schedule_of_composer(draft, key, value, draft.get("total"))
 
@@ -154,7 +154,7 @@ _CLIPPING: Table = {
 _ALGORITHMS: Table = {"gradient_clipping": Section(_CLIPPING, "gradient_clipping"), "ema": missing("so.ema")}
 
 
-def _algorithms(draft: Draft, key: str, value: Any) -> None:
+def _algorithms(draft: TranslationBuilder, key: str, value: Any) -> None:
     if isinstance(value, Mapping):
         meant(draft, key, value, Section(_ALGORITHMS, "algorithms"))
     else:
@@ -216,7 +216,7 @@ CONFIG: Table = {
 }
 
 
-def _one_strategy(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
+def _one_strategy(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
     if given.get("parallelism_config") and given.get("fsdp_config"):
         raise TranslateError("parallelism_config and fsdp_config: two strategies in one file; leave one of them")
     draft.put("total", steps_of(given.get("max_duration")))

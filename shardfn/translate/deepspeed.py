@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from shardfn.translate import optimizers, precision
-from shardfn.translate.draft import Draft
-from shardfn.translate.optimizers import Kind
+from shardfn.translate.draft import TranslationBuilder
+from shardfn.translate.optimizers import OptimizerCounterpart
 from shardfn.translate.schema import By, Section, Table, always, each, flag, meant, missing, read, sets, yours
 from shardfn.translate.values import (
     TranslateError,
@@ -60,7 +60,7 @@ _TIERS: Table = {
 
 
 def _offload(where: By) -> Section:
-    def before(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
+    def before(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
         if "nvme_path" in given and word(given.get("device", "none")) != "NVME":
             draft.row(f"{prefix}nvme_path", given.pop("nvme_path"), "always", "of no effect without nvme")
 
@@ -129,7 +129,7 @@ ZERO: Table = {
 }
 
 
-def _within_stages(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
+def _within_stages(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
     """Checks keys that need a certain stage; marks as ineffective those that need stage 3."""
     stage_3 = draft.get("cut") == "full_shard"
     for fact, name in (("hpz", "zero_hpz_partition_size"), ("mics", "mics_shard_size"), ("params", "offload_param")):
@@ -145,7 +145,7 @@ def _within_stages(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
         raise TranslateError(f"{prefix}zero_hpz_partition_size and mics_shard_size: two strategies in one file")
 
 
-def _zero(draft: Draft, key: str, value: Any) -> None:
+def _zero(draft: TranslationBuilder, key: str, value: Any) -> None:
     if isinstance(value, bool):
         raise TranslateError(f"{key}: {value} is an old spelling, with another meaning in each version; write a stage")
     meant(draft, key, value, Section(ZERO, "DeepSpeed's ZeRO", cut="ddp", first="stage", after=_within_stages))
@@ -153,23 +153,25 @@ def _zero(draft: Draft, key: str, value: Any) -> None:
 
 _ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 OPTIMIZERS = {
-    "adam": Kind("adam", _ADAM),
-    "adamw": Kind("adamw", _ADAM),
-    "lion": Kind("lion", {"betas": (0.9, 0.99), "weight_decay": 0.0}),
-    "lamb": Kind("lamb", {**_ADAM, "min_coeff": 0.01, "max_coeff": 10.0}),
-    "sgd": Kind("sgd", {"momentum": 0.0, "weight_decay": 0.0, "nesterov": False}),
-    **{name.rpartition(".")[2].lower(): Kind(name) for name in optimizers.TAKES if "." in name},
+    "adam": OptimizerCounterpart("adam", _ADAM),
+    "adamw": OptimizerCounterpart("adamw", _ADAM),
+    "lion": OptimizerCounterpart("lion", {"betas": (0.9, 0.99), "weight_decay": 0.0}),
+    "lamb": OptimizerCounterpart("lamb", {**_ADAM, "min_coeff": 0.01, "max_coeff": 10.0}),
+    "sgd": OptimizerCounterpart("sgd", {"momentum": 0.0, "weight_decay": 0.0, "nesterov": False}),
+    **{name.rpartition(".")[2].lower(): OptimizerCounterpart(name) for name in optimizers.TAKES if "." in name},
 }
 
 
-def _typed(draft: Draft, key: str, value: Any, example: str, others: Section) -> tuple[str, dict[str, Any]]:
+def _typed(
+    draft: TranslationBuilder, key: str, value: Any, example: str, others: Section
+) -> tuple[str, dict[str, Any]]:
     """The type and the arguments of an optimizer or a scheduler, whose other keys it reads."""
     kind = optimizers.named(key, value, "type", example)
     read(draft, key, {name: x for name, x in value.items() if name not in ("type", "params")}, others)
     return kind, draft.settings(f"{key}.params", value.get("params")) or {}
 
 
-def _optimizer(draft: Draft, key: str, value: Any) -> None:
+def _optimizer(draft: TranslationBuilder, key: str, value: Any) -> None:
     others = Section({"legacy_fusion": always("one implementation")}, "an optimizer")
     name, given = _typed(draft, key, value, "AdamW", others)
     kind, where = OPTIMIZERS.get(name.lower()), f"{key}.params."
@@ -182,12 +184,12 @@ def _optimizer(draft: Draft, key: str, value: Any) -> None:
     else:
         draft.row(f"{key}.type", name, "becomes", kind.text)
     if on(f"{where}torch_adam", given.get("torch_adam", False)) and kind.ours == "adamw":
-        kind = Kind("adamw", {**kind.defaults, "weight_decay": 0.01})
+        kind = OptimizerCounterpart("adamw", {**kind.defaults, "weight_decay": 0.01})
     draft.say("optimizer", kind.ours, f"{key}.type")
     optimizers.arguments(draft, f"{key}.params", given, kind)
 
 
-def _scheduler(draft: Draft, key: str, value: Any) -> None:
+def _scheduler(draft: TranslationBuilder, key: str, value: Any) -> None:
     kind, given = _typed(draft, key, value, "WarmupLR", Section({}, "a scheduler"))
     optimizers.schedule_of_deepspeed(draft, key, kind, given)
 
@@ -275,7 +277,7 @@ CONFIG: Table = {
 }
 
 
-def _one_of_16_bits(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
+def _one_of_16_bits(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
     sections = {key: given[key] for key in ("bf16", "bfloat16", "fp16") if isinstance(given.get(key), Mapping)}
     enabled = [key for key, section in sections.items() if section.get("enabled") is True]
     if len(enabled) > 1:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shardfn.quoting import listed
-from shardfn.translate.values import Call, TranslateError, is_open, shown
+from shardfn.translate.values import SourceCall, TranslateError, is_open, shown
 
 Status = Literal["becomes", "always", "yours", "missing", "open", "unknown"]
 UNTRANSLATED: tuple[Status, ...] = ("missing", "open", "unknown")
@@ -58,11 +58,11 @@ class Translation:
         return all(row.status not in UNTRANSLATED for row in self.rows)
 
 
-class Name(str):
+class UndefinedName(str):
     """Code for a value that is not in the file: a name that the reader defines."""
 
 
-class Draft:
+class TranslationBuilder:
     """The state of a translation: facts by name with the keys that said them, rows, and names to define."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Draft:
         Raises:
             TranslateError: the value is neither.
         """
-        value = value.arguments if isinstance(value, Call) else value
+        value = value.arguments if isinstance(value, SourceCall) else value
         if isinstance(value, Mapping):
             return dict(value)
         if is_open(value):
@@ -112,10 +112,10 @@ class Draft:
             raise TranslateError(f"{key}: {shown(value)} is not a mapping of keys")
         return None
 
-    def name(self, name: str, about: str) -> Name:
+    def name(self, name: str, about: str) -> UndefinedName:
         """A name that the reader of the program must define."""
         self.names[name] = about
-        return Name(name)
+        return UndefinedName(name)
 
     def get(self, fact: str, default: Any = None) -> Any:
         """The value of a fact, or the default."""
@@ -126,7 +126,7 @@ class Draft:
         return tuple(dict.fromkeys(key for fact in facts for key in self.keys.get(fact, ())))
 
 
-def settle(draft: Draft) -> None:
+def settle(draft: TranslationBuilder) -> None:
     """Derives the facts that follow from others.
 
     Raises:
@@ -160,7 +160,7 @@ def settle(draft: Draft) -> None:
     _batches(draft)
 
 
-def _batches(draft: Draft) -> None:
+def _batches(draft: TranslationBuilder) -> None:
     """Checks the product rule: rows of a step = ranks x micro-batches x rows of one."""
     total, micro, count = (draft.get(fact) for fact in ("train_batch", "micro_batch", "accumulate"))
     if total is None or not all(isinstance(n, (int, type(None))) for n in (total, micro, count)):

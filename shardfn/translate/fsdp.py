@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardfn.translate import precision
-from shardfn.translate.draft import Draft
-from shardfn.translate.optimizers import Kind, arguments
+from shardfn.translate.draft import TranslationBuilder
+from shardfn.translate.optimizers import OptimizerCounterpart, arguments
 from shardfn.translate.schema import By, Section, Table, always, each, flag, meant, missing, read, sets, yours
-from shardfn.translate.values import Call, Source, TranslateError, natural, number, shown, whole, words
+from shardfn.translate.values import SourceCall, SourceExpression, TranslateError, natural, number, shown, whole, words
 
 CUTS = {
     "FULL_SHARD": "full_shard",
@@ -99,14 +99,16 @@ RESHARD = By(
 )
 
 
-def _sizes(draft: Draft, key: str, value: Any) -> None:
+def _sizes(draft: TranslationBuilder, key: str, value: Any) -> None:
     """Reads the sizes of a mesh with one or two axes."""
     sizes = value if isinstance(value, (tuple, list)) else ()
-    if len(sizes) not in (1, 2) or sum(isinstance(size, (Source, Call)) for size in sizes) > 1:
+    if len(sizes) not in (1, 2) or sum(isinstance(size, (SourceExpression, SourceCall)) for size in sizes) > 1:
         draft.row(key, value, "open", f"its value is not in the file: {shown(value)}; sizes of make_mesh's axes")
         return
     for fact, size in zip(("replica", "shard")[-len(value) :], value, strict=True):
-        if size not in (None, -1) and not isinstance(size, (Source, Call)):  # one that is not said is the rest
+        if size not in (None, -1) and not isinstance(
+            size, (SourceExpression, SourceCall)
+        ):  # one that is not said is the rest
             draft.say(fact, whole(key, size), key)
     draft.say("hybrid", len(value) == 2, key)
     draft.row(key, value, "becomes", "the sizes of make_mesh's axes")
@@ -186,7 +188,7 @@ _VALUE: Table = {
 _FACTOR: Table = {"factor": sets("sf.psum of the loss, divided by it", name="divide_factor", divide=number)}
 
 
-def _of_module(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
+def _of_module(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
     """Moves the arguments of a module's own `clip_grad_norm_(max_norm)`, which has no `parameters`, to their names."""
     if "max_norm" not in given or isinstance(given.get("parameters"), (int, float)):
         names = [name for name in ("max_norm", "norm_type") if name not in given or name == "max_norm"]
@@ -196,11 +198,11 @@ def _of_module(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
 
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
 OPTIMIZERS = {
-    "Adam": Kind("adam", {**_ADAM, "weight_decay": 0.0}),
-    "AdamW": Kind("adamw", {**_ADAM, "weight_decay": 0.01}),
-    "SGD": Kind("sgd", {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0, "nesterov": False}),
+    "Adam": OptimizerCounterpart("adam", {**_ADAM, "weight_decay": 0.0}),
+    "AdamW": OptimizerCounterpart("adamw", {**_ADAM, "weight_decay": 0.01}),
+    "SGD": OptimizerCounterpart("sgd", {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0, "nesterov": False}),
     **{
-        name: Kind(f"torch.optim.{name}", {"lr": lr})
+        name: OptimizerCounterpart(f"torch.optim.{name}", {"lr": lr})
         for name, lr in {
             "Adagrad": 1e-2,
             "Adadelta": 1.0,
@@ -214,7 +216,7 @@ OPTIMIZERS = {
 _GROUPS = "groups of parameters: a rule, such as weight_decay=lambda path, shape: ..., or so.masked"
 
 
-def optimizer(draft: Draft, key: str, call: Call) -> None:
+def optimizer(draft: TranslationBuilder, key: str, call: SourceCall) -> None:
     """Reads an optimizer of torch's, which has one set of numbers for all parameters."""
     given = {name: x for name, x in call.arguments.items() if name != "params"}
     if draft.get("optimizer") is not None:
@@ -238,7 +240,7 @@ _SCALER: Table = {
 }
 
 
-def _scaler(draft: Draft, key: str, call: Call) -> None:
+def _scaler(draft: TranslationBuilder, key: str, call: SourceCall) -> None:
     if call.arguments.get("enabled") is False:
         draft.row(key, call, "always", "nothing is scaled unless it is said")
         return
@@ -310,7 +312,7 @@ _WORDS = (
 )
 
 
-def beside(draft: Draft, calls: list[Call]) -> None:
+def beside(draft: TranslationBuilder, calls: list[SourceCall]) -> None:
     """Reads the calls of a program that change how it trains, apart from those that shard it."""
     seen = set()
     for call in calls:
@@ -319,7 +321,7 @@ def beside(draft: Draft, calls: list[Call]) -> None:
             seen.add(text)
             meaning = BESIDE[call.name]
             whole_call = isinstance(meaning, Section) or callable(meaning)
-            meant(draft, call.name, call if whole_call else Source(text), meaning)
+            meant(draft, call.name, call if whole_call else SourceExpression(text), meaning)
             if not whole_call and draft.rows[-1].status != "missing":
                 for key, argument in call.arguments.items():
                     if not key.startswith("argument ") and key not in _WORDS.split():
@@ -329,7 +331,7 @@ def beside(draft: Draft, calls: list[Call]) -> None:
 _KEPT = "reshard_after_forward"
 
 
-def several(draft: Draft, calls: list[Call]) -> None:
+def several(draft: TranslationBuilder, calls: list[SourceCall]) -> None:
     """Reads the calls that shard a program's modules; they may differ only in which modules stay whole."""
     first = calls[0]
     read(draft, "", first, CALLS[first.name])
@@ -343,7 +345,7 @@ def several(draft: Draft, calls: list[Call]) -> None:
             draft.row(f"{_KEPT} in line {call.line}", reshard, "missing", text)
 
 
-def differ(calls: list[Call]) -> list[str]:
+def differ(calls: list[SourceCall]) -> list[str]:
     """The arguments in which calls for several modules differ, apart from the module and whether it stays whole."""
     names = {key for call in calls for key in call.arguments} - {"module", _KEPT}
     return sorted(key for key in names if len({repr(call.arguments.get(key)) for call in calls}) > 1)

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardfn.translate import accelerate, deepspeed, fsdp, precision
-from shardfn.translate.draft import Draft
+from shardfn.translate.draft import TranslationBuilder
 from shardfn.translate.schema import By, Section, Table, always, each, flag, meant, missing, read, sets, yours
-from shardfn.translate.values import Call, dtype, positive, whole, whole_or_all
+from shardfn.translate.values import SourceCall, dtype, positive, whole, whole_or_all
 
 _START = yours("starting processes: torchrun")
 _LOOP = yours("sf.run.loop is a function; what it is given is yours: docs/how-to/run-a-loop.md")
 
 
-def _low(draft: Draft, key: str, value: Any) -> None:
+def _low(draft: TranslationBuilder, key: str, value: Any) -> None:
     """Reads a precision of 16 bits: the strategy says what is moved in it, and "true" that all is computed in it."""
     precision_name, kind = str(value).lower(), draft.get("kind")
     low_dtype = str(dtype(key, precision_name))
@@ -83,7 +83,7 @@ DDP: Table = {
 }
 
 
-def _config(draft: Draft, key: str, value: Any) -> None:
+def _config(draft: TranslationBuilder, key: str, value: Any) -> None:
     if value is None:
         draft.row(key, value, "always", "nothing more is said")
     elif isinstance(value, Mapping):
@@ -163,7 +163,7 @@ _NAMED = By(
 )
 
 
-def _scheduled(draft: Draft, key: str, value: Any) -> None:
+def _scheduled(draft: TranslationBuilder, key: str, value: Any) -> None:
     if isinstance(value, Mapping):
         draft.row(key, value, "open", "a number that changes with the epoch: the batches of sf.accumulate are yours")
     else:
@@ -183,10 +183,10 @@ _CALLBACKS = {
 }
 
 
-def _callbacks(draft: Draft, key: str, value: Any) -> None:
+def _callbacks(draft: TranslationBuilder, key: str, value: Any) -> None:
     """Reads a list of callbacks, of which some change what is trained."""
     each_one = value if isinstance(value, (list, tuple)) else [value]
-    changing = [one for one in each_one if isinstance(one, Call) and one.name in _CALLBACKS]
+    changing = [one for one in each_one if isinstance(one, SourceCall) and one.name in _CALLBACKS]
     for one in changing:
         draft.row(f"{key}.{one.name}", one, "missing", _CALLBACKS[one.name])
     if len(changing) < len(each_one):
@@ -226,7 +226,7 @@ TRAINER: Table = {
 }
 
 
-def translate(draft: Draft, strategy: Call | None, trainer: Mapping[str, Any]) -> None:
+def translate(draft: TranslationBuilder, strategy: SourceCall | None, trainer: Mapping[str, Any]) -> None:
     """Reads a strategy and the arguments of a `Trainer` or `Fabric`, if there are any."""
     later: dict[str, Any] = {}
     given = dict(strategy.arguments) if strategy else {}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardfn.translate.draft import Draft
+from shardfn.translate.draft import TranslationBuilder
 from shardfn.translate.schema import Section, Table, always, each, missing, read, sets
 from shardfn.translate.values import TranslateError, number, on, pair, shown, whole
 
@@ -49,7 +49,7 @@ _ANY = ["maximize", "fused", "foreach", "capturable", "differentiable"]
 
 
 @dataclass(frozen=True)
-class Kind:
+class OptimizerCounterpart:
     """An optimizer of another system: its counterpart, defaults that differ there, and notes on its arguments."""
 
     ours: str
@@ -88,7 +88,7 @@ def named(key: str, value: Any, kind: str, example: str) -> str:
     return str(value[kind])
 
 
-def unread(draft: Draft, key: str, kind: str, prefix: str, given: Mapping[str, Any]) -> None:
+def unread(draft: TranslationBuilder, key: str, kind: str, prefix: str, given: Mapping[str, Any]) -> None:
     """Adds the rows of an optimizer that has no counterpart, or whose name is not in the file."""
     advice = "the program has the name optimizer for yours"
     if kind.lower() == "auto":
@@ -100,7 +100,9 @@ def unread(draft: Draft, key: str, kind: str, prefix: str, given: Mapping[str, A
         draft.row(f"{prefix}{name}", argument, "open", "an argument of that optimizer")
 
 
-def arguments(draft: Draft, key: str, given: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
+def arguments(
+    draft: TranslationBuilder, key: str, given: Mapping[str, Any], kind: OptimizerCounterpart
+) -> dict[str, Any]:
     """Reads and returns an optimizer's arguments, completed by its defaults; adds them as a fact."""
     takes = TAKES[kind.ours].split()
     table: dict[str, Any] = {key: _OTHERS[key] for key in _ANY} if "." in kind.ours else dict(_OTHERS)
@@ -211,7 +213,7 @@ def needs_lr(given: Mapping[str, Any]) -> bool:
     return given.get("warmup_max_lr", 0) is None or "cos_min_ratio" in given or "alpha_f" in given
 
 
-def schedule_of_deepspeed(draft: Draft, key: str, kind: str, given: Mapping[str, Any]) -> None:
+def schedule_of_deepspeed(draft: TranslationBuilder, key: str, kind: str, given: Mapping[str, Any]) -> None:
     """Reads the type and the arguments of a DeepSpeed scheduler."""
     if kind not in SCHEDULERS:
         moves = "it moves momentum too, which is a number here"
@@ -242,7 +244,7 @@ def steps_of(value: Any, total: int | None = None) -> int | None:
     return int(float(match[1]) * (1 if match[2] == "ba" else total or 0))
 
 
-def schedule_of_composer(draft: Draft, key: str, given: Mapping[str, Any], total: int | None) -> None:
+def schedule_of_composer(draft: TranslationBuilder, key: str, given: Mapping[str, Any], total: int | None) -> None:
     """Reads the mapping of a Composer scheduler; `total` is the number of steps of the run."""
     name, warmup = given["name"], steps_of(given.get("t_warmup", 0), total)
     steps = steps_of(given.get("t_max", "1dur"), total)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardfn.translate.draft import Draft
+from shardfn.translate.draft import TranslationBuilder
 from shardfn.translate.schema import By, Section, Table, always, each, flag, missing, sets
 from shardfn.translate.values import dtype, is_open, natural, positive, whole
 
@@ -14,7 +14,7 @@ _FACTS = {
 }
 
 
-def of_stages(draft: Draft, low_dtype: str, key: str, kind: str) -> str:
+def of_stages(draft: TranslationBuilder, low_dtype: str, key: str, kind: str) -> str:
     """Adds what a strategy of a kind, "fsdp1", "fsdp2" or "deepspeed", moves in 16 bits; returns the row's text."""
     if kind == "deepspeed":  # float32 master weights; everything moved has the model's dtype
         draft.say("gather_dtype", low_dtype, key)
@@ -29,7 +29,7 @@ def of_stages(draft: Draft, low_dtype: str, key: str, kind: str) -> str:
     return f"gather_dtype=, reduce_dtype= and input_dtype= of the stages{scaled}"
 
 
-def of_autocast(draft: Draft, low_dtype: str, key: str) -> str:
+def of_autocast(draft: TranslationBuilder, low_dtype: str, key: str) -> str:
     """Adds autocast to 16 bits; returns the row's text."""
     draft.say("autocast", low_dtype, key)
     if low_dtype != "torch.float16":
@@ -52,7 +52,7 @@ ADAPTING: Table = {
 SCALING: Table = {**ADAPTING, **{name: meaning for name, (meaning, _) in _NOT_SCALED.items()}}
 
 
-def where_adapting(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
+def where_adapting(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
     """Takes out the keys that have no effect with a fixed scale."""
     scale = given.get("loss_scale", 0)
     for name in ("initial_scale_power", "loss_scale_window"):
@@ -60,7 +60,7 @@ def where_adapting(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
             draft.row(f"{prefix}{name}", given.pop(name), "always", "of no effect with a fixed loss_scale")
 
 
-def defaults(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
+def defaults(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
     """If the scale adapts, adds DeepSpeed's defaults that differ from those of so.loss_scaled."""
     if draft.get("scaled") is None or draft.get("fixed") or is_open(given.get("loss_scale")):
         return
@@ -90,7 +90,7 @@ SIXTEEN: Table = {
 def bits(low_dtype: str) -> Section:
     """DeepSpeed's section `fp16` or `bf16`, by its dtype."""
 
-    def enabled(draft: Draft, key: str, value: Any) -> None:
+    def enabled(draft: TranslationBuilder, key: str, value: Any) -> None:
         draft.row(key, value, "becomes", f"{of_stages(draft, low_dtype, key, 'deepspeed')}: {low_dtype}")
 
     after = defaults if low_dtype == "torch.float16" else None
@@ -136,7 +136,7 @@ POLICY: Table = {
 def _policy(switch: str) -> Section:
     """The section of a policy; `switch` is the argument that says whether the model's inputs are cast."""
 
-    def after(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
+    def after(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
         if draft.get("gather_dtype") and not draft.get("reduce_dtype"):
             draft.say("reduce_dtype", draft.get("gather_dtype"), f"{prefix}param_dtype")
         if "param_dtype" in given:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardfn.translate import optimizers
-from shardfn.translate.draft import Draft, Name
+from shardfn.translate.draft import TranslationBuilder, UndefinedName
 
 _WIDTH = 88
 _ABOUT = {
@@ -44,7 +44,7 @@ def step(held, batch):
 _Line = tuple[str, tuple[str, ...]]
 
 
-def program(draft: Draft) -> str:
+def program(draft: TranslationBuilder) -> str:
     """The text of the program; adds the names that it needs to those of the draft."""
     loss = ("total", "count") if draft.get("tokens") else ("mean",)
     draft.names = {**{name: _ABOUT[name] for name in ("module", *loss)}, **draft.names}
@@ -79,7 +79,7 @@ def _axes(cut: str) -> tuple[str, ...]:
     return ("data",) if cut in ("ddp", "zero1", "zero2") else ("shard",)
 
 
-def _mesh(draft: Draft) -> Iterator[_Line]:
+def _mesh(draft: TranslationBuilder) -> Iterator[_Line]:
     names, tensor, ranks = _axes(draft.get("cut")), draft.get("tensor", 1), draft.get("ranks")
     here = ranks // tensor if ranks and ranks % tensor == 0 else None
     replica, shard = draft.get("replica"), draft.get("shard")
@@ -104,7 +104,7 @@ def _mesh(draft: Draft) -> Iterator[_Line]:
     yield f"DATA = ({quoted})" if len(names) > 1 else f"DATA = {quoted}", ()
 
 
-def _strategy(draft: Draft) -> Iterator[_Line]:
+def _strategy(draft: TranslationBuilder) -> Iterator[_Line]:
     cut = draft.get("cut")
     axes = {2: 'shard="shard", replica="replica"', 3: '("gpu", "node"), replica="replica"'}
     yield f"strategy = sf.{cut}({axes.get(len(_axes(cut)), 'DATA')})", ("cut", "dp_replicate")
@@ -116,7 +116,7 @@ def _strategy(draft: Draft) -> Iterator[_Line]:
         yield f"strategy = sf.uncut(strategy, below={draft.get('uncut')})", ("uncut",)
 
 
-def _model(draft: Draft) -> Iterator[_Line]:
+def _model(draft: TranslationBuilder) -> Iterator[_Line]:
     if draft.get("param_dtype"):
         yield f"module = module.to({draft.get('param_dtype')})", ("param_dtype",)
     if draft.get("buffer_dtype") is not None:
@@ -131,7 +131,7 @@ def _model(draft: Draft) -> Iterator[_Line]:
     yield "params = model.shard(mesh, strategy)", ()
 
 
-def _options(draft: Draft) -> Iterator[_Line]:
+def _options(draft: TranslationBuilder) -> Iterator[_Line]:
     get = draft.get
     classes = ", ".join(f'"{name}"' for name in get("stages", ()))
     compile_options = {name: get(f"compile_{name}") for name in ("backend", "mode", "fullgraph", "dynamic")}
@@ -155,7 +155,7 @@ def _options(draft: Draft) -> Iterator[_Line]:
         yield f"input_dtype={low}", ("cast_inputs", "gather_dtype", "param_dtype")
 
 
-def _optimizer(draft: Draft) -> Iterator[_Line]:
+def _optimizer(draft: TranslationBuilder) -> Iterator[_Line]:
     make, given, scheduled = draft.get("optimizer"), dict(draft.get("optimizer_params", {})), draft.get("schedule")
     if scheduled:
         if "lr" not in given and optimizers.needs_lr(scheduled[1]):
@@ -163,7 +163,7 @@ def _optimizer(draft: Draft) -> Iterator[_Line]:
         yield "\n", ()
         name, numbers = scheduled
         yield optimizers.rate(name, numbers, given.get("lr")) + "\n\n", ("schedule",)
-        given["lr"] = Name("rate")
+        given["lr"] = UndefinedName("rate")
     if draft.get("decayed"):
         decay = f"    return {draft.get('decayed')} * (len(shape) > 1)"
         if not scheduled:
@@ -175,7 +175,7 @@ def _optimizer(draft: Draft) -> Iterator[_Line]:
     elif "." in make:
         yield f"optimizer = so.from_torch({make}{_more(given)})", ("optimizer", "optimizer_params")
     else:
-        state = {"state_dtype": Name(draft.get("state_dtype"))} if draft.get("state_dtype") else {}
+        state = {"state_dtype": UndefinedName(draft.get("state_dtype"))} if draft.get("state_dtype") else {}
         line = f"optimizer = so.{make}({given.pop('lr')}{_more({**given, **state})})"
         yield line, ("optimizer", "optimizer_params", "state_dtype")
     for fact, call in (("clip", "clip_by_global_norm"), ("clip_value", "clip_by_value")):
@@ -194,7 +194,7 @@ def _optimizer(draft: Draft) -> Iterator[_Line]:
 
 
 def _code(value: Any) -> str:
-    if isinstance(value, Name):
+    if isinstance(value, UndefinedName):
         return value
     return json.dumps(value) if isinstance(value, str) else repr(value)
 
@@ -204,25 +204,25 @@ def _more(given: dict[str, Any]) -> str:
     arguments: dict[str, str] = {}
     for name, value in given.items():
         if name == "betas":
-            is_name = isinstance(value, Name)
+            is_name = isinstance(value, UndefinedName)
             arguments |= {f"b{i + 1}": f"{value}[{i}]" if is_name else _code(value[i]) for i in (0, 1)}
         else:
             arguments[optimizers.OURS.get(name, name)] = _code(value)
     return "".join(f", {name}={code}" for name, code in arguments.items())
 
 
-def _ranks(draft: Draft) -> str:
+def _ranks(draft: TranslationBuilder) -> str:
     """Code for the number of ranks that have different rows."""
     return f"(mesh.size() // {draft.get('tensor')})" if draft.get("tensor", 1) > 1 else "mesh.size()"
 
 
-def _many(draft: Draft) -> bool:
+def _many(draft: TranslationBuilder) -> bool:
     """Whether a step has several micro-batches."""
     count = draft.get("accumulate")
     return bool(draft.get("train_batch") and draft.get("micro_batch")) if count is None else count != 1
 
 
-def _loss(draft: Draft) -> Iterator[_Line]:
+def _loss(draft: TranslationBuilder) -> Iterator[_Line]:
     """The loss of a micro-batch: its part of the mean over ranks and micro-batches, or over all their tokens."""
     count, total, micro = draft.get("accumulate"), draft.get("train_batch"), draft.get("micro_batch")
     product = f"{micro} * {'micro_batches * ' if _many(draft) else ''}{_ranks(draft)}"
@@ -251,7 +251,7 @@ def _loss(draft: Draft) -> Iterator[_Line]:
     yield f"    return {reduced}", ("mean", "tokens", "divide")
 
 
-def _step(draft: Draft) -> Iterator[_Line]:
+def _step(draft: TranslationBuilder) -> Iterator[_Line]:
     tokens, scaled = draft.get("tokens"), bool(draft.get("scaled"))
     whole = [name for name, yes in (("tokens", tokens), ("scale", scaled)) if yes]
     yield "\n\n@sf.shard_map(mesh=mesh, in_specs=..., out_specs=(P(), ...))", ()
@@ -269,7 +269,7 @@ def _step(draft: Draft) -> Iterator[_Line]:
     yield _STEP.format(scale=scale, unscaled=unscaled), ()
 
 
-def _loop(draft: Draft) -> Iterator[_Line]:
+def _loop(draft: TranslationBuilder) -> Iterator[_Line]:
     total, micro, save, seed = (draft.get(fact) for fact in ("train_batch", "micro_batch", "save", "seed"))
     if total or micro:
         draft.name("rows", _ABOUT["rows"])

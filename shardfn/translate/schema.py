@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardfn.translate.draft import Draft, Status
-from shardfn.translate.values import Call, Source, TranslateError, is_open, on, shown, spellings
+from shardfn.translate.draft import Status, TranslationBuilder
+from shardfn.translate.values import SourceCall, SourceExpression, TranslateError, is_open, on, shown, spellings
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class By:
     said: str = ""
 
 
-Reader = Callable[[Draft, str, Any], None]
+Reader = Callable[[TranslationBuilder, str, Any], None]
 """A key that is read by a function of the draft, the key and the value."""
 Table = Mapping[str, "Meaning | By | Section | Reader"]
 
@@ -82,8 +82,8 @@ class Section:
     cut: str | None = None
     first: str = ""
     last: str = ""
-    before: Callable[[Draft, str, dict[str, Any]], None] | None = None
-    after: Callable[[Draft, str, dict[str, Any]], None] | None = None
+    before: Callable[[TranslationBuilder, str, dict[str, Any]], None] | None = None
+    after: Callable[[TranslationBuilder, str, dict[str, Any]], None] | None = None
 
 
 def always(text: str) -> Meaning:
@@ -121,7 +121,7 @@ def each(names: str, meaning: Any) -> dict[str, Any]:
     return dict.fromkeys(names.split(), meaning)
 
 
-def read(draft: Draft, key: str, value: Any, section: Section) -> None:
+def read(draft: TranslationBuilder, key: str, value: Any, section: Section) -> None:
     """Reads each setting of a section; `key` is empty for a file or a call.
 
     Raises:
@@ -134,7 +134,7 @@ def read(draft: Draft, key: str, value: Any, section: Section) -> None:
     prefix = f"{key}." if key else ""
     if section.kind:
         draft.put("kind", section.kind)
-    if section.itself and isinstance(value, Call):
+    if section.itself and isinstance(value, SourceCall):
         meant(draft, key, value, section.itself)
     is_on = True
     if switch and is_open(given.get(switch)):
@@ -153,7 +153,7 @@ def read(draft: Draft, key: str, value: Any, section: Section) -> None:
         setting, meaning = given[name], section.table.get(str(name))
         if meaning is not None:
             meant(draft, f"{prefix}{name}", setting, meaning)
-        elif isinstance(setting, Source) and not str(name).isidentifier():
+        elif isinstance(setting, SourceExpression) and not str(name).isidentifier():
             draft.row(f"{prefix}{name}", setting, "open", "what it says is not in the file, or not where it is read")
         else:
             near = difflib.get_close_matches(str(name), section.table, n=1, cutoff=0.5)
@@ -165,10 +165,10 @@ def read(draft: Draft, key: str, value: Any, section: Section) -> None:
         section.after(draft, prefix, given)
 
 
-def meant(draft: Draft, key: str, value: Any, meaning: Meaning | By | Section | Reader) -> None:
+def meant(draft: TranslationBuilder, key: str, value: Any, meaning: Meaning | By | Section | Reader) -> None:
     """Adds the row and the facts of one key, or of each key below it."""
     if isinstance(meaning, Section):
-        if value in (None, {}) or (isinstance(value, Call) and not value.arguments and not meaning.itself):
+        if value in (None, {}) or (isinstance(value, SourceCall) and not value.arguments and not meaning.itself):
             draft.row(key, value, "always", "it says nothing")
         read(draft, key, value, meaning)
     elif isinstance(meaning, By):
@@ -199,9 +199,9 @@ def meant(draft: Draft, key: str, value: Any, meaning: Meaning | By | Section | 
         draft.row(key, value, status, text)
 
 
-def _by(draft: Draft, key: str, value: Any, meaning: By) -> None:
+def _by(draft: TranslationBuilder, key: str, value: Any, meaning: By) -> None:
     spelled = {choice.upper(): match for choice, match in meaning.choices.items()}
-    words = (f"{value.name.upper()}()",) if isinstance(value, Call) else spellings(value)
+    words = (f"{value.name.upper()}()",) if isinstance(value, SourceCall) else spellings(value)
     match = next((spelled[given] for given in words if given in spelled), None)
     choices_text = meaning.said or f"one of {', '.join(meaning.choices)}"
     if match is None and is_open(value) and (meaning.said or meaning.otherwise is None):

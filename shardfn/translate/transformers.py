@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from shardfn.translate import accelerate, deepspeed, fsdp, optimizers
-from shardfn.translate.draft import Draft, Name
+from shardfn.translate.draft import TranslationBuilder, UndefinedName
 from shardfn.translate.schema import By, Section, Table, always, each, flag, missing, read, sets, yours
 from shardfn.translate.values import (
-    Call,
+    SourceCall,
     TranslateError,
     is_auto,
     is_open,
@@ -56,7 +56,7 @@ PAGED = {
 }  # fmt: skip
 
 
-def _precision(draft: Draft, key: str, value: Any) -> None:
+def _precision(draft: TranslationBuilder, key: str, value: Any) -> None:
     if is_open(value) and word(value) not in ("TRUE", "FALSE"):
         draft.open(key, value, "if it is true, torch.autocast around the model")
     elif on(key, value):
@@ -182,7 +182,9 @@ _SHOWN = {
 }  # fmt: skip
 
 
-def translate(draft: Draft, call: Call, trainer: Mapping[str, Any], linked: Callable[[str], dict[str, Any]]) -> None:
+def translate(
+    draft: TranslationBuilder, call: SourceCall, trainer: Mapping[str, Any], linked: Callable[[str], dict[str, Any]]
+) -> None:
     """Reads the arguments of a trainer; `linked` reads a file that they name."""
     given, values = dict(call.arguments), {**DEFAULTS, **_OWN.get(call.name, {}), **call.arguments}
     config, sharded = given.pop("deepspeed", None), _sharded(draft, given, linked)
@@ -207,7 +209,9 @@ def translate(draft: Draft, call: Call, trainer: Mapping[str, Any], linked: Call
     read(draft, "", trainer, Section(TRAINER, "Trainer"))
 
 
-def mapping(draft: Draft, key: str, value: Any, linked: Callable[[str], dict[str, Any]]) -> Mapping[str, Any]:
+def mapping(
+    draft: TranslationBuilder, key: str, value: Any, linked: Callable[[str], dict[str, Any]]
+) -> Mapping[str, Any]:
     """A mapping, or the contents of the file that is named."""
     if isinstance(value, str):
         draft.row(key, value, "becomes", "its keys, below")
@@ -217,7 +221,9 @@ def mapping(draft: Draft, key: str, value: Any, linked: Callable[[str], dict[str
     return value if isinstance(value, Mapping) else {}
 
 
-def _sharded(draft: Draft, given: dict[str, Any], linked: Callable[[str], dict[str, Any]]) -> dict[str, Any] | None:
+def _sharded(
+    draft: TranslationBuilder, given: dict[str, Any], linked: Callable[[str], dict[str, Any]]
+) -> dict[str, Any] | None:
     """`fsdp=` and `fsdp_config=` together, under the names of `fsdp_config`; None if nothing is sharded."""
     mode, config = given.pop("fsdp", None), given.pop("fsdp_config", None)
     old = {key: given.pop(f"fsdp_{key}", None) for key in ("min_num_params", "transformer_layer_cls_to_wrap")}
@@ -266,7 +272,9 @@ def _auto(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _filled(draft: Draft, config: Mapping[str, Any], own: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def _filled(
+    draft: TranslationBuilder, config: Mapping[str, Any], own: Mapping[str, Any], prefix: str
+) -> dict[str, Any]:
     """A file in which every `"auto"` that stands for an argument of the trainer is replaced by its value."""
     values, filled = _auto(own), {}
     for key, x in config.items():
@@ -281,7 +289,7 @@ def _filled(draft: Draft, config: Mapping[str, Any], own: Mapping[str, Any], pre
     return filled
 
 
-def _optimizer(draft: Draft, values: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def _optimizer(draft: TranslationBuilder, values: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Adds the optimizer that Trainer makes from the arguments or their defaults."""
     make = draft.get("optim", None if "optim" in given else "adamw")
     lr, decay, eps, b1, b2 = (draft.get(fact, values[key]) for key, fact in _ADAM.items())
@@ -297,10 +305,10 @@ def _optimizer(draft: Draft, values: Mapping[str, Any], given: Mapping[str, Any]
     if decay and "." not in make:  # not of biases and norms
         draft.say("decayed", decay, "weight_decay")
     if decay or make.removesuffix("8bit") == "adamw":
-        arguments["weight_decay"] = Name("decay") if draft.get("decayed") else decay
+        arguments["weight_decay"] = UndefinedName("decay") if draft.get("decayed") else decay
 
 
-def _schedule(draft: Draft, values: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def _schedule(draft: TranslationBuilder, values: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     kind = draft.get("scheduler", None if "lr_scheduler_type" in given else values["lr_scheduler_type"])
     keys = draft.of("scheduler", "warmup_steps", "warmup_ratio", "steps")
     if kind == "constant":
@@ -312,9 +320,9 @@ def _schedule(draft: Draft, values: Mapping[str, Any], given: Mapping[str, Any])
         draft.row("max_steps", max_steps, "open", "the steps of the run: the program has the name steps")
         draft.put("steps", draft.name("steps", "of the whole run"))
     steps, ratio = draft.get("warmup_steps", 0.0), draft.get("warmup_ratio", 0.0)
-    if not isinstance(steps, Name) and 0 < steps < 1:
+    if not isinstance(steps, UndefinedName) and 0 < steps < 1:
         steps, ratio = 0, steps
     if not steps and ratio:
-        steps = Name(f"math.ceil({draft.get('steps')} * {ratio})")
-    warmup = steps if isinstance(steps, Name) else int(steps)
+        steps = UndefinedName(f"math.ceil({draft.get('steps')} * {ratio})")
+    warmup = steps if isinstance(steps, UndefinedName) else int(steps)
     draft.say("schedule", (kind, {"warmup": warmup, "steps": draft.get("steps")}), *keys)

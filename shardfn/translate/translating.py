@@ -12,10 +12,10 @@ from shardfn.local_paths import local_path
 from shardfn.quoting import listed
 from shardfn.translate import accelerate, beside, composer, deepspeed, fsdp, lightning, transformers
 from shardfn.translate.calls import calls
-from shardfn.translate.draft import Draft, Translation, settle
+from shardfn.translate.draft import Translation, TranslationBuilder, settle
 from shardfn.translate.program import program
 from shardfn.translate.schema import Section, missing, read, yours
-from shardfn.translate.values import Call, TranslateError
+from shardfn.translate.values import SourceCall, TranslateError
 
 _LARGEST = 1_000_000
 # Keys that no other system has.
@@ -53,7 +53,7 @@ def translate(path: str | os.PathLike[str]) -> Translation:
     Example:
         ``print(translate("ds_config.json").program)``
     """
-    file, draft = local_path(path, "translate: path"), Draft()
+    file, draft = local_path(path, "translate: path"), TranslationBuilder()
     try:
         if file.suffix == ".py":
             calls_read, imported, modules = calls(text_of(file), {*READ, *fsdp.BESIDE, *beside.TABLE})
@@ -74,7 +74,9 @@ def translate(path: str | os.PathLike[str]) -> Translation:
     return Translation(str(file), system, tuple(draft.rows), text, dict(draft.names))
 
 
-def _called(draft: Draft, file: Path, calls_read: list[Call], imported: set[str]) -> tuple[str, list[Call]]:
+def _called(
+    draft: TranslationBuilder, file: Path, calls_read: list[SourceCall], imported: set[str]
+) -> tuple[str, list[SourceCall]]:
     """Reads the call that says how the program is sharded; returns its system, and the calls that it has read."""
     kinds = (
         lightning.STRATEGIES, fsdp.CALLS, accelerate.PLUGINS, _TRAINERS, ("Accelerator",), transformers.ARGUMENTS,
@@ -134,7 +136,7 @@ _ENGINE = {
 }
 
 
-def _engine(draft: Draft, file: Path, call: Call) -> None:
+def _engine(draft: TranslationBuilder, file: Path, call: SourceCall) -> None:
     """Reads deepspeed.initialize, whose `config` is a dict, or names a file."""
     given = dict(call.arguments)
     config = given.pop("config", given.pop("config_params", None))

@@ -28,14 +28,14 @@ class TranslateError(ValueError):
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceExpression:
     """A Python expression that is not a literal, as it is written."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Call:
+class SourceCall:
     """A call in a Python file: the last part of its name, and its arguments."""
 
     name: str
@@ -45,11 +45,11 @@ class Call:
 
 def shown(value: Any) -> str:
     """A value as text of bounded length."""
-    if isinstance(value, Source):
+    if isinstance(value, SourceExpression):
         return value.text if len(value.text) < 200 else f"{value.text[:190]}..."
-    if isinstance(value, Call):
+    if isinstance(value, SourceCall):
         return f"{value.name}(...)"
-    if isinstance(value, (list, tuple, set, frozenset)) and any(isinstance(item, Source) for item in value):
+    if isinstance(value, (list, tuple, set, frozenset)) and any(isinstance(item, SourceExpression) for item in value):
         return f"[{', '.join(map(shown, value))}]"
     text = value if isinstance(value, str) and len(value) < 200 else _SHORT.repr(value)
     return " ".join(text.split()) if len(text) < 200 else f"{text[:190]}..."
@@ -59,9 +59,9 @@ def word(value: Any) -> str:
     """A value as one word in capitals: FULL_SHARD for `Strategy.FULL_SHARD` or `"full_shard"`, and 3 for 3.0."""
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
-    if isinstance(value, Source) and value.text.replace(".", "").replace("_", "").isalnum():
+    if isinstance(value, SourceExpression) and value.text.replace(".", "").replace("_", "").isalnum():
         return value.text.rpartition(".")[2].upper()
-    return value.text if isinstance(value, Source) else str(value).strip().upper()
+    return value.text if isinstance(value, SourceExpression) else str(value).strip().upper()
 
 
 def spellings(value: Any) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ def is_auto(value: Any) -> bool:
 
 def is_open(value: Any) -> bool:
     """Whether the value is not in the file: `"auto"`, or a Python expression."""
-    return is_auto(value) or isinstance(value, (Source, Call))
+    return is_auto(value) or isinstance(value, (SourceExpression, SourceCall))
 
 
 def on(key: str, value: Any) -> bool:
@@ -146,7 +146,7 @@ def words(key: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         names: list[Any] = [name.strip() for name in value.split(",") if name.strip()]
     elif isinstance(value, (list, tuple, set, frozenset)):
-        names = [name.text.rpartition(".")[2] if isinstance(name, Source) else name for name in value]
+        names = [name.text.rpartition(".")[2] if isinstance(name, SourceExpression) else name for name in value]
         names = sorted(names, key=str) if isinstance(value, (set, frozenset)) else names
     else:
         names = []
@@ -157,7 +157,7 @@ def words(key: str, value: Any) -> tuple[str, ...]:
 
 def dtype(key: str, value: Any) -> str | None:
     """A floating-point dtype as code, `torch.bfloat16`; None for no value."""
-    spelling = value.text if isinstance(value, Source) else str(value)
+    spelling = value.text if isinstance(value, SourceExpression) else str(value)
     spelling = spelling.removeprefix("torch.").lower()
     for name, spellings in _DTYPES.items():
         if spelling in spellings.split():

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import callers, interop
-from shardfn.check.recording import Recorder
+from shardfn.check.recording import TraceRecorder
 from shardfn.testing import World
 
 SOURCE = """
@@ -150,7 +150,7 @@ def test_files_are_told_apart(file: str) -> None:
 
 def test_what_a_traced_module_computes_is_the_users() -> None:
     traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()))
-    model, recorder = interop.functional(traced), Recorder("traced", {"shard": 2}, lambda group: ("shard",))
+    model, recorder = interop.functional(traced), TraceRecorder("traced", {"shard": 2}, lambda group: ("shard",))
     with recorder:
         model(model.tree, torch.randn(2, 4))
     assert {node.op: node.own for node in recorder.trace.nodes if node.op in ("addmm", "tanh")} == {

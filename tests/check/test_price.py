@@ -24,7 +24,7 @@ from shardfn import P
 from shardfn.check import bits as bits_of
 from shardfn.check import recording
 from shardfn.check.bits import bits, constant
-from shardfn.check.recording import Recorder, current
+from shardfn.check.recording import TraceRecorder, current
 from shardfn.collectives.agree import compare
 from shardfn.testing import world
 from shardfn.transforms import checking
@@ -128,14 +128,14 @@ def left() -> bool:
     """Whether the record of a call is there after it."""
     made: list[Any] = []
 
-    class Seen(Recorder):
+    class Seen(TraceRecorder):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             made.append(weakref.ref(self))
 
     gc.disable()
     try:
-        with mock.patch.object(checking, "Recorder", Seen):
+        with mock.patch.object(checking, "TraceRecorder", Seen):
             trained(True, lambda _: None)
         return bool(made) and made[0]() is not None
     finally:
@@ -233,7 +233,7 @@ def long(after: str, steps: int, most: int | None = 300, heavy: int = 0) -> tupl
     params = sf.shard({"w": torch.eye(4)}, mesh, sf.full_shard("data"))
     optimizer = sf.optim.sgd(1e-3)
     logged: list[str] = []
-    recorders: list[Recorder] = []
+    recorders: list[TraceRecorder] = []
 
     @sf.shard_map(mesh=mesh, in_specs=(P(), P("data"), ...), out_specs=(P(), P(), ...))
     def loop(w: Tensor, x: Tensor, params: Any) -> Any:
@@ -263,7 +263,7 @@ def long(after: str, steps: int, most: int | None = 300, heavy: int = 0) -> tupl
     doing = [0]
 
     def counted(frame: Any, event: str, _: Any) -> None:
-        seen[doing[0]] += event == "call" and frame.f_code is inspect.unwrap(Recorder.__torch_dispatch__).__code__
+        seen[doing[0]] += event == "call" and frame.f_code is inspect.unwrap(TraceRecorder.__torch_dispatch__).__code__
 
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]

@@ -17,7 +17,7 @@ from shardfn.compat import functorch
 from shardfn.mesh.scope import scope
 from shardfn.mesh.spec import Leaf
 from shardfn.testing import world
-from shardfn.transforms.checking import Checked
+from shardfn.transforms.checking import CheckedCall
 
 AXES = ("a", "b")
 SPECS = (P(), P("a"), P("b"), P(("a", "b")))
@@ -180,7 +180,7 @@ def judged(seeds: list[int]) -> list[Any]:
             inputs.append(Leaf(f"x{k}", x, spec))
             pieces.append(x)
         closed = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed + here["a"] * (seed % 2)))
-        checked = Checked(judged, mesh, False)
+        checked = CheckedCall(judged, mesh, False)
         with scope(mesh), checked.recorder:
             checked.take(inputs, pieces)
             values = Program(seed, closed, here).run(list(pieces))

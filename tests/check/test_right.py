@@ -17,7 +17,7 @@ import shardfn as sf
 from examples import train_lm
 from shardfn import P
 from shardfn.testing import world
-from shardfn.transforms.checking import Checked
+from shardfn.transforms.checking import CheckedCall
 from tests.check.right import PROGRAMS, On
 from tests.models import distance
 
@@ -91,7 +91,7 @@ def trained() -> int:
     """The main job, on a small model; how many of its calls were checked."""
     text = torch.frombuffer(bytearray(b"def f(x):\n    return x + 1\n" * 40), dtype=torch.uint8)
     mesh = sf.make_mesh(device="cpu", replica=2, shard=2)
-    with mock.patch.object(Checked, "finish", autospec=True, side_effect=Checked.finish) as finished:
+    with mock.patch.object(CheckedCall, "finish", autospec=True, side_effect=CheckedCall.finish) as finished:
         train_lm.train(SMALL, mesh, (text, text.flip(0)), 3, 0, sf.hybrid_shard(shard="shard", replica="replica"))
     return finished.call_count
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import shardfn as sf
 from shardfn.mesh import liveness, waiting, watchdog
 from shardfn.mesh.groups import cpu_group
-from shardfn.mesh.liveness import Reading, addresses_of, hang_up, own_addresses, quiet_hosts, readings
+from shardfn.mesh.liveness import ConnectionState, addresses_of, hang_up, own_addresses, quiet_hosts, readings
 from shardfn.testing import World, WorldError, errors
 
 
@@ -28,14 +28,16 @@ from shardfn.testing import World, WorldError, errors
     ("seen", "quiet"),
     [
         ([], {}),
-        ([Reading("a", 0, 500.0)], {}),  # it was asked nothing
-        ([Reading("a", 3, 0.2)], {}),  # it is slow
-        ([Reading("a", 3, 12.0)], {"a": 12.0}),
-        ([Reading("a", 3, 12.0), Reading("a", 0, 0.1)], {}),  # it answers on another connection
-        ([Reading("a", 3, 12.0), Reading("a", 0, 40.0), Reading("b", 0, 30.0)], {"a": 12.0}),
+        ([ConnectionState("a", 0, 500.0)], {}),  # it was asked nothing
+        ([ConnectionState("a", 3, 0.2)], {}),  # it is slow
+        ([ConnectionState("a", 3, 12.0)], {"a": 12.0}),
+        ([ConnectionState("a", 3, 12.0), ConnectionState("a", 0, 0.1)], {}),  # it answers on another connection
+        ([ConnectionState("a", 3, 12.0), ConnectionState("a", 0, 40.0), ConnectionState("b", 0, 30.0)], {"a": 12.0}),
     ],
 )
-def test_a_host_is_quiet_that_was_asked_and_answers_nowhere(seen: list[Reading], quiet: dict[str, float]) -> None:
+def test_a_host_is_quiet_that_was_asked_and_answers_nowhere(
+    seen: list[ConnectionState], quiet: dict[str, float]
+) -> None:
     assert quiet_hosts(seen) == quiet
 
 
@@ -86,7 +88,7 @@ def quiet(whose: str) -> str:
             total(torch.ones(1))
         return "it came late"
     there = {"rank 1": "127.0.0.1", "store": "10.9.9.9", "nobody": "10.8.8.8"}[whose]
-    with mock.patch.object(liveness, "readings", return_value=[Reading(there, 4, 11.0)]):
+    with mock.patch.object(liveness, "readings", return_value=[ConnectionState(there, 4, 11.0)]):
         try:
             total(torch.ones(1))
         except RuntimeError as error:
@@ -245,13 +247,13 @@ ENDS = {
     "killed between a message's note and its tensor": (
         2,
         "def kill(*_): end(lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
-        f"if rank == 1: messages.Team._post = kill\n{PIPELINE}",
+        f"if rank == 1: messages.PipelineRanks._post = kill\n{PIPELINE}",
         [1, -9],
         "pipeline: rank 1 along 'pipe' does not answer",
     ),
     "killed between those, with the store": (
         2,
-        f"if rank == 0: messages.Team._post = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n{PIPELINE}",
+        f"if rank == 0: messages.PipelineRanks._post = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n{PIPELINE}",
         [-9, 1],
         "and cannot be asked whether it was killed; look first at its output, and at the system's log",
     ),

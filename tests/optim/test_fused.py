@@ -19,7 +19,7 @@ from shardfn.optim.fused import SLOTS, ULPS
 from shardfn.optim.state_dtype import Coded, Opened
 from shardfn.quant import codes
 from shardfn.quant import fused as choice
-from shardfn.shards.blocks import BLOCK, Run, Runs
+from shardfn.shards.blocks import BLOCK, BlockRun, Runs
 from shardfn.shards.pieces import units
 from tests.interpreted import Call, changed, counted
 
@@ -39,8 +39,8 @@ def columns(n: int, seed: int, dtype: torch.dtype) -> tuple[list[Tensor], Runs]:
     of_codes = torch.randint(256, (2, n), generator=draw, dtype=torch.uint8)
     scales = sized(2 * blocks).view(2, -1) * torch.rand(2, blocks, generator=draw)
     scales[:, ::5], g[::7] = 0, 0
-    whole = Run(0, n // BLOCK * BLOCK, 0, n // BLOCK, -1)
-    rest = Run(whole.stop, n, whole.blocks, 1, -1)
+    whole = BlockRun(0, n // BLOCK * BLOCK, 0, n // BLOCK, -1)
+    rest = BlockRun(whole.stop, n, whole.blocks, 1, -1)
     runs = tuple(run for run in (whole, rest) if run.stop > run.start)
     return [p.to(dtype), g.to(dtype), of_codes[0], scales[0], of_codes[1], scales[1]], runs
 

@@ -303,7 +303,9 @@ def test_a_kernel_is_trusted_if_it_computes_attention(
         def pulled(*xs: Any, right: Any = right, backward: Any = backward) -> Any:
             return backward(*right.backward(*xs))
 
-        assert attention._differs(attention.Kernel("wrong", given, pulled), q.float(), HEADS // groups, causal), name
+        assert attention._differs(
+            attention.AttentionKernel("wrong", given, pulled), q.float(), HEADS // groups, causal
+        ), name
 
 
 def as_is(*xs: Any) -> Any:

@@ -502,12 +502,12 @@ class Dead:
 def test_whatever_cannot_be_sent_says_which_rank_is_gone(
     way: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messages._Line, "_arrived", lambda line, work: work.wait())
+    monkeypatch.setattr(messages._NoteChannel, "_arrived", lambda line, work: work.wait())
     monkeypatch.setattr(messages, "record", lambda *args, **kwargs: None)
     dead: Any = Dead(at_once)
-    team: Any = object.__new__(messages.Team)
+    team: Any = object.__new__(messages.PipelineRanks)
     team.axis, team.size, team.index, team.device, team.together = "pipe", 2, 0, torch.device("cpu"), False
-    team.lines, team.sent, team.ends = {1: messages._Line(dead, 1)}, {1: collections.deque()}, {}
+    team.lines, team.sent, team.ends = {1: messages._NoteChannel(dead, 1)}, {1: collections.deque()}, {}
     team.groups, team.communicator = {"gathers": dead}, SimpleNamespace(names=(), axis=SimpleNamespace(group=None))
     if way == "a tensor":
         monkeypatch.setattr(team.lines[1], "send", lambda *args: None)

@@ -11,7 +11,7 @@ import shardfn as sf
 from shardfn.checkpoint.team import team_of
 from shardfn.mesh import watchdog
 from shardfn.mesh.axes import grid_of
-from shardfn.run.agreeing import Exchange, Word
+from shardfn.run.agreeing import Word, WordExchange
 from shardfn.testing import World
 
 TURNS = 12
@@ -27,7 +27,7 @@ def counted() -> tuple[int, list[Word]]:
     """How often this rank came to a turn, and what it heard."""
     team = team_of([grid_of(sf.make_mesh(device="cpu", data=2))], "run")
     assert team.group is not None
-    group, exchange, heard = team.group.group_name, Exchange(team), []
+    group, exchange, heard = team.group.group_name, WordExchange(team), []
     before = seen(group)
     for turn in range(1, TURNS + 1):
         if (turn + dist.get_rank()) % 2:

@@ -27,7 +27,7 @@ from shardfn.compat import functorch
 from shardfn.mesh import watchdog
 from shardfn.mesh.scope import current_mesh, scope
 from shardfn.stages.gather import Gathered
-from shardfn.stages.saved import Place
+from shardfn.stages.saved import GatheredView
 from shardfn.stages.schedule import schedule_of
 from shardfn.testing import World, WorldError, world
 from shardfn.transforms.autodiff import differentiating
@@ -1118,9 +1118,9 @@ def known_of_places() -> list[bool]:
     specs = sf.by_path([(r".*w", sf.P(None, "tensor")), (r".*", sf.P())])
     grid = sf.make_mesh(shard=2, tensor=2, device="cpu")
     flat = sf.shard(tree(), grid, sf.full_shard("shard"), specs=specs)
-    staged, same, plain = sf.stage(lambda p, x: torch.tanh(x @ p["w"]) @ p["w"].mT + x * p["b"]), [], Place.found
+    staged, same, plain = sf.stage(lambda p, x: torch.tanh(x @ p["w"]) @ p["w"].mT + x * p["b"]), [], GatheredView.found
 
-    def found(place: Place) -> Tensor:
+    def found(place: GatheredView) -> Tensor:
         x = plain(place)
         recorder = recording.current()
         assert recorder is not None
@@ -1134,7 +1134,7 @@ def known_of_places() -> list[bool]:
         return sf.grad(lambda ps: sf.psum(net(staged, ps, x), ("shard", "tensor")))(flat)
 
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(sf.VaryingError):
-        patch.setattr(Place, "found", found)
+        patch.setattr(GatheredView, "found", found)
         step(flat, rows(grid.get_local_rank("shard")))
     return same
 

@@ -184,13 +184,13 @@ def no_wait_for_gathers(patch: Any) -> None:
 
 
 def flags_read_early(patch: Any) -> None:
-    close = late_checks._Page.close
+    close = late_checks._PinnedRows.close
 
     def closed(page: Any) -> None:
         close(page)
         page.event = Ignored()
 
-    patch.setattr(late_checks._Page, "close", closed)
+    patch.setattr(late_checks._PinnedRows, "close", closed)
     patch.setattr(late_checks.LateChecks, "add", Together.add)
 
 

@@ -75,7 +75,7 @@ def test_the_page_cache_keeps_nothing_of_what_goes_past_it(tmp_path: Path) -> No
     assert resident(stretch) == 0
 
 
-def resident(stretch: tensors.Stretch) -> int:
+def resident(stretch: tensors.FileRange) -> int:
     """Pages of a stretch that are in memory."""
     seen = (ctypes.c_ubyte * (stretch.nbytes // ALIGNMENT))()
     assert ctypes.CDLL(None).mincore(ctypes.c_void_p(stretch.address), ctypes.c_size_t(stretch.nbytes), seen) == 0

@@ -202,7 +202,7 @@ def test_pinned_memory_may_begin_anywhere(monkeypatch: pytest.MonkeyPatch, first
 
     monkeypatch.setattr(devices, "in_use", lambda: "cuda")
     monkeypatch.setattr(torch, "empty", pinned)
-    buffer = transfers.Buffer(8192)
+    buffer = transfers.DirectBuffer(8192)
     assert len(buffer.bytes) == 8192
     assert buffer.bytes.data_ptr() % ALIGNMENT == 0
     assert asked == [8192] + [8192 + ALIGNMENT] * (first > 0)

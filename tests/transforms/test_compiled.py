@@ -1032,14 +1032,14 @@ def regions_of(layers: int) -> int:
 def decompositions_of(layers: int) -> int:
     """How many operations of layers are decomposed, besides collectives and what touches the parameters."""
     seen: list[Any] = []
-    made = pure._Parts.__init__
+    made = pure._Decompositions.__init__
 
     def noted(parts: Any, run: Any, chained: Any) -> None:
         seen.extend(node for node in run if node not in chained and not regions.is_collective(node))
         made(parts, run, chained)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pure._Parts, "__init__", noted)
+        patch.setattr(pure._Decompositions, "__init__", noted)
         regions_of(layers)
     return len(seen)
 
