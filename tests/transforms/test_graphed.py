@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -135,34 +136,24 @@ def trained(device: str, placement: str, optimizer: so.Optimizer, ranks: tuple[i
 
 
 @plainly
-def on_the_device(store: str) -> Any:
-    """Of each program: its numbers, races, how often a graph ran, and the collectives of each group."""
+def on_the_device(store: str, name: str) -> Any:
+    """The numbers of a program, its races, how often a graph ran, and the collectives of each group."""
     met = dist.FileStore(store, 4)  # type: ignore[attr-defined]
-    rank, found = met.add("ranks", 1) - 1, {}
-    with simulated(4, rank, store=met) as device:
-        for name, (placement, optimizer) in PROGRAMS.items():
-            device.forget()
-            device.collectives.clear()
-            got = trained(device.name, placement, (OPTIMIZERS | OTHERS)[optimizer](), (2, 2))
-            found[name] = got, device.races, device.operations["replay"], dict(device.collectives)
-    return found
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    store = tmp_path_factory.mktemp("graphed") / "store"
-    return world(4, "alone").within(400).run(on_the_device, str(store))
+    placement, optimizer = PROGRAMS[name]
+    with simulated(4, met.add("ranks", 1) - 1, store=met) as device:
+        got = trained(device.name, placement, (OPTIMIZERS | OTHERS)[optimizer](), (2, 2))
+        return got, device.races, device.operations["replay"], dict(device.collectives)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_graph_on_four_ranks_gives_the_numbers_of_one_process(four: list[Any], name: str) -> None:
+def test_a_graph_on_four_ranks_gives_the_numbers_of_one_process(tmp_path: Path, name: str) -> None:
     want = alone((OPTIMIZERS | OTHERS)[PROGRAMS[name][1]]() if "shard_state" not in name else so.adamw(1e-2))
-    for found in four:
-        got, races, replays, collectives = found[name]
+    ranks = world(4, "alone").within(100).run(on_the_device, str(tmp_path / "store"), name)
+    for got, races, replays, collectives in ranks:
         assert (races, replays) == ([], STEPS - WARM_UP)
         assert distance(got, want, 1.0) < 1e-12
         for group, order in collectives.items():
-            assert all(other[name][3].get(group, order) == order for other in four)
+            assert all(others.get(group, order) == order for *_, others in ranks)
 
 
 @pytest.mark.parametrize("name", ["full_shard, adamw, cosine", "remat, adamw, cosine", "hybrid_shard, adam, pure"])
