@@ -215,13 +215,13 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "tests/optim/test_shampoo.py::test_small_eigenvalues_are_not_rounded_to_tf32",
         ),
         "all ranks keep all eigenvectors": (
-            "Placement(only_at=at, tiers=layout.placement.tiers)",
+            "Placement(only_at=coordinates, tiers=layout.placement.tiers)",
             "Placement(replicas=axes, tiers=layout.placement.tiers)",
             f"{INFLUENCE}::test_each_number_is_on_one_rank",
         ),
         "the moments of another owner are taken as one's own": (
-            "if way[n] == (source, peers.rank)]",
-            "if way[n][1] == peers.rank and source == peers.rank]",
+            "if routes[n] == (source, peers.rank)]",
+            "if routes[n][1] == peers.rank and source == peers.rank]",
             "tests/optim/test_kfac.py::test_steps_are_the_papers",
         ),
         "a part of a block is taken where the block's first part lies": (
@@ -734,8 +734,8 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "optim/guard.py": {
         "steps compare nothing": (
-            "            self._refuse(params, grads, state)\n            own",
-            "            own",
+            "            self._refuse(params, grads, state)\n            num_params",
+            "            num_params",
             f"{OPTIMIZERS}::test_a_step_refuses_what_does_not_belong_together",
         ),
         "a swapped call passes": (

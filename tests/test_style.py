@@ -44,7 +44,7 @@ PHRASES = {
     r"cut (?:over|along|into|between)": "sharded over, split into",
 }
 ALLOWED = {
-    "names of locals and parameters": 2130,
+    "names of locals and parameters": 2003,
     "names of functions": 371,
     "names of functions in more than two modules": 194,
     "names of classes in several modules": 2,

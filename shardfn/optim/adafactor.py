@@ -83,8 +83,8 @@ class _Whole:
         rows = zip(leaves.each, leaves.beside(state), grads, strict=True)
         return leaves.like(old if grad is None else one(unit, old, grad) for unit, old, grad in rows)
 
-    def of(self, leaves: Units, state: Any, i: int, least: float) -> Tensor:
-        del least
+    def of(self, leaves: Units, state: Any, i: int, minimum: float) -> Tensor:
+        del minimum
         moments: Tensor = leaves.beside(state)[i]
         return moments
 
@@ -94,10 +94,10 @@ class _Factored:
 
     def init(self, leaves: Units) -> Any:
         return {
-            path: torch.zeros(_length(whole), dtype=wide(unit.values), device=home(unit))
+            path: torch.zeros(_length(full_shape), dtype=wide(unit.values), device=home(unit))
             for unit in leaves.each
             if unit.trainable
-            for _, path, whole in spread(unit)
+            for _, path, full_shape in spread(unit)
         }
 
     def updated(self, leaves: Units, state: Any, grads: list[Tensor | None], weights: _Powers) -> Any:
@@ -107,7 +107,7 @@ class _Factored:
             if grad is not None
             for segment in unit.filled
         }
-        shapes = {path: whole for unit in leaves.each for _, path, whole in spread(unit)}
+        shapes = {path: full_shape for unit in leaves.each for _, path, full_shape in spread(unit)}
         sums = totals(leaves, local, _length, [grad for grad in grads if grad is not None])
         pairs = zip(leaves.each, grads, strict=True)
         moving = {path for unit, grad in pairs if grad is not None for _, path, _ in spread(unit)}
@@ -118,11 +118,13 @@ class _Factored:
             new[path] = old.lerp(sums[path] / _counts(shapes[path], old), weight)
         return state | new
 
-    def of(self, leaves: Units, state: Any, i: int, least: float) -> Tensor:
+    def of(self, leaves: Units, state: Any, i: int, minimum: float) -> Tensor:
         unit = leaves.each[i]
         ones = torch.ones_like(unit.values)
-        means, ties = lent(state, unit)
-        return filled(ones, unit, (_estimate(s, means[s.path], least).to(ones.dtype) for s in unit.filled), ties)
+        means_by_path, ties = lent(state, unit)
+        return filled(
+            ones, unit, (_estimate(s, means_by_path[s.path], minimum).to(ones.dtype) for s in unit.filled), ties
+        )
 
 
 class _Powers:
@@ -134,8 +136,8 @@ class _Powers:
 
     def of(self, path: str) -> Any:
         """The power for a parameter."""
-        late = path in self.missed
-        return _real(self.count - self.missed.get(path, 0)) ** self.exponent if late else self.usual
+        has_missed = path in self.missed
+        return _real(self.count - self.missed.get(path, 0)) ** self.exponent if has_missed else self.usual
 
     def spans(self, unit: Unit) -> list[tuple[Any, int, int]]:
         """Ranges of a unit with the same power: `(power, start, stop)`."""
@@ -155,7 +157,7 @@ def _optimizer(moments: Any, numbers: dict[str, Any], eps: float | None, donate:
         return {"step": 0, "numbers": constants(numbers), "missed": {}, "square": moments.init(leaves)}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        count, now = begun(numbers, state)
+        count, hparams = begun(numbers, state)
         leaves = units(params)
         refuse_parts("adafactor", leaves)
         rows = pairs(leaves, grads)
@@ -164,12 +166,12 @@ def _optimizer(moments: Any, numbers: dict[str, Any], eps: float | None, donate:
         if donate:
             refuse_overwriting("adafactor", params, grads, state)
         with torch.set_grad_enabled(not donate and torch.is_grad_enabled()):
-            square = moments.updated(leaves, state["square"], gs, _Powers(count, missed, now["decay"]))
+            square = moments.updated(leaves, state["square"], gs, _Powers(count, missed, hparams["decay"]))
             updates: list[Tensor | None] = []
             for i, grad in enumerate(gs):
                 if grad is not None:
-                    least = torch.finfo(grad.dtype).eps if eps is None else eps
-                    grad = moments.of(leaves, square, i, least).clamp(min=least * least).rsqrt() * grad
+                    root_bound = torch.finfo(grad.dtype).eps if eps is None else eps
+                    grad = moments.of(leaves, square, i, root_bound).clamp(min=root_bound * root_bound).rsqrt() * grad
                 updates.append(grad)
             moving = [
                 unit._replace(values=unit.values if x is None else x, trainable=x is not None)
@@ -180,32 +182,32 @@ def _optimizer(moments: Any, numbers: dict[str, Any], eps: float | None, donate:
             values = [unit.values for unit in leaves.each]
             for i, (unit, update) in enumerate(zip(leaves.each, updates, strict=True)):
                 if update is not None:
-                    new = _moved(unit, update, sizes, now, bounds)
+                    new = _moved(unit, update, sizes, hparams, bounds)
                     values[i] = unit.values.copy_(new) if donate else new
         return params if donate else leaves.like(values), state | {"step": count, "missed": missed, "square": square}
 
     return Optimizer(init, on_whole(step))
 
 
-def _moved(unit: Unit, update: Tensor, sizes: Any, now: dict[str, Any], bounds: _Powers) -> Tensor:
+def _moved(unit: Unit, update: Tensor, sizes: Any, hparams: dict[str, Any], bounds: _Powers) -> Tensor:
     """A unit's values after the step; each parameter is scaled by its own norms."""
     (of_params, ties), (of_updates, update_ties) = (lent(sums, unit) for sums in sizes)
-    rates, lr_ties = numbered(now["lr"], unit)
+    rates, lr_ties = numbered(hparams["lr"], unit)
     flat, parts = unit.values.reshape(-1), []
     for segment in unit.filled:
-        most = bounds.of(segment.path)
+        max_rate = bounds.of(segment.path)
         n, p = math.prod(segment.whole), flat[segment.start : segment.stop]
         lr = rates[segment.path]
         bounded = (
-            lr.clamp(max=most)
+            lr.clamp(max=max_rate)
             if isinstance(lr, Tensor)
-            else most.clamp(max=lr)
-            if isinstance(most, Tensor)
-            else min(lr, most)
+            else max_rate.clamp(max=lr)
+            if isinstance(max_rate, Tensor)
+            else min(lr, max_rate)
         )
-        rate = (of_params[segment.path] / n).sqrt().clamp(min=now["least"]) * bounded
-        rate = rate / ((of_updates[segment.path] / n).sqrt() / now["clip"]).clamp(min=1.0)
-        keep = 1 - lr * of_rule(now["weight_decay"], segment)
+        rate = (of_params[segment.path] / n).sqrt().clamp(min=hparams["least"]) * bounded
+        rate = rate / ((of_updates[segment.path] / n).sqrt() / hparams["clip"]).clamp(min=1.0)
+        keep = 1 - lr * of_rule(hparams["weight_decay"], segment)
         parts.append(p * keep - rate.to(p.dtype) * update.reshape(-1)[segment.start : segment.stop])
     return filled(unit.values, unit, parts, [update, *ties, *update_ties, *lr_ties])
 
@@ -213,9 +215,9 @@ def _moved(unit: Unit, update: Tensor, sizes: Any, now: dict[str, Any], bounds: 
 # --- rows and columns of a matrix, or of a stack of matrices, of which this rank has a range of elements ---
 
 
-def _length(whole: tuple[int, ...]) -> int:
+def _length(full_shape: tuple[int, ...]) -> int:
     """How many means there are: one for each row and each column."""
-    return math.prod(whole[:-1]) + math.prod(whole[:-2]) * whole[-1]
+    return math.prod(full_shape[:-1]) + math.prod(full_shape[:-2]) * full_shape[-1]
 
 
 def _real(count: Any) -> Any:
@@ -223,10 +225,10 @@ def _real(count: Any) -> Any:
     return count.double() if isinstance(count, Tensor) else count
 
 
-def _counts(whole: tuple[int, ...], like: Tensor) -> Tensor:
+def _counts(full_shape: tuple[int, ...], template: Tensor) -> Tensor:
     """How many elements each mean is over: first for each row, then for each column."""
-    counts = torch.full_like(like, max(1, whole[-2]))
-    counts[: math.prod(whole[:-1])] = max(1, whole[-1])
+    counts = torch.full_like(template, max(1, full_shape[-2]))
+    counts[: math.prod(full_shape[:-1])] = max(1, full_shape[-1])
     return counts
 
 
@@ -236,11 +238,13 @@ def _sums(segment: Segment, squared: Tensor) -> Tensor:
     columns = segment.shape[-1]
     first, before = divmod(segment.first, columns)
     rows = torch.nn.functional.pad(squared, (before, -(before + squared.numel()) % columns)).view(-1, columns)
-    numbers = torch.arange(first, first + len(rows), device=squared.device)
-    of_rows = squared.new_zeros(math.prod(segment.shape[:-1])).index_add(0, numbers, rows.sum(1))
+    row_ids = torch.arange(first, first + len(rows), device=squared.device)
+    of_rows = squared.new_zeros(math.prod(segment.shape[:-1])).index_add(0, row_ids, rows.sum(1))
     of_columns = squared.new_zeros(math.prod(segment.shape[:-2]), segment.shape[-1])
-    of_columns = of_columns.index_add(0, numbers // segment.shape[-2], rows)
-    margins = [(at, n - at - size) for at, size, n in zip(segment.corner, segment.shape, segment.whole, strict=True)]
+    of_columns = of_columns.index_add(0, row_ids // segment.shape[-2], rows)
+    margins = [
+        (start, n - start - size) for start, size, n in zip(segment.corner, segment.shape, segment.whole, strict=True)
+    ]
     spread_rows = _padded(of_rows.view(segment.shape[:-1]), margins[:-1])
     spread_columns = _padded(of_columns.view(*segment.shape[:-2], segment.shape[-1]), [*margins[:-2], margins[-1]])
     return torch.cat([spread_rows.reshape(-1), spread_columns.reshape(-1)])
@@ -250,13 +254,19 @@ def _padded(x: Tensor, margins: list[tuple[int, int]]) -> Tensor:
     return torch.nn.functional.pad(x, [n for pair in reversed(margins) for n in pair])
 
 
-def _estimate(seg: Segment, means: Tensor, least: float) -> Tensor:
+def _estimate(seg: Segment, row_column_means: Tensor, minimum: float) -> Tensor:
     """The second moments of this rank's elements, estimated from the means of rows and columns."""
     split = math.prod(seg.whole[:-1])
-    of_rows, of_columns = means[:split].view(seg.whole[:-1]), means[split:].view(*seg.whole[:-2], seg.whole[-1])
-    of_rows = of_rows / of_rows.mean(-1, keepdim=True).clamp(min=least)
-    own = tuple(slice(at, at + n) for at, n in zip(seg.corner, seg.shape, strict=True))
-    of_rows, of_columns = of_rows[own[:-1]].reshape(-1), of_columns[(*own[:-2], own[-1])].reshape(-1, seg.shape[-1])
+    of_rows, of_columns = (
+        row_column_means[:split].view(seg.whole[:-1]),
+        row_column_means[split:].view(*seg.whole[:-2], seg.whole[-1]),
+    )
+    of_rows = of_rows / of_rows.mean(-1, keepdim=True).clamp(min=minimum)
+    local = tuple(slice(start, start + n) for start, n in zip(seg.corner, seg.shape, strict=True))
+    of_rows, of_columns = (
+        of_rows[local[:-1]].reshape(-1),
+        of_columns[(*local[:-2], local[-1])].reshape(-1, seg.shape[-1]),
+    )
     n, (first, lead) = seg.stop - seg.start, divmod(seg.first, seg.shape[-1])
-    numbers = torch.arange(first, first - (-(lead + n) // seg.shape[-1]), device=means.device)
-    return (of_rows[numbers, None] * of_columns[numbers // seg.shape[-2]]).reshape(-1)[lead : lead + n]
+    row_ids = torch.arange(first, first - (-(lead + n) // seg.shape[-1]), device=row_column_means.device)
+    return (of_rows[row_ids, None] * of_columns[row_ids // seg.shape[-2]]).reshape(-1)[lead : lead + n]

@@ -91,17 +91,23 @@ class Guard:
         passed = self._passed
         if passed is None or passed[1] != kinds or passed[0] != spec:
             self._refuse(params, grads, state)
-            own, others, _ = (child.num_leaves for child in spec.children())
+            num_params, num_grads, _ = (child.num_leaves for child in spec.children())
             self.away = any(is_unit(leaf) and leaf.layout.placement.tiers != NOWHERE for leaf in leaves)
-            passed = self._passed = spec, kinds, own, own + others, _places(leaves, own, own + others)
+            passed = self._passed = (
+                spec,
+                kinds,
+                num_params,
+                num_params + num_grads,
+                _places(leaves, num_params, num_params + num_grads),
+            )
         self._refuse_swapped(leaves, *passed[2:4], spec)
         return leaves, passed[4]
 
     def pairs(self, leaves: list[Any]) -> list[tuple[Tensor, Tensor, tuple[str, ...] | None]]:
         """Each parameter among these leaves with its gradient, and the axes that cut both if they are flat shards."""
         assert self._passed is not None, "they were compared"
-        _, _, own, others, _ = self._passed
-        zipped = zip(leaves[:own], leaves[own:others], strict=False)
+        _, _, grads_start, state_start, _ = self._passed
+        zipped = zip(leaves[:grads_start], leaves[grads_start:state_start], strict=False)
         pairs: list[tuple[Tensor, Tensor, tuple[str, ...] | None]] = []
         for p, g in zipped:
             if isinstance(_values(p), Tensor) and isinstance(_values(g), Tensor):
@@ -116,8 +122,10 @@ class Guard:
         tensors = [*map(_values, leaves)]
         if any(x is param for x in tensors[:first]):
             return
-        alike = spec.child(0) == spec.child(2)  # a state that is like the parameters may come in their place
-        for role, leaves_of in (("grads", tensors[first:last]), ("state", tensors[last:] if alike else [])):
+        state_like_params = spec.child(0) == spec.child(
+            2
+        )  # a state that is like the parameters may come in their place
+        for role, leaves_of in (("grads", tensors[first:last]), ("state", tensors[last:] if state_like_params else [])):
             if any(x is param for x in leaves_of):
                 raise ValueError(
                     f"{self._takes}: the parameters came as {role} here; if they are meant as that, pass a copy"
@@ -135,8 +143,8 @@ class Guard:
         if p is None or p.is_inference():
             return None
         s = None if slot is None else weakref.ref(_values(leaves[slot]))
-        kept = state if s is None else None
-        use = StateUse(id(state), [leaves[i] for i in counts], weakref.ref(p), s, kept, p._version)
+        kept_state = state if s is None else None
+        use = StateUse(id(state), [leaves[i] for i in counts], weakref.ref(p), s, kept_state, p._version)
         if not use.again(self._used):
             return use
         assert self._used is not None, "there is one that it is equal to"
@@ -170,10 +178,10 @@ class Guard:
                 f"{self.name}: the gradients are a pair, (value, gradients), as value_and_grad returns it: pass the "
                 f"second of it"
             )
-        given = {"params": params, "grads": grads, "state": state}
+        trees = {"params": params, "grads": grads, "state": state}
         position = {"params": "first", "grads": "second", "state": "third"}
-        for p, g, s in list(itertools.permutations(given))[1:]:
-            if self._fit(given[p], given[g], given[s]):
+        for p, g, s in list(itertools.permutations(trees))[1:]:
+            if self._fit(trees[p], trees[g], trees[s]):
                 if s == "state":
                     message = f"the {position[g]} argument has gradients, the {position[p]} parameters"
                     return TypeError(f"{self._takes}: {message}")
@@ -259,15 +267,15 @@ def guarded_update(init: Init, update: Callable[..., tuple[Any, Any]]) -> tuple[
     return first, checked
 
 
-def _places(leaves: list[Any], own: int, others: int) -> Places:
+def _places(leaves: list[Any], grads_start: int, state_start: int) -> Places:
     """Places of the first trained parameter, of the first non-0-d tensor of the state, and of the ints of the state."""
     values = [*map(_values, leaves)]
     trained = (
         i
-        for i, leaf in enumerate(leaves[:own])
+        for i, leaf in enumerate(leaves[:grads_start])
         if isinstance(values[i], Tensor) and (leaf.layout.trainable if is_unit(leaf) else moves(leaf))
     )
-    state = range(others, len(leaves))
+    state = range(state_start, len(leaves))
     slots = (i for i in state if isinstance(values[i], Tensor) and values[i].ndim)
     return next(trained, None), next(slots, None), [i for i in state if type(leaves[i]) is int]
 
@@ -335,9 +343,9 @@ def _unit_differs(name: str, p: Any, g: Any) -> str:
         return f"{name}: the gradient is of other parameters: of {g.layout}, and the parameter is {p.layout}"
     if not p.layout.trainable or g.values is None:
         return ""
-    held = p.stop - p.start if type(p) is Piece else p.layout.held(process_groups.global_rank())
-    if tuple(p.values.shape) != (held,):
-        return f"{name}: the parameters are {_shown(p.values)}, but the layout {p.layout} says ({held},)"
+    local_numel = p.stop - p.start if type(p) is Piece else p.layout.held(process_groups.global_rank())
+    if tuple(p.values.shape) != (local_numel,):
+        return f"{name}: the parameters are {_shown(p.values)}, but the layout {p.layout} says ({local_numel},)"
     offloaded = p.layout.placement.tiers != NOWHERE
     if isinstance(g.values, Tensor) and (message := _place_differs(name, p.values, g.values, offloaded)):
         return message
@@ -429,13 +437,14 @@ def state_differs(want: Any, state: Any) -> Exception | None:
             )
         if is_unit(w) != is_unit(s):
             inside = _has_units(w) and _has_units(s)
-            why = "one is a part of the other's tree" if inside else "one is whole, and the other is cut"
+            reason = "one is a part of the other's tree" if inside else "one is whole, and the other is cut"
             return ValueError(
-                f"this state is of other parameters: {name} is {_shown(s)}, where init(params) has {_shown(w)}: {why}"
+                f"this state is of other parameters: {name} is {_shown(s)}, where init(params) has {_shown(w)}: "
+                f"{reason}"
             )
         if not _like(w, s):
-            how = _structures(name, w, s, "init(params)", "it")
-            return ValueError(f"this state is of another optimizer, or of other parameters: {how}")
+            difference = _structures(name, w, s, "init(params)", "it")
+            return ValueError(f"this state is of another optimizer, or of other parameters: {difference}")
     return None
 
 
@@ -447,9 +456,9 @@ def other_parameters(layout: Layout, expected: Layout | None) -> str:
     return _differ(*next(((a.path, b.path) for a, b in pairs if a.path != b.path), (layout, expected)))
 
 
-def _differ(theirs: Any, ours: Any) -> str:
+def _differ(actual: Any, expected: Any) -> str:
     advice = "make one by init(params), or load it from a checkpoint like that one"
-    return f"is of {theirs}, and the parameter is {ours}: {advice}"
+    return f"is of {actual}, and the parameter is {expected}: {advice}"
 
 
 def _like(w: Any, s: Any) -> bool:
@@ -476,18 +485,18 @@ def _side_by_side(first: Any, second: Any) -> Iterable[tuple[str, Any, Any]]:
 
 def _descended(first: Any, second: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:
     """As `_side_by_side`, for trees of different structure."""
-    ours = None if is_unit(first) else _inside(first)
-    if ours is None:
+    first_children = None if is_unit(first) else _inside(first)
+    if first_children is None:
         yield path, first, second
         return
-    if ours == {} and isinstance(first, dict) and isinstance(second, dict) and path:
+    if first_children == {} and isinstance(first, dict) and isinstance(second, dict) and path:
         return  # steps fill this dict, such as the state of torch's optimizers
-    theirs = None if is_unit(second) else _inside(second)
-    if theirs is None or type(first) is not type(second) or ours.keys() != theirs.keys():
+    second_children = None if is_unit(second) else _inside(second)
+    if second_children is None or type(first) is not type(second) or first_children.keys() != second_children.keys():
         yield path, first, second
         return
-    for name, child in ours.items():
-        yield from _descended(child, theirs[name], (*path, name))
+    for name, child in first_children.items():
+        yield from _descended(child, second_children[name], (*path, name))
 
 
 def _inside(node: Any) -> dict[str, Any] | None:
@@ -500,10 +509,17 @@ def _inside(node: Any) -> dict[str, Any] | None:
 
 def _structures(name: str, first: Any, second: Any, a: str = "the parameters", b: str = "the gradients") -> str:
     """Describes how two nodes at the same place differ; `a` and `b` are what to call them."""
-    ours, theirs = _inside(first), _inside(second)
+    first_children, second_children = _inside(first), _inside(second)
     place = f" at {name}" if name and name != "the state" else ""
-    alike = ours is not None and theirs is not None and type(first) is type(second) and not is_unit(first)
-    shown = (_names(theirs or {}), _names(ours or {})) if alike else (_shown(second), _shown(first))
+    same_type = (
+        first_children is not None
+        and second_children is not None
+        and type(first) is type(second)
+        and not is_unit(first)
+    )
+    shown = (
+        (_names(second_children or {}), _names(first_children or {})) if same_type else (_shown(second), _shown(first))
+    )
     return f"{b} {'have' if b.endswith('s') else 'has'} {shown[0]}{place}, {a} {shown[1]}"
 
 

@@ -234,56 +234,60 @@ def _sides(moments: Moments, name: str) -> tuple[str, str]:
     return ("outputs", "inputs") if moments.kinds[name] == "linear" else ("inputs", "outputs")
 
 
-def _beside(moments: Moments, kept: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+def _beside(moments: Moments, blocks: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """Each moment of these matrices, with what is remembered of the matrix.
 
     Raises:
         ValueError: there is none, or one of another length.
     """
-    if lacking := [name for name in kept if name not in moments.kinds]:
+    if lacking := [name for name in blocks if name not in moments.kinds]:
         raise ValueError(
             f"kfac: these moments have no factors of {listed(lacking)}, which no product of this batch uses, or which "
             f"is also used in another way: choose other matrices by which=; the rest is updated by otherwise="
         )
-    if not moments.outputs and kept:
+    if not moments.outputs and blocks:
         raise ValueError("kfac: these moments are of inputs alone: pass outputs=True to curvature.grams")
-    found = []
-    for name, block in kept.items():
+    matches = []
+    for name, block in blocks.items():
         for i, side in enumerate(_sides(moments, name)):
-            given = getattr(moments, side)[name]
-            if is_flat(given) != is_flat(block):
-                ours, theirs = ("a flat shard" if is_flat(x) else "a plain tensor" for x in (block, given))
-                raise ValueError(f"kfac: the moment of {side} of {name} is of {theirs}, and the state of {ours}")
-            ours, theirs = (_length(x, n) for x, n in ((block, i), (given, 0)))
-            if ours != theirs:
-                raise ValueError(f"kfac: the moment of {side} of {name} is {theirs}, and {ours} in the state")
-            found.append((given, block))
-    return found
+            moment = getattr(moments, side)[name]
+            if is_flat(moment) != is_flat(block):
+                in_state, in_moments = ("a flat shard" if is_flat(x) else "a plain tensor" for x in (block, moment))
+                raise ValueError(
+                    f"kfac: the moment of {side} of {name} is of {in_moments}, and the state of {in_state}"
+                )
+            in_state, in_moments = (_length(x, n) for x, n in ((block, i), (moment, 0)))
+            if in_state != in_moments:
+                raise ValueError(f"kfac: the moment of {side} of {name} is {in_moments}, and {in_state} in the state")
+            matches.append((moment, block))
+    return matches
 
 
-def _length(kept: Any, number: int) -> Any:
-    return kept.layout.whole_shape(number) if is_flat(kept) else tuple(optree.tree_leaves(kept)[number].shape)
+def _length(tree: Any, index: int) -> Any:
+    return tree.layout.whole_shape(index) if is_flat(tree) else tuple(optree.tree_leaves(tree)[index].shape)
 
 
-def _invert(own: dict[str, list[Tensor]], bias: float, damping: float) -> None:
+def _invert(block_state: dict[str, list[Tensor]], bias: float, damping: float) -> None:
     """Writes the inverses of both factors, with damping that each gets by its mean eigenvalue."""
-    factors = [factor / bias for factor in own["factors"]]
+    factors = [factor / bias for factor in block_state["factors"]]
     left, right = (factor.diagonal().mean() for factor in factors)
     pi = torch.where((left > 0) & (right > 0), left / right, torch.ones_like(left)).sqrt()
-    for inverse, factor, share in zip(own["inverses"], factors, (pi, 1 / pi), strict=True):
+    for inverse, factor, share in zip(block_state["inverses"], factors, (pi, 1 / pi), strict=True):
         inverse.copy_(inverse_power(factor, 1.0, damping**0.5 * share))
 
 
-def _preconditioned(kept: Mapping[str, Any], block: OwnedBlock, g: Tensor) -> Tensor:
-    left, right = as_owner(kept[block.name])["inverses"]
+def _preconditioned(blocks: Mapping[str, Any], block: OwnedBlock, g: Tensor) -> Tensor:
+    left, right = as_owner(blocks[block.name])["inverses"]
     return (left @ g.to(left.dtype).view(len(left), len(right)) @ right).view(g.shape)
 
 
-def _clipped(leaves: Units, present: dict[int, Tensor], along: list[Tensor], rate: Any, most: float) -> list[Tensor]:
-    """The directions, scaled so that the step's square in the norm of the Fisher matrix is at most `most`."""
+def _clipped(
+    leaves: Units, present: dict[int, Tensor], directions: list[Tensor], rate: Any, max_square: float
+) -> list[Tensor]:
+    """The directions, scaled so that the step's square in the norm of the Fisher matrix is at most `max_square`."""
     chosen = [leaves.each[i] for i in present]
-    both = (zip(chosen, values, strict=True) for values in (present.values(), along))
+    both = (zip(chosen, values, strict=True) for values in (present.values(), directions))
     g, d = (leaves._replace(each=[unit._replace(values=x) for unit, x in pairs_of]) for pairs_of in both)
     size = rate**2 * dots([g], d)[0]
-    scale = (most / size.clamp(min=most)).sqrt()
-    return [d * scale.to(d.device, d.dtype) for d in along]
+    scale = (max_square / size.clamp(min=max_square)).sqrt()
+    return [d * scale.to(d.device, d.dtype) for d in directions]

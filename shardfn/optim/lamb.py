@@ -73,7 +73,7 @@ def lamb(
         return {"step": 0, "numbers": constants(numbers), "missed": {}, **moments}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        count, now = begun(numbers, state)
+        count, hparams = begun(numbers, state)
         leaves = units(params)
         refuse_parts("lamb", leaves)
         rows = pairs(leaves, grads)
@@ -82,7 +82,7 @@ def lamb(
         if donate:
             refuse_overwriting("lamb", params, grads, state)
             if not (dispatch.in_graph() or functorch.inside_transform()):  # which have no rules for lists
-                _overwrite(leaves, gs, [leaves.beside(state[name]) for name in ("mean", "square")], now, counts)
+                _overwrite(leaves, gs, [leaves.beside(state[name]) for name in ("mean", "square")], hparams, counts)
                 return params, state | counts
         with torch.set_grad_enabled(not donate and torch.is_grad_enabled()):
             slots = {name: leaves.beside(state[name]) for name in ("mean", "square")}
@@ -90,24 +90,26 @@ def lamb(
             for i, g in enumerate(gs):
                 if g is not None:
                     for name, target, decay in (("mean", g, "b1"), ("square", g * g, "b2")):
-                        slots[name][i] = lerped([slots[name][i]], [target], 1 - now[decay], donate)[0]
-                    own = slots["mean"][i], slots["square"][i]
-                    moving[i] = moving[i]._replace(values=_direction(leaves.each[i], *own, now, counts))
-            quotients = _quotients(squares(leaves), squares(Units(moving, leaves.tree)), now["least"], now.get("clip"))
+                        slots[name][i] = lerped([slots[name][i]], [target], 1 - hparams[decay], donate)[0]
+                    moments = slots["mean"][i], slots["square"][i]
+                    moving[i] = moving[i]._replace(values=_direction(leaves.each[i], *moments, hparams, counts))
+            quotients = _quotients(
+                squares(leaves), squares(Units(moving, leaves.tree)), hparams["least"], hparams.get("clip")
+            )
             values = [unit.values for unit in leaves.each]
             for i, move in enumerate(moving):
                 if move.trainable:
-                    new = _moved(leaves.each[i], move.values, quotients, now["lr"])
+                    new = _moved(leaves.each[i], move.values, quotients, hparams["lr"])
                     values[i] = values[i].copy_(new) if donate else new
-        kept = state if donate else state | {name: leaves.like(slot) for name, slot in slots.items()}
-        return params if donate else leaves.like(values), kept | counts
+        new_state = state if donate else state | {name: leaves.like(slot) for name, slot in slots.items()}
+        return params if donate else leaves.like(values), new_state | counts
 
     return Optimizer(init, on_whole(step))
 
 
 @torch.no_grad()
 def _overwrite(
-    leaves: Units, gs: list[Tensor | None], slots: list[list[Any]], now: dict[str, Any], counts: dict[str, Any]
+    leaves: Units, gs: list[Tensor | None], slots: list[list[Any]], hparams: dict[str, Any], counts: dict[str, Any]
 ) -> None:
     """Overwrites parameters and moments: the same step by few kernels, however many parameters a stage has."""
     moving: list[Unit] = []
@@ -117,52 +119,54 @@ def _overwrite(
         if g is None:
             moving.append(unit._replace(trainable=False))
             continue
-        mean.lerp_(g, 1 - now["b1"])
-        square.lerp_(g * g, 1 - now["b2"])
-        flat, moves = unit.values.reshape(-1), _adams(unit, mean, square, now, counts).reshape(-1)
-        own, its = ([x[s.start : s.stop] for s in unit.filled] for x in (flat, moves))
-        decays = [of_rule(now["weight_decay"], s) for s in unit.filled]
+        mean.lerp_(g, 1 - hparams["b1"])
+        square.lerp_(g * g, 1 - hparams["b2"])
+        flat, moves = unit.values.reshape(-1), _adams(unit, mean, square, hparams, counts).reshape(-1)
+        param_views, move_views = ([x[s.start : s.stop] for s in unit.filled] for x in (flat, moves))
+        decays = [of_rule(hparams["weight_decay"], s) for s in unit.filled]
         for decay in sorted({*decays} - {0}):
-            at = [k for k, other in enumerate(decays) if other == decay]
-            torch._foreach_add_([its[k] for k in at], [own[k] for k in at], alpha=decay)
+            indices = [k for k, other in enumerate(decays) if other == decay]
+            torch._foreach_add_([move_views[k] for k in indices], [param_views[k] for k in indices], alpha=decay)
         moving.append(unit._replace(values=moves))
-        ps, ms, paths = ps + own, ms + its, paths + [s.path for s in unit.filled]
+        ps, ms, paths = ps + param_views, ms + move_views, paths + [s.path for s in unit.filled]
         if not unit.values.is_contiguous():
             copies.append((unit.values, flat.view(unit.values.shape)))
-    quotients = _quotients(squares(leaves), squares(Units(moving, leaves.tree)), now["least"], now.get("clip"))
+    quotients = _quotients(squares(leaves), squares(Units(moving, leaves.tree)), hparams["least"], hparams.get("clip"))
     if paths:
-        torch._foreach_mul_(ms, torch._foreach_mul([quotients[path] for path in paths], now["lr"]))
+        torch._foreach_mul_(ms, torch._foreach_mul([quotients[path] for path in paths], hparams["lr"]))
         torch._foreach_sub_(ps, ms)
-    for into, new in copies:
-        into.copy_(new)
+    for dst, new in copies:
+        dst.copy_(new)
 
 
-def _adams(unit: Unit, mean: Tensor, square: Tensor, now: dict[str, Any], counts: dict[str, Any]) -> Tensor:
+def _adams(unit: Unit, mean: Tensor, square: Tensor, hparams: dict[str, Any], counts: dict[str, Any]) -> Tensor:
     """Adam's step of a unit for a rate of 1, the other way."""
     spans = count_spans(unit, counts["step"], counts["missed"])
     if len(spans) == 1:
-        return _adams_after(mean, square, now, spans[0][0])
-    parts = [_adams_after(mean[start:stop], square[start:stop], now, count) for count, start, stop in spans]
+        return _adams_after(mean, square, hparams, spans[0][0])
+    parts = [_adams_after(mean[start:stop], square[start:stop], hparams, count) for count, start, stop in spans]
     return joined(parts, unit._replace(values=mean), [(start, stop) for _, start, stop in spans])
 
 
-def _adams_after(mean: Tensor, square: Tensor, now: dict[str, Any], count: Any) -> Tensor:
+def _adams_after(mean: Tensor, square: Tensor, hparams: dict[str, Any], count: Any) -> Tensor:
     count = count.double() if isinstance(count, Tensor) else count
     # The root of zero has no derivative; where a square is zero, so is the mean, and nothing moves.
-    root = torch.where(square > 0, square, 1).sqrt() * (square > 0) / (1 - now["b2"] ** count) ** 0.5
-    return (mean / (1 - now["b1"] ** count) / (root + now["eps"])).to(mean.dtype)
+    root = torch.where(square > 0, square, 1).sqrt() * (square > 0) / (1 - hparams["b2"] ** count) ** 0.5
+    return (mean / (1 - hparams["b1"] ** count) / (root + hparams["eps"])).to(mean.dtype)
 
 
-def _direction(unit: Unit, mean: Tensor, square: Tensor, now: dict[str, Any], counts: dict[str, Any]) -> Tensor:
+def _direction(unit: Unit, mean: Tensor, square: Tensor, hparams: dict[str, Any], counts: dict[str, Any]) -> Tensor:
     """Adam's step, and the weight decay."""
-    adams = _adams(unit, mean, square, now, counts)
+    adams = _adams(unit, mean, square, hparams, counts)
     flat, moves = unit.values.reshape(-1), adams.reshape(-1)
-    parts = [moves[s.start : s.stop] + of_rule(now["weight_decay"], s) * flat[s.start : s.stop] for s in unit.filled]
+    parts = [
+        moves[s.start : s.stop] + of_rule(hparams["weight_decay"], s) * flat[s.start : s.stop] for s in unit.filled
+    ]
     return filled(adams, unit, parts, [adams])
 
 
 def _quotients(
-    of_params: dict[str, Tensor], of_moves: dict[str, Tensor], least: float, most: float | None
+    of_params: dict[str, Tensor], of_moves: dict[str, Tensor], minimum: float, maximum: float | None
 ) -> dict[str, Tensor]:
     """The norm of each parameter over that of its move, given their squares; 1 where one of them is 0."""
     groups: dict[Any, list[str]] = {}
@@ -170,10 +174,14 @@ def _quotients(
         groups.setdefault((squared.dtype, squared.device), []).append(path)
     quotients: dict[str, Tensor] = {}
     for paths in groups.values():
-        own, its = (torch.stack([sums[path] for path in paths]) for sums in (of_params, of_moves))
-        both = (own > 0) & (its > 0)
-        found = torch.where(both, (torch.where(both, own, 1) / torch.where(both, its, 1)).sqrt().clamp(least, most), 1)
-        quotients |= dict(zip(paths, found.unbind(), strict=True))
+        param_squares, move_squares = (torch.stack([sums[path] for path in paths]) for sums in (of_params, of_moves))
+        both = (param_squares > 0) & (move_squares > 0)
+        ratios = torch.where(
+            both,
+            (torch.where(both, param_squares, 1) / torch.where(both, move_squares, 1)).sqrt().clamp(minimum, maximum),
+            1,
+        )
+        quotients |= dict(zip(paths, ratios.unbind(), strict=True))
     return quotients
 
 

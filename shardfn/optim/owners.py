@@ -48,7 +48,7 @@ def on_owner(
     fn: Fn,
     cost: Cost,
     dtype: torch.dtype | None = None,
-    most: int | None = None,
+    max_size: int | None = None,
 ) -> list[Tensor]:
     """Applies `fn` to whole blocks of which ranks hold parts: one rank, the owner, computes each block.
 
@@ -70,12 +70,12 @@ def on_owner(
     results = [None if x is None else x.new_zeros(x.shape) for x in tensors]
     groups: dict[tuple[Any, ...], list[tuple[OwnedBlock, int]]] = {}
     local: dict[str, tuple[Tensor, Tensor]] = {}
-    owner = owners(units, cost, most)
+    owner = owners(units, cost, max_size)
     for unit, x, result in zip(units, tensors, results, strict=True):
         if x is None or result is None:
             continue
         local |= {s.path: (x.reshape(-1)[s.start : s.stop], result.view(-1)[s.start : s.stop]) for s in unit.segments}
-        for block in blocks(unit, most):
+        for block in blocks(unit, max_size):
             groups.setdefault((*block.among, dtype or x.dtype, x.device), []).append((block, owner[block]))
     for (grid, axes, kind, device), members in groups.items():
         peers, here = _peers(grid, axes), [local.get(block.path) for block, _ in members]
@@ -229,40 +229,43 @@ class OwnedBlock:
 
 @functools.lru_cache(maxsize=4096)
 def _listed(
-    layout: Layout, entries: tuple[int, ...], paths: tuple[str, ...], most: int | None = None
+    layout: Layout, entries: tuple[int, ...], paths: tuple[str, ...], max_size: int | None = None
 ) -> tuple[OwnedBlock, ...]:
     rows = [(path, layout.whole_shape(number), number) for number, path in zip(entries, paths, strict=True)]
-    return tuple([OwnedBlock(path, shape, box, layout, n) for path, shape, n in rows for box in _cut(shape, most)])
+    return tuple([OwnedBlock(path, shape, box, layout, n) for path, shape, n in rows for box in _cut(shape, max_size)])
 
 
-def blocks(unit: Unit, most: int | None = None) -> tuple[OwnedBlock, ...]:
-    """The parameters of a unit that have elements, cut into blocks of at most `most` along each dimension."""
+def blocks(unit: Unit, max_size: int | None = None) -> tuple[OwnedBlock, ...]:
+    """The parameters of a unit that have elements, cut into blocks of at most `max_size` along each dimension."""
     if unit.layout is None:
-        return tuple([OwnedBlock(s.path, s.whole, box) for s in unit.filled for box in _cut(s.whole, most)])
-    return _listed(unit.layout, unit.entries, tuple(map(unit.path, unit.entries)), most)
+        return tuple([OwnedBlock(s.path, s.whole, box) for s in unit.filled for box in _cut(s.whole, max_size)])
+    return _listed(unit.layout, unit.entries, tuple(map(unit.path, unit.entries)), max_size)
 
 
-def _cut(shape: Ints, most: int | None) -> list[Box]:
+def _cut(shape: Ints, max_size: int | None) -> list[Box]:
     """The boxes into which a tensor is cut; none if it is empty, needs no work, and no rank has a part of it."""
     if not math.prod(shape):
         return []
-    if most is None:
+    if max_size is None:
         return [whole(shape)]
-    ranges = [[(at, min(most, n - at)) for at in range(0, n, most)] for n in shape]
-    return [Box(tuple(at for at, _ in place), tuple(n for _, n in place)) for place in itertools.product(*ranges)]
+    ranges = [[(start, min(max_size, n - start)) for start in range(0, n, max_size)] for n in shape]
+    return [
+        Box(tuple(start for start, _ in box_ranges), tuple(n for _, n in box_ranges))
+        for box_ranges in itertools.product(*ranges)
+    ]
 
 
-def owners(units: Sequence[Unit], cost: Cost, most: int | None = None) -> dict[OwnedBlock, int]:
+def owners(units: Sequence[Unit], cost: Cost, max_size: int | None = None) -> dict[OwnedBlock, int]:
     """The rank that works on each block of these units: the same on all ranks that share the work."""
     groups: dict[tuple[Grid | None, tuple[str, ...]], list[OwnedBlock]] = {}
     for unit in units:
-        for block in blocks(unit, most):
+        for block in blocks(unit, max_size):
             groups.setdefault(block.among, []).append(block)
-    found: dict[OwnedBlock, int] = {}
+    owner_of: dict[OwnedBlock, int] = {}
     for (grid, axes), members in groups.items():
         ranks = _peers(grid, axes).ranks
-        found |= zip(members, [ranks[i] for i in _assigned(tuple(members), len(ranks), cost)], strict=True)
-    return found
+        owner_of |= zip(members, [ranks[i] for i in _assigned(tuple(members), len(ranks), cost)], strict=True)
+    return owner_of
 
 
 def work(shape: Ints) -> int:
@@ -277,11 +280,11 @@ def as_matrix(shape: Ints) -> Ints:
 
 
 def all_remembered(
-    units: Sequence[Unit], shapes: Callable[[OwnedBlock], Any], cost: Cost, most: int | None = None
+    units: Sequence[Unit], shapes: Callable[[OwnedBlock], Any], cost: Cost, max_size: int | None = None
 ) -> dict[str, Any]:
     """What `remembered` gives for each block of these units, by its name."""
-    owner = owners(units, cost, most)
-    return {b.name: remembered(unit, b, owner[b], shapes(b)) for unit in units for b in blocks(unit, most)}
+    owner = owners(units, cost, max_size)
+    return {b.name: remembered(unit, b, owner[b], shapes(b)) for unit in units for b in blocks(unit, max_size)}
 
 
 def remembered(unit: Unit, block: OwnedBlock, owner: int, shapes: Any) -> Any:
@@ -297,14 +300,14 @@ def remembered(unit: Unit, block: OwnedBlock, owner: int, shapes: Any) -> Any:
     return FlatShard(slot(unit, (layout.held(process_groups.global_rank()),), layout.dtype), layout)
 
 
-def as_owner(kept: Any) -> Any:
+def as_owner(state: Any) -> Any:
     """The tree of tensors in what `remembered` gave, for its owner."""
-    return optree.tree_unflatten(kept.layout.tree, kept.layout.views(kept.values)) if is_flat(kept) else kept
+    return optree.tree_unflatten(state.layout.tree, state.layout.views(state.values)) if is_flat(state) else state
 
 
-def owned(kept: Any) -> bool:
+def owned(state: Any) -> bool:
     """Whether this rank holds what `remembered` gave; of plain tensors, every rank does."""
-    return not is_flat(kept) or kept.values.numel() > 0
+    return not is_flat(state) or state.values.numel() > 0
 
 
 def handed(pairs: Sequence[tuple[Any, Any]]) -> list[Tensor | None]:
@@ -317,32 +320,32 @@ def handed(pairs: Sequence[tuple[Any, Any]]) -> list[Tensor | None]:
     Returns:
         For each pair the tensor on the second owner, None on other ranks.
     """
-    found: list[Tensor | None] = [None if is_flat(given) else given for given, _ in pairs]
+    received: list[Tensor | None] = [None if is_flat(moment) else moment for moment, _ in pairs]
     groups: dict[tuple[Any, ...], list[int]] = {}
-    for number, (given, kept) in enumerate(pairs):
-        if is_flat(given):
-            axes = kept.layout.placement.only_at_axes
-            groups.setdefault((kept.layout.grid, axes, given.values.dtype, given.values.device), []).append(number)
+    for index, (moment, target) in enumerate(pairs):
+        if is_flat(moment):
+            axes = target.layout.placement.only_at_axes
+            groups.setdefault((target.layout.grid, axes, moment.values.dtype, moment.values.device), []).append(index)
     for (grid, axes, dtype, device), members in groups.items():
         peers = _peers(grid, axes)
-        way = {n: tuple([_at(peers, grid, side.layout) for side in pairs[n]]) for n in members}
-        outgoing = [[as_owner(pairs[n][0]) for n in members if way[n] == (peers.rank, to)] for to in peers.ranks]
+        routes = {n: tuple([_at(peers, grid, side.layout) for side in pairs[n]]) for n in members}
+        outgoing = [[as_owner(pairs[n][0]) for n in members if routes[n] == (peers.rank, to)] for to in peers.ranks]
         if peers.group is None:
             for n, x in zip(members, outgoing[0], strict=True):
-                found[n] = x
+                received[n] = x
             continue
         boxes_of = {n: whole(pairs[n][0].layout.whole_shape(0)) for n in members}
         shares = {n: (n, BlockSlice(0, box, box, box)) for n, box in boxes_of.items()}
-        incoming = [[shares[n] for n in members if way[n] == (source, peers.rank)] for source in peers.ranks]
+        incoming = [[shares[n] for n in members if routes[n] == (source, peers.rank)] for source in peers.ranks]
         for n, _, x in _exchanged(outgoing, incoming, torch.empty(0, dtype=dtype, device=device), peers):
-            found[n] = x
-    return found
+            received[n] = x
+    return received
 
 
 def _at(peers: _SharingRanks, grid: Grid, layout: Layout) -> int:
     """The rank among peers that holds a flat shard of one rank alone."""
-    at = layout.placement.only_at
-    return next(rank for rank in peers.ranks if all(grid.index(rank, axis) == i for axis, i in at))
+    coordinates = layout.placement.only_at
+    return next(rank for rank in peers.ranks if all(grid.index(rank, axis) == i for axis, i in coordinates))
 
 
 def _ints(x: Any) -> bool:
@@ -358,8 +361,8 @@ def _on_owner(
     assert layout is not None, "what has an owner lies on a mesh"
     rows = enumerate(zip(paths, shapes, strict=True))
     parts = [(joined(block.name, path), (i,), shape, P()) for i, (path, shape) in rows]
-    at = tuple((axis, grid.index(owner, axis)) for axis in axes)
-    return lay(block.name, tree, parts, dtype, True, Placement(only_at=at, tiers=layout.placement.tiers), grid)
+    coordinates = tuple((axis, grid.index(owner, axis)) for axis in axes)
+    return lay(block.name, tree, parts, dtype, True, Placement(only_at=coordinates, tiers=layout.placement.tiers), grid)
 
 
 Share = tuple[int, BlockSlice]  # index of a block, and elements of it
@@ -391,11 +394,11 @@ def planned(owned: tuple[tuple[OwnedBlock, int], ...], peers: tuple[int, ...], r
     """The plan for blocks on the same axes and their owners, as `rank` sees it."""
 
     def shares(holder: int, owner: int, same_copy: bool) -> tuple[Share, ...]:
-        held: list[Share] = []
-        for number, (block, its) in enumerate(owned):
-            if its == owner and (not same_copy or block.copy(holder) == block.copy(owner)):
-                held += [(number, part) for part in block.parts(holder)]
-        return tuple(held)
+        selected: list[Share] = []
+        for index, (block, block_owner) in enumerate(owned):
+            if block_owner == owner and (not same_copy or block.copy(holder) == block.copy(owner)):
+                selected += [(index, part) for part in block.parts(holder)]
+        return tuple(selected)
 
     return OwnersPlan(
         tuple(block for block, _ in owned),
@@ -425,15 +428,17 @@ def assigned(costs: Sequence[int], workers: int) -> list[int]:
 def exact() -> Iterator[None]:
     """A context in which products of float32 are not rounded to TF32 or bfloat16, which hides small eigenvalues."""
     backends: Any = torch.backends
-    each = backends.cuda.matmul, backends.mkldnn.matmul
-    coarse = [(backend, how) for backend in each if (how := backend.fp32_precision) in ("tf32", "bf16")]
+    libraries = backends.cuda.matmul, backends.mkldnn.matmul
+    coarse = [
+        (backend, precision) for backend in libraries if (precision := backend.fp32_precision) in ("tf32", "bf16")
+    ]
     for backend, _ in coarse:
         backend.fp32_precision = "ieee"
     try:
         yield
     finally:
-        for backend, how in coarse:
-            backend.fp32_precision = how
+        for backend, precision in coarse:
+            backend.fp32_precision = precision
 
 
 def eigh(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -441,10 +446,10 @@ def eigh(x: Tensor) -> tuple[Tensor, Tensor]:
     clean, nan = torch.nan_to_num(x, 0.0, 0.0, 0.0), 0 * x.sum()
     try:
         values, vectors = torch.linalg.eigh(clean)
-        found = bool((values.sum() + vectors.sum()).isfinite())
+        is_finite = bool((values.sum() + vectors.sum()).isfinite())
     except RuntimeError:
-        found = False
-    if not found:  # in float32 it may not converge, and not say so
+        is_finite = False
+    if not is_finite:  # in float32 it may not converge, and not say so
         values, vectors = torch.linalg.eigh(clean.double())
     return values.to(x.dtype) + nan, vectors.to(x.dtype) + nan
 
@@ -505,12 +510,12 @@ class _ElementExchange(Scheduled):
 
 
 def _exchanged(
-    outgoing: list[list[Tensor]], incoming: Sequence[Sequence[Share]], like: Tensor, peers: _SharingRanks
+    outgoing: list[list[Tensor]], incoming: Sequence[Sequence[Share]], template: Tensor, peers: _SharingRanks
 ) -> list[tuple[int, BlockSlice, Tensor]]:
     """Exchanges elements; returns what the peers sent: index of a block, part, and its elements in their shape."""
     sizes = [sum(x.numel() for x in to) for to in outgoing]
     expected = [sum(part.common.numel for _, part in shares) for shares in incoming]
-    flat = torch.cat([like, *(x.reshape(-1) for to in outgoing for x in to)])
+    flat = torch.cat([template, *(x.reshape(-1) for to in outgoing for x in to)])
     exchange = _ElementExchange(sizes, expected, peers)
     (received,) = run(exchange, [flat]) if dispatch.in_graph() else exchange.finish(exchange.start([flat]))
     parts = [share for shares in incoming for share in shares]
@@ -525,11 +530,11 @@ def _whole(matrix: OwnedBlock, segments: dict[str, Any], update: Tensor) -> Tens
     part = matrix.held(process_groups.global_rank())
     if part is not None and matrix.path in segments:
         segment = segments[matrix.path]
-        own, rest = update.reshape(-1)[segment.start : segment.stop], math.prod(part.shape) - part.stop
-        block = torch.nn.functional.pad(own, (part.start, rest)).view(part.shape)
+        local_values, rest = update.reshape(-1)[segment.start : segment.stop], math.prod(part.shape) - part.stop
+        block = torch.nn.functional.pad(local_values, (part.start, rest)).view(part.shape)
         (row, column), (rows, columns) = part.corner, part.shape
-        below, beside = matrix.whole[0] - row - rows, matrix.whole[1] - column - columns
-        full = torch.nn.functional.pad(block, (column, beside, row, below))
+        rows_after, columns_after = matrix.whole[0] - row - rows, matrix.whole[1] - column - columns
+        full = torch.nn.functional.pad(block, (column, columns_after, row, rows_after))
     cut = matrix.layout.cut_axes(matrix.entry)
     if not cut:
         return full
@@ -538,23 +543,23 @@ def _whole(matrix: OwnedBlock, segments: dict[str, Any], update: Tensor) -> Tens
 
 
 def moved(
-    unit: Unit, direction: Tensor, now: dict[str, Any], donate: bool, scale: Callable[[Ints], float] = lambda _: 1.0
+    unit: Unit, direction: Tensor, hparams: dict[str, Any], donate: bool, scale: Callable[[Ints], float] = lambda _: 1.0
 ) -> Tensor:
     """A unit's values after a step along a direction, times `scale` of each parameter's shape, with weight decay."""
     flat = unit.values.reshape(-1)
     parts: list[Tensor] = []
-    rates, ties = numbered(now["lr"], unit)
+    rates, ties = numbered(hparams["lr"], unit)
     for segment in unit.filled:
         rate = rates[segment.path] * scale(segment.whole)
-        keep = 1 - rates[segment.path] * of_rule(now["weight_decay"], segment)
-        p, along = (x.reshape(-1)[segment.start : segment.stop] for x in (flat, direction))
-        along = along.to(flat.dtype)
+        keep = 1 - rates[segment.path] * of_rule(hparams["weight_decay"], segment)
+        p, local_direction = (x.reshape(-1)[segment.start : segment.stop] for x in (flat, direction))
+        local_direction = local_direction.to(flat.dtype)
         if donate:
             p.mul_(keep)
             # As `alpha` a tensor would be read by the host, which waits for the device.
-            p.sub_(along * rate) if isinstance(rate, Tensor) else p.add_(along, alpha=-rate)
+            p.sub_(local_direction * rate) if isinstance(rate, Tensor) else p.add_(local_direction, alpha=-rate)
         else:
-            parts.append(p * keep - rate * along)
+            parts.append(p * keep - rate * local_direction)
     if donate:
         return unit.values if unit.values.is_contiguous() else unit.values.copy_(flat.view(unit.values.shape))
     return filled(unit.values, unit, parts, [direction, *ties])

@@ -87,17 +87,17 @@ def shampoo(
     numbers = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "ridge": ridge, "weight_decay": weight_decay}
     check("shampoo", numbers | ({} if exponent is None else {"exponent": exponent}) | {"graft": graft}, numbers)
 
-    def direction(g: Tensor, kept: dict[str, Any], t: int, n: dict[str, float]) -> Tensor:
-        mean, square = _moments(kept, g, g, t, n)
-        for i, (factor, root) in enumerate(zip(kept["factors"], kept["bases"], strict=True)):
+    def direction(g: Tensor, block_state: dict[str, Any], t: int, n: dict[str, float]) -> Tensor:
+        mean, square = _moments(block_state, g, g, t, n)
+        for i, (factor, root) in enumerate(zip(block_state["factors"], block_state["bases"], strict=True)):
             factor.lerp_(_gram(g, i), 1 - n["b2"])
             if (t - 1) % every == 0:
                 root.copy_(inverse_power(factor / (1 - n["b2"] ** t), exponent or 1 / (2 * g.ndim), n["ridge"]))
-        along = _turned(mean, kept["bases"], 0)
+        update = _turned(mean, block_state["bases"], 0)
         if not graft:
-            return along
+            return update
         adams = (mean / (square.sqrt() + n["eps"])).norm()
-        return along * (adams / along.norm().clamp(min=torch.finfo(along.dtype).tiny))
+        return update * (adams / update.norm().clamp(min=torch.finfo(update.dtype).tiny))
 
     return _optimizer("shampoo", direction, numbers, every, block, donate)
 
@@ -162,8 +162,8 @@ def kl_shampoo(
     }  # fmt: skip
     check("kl_shampoo", numbers, numbers)
 
-    def direction(g: Tensor, kept: dict[str, Any], t: int, n: dict[str, float]) -> Tensor:
-        factors, roots = kept["factors"], kept["bases"]
+    def direction(g: Tensor, block_state: dict[str, Any], t: int, n: dict[str, float]) -> Tensor:
+        factors, roots = block_state["factors"], block_state["bases"]
         if t == 1:
             for factor, root in zip(factors, roots, strict=True):
                 factor.zero_().fill_diagonal_(n["initial"])
@@ -174,7 +174,7 @@ def kl_shampoo(
         if (t - 1) % every == 0:
             for factor, root in zip(factors, roots, strict=True):
                 root.copy_(inverse_power(factor, 0.5, n["ridge"]))
-        return _turned(kept["mean"].lerp_(g, 1 - n["b1"]) / (1 - n["b1"] ** t), roots, 0)
+        return _turned(block_state["mean"].lerp_(g, 1 - n["b1"]) / (1 - n["b1"] ** t), roots, 0)
 
     return _optimizer("kl_shampoo", direction, numbers, every, block, donate, squares=False)
 
@@ -226,18 +226,18 @@ def soap(
     numbers = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
     check("soap", numbers, numbers)
 
-    def direction(g: Tensor, kept: dict[str, Any], t: int, n: dict[str, float]) -> Tensor:
-        bases, factors, along = kept["bases"], kept["factors"], torch.zeros_like(g)
+    def direction(g: Tensor, block_state: dict[str, Any], t: int, n: dict[str, float]) -> Tensor:
+        bases, factors, update = block_state["bases"], block_state["factors"], torch.zeros_like(g)
         if t > 1:
-            mean, square = _moments(kept, g, _turned(g, bases, 0), t - 1, n)
-            along = _turned(_turned(mean, bases, 0) / (square.sqrt() + n["eps"]), bases, 1)
+            mean, square = _moments(block_state, g, _turned(g, bases, 0), t - 1, n)
+            update = _turned(_turned(mean, bases, 0) / (square.sqrt() + n["eps"]), bases, 1)
         for i, (factor, basis) in enumerate(zip(factors, bases, strict=True)):
             factor.lerp_(_gram(g, i), 1 - n["b2"])
             if t == 1:
                 basis.copy_(_eigenbasis(factor))
         if t > 1 and (t - 1) % every == 0:
-            _iterate(factors, bases, kept["square"])
-        return along
+            _iterate(factors, bases, block_state["square"])
+        return update
 
     return _optimizer("soap", direction, numbers, every, block, donate, rests=1)
 
@@ -250,7 +250,7 @@ def _optimizer(
     direction: Direction,
     numbers: dict[str, Any],
     every: int,
-    most: int,
+    max_size: int,
     donate: bool,
     rests: int = 0,
     squares: bool = True,
@@ -260,50 +260,53 @@ def _optimizer(
     With `squares` a mean of squares is remembered too.
     """
     whole(name, "every", every, 1)
-    whole(name, "block", most, 1)
+    whole(name, "block", max_size, 1)
     check(name, {"donate": donate})
 
     def init(params: Any) -> Any:
         refuse_complex(leaves := units(params), name)
         refuse_parts(name, leaves)
-        each = _trained(leaves)
-        kept = all_remembered(each, lambda block: _kept(block, squares), cost, most)
-        counts = {path: 0 for unit in each for _, path, _ in spread(unit)}
-        return {"step": 0, "numbers": constants(numbers), "counts": counts, "blocks": kept}
+        trained_units = _trained(leaves)
+        blocks = all_remembered(trained_units, lambda block: _kept(block, squares), cost, max_size)
+        counts = {path: 0 for unit in trained_units for _, path, _ in spread(unit)}
+        return {"step": 0, "numbers": constants(numbers), "counts": counts, "blocks": blocks}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        count, now = begun(numbers, state)
+        count, hparams = begun(numbers, state)
         leaves = units(params)
         refuse_parts(name, leaves)
         refuse_derivative(name, count, params, grads, state)
-        each = _trained(leaves)
+        trained_units = _trained(leaves)
         gs = [grad for unit, grad in pairs(leaves, grads) if unit.trainable]
         counts, rates = dict(state["counts"]), {}
-        for unit, g in zip(each, gs, strict=True):
+        for unit, g in zip(trained_units, gs, strict=True):
             for _, path, shape in spread(unit):
                 counts[path] += g is not None
-                rates[path] = {k: v(path, shape) if callable(v) else v for k, v in now.items() if k != "lr"}
+                rates[path] = {k: v(path, shape) if callable(v) else v for k, v in hparams.items() if k != "lr"}
                 check_rule(path, tuple(rates[path].items()))  # on every rank: its owner's error alone would hang others
         with torch.no_grad():
-            kept = state["blocks"] if donate else optree.tree_map(torch.clone, state["blocks"])
+            blocks = state["blocks"] if donate else optree.tree_map(torch.clone, state["blocks"])
 
             def of_block(block: OwnedBlock, g: Tensor) -> Tensor:
-                own = as_owner(kept[block.name])
-                x = g.to(own["mean"].dtype).view(own["mean"].shape)
-                return direction(x, own, counts[block.path], rates[block.path]).view(g.shape)
+                block_state = as_owner(blocks[block.name])
+                x = g.to(block_state["mean"].dtype).view(block_state["mean"].shape)
+                return direction(x, block_state, counts[block.path], rates[block.path]).view(g.shape)
 
-            along, has = iter(on_owner(each, gs, of_block, cost, most=most)), iter(g is not None for g in gs)
-            now["weight_decay"] = lambda path, _: rates[path]["weight_decay"] * (counts[path] > rests)
+            directions, has = (
+                iter(on_owner(trained_units, gs, of_block, cost, max_size=max_size)),
+                iter(g is not None for g in gs),
+            )
+            hparams["weight_decay"] = lambda path, _: rates[path]["weight_decay"] * (counts[path] > rests)
             values = [
-                moved(unit, next(along), now, donate) if unit.trainable and next(has) else unit.values
+                moved(unit, next(directions), hparams, donate) if unit.trainable and next(has) else unit.values
                 for unit in leaves.each
             ]
         new = params if donate else leaves.like(values)
-        return new, state | {"step": count, "counts": counts, "blocks": kept}
+        return new, state | {"step": count, "counts": counts, "blocks": blocks}
 
-    others = {key: numbers[key] for key in ("lr", "b1", "b2", "eps", "weight_decay")}
+    vector_numbers = {key: numbers[key] for key in ("lr", "b1", "b2", "eps", "weight_decay")}
     matrices = Optimizer(init, on_whole(step))
-    return masked(matrices, lambda path, shape: sum(n != 1 for n in shape) > 1, adamw(**others, donate=donate))
+    return masked(matrices, lambda path, shape: sum(n != 1 for n in shape) > 1, adamw(**vector_numbers, donate=donate))
 
 
 def _trained(leaves: Units) -> list[Unit]:
@@ -338,9 +341,14 @@ def cost(shape: Ints) -> int:
 # --- arithmetic of a block ---
 
 
-def _moments(kept: dict[str, Any], g: Tensor, of_square: Tensor, t: int, n: dict[str, float]) -> tuple[Tensor, Tensor]:
+def _moments(
+    block_state: dict[str, Any], g: Tensor, of_square: Tensor, t: int, n: dict[str, float]
+) -> tuple[Tensor, Tensor]:
     """Adam's means of gradients and of squares after this step, without their bias."""
-    mean, square = kept["mean"].lerp_(g, 1 - n["b1"]), kept["square"].lerp_(of_square.square(), 1 - n["b2"])
+    mean, square = (
+        block_state["mean"].lerp_(g, 1 - n["b1"]),
+        block_state["square"].lerp_(of_square.square(), 1 - n["b2"]),
+    )
     return mean / (1 - n["b1"] ** t), square / (1 - n["b2"] ** t)
 
 
@@ -410,11 +418,11 @@ def _followed(factor: Tensor, basis: Tensor, moves: Tensor | None = None) -> tup
     """
     product = factor @ basis
     values = (basis * product).sum(0)
-    least, half = _least(values), torch.finfo(values.dtype).eps ** 0.5
-    known = values > least if moves is None else moves & (values > least)
+    threshold, half = _least(values), torch.finfo(values.dtype).eps ** 0.5
+    known = values > threshold if moves is None else moves & (values > threshold)
     order = values.where(known, 0).argsort(descending=True, stable=True)
     new, left = torch.linalg.qr(torch.where(known, product, basis)[:, order])
-    sure = left.diagonal().abs() > torch.where(known, least + half * values, half)[order]
+    sure = left.diagonal().abs() > torch.where(known, threshold + half * values, half)[order]
     return new, order, torch.empty_like(sure).index_copy_(0, order, sure)
 
 

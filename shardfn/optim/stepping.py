@@ -72,59 +72,59 @@ class _RuleStep:
         counted = any(isinstance(x, Tensor) for x in (self.count, *self.missed.values()))
         return self.rule.fused if isinstance(self.kept, Coded) and not counted else None
 
-    def numbers(self, key: tuple[tuple[str, Any], ...], now: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The numbers for a range of elements; `now` are those that all ranges share, if they are others."""
-        numbers = (now or self.now) | dict(key)
+    def numbers(self, key: tuple[tuple[str, Any], ...], hparams: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The numbers for a range of elements; `hparams` are those that all ranges share, if they are others."""
+        numbers = (hparams or self.now) | dict(key)
         if isinstance(path := numbers.get("missed"), str):
             numbers["missed"] = self.missed[path]
         return numbers
 
-    def closed(self, opened: Sequence[Opened], *, together: bool) -> list[list[Stored]]:
+    def closed(self, decoded: Sequence[Opened], *, together: bool) -> list[list[Stored]]:
         """Encodes the numbers of slots."""
         assert self.kept is not None, "slots in the parameters' dtype are not closed"
-        return self.kept.closed(self.leaves, self.rule.slots, opened, self.salt, together=together)
+        return self.kept.closed(self.leaves, self.rule.slots, decoded, self.salt, together=together)
 
 
 def optimizer(
-    name: str, rule: Elementwise, numbers: dict[str, Any], donate: bool, kept: Kept | None = None, seed: int = 0
+    name: str, rule: Elementwise, numbers: dict[str, Any], donate: bool, storage: Kept | None = None, seed: int = 0
 ) -> Optimizer:
     """An optimizer by an elementwise rule; the learning rate may be a schedule, other numbers rules for parameters.
 
-    Its slots are in the parameters' dtype, or stored as `kept` says, with random numbers from the seed.
+    Its slots are in the parameters' dtype, or stored as `storage` says, with random numbers from the seed.
     """
     check(name, numbers | {"donate": donate}, numbers)
     varying = {name: value for name, value in numbers.items() if callable(value) and name != "lr"}
-    drawing = {} if kept is None or kept.dtypes != (torch.bfloat16,) else {"seed": int_seed(seed)}
+    drawing = {} if storage is None or storage.dtypes != (torch.bfloat16,) else {"seed": int_seed(seed)}
 
     def init(params: Any) -> Any:
         state = {"step": 0, "numbers": constants(numbers)} | drawing | ({"missed": {}} if rule.counts else {})
-        if kept is None:
+        if storage is None:
             return state | {slot: zeros_like(params) for slot in rule.slots}
         leaves = units(params)
         refuse_complex(leaves, f"{name} with a state of its own dtype")
-        return state | kept.init(leaves, rule.slots)
+        return state | storage.init(leaves, rule.slots)
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        count, now = begun(numbers, state)
+        count, hparams = begun(numbers, state)
         leaves = units(params)
-        slots = [leaves.beside(state[s]) if kept is None else kept.stored(leaves, state, s) for s in rule.slots]
+        slots = [leaves.beside(state[s]) if storage is None else storage.stored(leaves, state, s) for s in rule.slots]
         rows = pairs(leaves, grads)
         missed = missed_after(state["missed"], rows) if rule.counts else {}
         new_counts = {"step": count} | ({"missed": missed} if rule.counts else {})
         work = [_UnitUpdate(i, unit, grad, [slot[i] for slot in slots]) for i, (unit, grad) in enumerate(rows)]
         jobs = [(item, _spans(item.unit, varying, missed)) for item in work if item.grad is not None]
-        this = _RuleStep(rule, kept, leaves, count, now, (state.get("seed", 0), count), missed)
+        this = _RuleStep(rule, storage, leaves, count, hparams, (state.get("seed", 0), count), missed)
         if donate:
             refuse_overwriting(name, params, grads, state)
             if dispatch.in_graph():  # whose compiler fuses the rule's operations, and does them in place
                 _copied_back(this, jobs)
             else:
-                (_overwrite if kept is None else _overwrite_kept)(this, jobs)
+                (_overwrite if storage is None else _overwrite_kept)(this, jobs)
             return params, state | new_counts
-        (_replace_all if kept is None else _replace_kept)(this, jobs)
+        (_replace_all if storage is None else _replace_kept)(this, jobs)
         new_params = leaves.like(item.values for item in work)
         new = {slot: [item.slots[i] for item in work] for i, slot in enumerate(rule.slots)}
-        trees = {slot: leaves.like(x) for slot, x in new.items()} if kept is None else kept.entries(leaves, new)
+        trees = {slot: leaves.like(x) for slot, x in new.items()} if storage is None else storage.entries(leaves, new)
         return new_params, state | new_counts | trees
 
     return Optimizer(init, step if donate else on_whole(step))
@@ -168,7 +168,7 @@ def _spans(unit: Unit, varying: dict[str, Rule], missed: Missed) -> list[Span]:
 def _overwrite(this: _RuleStep, work: list[tuple[_UnitUpdate, list[Span]]]) -> None:
     """Overwrites parameters and slots by fused kernels, one call for each set of numbers, dtype and device."""
     groups: dict[Any, tuple[list[Tensor], list[Tensor], list[list[Tensor]]]] = {}
-    moved: list[tuple[Tensor, Tensor]] = []
+    copy_backs: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad():
         streamed = [item for item in work if streams(item[0].columns)]
         if streamed:
@@ -182,16 +182,16 @@ def _overwrite(this: _RuleStep, work: list[tuple[_UnitUpdate, list[Span]]]) -> N
             for key, start, stop in spans:
                 kind = (key, item.unit.values.dtype, item.unit.values.device)
                 ps, gs, slots = groups.setdefault(kind, ([], [], [[] for _ in this.rule.slots]))
-                whole = (start, stop) == (0, item.unit.values.numel())
-                row = [_real(x if whole else x[start:stop]) for x in (item.unit.values, item.grad, *item.slots)]
+                is_full = (start, stop) == (0, item.unit.values.numel())
+                row = [_real(x if is_full else x[start:stop]) for x in (item.unit.values, item.grad, *item.slots)]
                 _refuse_dtypes(item, this.kept)
-                for into, x in zip((ps, gs, *slots), _in_order(row, moved), strict=True):
-                    into.append(x)
+                for dst, x in zip((ps, gs, *slots), _in_order(row, copy_backs), strict=True):
+                    dst.append(x)
         for (key, *_), (ps, gs, slots) in groups.items():
             this.rule.in_place(ps, gs, slots, this.count, this.numbers(key))
             # Fused kernels do not increment versions, by which autograd and caches notice that a tensor has changed.
             torch.autograd.graph.increment_version([*ps, *(x for slot in slots for x in slot)])
-        for x, new in moved:
+        for x, new in copy_backs:
             x.copy_(new)
 
 
@@ -210,10 +210,10 @@ def _windows(this: _RuleStep, work: list[tuple[_UnitUpdate, list[Span]]]) -> Ite
                 yield Window([x[a:b] for x in columns], [True, False, *[True] * len(item.slots)], move)
 
 
-def _in_order(row: list[Tensor], moved: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+def _in_order(row: list[Tensor], copy_backs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """A parameter, its gradient and slots in the same memory order, which fused kernels rely on.
 
-    Where orders differ all are copied, and all but the gradient are noted in `moved`, to be copied back.
+    Where orders differ all are copied, and all but the gradient are noted in `copy_backs`, to be copied back.
     """
     if all(x.is_contiguous() for x in row):
         return row
@@ -221,21 +221,21 @@ def _in_order(row: list[Tensor], moved: list[tuple[Tensor, Tensor]]) -> list[Ten
     if all(x.stride() == p.stride() for x in row) and dense(p):
         return row
     copies = [x.contiguous() for x in row]
-    moved += [(x, copy) for x, copy in zip((p, *slots), (copies[0], *copies[2:]), strict=True) if x is not copy]
+    copy_backs += [(x, copy) for x, copy in zip((p, *slots), (copies[0], *copies[2:]), strict=True) if x is not copy]
     return copies
 
 
-def _refuse_dtypes(item: _UnitUpdate, kept: Kept | None) -> None:
+def _refuse_dtypes(item: _UnitUpdate, storage: Kept | None) -> None:
     """Raises ValueError for a slot of another dtype than the parameter, or than it is kept as."""
     for slot in item.slots:
-        if kept is None and slot.dtype != item.values.dtype:
+        if storage is None and slot.dtype != item.values.dtype:
             raise ValueError(
                 f"{item.unit.name}: the parameter is {item.values.dtype}, but the state {slot.dtype}: cast both, or "
                 f"make a new state by init(params)"
             )
-        if kept is not None and (dtypes := tuple(x.dtype for x in slot)) != kept.dtypes:
+        if storage is not None and (dtypes := tuple(x.dtype for x in slot)) != storage.dtypes:
             raise ValueError(
-                f"{item.unit.name}: the state is kept as {listed(kept.dtypes)}, but this one is "
+                f"{item.unit.name}: the state is kept as {listed(storage.dtypes)}, but this one is "
                 f"{listed(dtypes)}: make a new state by init(params)"
             )
 
@@ -260,25 +260,25 @@ def _replace_all(this: _RuleStep, work: list[tuple[_UnitUpdate, list[Span]]]) ->
 def _replace(this: _RuleStep, item: _UnitUpdate, spans: list[Span]) -> None:
     """Replaces a unit's values and slots by new tensors, differentiably."""
     assert item.grad is not None
-    now = {name: varied(number, item.unit) for name, number in this.now.items()}
-    moved: list[tuple[Tensor, tuple[Tensor, ...]]] = []
+    hparams = {name: varied(number, item.unit) for name, number in this.now.items()}
+    results: list[tuple[Tensor, tuple[Tensor, ...]]] = []
     for key, start, stop in spans:
-        whole = (start, stop) == (0, item.unit.values.numel())
-        p, g, *slots = (_real(x if whole else x[start:stop]) for x in (item.unit.values, item.grad, *item.slots))
+        is_full = (start, stop) == (0, item.unit.values.numel())
+        p, g, *slots = (_real(x if is_full else x[start:stop]) for x in (item.unit.values, item.grad, *item.slots))
         numbers = {
             name: x[start:stop].view(-1, *(1,) * (p.ndim - 1)) if isinstance(x, Tensor) and x.ndim else x
-            for name, x in now.items()
+            for name, x in hparams.items()
         }
         new, after = this.rule.pure(p, g, tuple(slots), this.count, this.numbers(key, numbers))
         if item.unit.values.is_complex():
             new, after = torch.view_as_complex(new), tuple(map(torch.view_as_complex, after))
-        moved.append((new, after))
+        results.append((new, after))
     bounds = [(start, stop) for _, start, stop in spans]
-    inputs = [item.unit.values, item.grad, *item.slots, *(x for x in now.values() if isinstance(x, Tensor))]
-    item.values = tied(joined([p for p, _ in moved], item.unit, bounds), inputs)
+    inputs = [item.unit.values, item.grad, *item.slots, *(x for x in hparams.values() if isinstance(x, Tensor))]
+    item.values = tied(joined([p for p, _ in results], item.unit, bounds), inputs)
     for i, old in enumerate(item.slots):
         slot_unit = item.unit._replace(values=old)
-        item.slots[i] = tied(joined([slots[i] for _, slots in moved], slot_unit, bounds), inputs)
+        item.slots[i] = tied(joined([slots[i] for _, slots in results], slot_unit, bounds), inputs)
 
 
 # --- slots in another dtype than the parameter, or in 8 bits ---
@@ -286,21 +286,21 @@ def _replace(this: _RuleStep, item: _UnitUpdate, spans: list[Span]) -> None:
 
 def _overwrite_kept(this: _RuleStep, work: list[tuple[_UnitUpdate, list[Span]]]) -> None:
     """As `_overwrite`, a few elements at a time, whose slots are decoded, updated and encoded again."""
-    kept = this.kept
-    assert kept is not None
+    storage = this.kept
+    assert storage is not None
     waiting: list[tuple[_UnitUpdate, Opened]] = []
     with torch.no_grad():
         ordered = []
         for item, spans in work:
-            _refuse_dtypes(item, kept)
+            _refuse_dtypes(item, storage)
             assert item.grad is not None
             # Slots follow the order of elements, but a parameter's memory may have another order.
             ordered.append((item, spans, item.values.contiguous().view(-1), item.grad.contiguous().view(-1)))
         stream(
-            _kept_window(this, kept, item, (p, g), part, this.numbers(key), waiting)
+            _kept_window(this, storage, item, (p, g), part, this.numbers(key), waiting)
             for item, spans, p, g in ordered
             for key, start, stop in spans
-            for part in kept.chunks(item.unit, start, stop, _at_once(this, item, p, g))
+            for part in storage.chunks(item.unit, start, stop, _at_once(this, item, p, g))
         )
         for item, _, p, _ in ordered:
             if p.data_ptr() != item.values.data_ptr():
@@ -310,7 +310,7 @@ def _overwrite_kept(this: _RuleStep, work: list[tuple[_UnitUpdate, list[Span]]])
         closed = this.closed([opened for _, opened in waiting], together=True)
         for (item, opened), slots in zip(waiting, closed, strict=True):
             for stored, new in zip(item.slots, slots, strict=True):
-                for x, place, part in zip(stored, kept.places(opened.part), new, strict=True):
+                for x, place, part in zip(stored, storage.places(opened.part), new, strict=True):
                     x.view(-1)[place] = part
 
 
