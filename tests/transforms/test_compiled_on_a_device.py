@@ -154,7 +154,7 @@ def failing(store: str, work: str, after: int) -> Any:
         return losses, sizes[-1] - sizes[-3], device.races
 
 
-@pytest.mark.parametrize(("work", "after"), [("Gathering", 0), ("Gathering", 3), ("Reducing", 1)])
+@pytest.mark.parametrize(("work", "after"), [("GatherFunction", 0), ("GatherFunction", 3), ("Reducing", 1)])
 def test_after_an_error_in_the_middle_a_program_goes_on_from_copies(tmp_path: Any, work: str, after: int) -> None:
     for (plain, again), more, races in world(2, "alone").within(120).run(failing, str(tmp_path / "s"), work, after):
         assert again == pytest.approx(plain, rel=1e-12)
