@@ -210,8 +210,8 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "optim/owners.py": {
         "TF32 chooses eigenvectors": (
-            'in ("tf32", "bf16")]',
-            "in ()]",
+            'in ("tf32", "bf16")',
+            "in ()",
             "tests/optim/test_shampoo.py::test_small_eigenvalues_are_not_rounded_to_tf32",
         ),
         "all ranks keep all eigenvectors": (

@@ -257,16 +257,12 @@ def _padded(x: Tensor, margins: list[tuple[int, int]]) -> Tensor:
 def _estimate(seg: Segment, row_column_means: Tensor, minimum: float) -> Tensor:
     """The second moments of this rank's elements, estimated from the means of rows and columns."""
     split = math.prod(seg.whole[:-1])
-    of_rows, of_columns = (
-        row_column_means[:split].view(seg.whole[:-1]),
-        row_column_means[split:].view(*seg.whole[:-2], seg.whole[-1]),
-    )
+    of_rows = row_column_means[:split].view(seg.whole[:-1])
+    of_columns = row_column_means[split:].view(*seg.whole[:-2], seg.whole[-1])
     of_rows = of_rows / of_rows.mean(-1, keepdim=True).clamp(min=minimum)
     local = tuple(slice(start, start + n) for start, n in zip(seg.corner, seg.shape, strict=True))
-    of_rows, of_columns = (
-        of_rows[local[:-1]].reshape(-1),
-        of_columns[(*local[:-2], local[-1])].reshape(-1, seg.shape[-1]),
-    )
+    of_rows = of_rows[local[:-1]].reshape(-1)
+    of_columns = of_columns[(*local[:-2], local[-1])].reshape(-1, seg.shape[-1])
     n, (first, lead) = seg.stop - seg.start, divmod(seg.first, seg.shape[-1])
     row_ids = torch.arange(first, first - (-(lead + n) // seg.shape[-1]), device=row_column_means.device)
     return (of_rows[row_ids, None] * of_columns[row_ids // seg.shape[-2]]).reshape(-1)[lead : lead + n]

@@ -122,9 +122,8 @@ class Guard:
         tensors = [*map(_values, leaves)]
         if any(x is param for x in tensors[:first]):
             return
-        state_like_params = spec.child(0) == spec.child(
-            2
-        )  # a state that is like the parameters may come in their place
+        # A state that is like the parameters may come in their place.
+        state_like_params = spec.child(0) == spec.child(2)
         for role, leaves_of in (("grads", tensors[first:last]), ("state", tensors[last:] if state_like_params else [])):
             if any(x is param for x in leaves_of):
                 raise ValueError(

@@ -292,10 +292,8 @@ def _optimizer(
                 x = g.to(block_state["mean"].dtype).view(block_state["mean"].shape)
                 return direction(x, block_state, counts[block.path], rates[block.path]).view(g.shape)
 
-            directions, has = (
-                iter(on_owner(trained_units, gs, of_block, cost, max_size=max_size)),
-                iter(g is not None for g in gs),
-            )
+            directions = iter(on_owner(trained_units, gs, of_block, cost, max_size=max_size))
+            has = iter(g is not None for g in gs)
             hparams["weight_decay"] = lambda path, _: rates[path]["weight_decay"] * (counts[path] > rests)
             values = [
                 moved(unit, next(directions), hparams, donate) if unit.trainable and next(has) else unit.values
@@ -345,10 +343,8 @@ def _moments(
     block_state: dict[str, Any], g: Tensor, of_square: Tensor, t: int, n: dict[str, float]
 ) -> tuple[Tensor, Tensor]:
     """Adam's means of gradients and of squares after this step, without their bias."""
-    mean, square = (
-        block_state["mean"].lerp_(g, 1 - n["b1"]),
-        block_state["square"].lerp_(of_square.square(), 1 - n["b2"]),
-    )
+    mean = block_state["mean"].lerp_(g, 1 - n["b1"])
+    square = block_state["square"].lerp_(of_square.square(), 1 - n["b2"])
     return mean / (1 - n["b1"] ** t), square / (1 - n["b2"] ** t)
 
 

@@ -1,9 +1,9 @@
 """The messages between the ranks of a pipeline: tensors of any shapes, each message behind a note that describes it.
 
 A note goes from host to host and has a fixed size whatever it holds, so no rank has to know in advance what another
-will send, and none mistakes one message for another. The last note to each other rank is an `End`: either success, or
-the reason of a failure. A rank that expects tensors and finds an end stops too, so a failure on one rank ends the run
-on all; and as each rank reads up to every end, no message is left over for the next pipeline to find.
+will send, and none mistakes one message for another. The last note to each other rank is a `LastNote`: either success,
+or the reason of a failure. A rank that expects tensors and finds an end stops too, so a failure on one rank ends the
+run on all; and as each rank reads up to every end, no message is left over for the next pipeline to find.
 """
 
 from __future__ import annotations
