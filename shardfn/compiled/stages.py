@@ -308,7 +308,12 @@ class Traced(Schedule):
         """Nothing."""
         return []
 
-    before = announced
+    def before(self, call: Call) -> list[Wanted]:
+        """What backward needs next and forward has left; what it has not is gathered where a call needs it."""
+        return [one for one in super().before(call) if self._found(one.key) is not None]
+
+    def _read_ahead(self, layouts: Sequence[Any], shards: Sequence[Tensor]) -> None:
+        """Nothing: a gather of the graph reads its shards itself."""
 
     def start(self, call: Call, one: Wanted) -> Any:
         """Puts a gather into the graph."""

@@ -119,7 +119,7 @@ class Prefetch:
 
     def _gathered(self, call: Call) -> Gathered:
         own = Wanted(call.key, call.plan, call.shards, call.shards, keeps=call.keeps)
-        self._turn(call, [own, *self.announced(call)])
+        self._turn(call, [own, *self.announced(call)], 1 + call.signature.options.prefetch + call.keeps)
         gathered = self._found(call.key)
         assert gathered is not None, "it has been started"
         if call.keeps:
@@ -171,14 +171,14 @@ class Prefetch:
             if layout.placement.tiers.params == "disk":
                 self.gathering.disk.announce(shard)
 
-    def _turn(self, call: Call, wanted: Sequence[Wanted]) -> None:
+    def _turn(self, call: Call, wanted: Sequence[Wanted], places: int = 0) -> None:
         """Starts what is needed now and what is likely to be next.
 
-        Lets go of all else, which those hold who need it; but where less comes next than may be gathered early, what
-        came last stays in its place, as backward begins with that.
+        Lets go of all else, which those hold who need it; but where fewer than `places` come, as at the end of forward,
+        what came last stays, as backward begins with that.
         """
         stays = {one.key for one in wanted}
-        places = 1 + call.signature.options.prefetch - (len(stays) - call.keeps)
+        places -= len(stays)
         stays.update([key for key in reversed(self.buffers) if key not in stays][:places] if places > 0 else ())
         for key in [key for key in self.buffers if key not in stays]:
             self.buffers.pop(key).wait()  # if nobody used it, its memory is written to until it has come
