@@ -96,8 +96,8 @@ MODULES: dict[str, tuple[Callable[[], Any], dict[str, Any], tuple[str, ...]]] = 
     "both": (Net, {"stages": "Block", "min_num_params": 3}, ("ValueError", "pass one")),
     "remat": (Net, {"remat": "yes"}, ("TypeError", "remat='yes'")),
     "prefetch": (Net, {"prefetch": -1}, ("ValueError", "prefetch=-1")),
-    "compile": (Net, {"compile": 3}, ("TypeError", "compile=3")),
-    "axis": (zoo.Pictures, {"sync_batch_norm": 3}, ("TypeError", "sync_batch_norm=3")),
+    "compile": (Net, {"compile": 3}, ("TypeError", "compile must be True, or a dict")),
+    "axis": (zoo.Pictures, {"sync_batch_norm": 3}, ("TypeError", "sync_batch_norm must be one or several names")),
 }
 
 
@@ -337,8 +337,8 @@ MESSAGES: dict[str, tuple[str, ...]] = {
     "write inside, False": ("RuntimeError", "0 writes into its buffer 0.calls", "mutable=['0.calls']"),
     "write inside, True": ("RuntimeError", "0 writes into its buffer 0.calls", "mutable=['0.calls']"),
     "cache": ("TypeError", "model.layers.0 is given a DynamicCache", "use_cache=False", "torch.no_grad()"),
-    "kept": ("RuntimeError", "attribute", "would be lost"),
-    "hook": ("RuntimeError", "hook"),
+    "kept": ("it was done",),
+    "hook": ("it was done",),
     "read": ("it was done",),
     "in a Function": (
         "RuntimeError",
@@ -387,7 +387,9 @@ ONCE: dict[str, tuple[str, ...]] = {
 
 OTHERWISE: dict[str, tuple[str, ...]] = {  # torch itself is the first to refuse, or to read
     "write, False, torch": ("RuntimeError", "mutate a captured Tensor"),
-    "write inside, False, torch": ("RuntimeError", "writes into its parameters, or into another tensor"),
+    "write inside, False, torch": ("RuntimeError", "mutate a captured Tensor"),
+    "kept, torch": ("RuntimeError", "attribute", "would be lost"),
+    "hook, torch": ("RuntimeError", "hook"),
     "in a Function, torch": ("RuntimeError", "0.weight is read outside of stage '0', by custom_function_call"),
 }
 

@@ -97,7 +97,7 @@ def differences(folder: str, names: list[str]) -> list[str]:
 @pytest.mark.world(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_are_the_same_wherever_things_are_kept(world: World, name: str, tmp_path: Path) -> None:
-    assert world.run(differences, str(tmp_path), [name]) == [[], []]
+    assert world.within(240).run(differences, str(tmp_path), [name]) == [[], []]
 
 
 def refusals(folder: str) -> dict[str, str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -235,9 +236,20 @@ def of_module(make: Callable[[], nn.Module], run: Callable[[Any, Any, Tensor], A
     return made
 
 
+@contextlib.contextmanager
+def without_onednn() -> Iterator[None]:
+    """A context for an LSTM in bfloat16, for which oneDNN needs a CPU that has instructions for it."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)  # `torch.backends.mkldnn.flags` also sets TF32, and warns
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
 def under_autocast(run: Callable[[Any, Any, Tensor], Any]) -> Callable[[Any, Any, Tensor], Any]:
     def narrow(model: Any, params: Any, x: Tensor) -> Any:
-        with torch.autocast(x.device.type, torch.bfloat16):
+        with torch.autocast(x.device.type, torch.bfloat16), without_onednn():
             return run(model, params, x).float()  # a power is float32 on CUDA, and as narrow as it was on the CPU
 
     return narrow

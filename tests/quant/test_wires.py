@@ -14,7 +14,7 @@ import shardfn as sf
 from shardfn import quant
 from shardfn.shards.layout import FlatShard, Layout
 from shardfn.testing import World
-from tests.models import ENGINES, STRATEGIES, by_value_and_grad, distance, mesh_of
+from tests.models import ENGINES, STRATEGIES, by_torch_func, by_value_and_grad, distance, mesh_of
 from tests.models import layer as block
 from tests.reference import worst
 
@@ -147,9 +147,10 @@ def stepped(
         found[engine.__name__] = distance(value, loss_of(block)(whole, mine))
         for own, flat, got in zip(local["blocks"], params["blocks"], grads["blocks"], strict=True):
             placement = OWN[strategy]
+            kinds = (None, None) if engine is by_torch_func else (reduce, placement.reduce)  # that sums unrounded
             if not divides:
-                placement = sf.Placement(placement.axes, placement.replicas, reduce=placement.reduce)
-            want = reduced(own, flat, placement, reduce)
+                placement = sf.Placement(placement.axes, placement.replicas, reduce=kinds[1])
+            want = reduced(own, flat, placement, kinds[0])
             found[engine.__name__] = worst([found[engine.__name__], (got.values - want).abs().max().item()])
     tangent = torch.func.jvp(lambda p: loss(p, mine), (params,), (optree.tree_map(torch.ones_like, params),))[1]
     ones = optree.tree_map(torch.ones_like, whole)
